@@ -1,0 +1,51 @@
+"""Blocking helpers for control traffic: statistics, decisions, agreement. They are not metered."""
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.comm.requests import AllGather, AllReduce, Broadcast, Op, Request
+from dgc.comm.transport import Transport
+
+
+def _ask(transport: Transport, name: str, request: Request) -> Any:
+    return transport.wait(transport.launch(name, (request,)))[0]
+
+
+def all_reduce(transport: Transport, tensor: Tensor, op: Op = "mean", name: str = "all_reduce") -> Tensor:
+    """The element-wise `op` over all ranks, in a new tensor. Every rank must call it, with one shape and dtype."""
+    return _ask(transport, f"dgc.control.{name}", AllReduce(tensor.clone(), op))
+
+
+def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = "broadcast_object") -> Any:
+    """`root`'s object, on every rank. It must pickle."""
+    data = _to_bytes(obj) if transport.rank == root else torch.empty(0, dtype=torch.uint8)
+    length = all_reduce(transport, torch.tensor([data.numel()]), "max", f"{name}.length").item()
+    if transport.rank != root:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    return _from_bytes(_ask(transport, f"dgc.control.{name}", Broadcast(data, root)))
+
+
+def all_gather_object(transport: Transport, obj: Any, name: str = "all_gather_object") -> list[Any]:
+    """Every rank's object, by rank, on every rank. They must pickle."""
+    data = _to_bytes(obj)
+    lengths = _ask(transport, f"dgc.control.{name}.length", AllGather(torch.tensor([data.numel()])))
+    padded = torch.zeros(int(max(length.item() for length in lengths)), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    gathered = _ask(transport, f"dgc.control.{name}", AllGather(padded))
+    return [_from_bytes(d[: int(n.item())]) for d, n in zip(gathered, lengths, strict=True)]
+
+
+def barrier(transport: Transport, name: str = "barrier") -> None:
+    """Return once every rank has come here."""
+    all_reduce(transport, torch.zeros(1), "sum", name)
+
+
+def _to_bytes(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

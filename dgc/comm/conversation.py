@@ -1,0 +1,62 @@
+"""One conversation on its way: an algorithm's generator, the transport that carries it, the meter that counts."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Generic
+
+from dgc.comm.meter import Meter
+from dgc.comm.requests import Conversation, Request, T
+from dgc.comm.transport import Transport
+
+
+class Talk(Generic[T]):
+    """Starts at once and launches the first round. `advance` goes on while replies are there, `finish` waits.
+
+    Requests of different ranks meet by (name, round). On every rank a conversation of one name has the same
+    number of rounds.
+    """
+
+    def __init__(self, name: str, conversation: Conversation[T], transport: Transport, meter: Meter):
+        self.name = name
+        self.done = False
+        self.rounds = 0
+        self._conversation = conversation
+        self._transport = transport
+        self._meter = meter
+        self.rounds = 0
+        self._flight: Any = None
+        self._result: T
+        self._resume(None)
+
+    def advance(self) -> bool:
+        """Move on as far as possible without waiting; whether the conversation has ended."""
+        while not self.done and self._transport.poll(self._flight):
+            self._resume(self._transport.wait(self._flight))
+        return self.done
+
+    def finish(self) -> T:
+        """Wait for all that is left and return the algorithm's result."""
+        while not self.done:
+            start = perf_counter()
+            replies = self._transport.wait(self._flight)
+            self._meter.seconds["wait"] += perf_counter() - start
+            self._resume(replies)
+        return self._result
+
+    def _resume(self, replies: tuple[Any, ...] | None) -> None:
+        start = perf_counter()
+        try:
+            requests = next(self._conversation) if replies is None else self._conversation.send(replies)
+        except StopIteration as stop:
+            self.done, self._result, self._flight = True, stop.value, None
+        else:
+            self._launch(requests)
+        self._meter.seconds["compress" if replies is None else "decode"] += perf_counter() - start
+
+    def _launch(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            size = self._transport.group_size(request.group)
+            self._meter.count(request, self._transport.group_rank(request.group), size)
+        self._meter.rounds += 1
+        self._flight = self._transport.launch(f"{self.name}.{self.rounds}", requests)
+        self.rounds += 1

@@ -1,0 +1,163 @@
+"""Conversations over Horovod: MPI or Gloo controller, MPI or NCCL operations. The only file that imports it.
+
+Horovod's own fusion groups messages by their time of arrival, so from three ranks on its sums, and with them
+whole runs, differ in the last bits from one repeat to the next. Buckets are the fusion here, and Horovod's is
+switched off (HOROVOD_FUSION_THRESHOLD=0) unless the user chose a value.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgc.comm.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Group,
+    ReduceScatter,
+    Reply,
+    Request,
+)
+
+
+def prepare_environment() -> None:
+    """Set what must be set before Horovod starts. Values that the user chose are kept.
+
+    A process that no mpirun started does not know where the Open MPI of a Python environment lies.
+    """
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    launched = "OMPI_COMM_WORLD_RANK" in os.environ
+    if not launched and (Path(sys.prefix) / "bin" / "orted").exists():
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+
+
+_chosen = os.environ.get("HOROVOD_FUSION_THRESHOLD")
+prepare_environment()
+import horovod.torch as hvd  # noqa: E402  (its libraries read the environment when they are loaded)
+
+_fusion_is_on = _chosen not in (None, "0") or (_chosen is None and hvd.is_initialized())
+_OPS = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+
+
+@dataclass(frozen=True)
+class HorovodFlight:
+    requests: tuple[Request, ...]
+    handles: tuple[int, ...]
+
+
+class HorovodTransport:
+    """Initialises Horovod where that has not happened yet.
+
+    hierarchical: make the `local` and `cross` groups as well (every rank must ask for it).
+    timeout: seconds after which an operation that some ranks never joined ends the run; None: never.
+    """
+
+    def __init__(self, hierarchical: bool = False, timeout: float | None = None):
+        if not hvd.is_initialized():
+            if timeout is not None:
+                os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, int(timeout / 2))))
+                os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(max(1, int(timeout))))
+            hvd.init(process_sets="dynamic" if hierarchical else None)
+        if hvd.size() > 2 and _fusion_is_on:
+            warnings.warn(
+                "Horovod's fusion is on: from 3 ranks on its sums depend on timing, so two runs of one experiment "
+                "differ. For runs that repeat exactly set HOROVOD_FUSION_THRESHOLD=0, or import "
+                "dgc.comm.horovod before hvd.init().",
+                stacklevel=2,
+            )
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self._sets: dict[Group, tuple[Any, list[int]]] = {
+            "world": (hvd.global_process_set, list(range(self.size)))
+        }
+        if hierarchical:
+            self._make_groups()
+
+    def _make_groups(self) -> None:
+        """One process set per machine, and one per local rank across the machines."""
+        import socket
+        import zlib
+
+        host = zlib.crc32(socket.gethostname().encode())
+        here = torch.tensor([[host, self.local_rank]], dtype=torch.int64)
+        everyone = hvd.allgather(here, name="dgc.groups").tolist()
+        machines = list(dict.fromkeys(host for host, _ in everyone))
+        by_machine = [[r for r, (h, _) in enumerate(everyone) if h == machine] for machine in machines]
+        by_local_rank = [
+            [r for r, (_, local) in enumerate(everyone) if local == wanted]
+            for wanted in sorted({local for _, local in everyone})
+        ]
+        known: dict[tuple[int, ...], Any] = {tuple(range(self.size)): hvd.global_process_set}
+        kinds: tuple[tuple[Group, list[list[int]]], ...] = (("local", by_machine), ("cross", by_local_rank))
+        for kind, groups in kinds:
+            for members in groups:
+                if tuple(members) not in known:
+                    known[tuple(members)] = hvd.add_process_set(members)
+                if self.rank in members:
+                    self._sets[kind] = (known[tuple(members)], members)
+
+    def group_size(self, group: Group) -> int:
+        return len(self._members(group)[1])
+
+    def group_rank(self, group: Group) -> int:
+        return self._members(group)[1].index(self.rank)
+
+    def _members(self, group: Group) -> tuple[Any, list[int]]:
+        if group not in self._sets:
+            raise ValueError(f"group {group!r} was not made; use HorovodTransport(hierarchical=True)")
+        return self._sets[group]
+
+    def launch(self, name: str, requests: Sequence[Request]) -> HorovodFlight:
+        handles = tuple(self._start(f"{name}.{i}", request) for i, request in enumerate(requests))
+        return HorovodFlight(tuple(requests), handles)
+
+    def poll(self, flight: HorovodFlight) -> bool:
+        return all(hvd.poll(handle) for handle in flight.handles)
+
+    def wait(self, flight: HorovodFlight) -> tuple[Reply, ...]:
+        together = zip(flight.requests, flight.handles, strict=True)
+        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in together)
+
+    def _start(self, name: str, request: Request) -> int:
+        process_set, members = self._members(request.group)
+        match request:
+            case AllReduce(tensor, op):
+                return hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=process_set)
+            case AllGather(tensor):
+                return hvd.allgather_async(tensor, name=name, process_set=process_set)
+            case ReduceScatter(tensor, op):
+                return hvd.reducescatter_async(tensor, name=name, op=_OPS[op], process_set=process_set)
+            case Broadcast(tensor, root):
+                return hvd.broadcast_async_(tensor, members[root], name=name, process_set=process_set)
+            case AllToAll(tensor, splits):
+                counts = torch.tensor(splits, dtype=torch.int32)
+                return hvd.alltoall_async(tensor, splits=counts, name=name, process_set=process_set)
+            case Exchange(sends):
+                # Horovod has no point-to-point messages; an all-to-all with empty splits stands for them
+                pieces = [sends.get(to) for to in range(len(members))]
+                counts = torch.tensor([0 if p is None else p.numel() for p in pieces], dtype=torch.int32)
+                if not sends:
+                    raise ValueError("Horovod's all-to-all needs a tensor from every rank of an Exchange")
+                whole = torch.cat([p for p in pieces if p is not None])
+                return hvd.alltoall_async(whole, splits=counts, name=name, process_set=process_set)
+
+    def _reply(self, request: Request, output: Any) -> Reply:
+        match request:
+            case AllGather():
+                return tuple(output.chunk(self.group_size(request.group)))
+            case AllToAll():
+                received, splits = output
+                return tuple(received.split(splits.tolist()))
+            case Exchange(_, receives):
+                received, splits = output
+                pieces = received.split(splits.tolist())
+                return {source: pieces[source] for source in receives}
+        return output

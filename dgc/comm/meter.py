@@ -1,0 +1,74 @@
+"""Bytes and seconds, counted in one place: where a conversation's requests are launched.
+
+`payload_bytes` is what this rank contributes, headers and padding included. `wire_bytes` is what this rank
+sends to carry it, by the usual bandwidth-optimal algorithm with N ranks and b payload bytes:
+
+    all-reduce (ring)        2 b (N-1)/N
+    all-gather (ring)        b (N-1)
+    reduce-scatter (ring)    b (N-1)/N
+    all-to-all (pairwise)    what goes to other ranks
+    broadcast (pipeline)     b from every rank but the last: b (N-1)/N on average
+    exchange                 what goes to other ranks
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dgc.comm.requests import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Request
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def payload_bytes(request: Request, rank: int) -> int:
+    """Bytes that this rank (its number within the group) contributes to the request."""
+    if isinstance(request, Exchange):
+        return sum(nbytes(t) for to, t in request.sends.items() if to != rank)
+    if isinstance(request, Broadcast):
+        return nbytes(request.tensor) if request.root == rank else 0
+    return nbytes(request.tensor)
+
+
+def all_reduce_wire_bytes(payload: int, size: int) -> float:
+    return 2 * payload * (size - 1) / size
+
+
+def all_gather_wire_bytes(payload: int, size: int) -> float:
+    return payload * (size - 1)
+
+
+def wire_bytes(request: Request, rank: int, size: int) -> float:
+    """Bytes that this rank sends for the request, in a group of `size` ranks."""
+    match request:
+        case AllReduce(tensor):
+            return all_reduce_wire_bytes(nbytes(tensor), size)
+        case AllGather(tensor):
+            return all_gather_wire_bytes(nbytes(tensor), size)
+        case ReduceScatter(tensor) | Broadcast(tensor):
+            return nbytes(tensor) * (size - 1) / size
+        case AllToAll(tensor, splits):
+            return (sum(splits) - splits[rank]) * tensor.element_size()
+        case Exchange():
+            return payload_bytes(request, rank)
+
+
+@dataclass
+class Meter:
+    """Totals since the start, for this rank. `dense_bytes` is what dense fp32 gradients would have been.
+
+    `seconds` is time of the host: on a GPU the work itself may still be running.
+    """
+
+    payload_bytes: int = 0
+    wire_bytes: float = 0.0
+    dense_bytes: int = 0
+    rounds: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"compress": 0.0, "wait": 0.0, "decode": 0.0, "step": 0.0}
+    )
+
+    def count(self, request: Request, rank: int, size: int) -> None:
+        self.payload_bytes += payload_bytes(request, rank)
+        self.wire_bytes += wire_bytes(request, rank, size)

@@ -1,0 +1,158 @@
+"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally: ICLR 2018, arXiv 1712.01887, Algorithm 1).
+
+On each of N ranks, with local gradient g, momentum u, velocity v and ratio D:
+
+    g = clip(g);  u = m u + g;  v = v + u          memory: momentum correction, accumulation
+    S = the D n largest |v_i| of every tensor      selection: sampled threshold
+    send v_S;  v_S = 0;  u_S = 0                   memory: momentum factor masking
+    result = 1/N * sum over ranks                  the optimizer's step adds no momentum of its own
+
+Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)); where all-gathering that from
+N ranks costs more than a dense all-reduce (or D = 1), the whole velocity, 4 bytes (fp16_values: 2) per element.
+
+Differences from the paper and the original code: momentum of dense steps is corrected locally as well, which
+is ordinary momentum by linearity; values are cut to the wire's range and what rounding takes stays in v; the
+sum is made in the order of ranks, so that replicas stay equal bit for bit.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from dgc.bucket import Bucket, Segment
+from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
+from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.compression.dense import FP16, Dense
+from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
+from dgc.compression.warmup import RatioWarmup
+from dgc.kernels.reference import merge_mean
+from dgc.memory import Memory, NoMemory
+from dgc.memory.protocol import MomentumCorrection
+from dgc.selection import Exact, Plan, Sampled, Selector, plan_selection
+from dgc.wire import CastValues, PlainIndices, SparseFormat
+
+
+class DGCCompressor:
+    """compress_ratio: the fraction of elements sent; above 1 it is the factor saved (1000 means 0.001).
+
+    memory: DGCSGDMemory for the paper's algorithm; None keeps nothing back. sample_ratio 1 is exact top-k.
+    """
+
+    def __init__(
+        self,
+        compress_ratio: float,
+        memory: Memory | None = None,
+        sample_ratio: float = 0.01,
+        strided_sample: bool = True,
+        compress_upper_bound: float = 1.3,
+        compress_lower_bound: float = 0.8,
+        max_adaptation_iters: int = 10,
+        resample: bool = True,
+        fp16_values: bool = False,
+        int32_indices: bool = False,
+        warmup_epochs: int = -1,
+        warmup_coeff: float | Sequence[float] | None = None,
+        seed: int = 0,
+    ):
+        if not compress_ratio > 0:
+            raise ValueError(f"compress_ratio must be positive, not {compress_ratio}")
+        ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
+        self.memory: Memory = NoMemory() if memory is None else memory
+        self.compress_ratio = ratio
+        self._warmup = RatioWarmup(ratio, warmup_epochs, warmup_coeff)
+        sampled = Sampled(
+            sample_ratio,
+            strided_sample,
+            compress_upper_bound,
+            compress_lower_bound,
+            max_adaptation_iters,
+            resample,
+        )
+        self._selector: Selector = Exact() if sample_ratio == 1 else sampled
+        values = CastValues(torch.float16 if fp16_values else torch.float32)
+        self._format = SparseFormat(values, PlainIndices(torch.int32 if int32_indices else torch.int64))
+        self._dense = FP16() if fp16_values else Dense()
+        self._names: set[str] | None = None
+        self._seed = seed
+        self._steps: dict[str, int] = {}
+        self._plans: dict[str, Plan] = {}
+        self._size = 1
+        self.begin_epoch(0)
+
+    @property
+    def correction(self) -> MomentumCorrection | None:
+        return self.memory.correction
+
+    @property
+    def fallback(self) -> Compressor:
+        return self._dense
+
+    def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Compress these tensors alone. Without this call: every tensor of two or more dimensions."""
+        self._names = {name for name, _ in named_parameters}
+
+    def accepts(self, segment: Segment) -> bool:
+        return len(segment.shape) > 1 if self._names is None else segment.name in self._names
+
+    def plan(self, bucket: Bucket, size: int) -> None:
+        self._format.indices.check(bucket.numel)
+        self.memory.plan(bucket)
+        self._size = size
+        self._steps[bucket.name] = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.compress_ratio = self._warmup.at(epoch)
+
+    def warmup_compress_ratio(self, epoch: int) -> None:
+        """The original's name of `begin_epoch`."""
+        self.begin_epoch(epoch)
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        yield from self.memory.clip(bucket)
+        v = self.memory.compensate(bucket)
+        plan = self._plan_of(bucket)
+        if self._dense_is_cheaper(bucket, plan):
+            return (yield from self._reduce_dense(bucket, v))
+        indices = self._selector.select(v, plan, self._next_seed(bucket))
+        values = self._format.values.quantize(v[indices])
+        self.memory.sent_(bucket, indices, values.float())
+        (payloads,) = yield (AllGather(self._format.encode(indices, values, plan.capacity)),)
+        parts = [self._format.decode(p, plan.capacity, bucket.numel, rank) for rank, p in enumerate(payloads)]
+        return SparseResult(*merge_mean(parts, len(parts)))
+
+    def _reduce_dense(self, bucket: Bucket, v: Tensor) -> Conversation[Result]:
+        values = self._format.values.quantize(v).clone()
+        self.memory.sent_all_(bucket, values.float())
+        (mean,) = yield (AllReduce(values),)
+        bucket.flat.copy_(mean)
+        return DenseResult()
+
+    def _plan_of(self, bucket: Bucket) -> Plan:
+        plan = self._plans.get(bucket.name)
+        if plan is None or plan.ratio != self.compress_ratio:
+            plan = self._plans[bucket.name] = plan_selection(bucket.segments, self.compress_ratio)
+        return plan
+
+    def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
+        sparse, dense = self._format.nbytes(plan.capacity), bucket.numel * self._format.values.itemsize
+        size = max(2, self._size)  # one process decides as two would
+        return self.compress_ratio >= 1 or all_gather_wire_bytes(sparse, size) > all_reduce_wire_bytes(dense, size)
+
+    def _next_seed(self, bucket: Bucket) -> int:
+        """A fresh seed per bucket and step, the same after a resume."""
+        step = self._steps[bucket.name]
+        self._steps[bucket.name] = step + 1
+        return crc32(f"{self._seed} {bucket.segments[0].name} {step}".encode())
+
+    def errors(self) -> Iterable[Tensor]:
+        return self.memory.errors()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": self.memory.state_dict(), "steps": max(self._steps.values(), default=0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state["memory"])
+        self._steps = dict.fromkeys(self._steps, state["steps"])

@@ -1,0 +1,102 @@
+"""What the optimizer needs of a compressor, and what a conversation about gradients returns."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from dgc.bucket import Bucket, Segment
+from dgc.comm.requests import Conversation
+from dgc.memory.protocol import MomentumCorrection
+
+
+@dataclass(frozen=True)
+class DenseResult:
+    """The mean gradient is in `bucket.flat`."""
+
+
+@dataclass(frozen=True)
+class SparseResult:
+    """The mean gradient is zero but for `values` [k] fp32 at the unique ascending `indices` [k] int64."""
+
+    indices: Tensor
+    values: Tensor
+
+
+Result: TypeAlias = DenseResult | SparseResult
+
+
+class Compressor(Protocol):
+    """Averages buckets over all ranks. The result is the same, bit for bit, on every rank."""
+
+    @property
+    def compress_ratio(self) -> float:
+        """Nominal fraction of elements sent, now."""
+        ...
+
+    @property
+    def correction(self) -> MomentumCorrection | None:
+        """Momentum that this compressor applies to its gradients, in the optimizer's stead."""
+        ...
+
+    @property
+    def fallback(self) -> "Compressor":
+        """What takes the tensors that this one does not accept."""
+        ...
+
+    def accepts(self, segment: Segment) -> bool:
+        """Whether this compressor is meant for such a tensor."""
+        ...
+
+    def plan(self, bucket: Bucket, size: int) -> None:
+        """Get ready for a bucket, with `size` ranks. Called once per bucket."""
+        ...
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        """One step's exchange of a bucket. Every rank speaks the same number of rounds."""
+        ...
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Called before the first step of each epoch, counted from 0, with the same number on every rank."""
+        ...
+
+    def errors(self) -> Iterable[Tensor]:
+        """The error state: what waits to be sent."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: tensors under parameter names, numbers and strings."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Stateless:
+    """The parts of a compressor that keeps nothing between steps, accepts every tensor and sends it whole."""
+
+    compress_ratio: float = 1.0
+    correction: MomentumCorrection | None = None
+
+    @property
+    def fallback(self) -> "Compressor":
+        raise AssertionError("this compressor accepts every tensor")
+
+    def accepts(self, segment: Segment) -> bool:
+        return True
+
+    def plan(self, bucket: Bucket, size: int) -> None:
+        pass
+
+    def begin_epoch(self, epoch: int) -> None:
+        pass
+
+    def errors(self) -> Iterable[Tensor]:
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError(f"state of another compressor: {sorted(state)}")

@@ -1,0 +1,44 @@
+"""Warm-up of the ratio (Lin et al. 2018, section 3.3): early epochs send more.
+
+With W = warmup_epochs and the final ratio D, epoch e < W (from 0) sends
+
+    no coefficient      D ** ((e+1)/W)               W = 5, D = 0.001: 0.25, 0.063, 0.016, 0.004, 0.001
+    a number c          max(c ** (e+1), D)
+    a list              its e-th entry
+
+Differences from the original: its default exponent is (e+1)/(W+1), which does not give the ratios that it
+documents (0.25, 0.063, 0.015, 0.004, 0.001); the first line above does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RatioWarmup:
+    ratio: float
+    warmup_epochs: int = -1
+    warmup_coeff: float | Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        coefficients: Sequence[float] = ()
+        if isinstance(self.warmup_coeff, Sequence):
+            coefficients = self.warmup_coeff
+            if len(coefficients) < self.warmup_epochs:
+                raise ValueError(
+                    f"warmup_coeff lists {len(coefficients)} ratios for {self.warmup_epochs} warmup_epochs"
+                )
+        elif self.warmup_coeff is not None:
+            coefficients = (self.warmup_coeff,)
+        for c in coefficients:
+            if not 0 < c <= 1:
+                raise ValueError(f"warmup_coeff must lie in (0, 1], not {c}")
+
+    def at(self, epoch: int) -> float:
+        if epoch >= self.warmup_epochs:
+            return self.ratio
+        if self.warmup_coeff is None:
+            return self.ratio ** ((epoch + 1) / self.warmup_epochs)
+        if isinstance(self.warmup_coeff, Sequence):
+            return self.warmup_coeff[epoch]
+        return max(self.warmup_coeff ** (epoch + 1), self.ratio)

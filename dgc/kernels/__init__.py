@@ -1,0 +1,1 @@
+"""The hot loops. `reference` is plain torch and defines what each operation means."""

@@ -1,0 +1,50 @@
+"""The operations of the hot path in plain torch: the definition that faster tiers must meet."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def correct_momentum_(g: Tensor, u: Tensor, v: Tensor, momentum: float, nesterov: bool) -> None:
+    """Momentum correction and accumulation (Lin et al. 2018, eq. 4), in place. All of shape [n]; u, v fp32.
+
+    plain: u = m u + g; v = v + u.  Nesterov: u = m (u + g); v = v + u + g.
+    """
+    g = g.to(u.dtype)
+    if nesterov:
+        u.add_(g).mul_(momentum)
+        v.add_(u).add_(g)
+    else:
+        u.mul_(momentum).add_(g)
+        v.add_(u)
+
+
+def largest(v: Tensor, k: int) -> Tensor:
+    """Indices, int64 and ascending, of the k elements of largest magnitude in v [n]. Zeros are never chosen."""
+    if k == 0 or v.numel() == 0:
+        return torch.empty(0, dtype=torch.int64, device=v.device)
+    magnitudes, indices = torch.topk(v.abs(), min(k, v.numel()), sorted=False)
+    return indices[magnitudes > 0].sort().values
+
+
+def above(v: Tensor, threshold: Tensor) -> Tensor:
+    """Indices, int64 and ascending, of the non-zero elements of v [n] with |v| >= threshold (0-d)."""
+    magnitudes = v.abs()
+    return ((magnitudes >= threshold) & (magnitudes > 0)).nonzero().view(-1)
+
+
+def merge_mean(parts: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+    """The mean over `size` ranks of sparse vectors.
+
+    parts: (indices int64, values fp32) of each rank, unique indices within one rank. Returns unique ascending
+    indices and values. Values of one index are added in the order of the parts, so that every rank that
+    merges the same parts gets the same bits.
+    """
+    indices, where = torch.unique(torch.cat([i for i, _ in parts]), sorted=True, return_inverse=True)
+    values = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
+    start = 0
+    for own, own_values in parts:
+        values.index_add_(0, where[start : start + own.numel()], own_values)
+        start += own.numel()
+    return indices, values.div_(size)

@@ -1,0 +1,77 @@
+"""Plain error feedback, and none.
+
+residual: v = e + g; what is sent leaves v, the rest is the next step's e (Stich et al. 2018, Mem-SGD).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.bucket import Bucket
+from dgc.comm.requests import Conversation
+from dgc.memory.protocol import MomentumCorrection
+from dgc.memory.state import FlatState
+
+
+class ResidualMemory:
+    correction: MomentumCorrection | None = None
+
+    def __init__(self) -> None:
+        self._residual = FlatState("residual")
+
+    def plan(self, bucket: Bucket) -> None:
+        self._residual.add(bucket)
+
+    def clip(self, bucket: Bucket) -> Conversation[None]:
+        yield from ()
+
+    def compensate(self, bucket: Bucket) -> Tensor:
+        return self._residual[bucket].add_(bucket.flat)
+
+    def sent_(self, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
+        self._residual[bucket][indices] -= values
+
+    def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
+        self._residual[bucket].sub_(values)
+
+    def errors(self) -> Iterable[Tensor]:
+        return self._residual
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residuals": self._residual.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._residual.load_state_dict(state["residuals"])
+
+
+class NoMemory:
+    """What is not sent is lost."""
+
+    correction: MomentumCorrection | None = None
+
+    def plan(self, bucket: Bucket) -> None:
+        pass
+
+    def clip(self, bucket: Bucket) -> Conversation[None]:
+        yield from ()
+
+    def compensate(self, bucket: Bucket) -> Tensor:
+        return bucket.flat.to(torch.float32)
+
+    def sent_(self, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
+        pass
+
+    def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
+        pass
+
+    def errors(self) -> Iterable[Tensor]:
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError(f"state of another memory: {sorted(state)}")

@@ -1,0 +1,6 @@
+"""The distributed optimizer, and DGC's SGD."""
+
+from dgc.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
+from dgc.optim.broadcast import broadcast_parameters as broadcast_parameters
+from dgc.optim.distributed import DistributedOptimizer as DistributedOptimizer
+from dgc.optim.sgd import DGCSGD as DGCSGD

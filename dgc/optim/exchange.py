@@ -1,0 +1,112 @@
+"""From backward's hooks to finished conversations: fills buckets, starts each when it is full, finishes all.
+
+Every rank speaks about every bucket in every step: a parameter that got no gradient counts as zero.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.comm.conversation import Talk
+from dgc.comm.meter import Meter
+from dgc.comm.transport import Transport
+from dgc.compression.protocol import Result
+from dgc.optim.planning import PlannedBucket
+
+
+class GradientExchange:
+    """One step after another over the same buckets.
+
+    A bucket starts when each of its parameters has got `passes` gradients, or at `finish`. Hooks may come from
+    several threads (one per device); a lock guards what they change.
+    """
+
+    def __init__(self, planned: Sequence[PlannedBucket], passes: int, transport: Transport, meter: Meter):
+        self.planned, self.passes, self.meter = planned, passes, meter
+        self.had_backward = False
+        self._transport = transport
+        self._lock = threading.RLock()
+        self._where = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
+        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._where]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._left = dict.fromkeys(self._where, self.passes)
+        self._missing = [len(plan.parameters) for plan in self.planned]
+        self._talks: dict[int, Talk[Result]] = {}
+
+    def __contains__(self, p: Tensor) -> bool:
+        return p in self._where
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._talks)
+
+    def _hook(self, p: Tensor) -> None:
+        with self._lock:
+            self.had_backward = True
+            b, i = self._where[p]
+            if self._left[p] == 0:
+                raise RuntimeError(
+                    f"{self.planned[b].bucket.segments[i].name} got more gradients than "
+                    f"backward_passes_per_step={self.passes} since the last step() or synchronize()"
+                )
+            self._collect(p)
+            self._left[p] -= 1
+            if self._left[p] == 0:
+                self._missing[b] -= 1
+                if self._missing[b] == 0:
+                    self._start(b)
+            for talk in self._talks.values():
+                talk.advance()
+
+    def _collect(self, p: Tensor) -> None:
+        """Make .grad the view into the bucket, with the gradient's content; no gradient is zero."""
+        b, i = self._where[p]
+        view = self.planned[b].views[i]
+        if p.grad is view:
+            return
+        with torch.no_grad():
+            if p.grad is None:
+                view.zero_()
+            else:
+                view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+        p.grad = view
+
+    def _start(self, b: int) -> None:
+        plan = self.planned[b]
+        self.meter.dense_bytes += 4 * plan.bucket.numel
+        with torch.no_grad():
+            conversation = plan.compressor.reduce(plan.bucket)
+            self._talks[b] = Talk(plan.bucket.name, conversation, self._transport, self.meter)
+
+    def finish(self) -> list[Result]:
+        """Start what backward did not fill, wait for everything; one result per bucket."""
+        with self._lock, torch.no_grad():
+            for b, plan in enumerate(self.planned):
+                if b not in self._talks:
+                    for p in plan.parameters:
+                        self._collect(p)
+                    self._start(b)
+            results = [self._talks[b].finish() for b in range(len(self.planned))]
+            self._begin()
+            return results
+
+    def zero(self) -> None:
+        """Zero all gradients and keep .grad a view into the bucket."""
+        if self.in_flight:
+            raise RuntimeError(
+                "zero_grad() between backward and step() or synchronize(): gradients are on their way"
+            )
+        for plan in self.planned:
+            plan.bucket.flat.zero_()
+            for p, view in zip(plan.parameters, plan.views, strict=True):
+                p.grad = view
+        self._begin()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,68 @@
+"""One selection as one uint8 buffer of planned size.
+
+    bytes 0-3    int32   number of elements, at most the planned capacity
+    bytes 4-15           zero
+    then                 capacity indices
+    then                 capacity values; zeros fill up to a multiple of 8 bytes
+
+The size depends on the plan alone. A collective whose size changes from step to step would miss Horovod's
+response cache every time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgc.wire.indices import PlainIndices
+from dgc.wire.values import CastValues
+
+HEADER_BYTES = 16
+
+
+class PayloadError(RuntimeError):
+    """A payload that cannot be what its sender made."""
+
+
+@dataclass(frozen=True)
+class SparseFormat:
+    values: CastValues = CastValues()
+    indices: PlainIndices = PlainIndices()
+
+    def nbytes(self, capacity: int) -> int:
+        """Size of a payload: 16 + capacity * (bytes per index + bytes per value), rounded up to 8."""
+        size = HEADER_BYTES + capacity * (self.indices.itemsize + self.values.itemsize)
+        return -(-size // 8) * 8
+
+    def encode(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
+        """indices int64 [count], values of the wire's dtype [count], count <= capacity -> uint8 [nbytes]."""
+        count = indices.numel()
+        assert count <= capacity and values.dtype == self.values.dtype
+        payload = torch.zeros(self.nbytes(capacity), dtype=torch.uint8, device=indices.device)
+        payload[:HEADER_BYTES].view(torch.int32)[0] = count
+        index_slots, value_slots = self._slots(payload, capacity)
+        index_slots[:count] = self.indices.encode(indices)
+        value_slots[:count] = values
+        return payload
+
+    def decode(self, payload: Tensor, capacity: int, numel: int, sender: int) -> tuple[Tensor, Tensor]:
+        """A payload -> (indices int64 [count], values fp32 [count]).
+
+        Raises PayloadError naming the sender where the count or an index is out of range.
+        """
+        if payload.numel() != self.nbytes(capacity):
+            raise PayloadError(f"rank {sender} sent {payload.numel()} bytes, {self.nbytes(capacity)} were planned")
+        count = int(payload[:4].view(torch.int32).item())
+        if not 0 <= count <= capacity:
+            raise PayloadError(f"rank {sender} sent a payload of {count} elements, at most {capacity} fit")
+        index_slots, value_slots = self._slots(payload, capacity)
+        indices = index_slots[:count].to(torch.int64)
+        if count and not 0 <= int(indices.min()) <= int(indices.max()) < numel:
+            raise PayloadError(f"rank {sender} sent an index outside of 0..{numel - 1}")
+        return indices, value_slots[:count].to(torch.float32)
+
+    def _slots(self, payload: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        start = HEADER_BYTES
+        middle = start + capacity * self.indices.itemsize
+        end = middle + capacity * self.values.itemsize
+        return payload[start:middle].view(self.indices.dtype), payload[middle:end].view(self.values.dtype)
