@@ -89,6 +89,8 @@ class LockstepWorld:
         self._changed = threading.Condition()
         self._threaded = False
         self._failed: int | None = None
+        self._ended: set[int] = set()
+        self._waiting: dict[int, _Meeting] = {}
 
     def members(self, group: Group, rank: int) -> list[int]:
         if group == "world":
@@ -106,11 +108,11 @@ class LockstepWorld:
         for rank in order:
             talks[rank] = Talk(name, conversations[rank], self.transports[rank], self.meters[rank])
         while not all(talk.done for talk in talks.values()):
-            before = [talk.rounds for talk in talks.values()]
+            before = [(talk.rounds, talk.done) for talk in talks.values()]
             self._random.shuffle(order)
             for rank in order:
                 talks[rank].advance()
-            if before == [talk.rounds for talk in talks.values()]:
+            if before == [(talk.rounds, talk.done) for talk in talks.values()]:
                 ended = sorted(rank for rank, talk in talks.items() if talk.done)
                 raise LockstepError(f"{name}: ranks {ended} ended, the others wait for another round")
         return [talks[rank].finish() for rank in range(self.size)]
@@ -127,9 +129,14 @@ class LockstepWorld:
                 with self._changed:
                     errors[rank] = error
                     self._failed = rank if self._failed is None else self._failed
+            finally:
+                with self._changed:
+                    self._ended.add(rank)
                     self._changed.notify_all()
 
-        self._threaded = True
+        self._threaded, self._failed = True, None
+        self._ended.clear()
+        self._waiting.clear()
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -157,12 +164,21 @@ class LockstepWorld:
     def wait(self, rank: int, flight: LockstepFlight) -> tuple[Reply, ...]:
         meeting = flight.meeting
         with self._changed:
+            self._waiting[rank] = meeting
             while meeting.replies is None:
-                missing = sorted(set(range(self.size)) - set(meeting.requests))
-                if self._failed is not None or not self._threaded:
+                if self._failed is not None or not self._threaded or self._is_deadlocked():
+                    missing = sorted(set(range(self.size)) - set(meeting.requests))
                     raise LockstepError(f"{flight.name}: rank {rank} waits for ranks {missing}")
                 self._changed.wait()
+            del self._waiting[rank]
             return meeting.replies[rank]
+
+    def _is_deadlocked(self) -> bool:
+        """Whether every rank has ended or waits for a message that somebody has not sent."""
+        return all(
+            rank in self._ended or (rank in self._waiting and self._waiting[rank].replies is None)
+            for rank in range(self.size)
+        )
 
     def _meet(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
         if len({len(r) for r in requests}) > 1:
@@ -220,6 +236,8 @@ def carry(together: Sequence[Any]) -> list[Reply]:
             return [tuple(r.tensor.clone() for r in together) for _ in together]
         case ReduceScatter(_, op):
             total = reduce_in_order([r.tensor for r in together], op)
+            if total.numel() % size:
+                raise LockstepError(f"{total.numel()} elements cannot be scattered over {size} ranks")
             return [share.clone() for share in total.chunk(size)]
         case Broadcast(_, root):
             return [together[root].tensor.clone() for _ in together]

@@ -1,11 +1,12 @@
 """What carries messages between ranks: Horovod, MPI, or N ranks simulated in one process."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dgc.comm.requests import Group, Reply, Request
 
 
+@runtime_checkable
 class Transport(Protocol):
     """Requests of different ranks meet by name, never by the order of launching.
 

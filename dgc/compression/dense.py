@@ -3,7 +3,7 @@
 payload bytes per element: Dense the gradient's own; FP16 2; BF16 2.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class BF16(Stateless):
         return DenseResult()
 
 
+@runtime_checkable
 class HorovodCompression(Protocol):
     """The interface of `hvd.Compression.none` and `.fp16`."""
 

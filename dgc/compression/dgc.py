@@ -8,7 +8,8 @@ On each of N ranks, with local gradient g, momentum u, velocity v and ratio D:
     result = 1/N * sum over ranks                  the optimizer's step adds no momentum of its own
 
 Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)); where all-gathering that from
-N ranks costs more than a dense all-reduce (or D = 1), the whole velocity, 4 bytes (fp16_values: 2) per element.
+N ranks costs more than a dense all-reduce (or D = 1), the whole velocity, 4 bytes (fp16_values: 2) per element
+and 8 for a flag.
 
 Differences from the paper and the original code: momentum of dense steps is corrected locally as well, which
 is ordinary momentum by linearity; values are cut to the wire's range and what rounding takes stays in v; the
@@ -26,9 +27,9 @@ from dgc.bucket import Bucket, Segment
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.dense import FP16, Dense
-from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
+from dgc.compression.protocol import Compressor, DenseResult, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
-from dgc.kernels.reference import merge_mean
+from dgc.kernels.reference import merge_mean, remove_nonfinite_
 from dgc.memory import Memory, NoMemory
 from dgc.memory.protocol import MomentumCorrection
 from dgc.selection import Exact, Plan, Sampled, Selector, plan_selection
@@ -111,22 +112,31 @@ class DGCCompressor:
         self.begin_epoch(epoch)
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        # a NaN in the error state would never leave it: comparisons with a threshold are false
+        nonfinite = remove_nonfinite_(bucket.flat, [s.offset for s in bucket.segments])
         yield from self.memory.clip(bucket)
         v = self.memory.compensate(bucket)
         plan = self._plan_of(bucket)
         if self._dense_is_cheaper(bucket, plan):
-            return (yield from self._reduce_dense(bucket, v))
+            return (yield from self._reduce_dense(bucket, v, nonfinite))
         indices = self._selector.select(v, plan, self._next_seed(bucket))
         values = self._format.values.quantize(v[indices])
         self.memory.sent_(bucket, indices, values.float())
-        (payloads,) = yield (AllGather(self._format.encode(indices, values, plan.capacity)),)
+        (payloads,) = yield (AllGather(self._format.encode(indices, values, plan.capacity, nonfinite)),)
+        for rank, payload in enumerate(payloads):
+            if number := self._format.nonfinite(payload):
+                name = bucket.segments[number - 1].name
+                raise NonFiniteGradientError(f"the gradient of {name} on rank {rank} has NaN or inf")
         parts = [self._format.decode(p, plan.capacity, bucket.numel, rank) for rank, p in enumerate(payloads)]
         return SparseResult(*merge_mean(parts, len(parts)))
 
-    def _reduce_dense(self, bucket: Bucket, v: Tensor) -> Conversation[Result]:
+    def _reduce_dense(self, bucket: Bucket, v: Tensor, nonfinite: int) -> Conversation[Result]:
         values = self._format.values.quantize(v).clone()
         self.memory.sent_all_(bucket, values.float())
-        (mean,) = yield (AllReduce(values),)
+        (mean, worst) = yield (AllReduce(values), AllReduce(torch.tensor([nonfinite]), "max"))
+        if worst.item():
+            name = bucket.segments[int(worst.item()) - 1].name
+            raise NonFiniteGradientError(f"the gradient of {name} has NaN or inf on some rank")
         bucket.flat.copy_(mean)
         return DenseResult()
 

@@ -1,5 +1,6 @@
 """The operations of the hot path in plain torch: the definition that faster tiers must meet."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,19 @@ def correct_momentum_(g: Tensor, u: Tensor, v: Tensor, momentum: float, nesterov
     else:
         u.mul_(momentum).add_(g)
         v.add_(u)
+
+
+def remove_nonfinite_(g: Tensor, offsets: Sequence[int]) -> int:
+    """Set NaN and inf in g [n] to zero. `offsets`: where each tensor begins.
+
+    Returns the number, from 1, of the first tensor that had any; 0 when all is finite.
+    """
+    finite = torch.isfinite(g)
+    if bool(finite.all()):
+        return 0
+    first = int((~finite).nonzero()[0])
+    torch.nan_to_num_(g, 0.0, 0.0, 0.0)
+    return bisect_right(offsets, first)
 
 
 def largest(v: Tensor, k: int) -> Tensor:

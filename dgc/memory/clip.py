@@ -4,7 +4,7 @@ The paper clips with its usual global threshold times N ** -0.5 for N ranks: pas
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 
 
+@runtime_checkable
 class Clipping(Protocol):
     def clip(self, bucket: Bucket) -> Conversation[None]:
         """Clip `bucket.flat` in place, tensor by tensor."""

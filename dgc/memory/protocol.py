@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ class MomentumCorrection:
     nesterov: bool
 
 
+@runtime_checkable
 class Memory(Protocol):
     """State is fp32, one flat tensor per bucket, and saved under parameter names."""
 

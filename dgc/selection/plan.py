@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Plan:
         return [v[o : o + n] for o, n in zip(self.offsets, self.numels, strict=True)]
 
 
+@runtime_checkable
 class Selector(Protocol):
     def select(self, v: Tensor, plan: Plan, seed: int) -> Tensor:
         """Indices into v [n], int64, ascending, at most `plan.capacity`, never of a zero.

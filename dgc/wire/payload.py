@@ -1,7 +1,8 @@
 """One selection as one uint8 buffer of planned size.
 
     bytes 0-3    int32   number of elements, at most the planned capacity
-    bytes 4-15           zero
+    bytes 4-7    int32   number, from 1, of the first tensor whose gradient was not finite; 0: all were
+    bytes 8-15           zero
     then                 capacity indices
     then                 capacity values; zeros fill up to a multiple of 8 bytes
 
@@ -34,12 +35,13 @@ class SparseFormat:
         size = HEADER_BYTES + capacity * (self.indices.itemsize + self.values.itemsize)
         return -(-size // 8) * 8
 
-    def encode(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
+    def encode(self, indices: Tensor, values: Tensor, capacity: int, nonfinite: int = 0) -> Tensor:
         """indices int64 [count], values of the wire's dtype [count], count <= capacity -> uint8 [nbytes]."""
         count = indices.numel()
         assert count <= capacity and values.dtype == self.values.dtype
         payload = torch.zeros(self.nbytes(capacity), dtype=torch.uint8, device=indices.device)
-        payload[:HEADER_BYTES].view(torch.int32)[0] = count
+        header = payload[:HEADER_BYTES].view(torch.int32)
+        header[0], header[1] = count, nonfinite
         index_slots, value_slots = self._slots(payload, capacity)
         index_slots[:count] = self.indices.encode(indices)
         value_slots[:count] = values
@@ -60,6 +62,11 @@ class SparseFormat:
         if count and not 0 <= int(indices.min()) <= int(indices.max()) < numel:
             raise PayloadError(f"rank {sender} sent an index outside of 0..{numel - 1}")
         return indices, value_slots[:count].to(torch.float32)
+
+    @staticmethod
+    def nonfinite(payload: Tensor) -> int:
+        """Number, from 1, of the first tensor whose gradient was not finite on the sender; 0: all were."""
+        return int(payload[4:8].view(torch.int32).item())
 
     def _slots(self, payload: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         start = HEADER_BYTES

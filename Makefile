@@ -1,0 +1,60 @@
+# `make` or `make help` lists what there is. Every target sets up what it needs; a second run does not.
+VENV ?= .venv
+PYTHON ?= python3
+SETUP ?= 1
+export VENV PYTHON GPU SYSTEM_MPI
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types unit parallel proof doctor clean
+
+BIN := $(abspath $(VENV))/bin
+TYPED := dgc training models datasets scripts benchmarks train.py
+
+help:
+	@echo 'make demo     train on digits: 4 ranks, DGC, 0.1 % of the gradient on the wire'
+	@echo 'make test     lint, types, unit tests, laws, parallel tests under mpirun and horovodrun'
+	@echo 'make proof    the long proofs (many minutes)'
+	@echo 'make doctor   versions, MPI, Horovod, GPU; what is wrong, and its cure'
+	@echo 'make setup    only the environment; make lint, types, unit, parallel: one part of make test'
+	@echo 'make clean    remove the environment and the caches (runs/ and data/ stay)'
+	@echo
+	@echo 'PYTHON=python3.12   the interpreter to start from'
+	@echo 'VENV=PATH           where the environment lives, or an existing one to install into'
+	@echo 'SETUP=0             use the environment VENV as it is; install nothing'
+	@echo 'SYSTEM_MPI=1        use the Open MPI whose mpicc is on PATH, not the one from PyPI'
+	@echo 'GPU=1               build Horovod with NCCL operations (needs CUDA and NCCL)'
+	@echo 'GPU and SYSTEM_MPI are remembered; docs/install.md says more'
+
+setup:
+ifneq ($(SETUP),0)
+	@bash scripts/setup.sh
+endif
+
+demo: setup
+	@$(BIN)/python -m scripts.demo
+
+lint: setup
+	@$(BIN)/ruff check .
+
+types: setup
+	@$(BIN)/mypy $(wildcard $(TYPED))
+
+test: lint types
+	@$(BIN)/python -m pytest
+
+unit: setup
+	@$(BIN)/python -m pytest --ignore tests/parallel
+
+parallel: setup
+	@$(BIN)/python -m pytest tests/parallel
+
+# pytest ends with 5 where no test is marked as a proof
+proof: setup
+	@$(BIN)/python -m pytest -m proof || test $$? -eq 5
+
+# needs no set-up, since it may be asked why set-up fails
+doctor:
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m scripts.doctor
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

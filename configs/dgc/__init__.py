@@ -1,0 +1,42 @@
+"""Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887) for the experiment stacked before it."""
+
+from dgc.compression import DGCCompressor
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD
+from training.config import Config, configs, derived
+
+optimizer = configs.train.optimizer
+if optimizer._target_ not in ("torch.optim.SGD", "dgc.optim.DGCSGD"):
+    raise ValueError(f"DGC corrects the momentum of SGD, but train.optimizer is {optimizer._target_}")
+
+configs.train.dgc = True
+
+# The optimizer keeps its keys; its momentum moves into the memory below, before compression (section 3.2).
+optimizer._target_ = DGCSGD
+optimizer.setdefault("momentum", 0.0)
+optimizer.setdefault("nesterov", False)
+
+configs.train.compression = Config(DGCCompressor)
+configs.train.compression.compress_ratio = 0.001  # share of a tensor's elements that is sent
+configs.train.compression.sample_ratio = 0.01  # share sampled to estimate the threshold; 1: exact top-k
+configs.train.compression.strided_sample = True  # every n-th element; False: random elements
+configs.train.compression.compress_upper_bound = 1.3  # above 1.3 times the target, the threshold is adapted
+configs.train.compression.compress_lower_bound = 0.8  # below 0.8 times the target as well
+configs.train.compression.max_adaptation_iters = 10  # how often at most
+configs.train.compression.resample = True  # still too many: exact top-k among those
+configs.train.compression.fp16_values = False  # True (fp16.py): 2 bytes per value instead of 4
+configs.train.compression.int32_indices = False  # True (int32.py): 4 bytes per index instead of 8
+configs.train.compression.warmup_epochs = -1  # epochs of ratio warm-up (wm5.py); -1 or 0: none
+configs.train.compression.warmup_coeff = None  # None: exponential; a list (wm5o.py): the ratio per epoch
+configs.train.compression.seed = derived("seed")  # of the samples
+
+configs.train.compression.memory = Config(DGCSGDMemory)
+configs.train.compression.memory.momentum = derived("train.optimizer.momentum")
+configs.train.compression.memory.nesterov = derived("train.optimizer.nesterov")
+configs.train.compression.memory.momentum_masking = True  # sent elements lose their momentum (section 3.3)
+configs.train.compression.memory.gradient_clipping = None  # a constructor, e.g. dgc.memory.ClipByNorm
+
+# A later file that puts plain SGD or another compression back would undo all this without a word.
+configs.requires["train.dgc"] = True
+configs.requires["train.optimizer._target_"] = optimizer._target_
+configs.requires["train.compression._target_"] = configs.train.compression._target_

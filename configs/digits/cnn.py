@@ -1,0 +1,6 @@
+"""A plain convolutional network with 227,146 parameters."""
+
+from models import DigitsCNN
+from training.config import Config, configs, derived
+
+configs.model = Config(DigitsCNN, num_classes=derived("dataset.num_classes"), width=32)

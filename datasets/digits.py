@@ -1,0 +1,61 @@
+"""Handwritten digits: 1797 real 8x8 images that scikit-learn carries with it. Nothing is downloaded.
+
+Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI repository 1998 (its test
+part). The images are dealt into `num_folds` folds once and for all, class by class, so every fold has nearly
+the same share of each class; a fold is the test set of one run, and over all folds every image is tested
+exactly once.
+"""
+
+import random
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+NUM_CLASSES = 10
+# Mean and standard deviation of a pixel, in units of the full scale 16, over all images.
+MEAN, STD = 0.3053, 0.3761
+
+
+def stratified_folds(labels: list[int], num_folds: int, seed: int = 0) -> list[list[int]]:
+    """Deals the indices of `labels` into folds; a class's counts differ by at most one between folds."""
+    shuffle = random.Random(seed).shuffle
+    folds: list[list[int]] = [[] for _ in range(num_folds)]
+    dealt = 0
+    for label in sorted(set(labels)):
+        members = [index for index, other in enumerate(labels) if other == label]
+        shuffle(members)
+        for member in members:
+            folds[dealt % num_folds].append(member)
+            dealt += 1
+    return [sorted(fold) for fold in folds]
+
+
+class Digits(dict[str, Dataset[tuple[Tensor, ...]]]):
+    """{'train', 'test'}: items are (image float32 [1, 8, 8], label int64 []).
+
+    fold: which of the `num_folds` (2 to 10) folds is the test set, counted from 0.
+    num_classes: 10; here so that a config can hand it on to the model.
+    """
+
+    def __init__(self, fold: int = 0, num_folds: int = 5, num_classes: int = NUM_CLASSES) -> None:
+        if num_classes != NUM_CLASSES:
+            raise ValueError(f"digits has {NUM_CLASSES} classes; dataset.num_classes is {num_classes}")
+        if not 2 <= num_folds <= 10:
+            raise ValueError(f"dataset.num_folds is {num_folds}; it must be from 2 to 10")
+        if not 0 <= fold < num_folds:
+            raise ValueError(
+                f"dataset.fold is {fold}; with {num_folds} folds it must be from 0 to {num_folds - 1}"
+            )
+        from sklearn.datasets import load_digits  # slow to import, so only where it is used
+
+        data = load_digits()
+        images = (torch.from_numpy(data.images).float() / 16 - MEAN) / STD
+        images = images.unsqueeze(1)
+        labels = torch.from_numpy(data.target).long()
+        folds = stratified_folds(labels.tolist(), num_folds)
+        train = [index for other, members in enumerate(folds) if other != fold for index in members]
+        super().__init__(
+            train=TensorDataset(images[train], labels[train]),
+            test=TensorDataset(images[folds[fold]], labels[folds[fold]]),
+        )

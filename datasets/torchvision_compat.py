@@ -1,0 +1,54 @@
+"""Lets `import torchvision` work beside a torch that its compiled operators do not fit.
+
+A torchvision wheel built for CUDA cannot load its operators beside a CPU-only torch. It accepts that, but
+then describes two of them that do not exist and its import fails with "operator torchvision::nms does not
+exist". Declaring those two schemas first cures it; the operators themselves stay absent, which only detection
+models notice.
+
+Import this module before torchvision: `import datasets.torchvision_compat  # noqa: F401`.
+"""
+
+import glob
+import importlib.util
+import os
+import sys
+
+import torch
+
+SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+# torch forgets the declarations when the library object goes.
+_declared: list[torch.library.Library] = []
+
+
+def operators_load() -> bool:
+    """Whether torchvision's compiled operators fit this torch; tried as torchvision does, without importing
+    it.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    for path in [path for folder in folders for path in glob.glob(os.path.join(folder, "_C*.so"))]:
+        try:
+            torch.ops.load_library(path)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def declare_missing_operators() -> list[str]:
+    """Declares what torchvision would miss; returns the names declared, none where nothing is missing."""
+    if "torchvision" in sys.modules or _declared:
+        return []
+    if importlib.util.find_spec("torchvision") is None or operators_load():
+        return []
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in SCHEMAS.values():
+        library.define(schema)
+    _declared.append(library)
+    return list(SCHEMAS)
+
+
+declare_missing_operators()

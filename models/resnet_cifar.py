@@ -1,0 +1,86 @@
+"""Residual networks for small images: He et al., Deep Residual Learning for Image Recognition, section 4.2.
+
+https://arxiv.org/abs/1512.03385. Depth 6n+2: a 3x3 convolution, three stages of n blocks with 16, 32 and 64
+channels, global average pooling, one linear layer. Shortcuts are the paper's option A: where a stage changes
+size, every second pixel of the input with zero-padded channels, so shortcuts have no parameters.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Shortcut(nn.Module):
+    """Option A: subsample by `stride`, pad the channels with zeros on both sides."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.before = (out_channels - in_channels) // 2
+        self.after = out_channels - in_channels - self.before
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(x, (0, 0, 0, 0, self.before, self.after))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm, added to the shortcut."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+        )
+        same = stride == 1 and in_channels == out_channels
+        self.shortcut: nn.Module = nn.Identity() if same else Shortcut(in_channels, out_channels, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Input [n, in_channels, h, w], h and w at least 4 (32 in the paper); output logits [n, num_classes]."""
+
+    def __init__(self, depth: int, num_classes: int = 10, in_channels: int = 3) -> None:
+        super().__init__()
+        if depth < 8 or (depth - 2) % 6:
+            raise ValueError(f"depth is {depth}; it must be 6n+2 with n at least 1")
+        layers: list[nn.Module] = [
+            nn.Conv2d(in_channels, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+        ]
+        channels = 16
+        for stage_channels, stage_stride in ((16, 1), (32, 2), (64, 2)):
+            for block in range((depth - 2) // 6):
+                layers.append(BasicBlock(channels, stage_channels, stage_stride if block == 0 else 1))
+                channels = stage_channels
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.features(images))
+        return logits
+
+
+def resnet20(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """269,722 parameters in 59 tensors at 3 input channels and 10 classes."""
+    return ResNet(20, num_classes, in_channels)
+
+
+def resnet56(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """853,018 parameters at 3 input channels and 10 classes."""
+    return ResNet(56, num_classes, in_channels)
+
+
+def resnet110(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """1,727,962 parameters in 329 tensors at 3 input channels and 10 classes."""
+    return ResNet(110, num_classes, in_channels)

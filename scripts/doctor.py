@@ -1,0 +1,218 @@
+"""`make doctor`: what is installed here, what is wrong, and its cure.
+
+Ends with status 1 when something is wrong. A note is no fault: it says what to expect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from scripts.facts import Facts, Probe, collect
+from scripts.launch import ROOT_VARIABLES
+
+DEMO_RANKS = 4
+REBUILD = "remove Horovod's wheel from the cache (docs/install.md), then make clean setup"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong (or only worth knowing, where `note` is set), with its cure."""
+
+    what: str
+    cure: str
+    note: bool = False
+
+
+Check = Callable[[Facts], Iterator[Finding]]
+
+
+def mpi_version(line: str | None) -> tuple[str, int] | None:
+    """(name, major version) from `mpirun --version`; None where it is no Open MPI or none at all."""
+    found = re.search(r"(Open MPI|OpenRTE|PRRTE)\)?\s+v?(\d+)\.", line or "")
+    return (found[1], int(found[2])) if found else None
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def check_python(facts: Facts) -> Iterator[Finding]:
+    if facts.python < (3, 10):
+        yield Finding(f"Python {dotted(facts.python)} is too old", "make setup PYTHON=/path/to/a/newer/one")
+
+
+def check_packages(facts: Facts) -> Iterator[Finding]:
+    missing = [name for name, version in facts.versions.items() if version is None]
+    if missing:
+        yield Finding(f"not installed: {', '.join(missing)}", "make setup")
+    elif facts.torch.answer is None:
+        yield Finding(f"torch does not load: {facts.torch.error}", "make clean setup")
+
+
+def check_horovod(facts: Facts) -> Iterator[Finding]:
+    if facts.versions.get("horovod") is None or facts.torch.answer is None:
+        return
+    built = facts.horovod.answer
+    if built is None:
+        error = facts.horovod.error
+        if "has not been built" in error or "No module named" in error:
+            what = "Horovod is there, but its torch extension is not built"
+        elif "undefined symbol" in error:
+            what = "Horovod was built for another torch"
+        else:
+            what = "Horovod does not load"
+        yield Finding(f"{what}: {error}", REBUILD)
+        return
+    for controller, name in (("mpi", "MPI"), ("gloo", "Gloo")):
+        if not built[controller]:
+            yield Finding(
+                f"Horovod was built without {name}",
+                "let make setup build it: pip uninstall horovod, then make setup",
+            )
+    gpus = facts.torch.answer["gpus"]
+    if gpus and not built["nccl"]:
+        yield Finding("there is a GPU, but Horovod has no NCCL operations", "make setup GPU=1", note=True)
+
+
+def check_mpi(facts: Facts) -> Iterator[Finding]:
+    if facts.mpirun is None:
+        yield Finding("there is no mpirun", "make setup, or put your Open MPI's bin folder on PATH")
+        return
+    found = mpi_version(facts.mpirun)
+    if found is None:
+        yield Finding(f"mpirun is not Open MPI's: {facts.mpirun}", "make setup SYSTEM_MPI=0")
+    elif found[1] >= 5:
+        yield Finding(
+            f"Open MPI {found[1]}: horovodrun passes it options that it no longer takes",
+            "make setup SYSTEM_MPI=0 (Open MPI 4.1), or start runs with mpirun instead of horovodrun",
+        )
+
+
+def check_prefix(facts: Facts) -> Iterator[Finding]:
+    prefix = facts.variables.get("OPAL_PREFIX")
+    if facts.wheel_mpi and prefix and prefix.rstrip("/") != facts.prefix.rstrip("/"):
+        yield Finding(f"OPAL_PREFIX is {prefix}: not this environment's Open MPI", "unset OPAL_PREFIX")
+
+
+def check_mpi4py(facts: Facts) -> Iterator[Finding]:
+    if facts.versions.get("mpi4py") is None:
+        return
+    if facts.mpi4py.answer is None:
+        yield Finding(f"mpi4py does not load: {facts.mpi4py.error}", "make setup")
+        return
+    library = str(facts.mpi4py.answer["library"])
+    release = re.search(r"\d+\.\d+\.\d+", facts.mpirun or "")
+    if release and release[0] not in library:
+        yield Finding(
+            f"mpi4py uses another MPI ({library.split(',')[0]}) than mpirun ({facts.mpirun})",
+            "pip install --force-reinstall --no-binary mpi4py mpi4py, with the right mpicc on PATH",
+        )
+
+
+def check_hello(facts: Facts) -> Iterator[Finding]:
+    if facts.mpirun is None or facts.horovod.answer is None:
+        return  # already named, with the cause
+    answer = facts.hello.answer
+    if answer is None:
+        yield Finding(
+            f"two ranks under mpirun did not come through: {facts.hello.error}",
+            "read its words above; a firewall between the ranks: mpirun --mca btl_tcp_if_include lo",
+        )
+    elif answer["size"] != 2:
+        yield Finding(
+            f"each rank under mpirun believes it is alone (size {answer['size']}): Horovod uses another MPI",
+            REBUILD,
+        )
+    elif answer["sum"] != 3.0:
+        yield Finding(f"an allreduce of 1 and 2 gave {answer['sum']}", "make clean setup")
+    elif not answer["multiple"]:
+        yield Finding(
+            f"MPI's threading level is {answer.get('level', 'too low')}: gossip beside Horovod may crash",
+            "use an Open MPI built with thread support, and unset HOROVOD_MPI_THREADS_DISABLE",
+        )
+
+
+def check_torchvision(facts: Facts) -> Iterator[Finding]:
+    if facts.versions.get("torchvision") is None or facts.torchvision.answer is not None:
+        return
+    if "torchvision::nms" in facts.torchvision.error:
+        yield Finding(
+            "torchvision was built for a torch with CUDA (operator torchvision::nms does not exist)",
+            "nothing to do: the trainer declares what is missing (your own code: torchvision's CPU wheel)",
+            note=True,
+        )
+    else:
+        yield Finding(f"torchvision does not load: {facts.torchvision.error}", "make clean setup")
+
+
+def check_surroundings(facts: Facts) -> Iterator[Finding]:
+    if facts.root and not all(facts.variables.get(name) for name in ROOT_VARIABLES):
+        exports = "export " + " ".join(f"{name}=1" for name in ROOT_VARIABLES)
+        yield Finding("Open MPI refuses to start for root by default", f"{exports} (make does it)", note=True)
+    if facts.cores < DEMO_RANKS:
+        yield Finding(
+            f"{facts.cores} cores: more ranks need mpirun --oversubscribe --mca mpi_yield_when_idle 1",
+            "python -m scripts.launch RANKS train.py ... adds both",
+            note=True,
+        )
+    threshold = facts.variables.get("HOROVOD_FUSION_THRESHOLD", "0")
+    if threshold != "0":
+        yield Finding(
+            f"HOROVOD_FUSION_THRESHOLD is {threshold}: with 3 ranks or more, runs do not repeat bitwise",
+            "unset HOROVOD_FUSION_THRESHOLD",
+            note=True,
+        )
+
+
+CHECKS: tuple[Check, ...] = (
+    check_python, check_packages, check_horovod, check_mpi, check_prefix, check_mpi4py, check_hello,
+    check_torchvision, check_surroundings,
+)
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """What is wrong, then what is worth knowing."""
+    findings = [finding for check in CHECKS for finding in check(facts)]
+    return sorted(findings, key=lambda finding: finding.note)
+
+
+def describe(facts: Facts) -> list[tuple[str, str]]:
+    """(what, value) rows of the report."""
+
+    def names(probe: Probe, keys: tuple[str, ...]) -> str:
+        return ", ".join(key for key in keys if probe.answer and probe.answer[key]) or "none"
+
+    rows = [("Python", dotted(facts.python)), ("environment", facts.prefix)]
+    rows += [(name, version or "missing") for name, version in facts.versions.items()]
+    rows.append(("mpirun", facts.mpirun or "missing"))
+    hello = facts.hello.answer or {}
+    level = hello.get("level", "MULTIPLE" if hello.get("multiple") else "unknown")
+    rows.append(("MPI threading level", str(level)))
+    rows.append(("Horovod's controllers", names(facts.horovod, ("mpi", "gloo"))))
+    rows.append(("Horovod's operations", names(facts.horovod, ("mpi", "gloo", "nccl", "cuda", "rocm"))))
+    gpus = facts.torch.answer["gpus"] if facts.torch.answer else []
+    assert isinstance(gpus, list)
+    rows.append(("GPU", ", ".join(gpus) or "none"))
+    rows.append(("cores", str(facts.cores)))
+    rows.append(("OPAL_PREFIX", facts.variables.get("OPAL_PREFIX", "not set (set by mpirun and train.py)")))
+    rows.append(("2 ranks, one allreduce", "works" if hello.get("sum") == 3.0 else "fails"))
+    return rows
+
+
+def main() -> int:
+    """Print the report; 1 when something is wrong."""
+    facts = collect()
+    for what, value in describe(facts):
+        print(f"{what:24}{value}")
+    findings = judge(facts)
+    for finding in findings:
+        print(f"\n{'note' if finding.note else 'WRONG'}: {finding.what}\n  cure: {finding.cure}")
+    wrong = sum(not finding.note for finding in findings)
+    print("\nsomething is wrong: see above" if wrong else "\nall is well")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

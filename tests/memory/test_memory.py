@@ -1,0 +1,267 @@
+"""Error state: what enters it, what leaves it, how it is clipped, saved and loaded."""
+
+import pytest
+import torch
+
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
+from dgc.memory import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    DGCSGDMemory,
+    MomentumCorrection,
+    NoMemory,
+    ResidualMemory,
+)
+
+
+def rng(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def bucket_of(name="b", seed=0, dtype=torch.float32, **shapes):
+    """A bucket with random gradients; by default of three tensors."""
+    shapes = shapes or {"a": (4, 3), "b": (5,), "c": (2, 3, 2, 2)}
+    bucket = make_bucket(name, [(n, torch.zeros(s, dtype=dtype)) for n, s in shapes.items()])
+    bucket.flat.copy_(torch.randn(bucket.numel, generator=rng(seed)))
+    return bucket
+
+
+def finish(conversation):
+    """Drive a conversation that asks for nothing."""
+    assert list(conversation) == []
+
+
+# --- clipping --------------------------------------------------------------------------------------
+
+
+def test_clip_by_value():
+    bucket = bucket_of()
+    before = bucket.flat.clone()
+    finish(ClipByValue(0.5).clip(bucket))
+    assert torch.equal(bucket.flat, before.clamp(-0.5, 0.5)) and not torch.equal(bucket.flat, before)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 100.0])
+def test_clip_by_norm_clips_each_tensor_as_torch_does(max_norm):
+    bucket = bucket_of()
+    expected = []
+    for segment in bucket.segments:
+        p = torch.nn.Parameter(torch.zeros(segment.shape))
+        p.grad = segment.of(bucket.flat).clone()
+        torch.nn.utils.clip_grad_norm_([p], max_norm)
+        expected.append(p.grad.reshape(-1))
+    finish(ClipByNorm(max_norm).clip(bucket))
+    torch.testing.assert_close(bucket.flat, torch.cat(expected))
+
+
+@pytest.mark.parametrize("clipping", [ClipByNorm(1.0), ClipByValue(1.0)])
+def test_clipping_zeros_gives_zeros(clipping):
+    bucket = bucket_of()
+    bucket.flat.zero_()
+    finish(clipping.clip(bucket))
+    assert not bucket.flat.any()
+
+
+def test_clip_by_norm_in_half_precision_does_not_overflow():
+    """The squares of 400 are beyond fp16."""
+    bucket = bucket_of(dtype=torch.float16, a=(100,))
+    bucket.flat.fill_(400.0)
+    finish(ClipByNorm(10.0).clip(bucket))
+    assert bucket.flat.dtype == torch.float16
+    torch.testing.assert_close(bucket.flat.float(), torch.ones(100), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_clip_by_global_norm_scales_every_rank_alike(size):
+    """The norm is the root of the mean over ranks of the squared norm, tensor by tensor."""
+    world = LockstepWorld(size)
+    buckets = [bucket_of(seed=rank) for rank in range(size)]
+    before = [bucket.flat.clone() for bucket in buckets]
+    world.converse("clip", [ClipByGlobalNorm(1.5).clip(bucket) for bucket in buckets])
+    for segment in buckets[0].segments:
+        own = slice(segment.offset, segment.offset + segment.numel)
+        norm = (sum(float(b[own].double().square().sum()) for b in before) / size) ** 0.5
+        for bucket, old in zip(buckets, before, strict=True):
+            torch.testing.assert_close(bucket.flat[own], old[own] * min(1.0, 1.5 / norm))
+    assert [meter.rounds for meter in world.meters] == [1] * size
+    assert [meter.payload_bytes for meter in world.meters] == [4 * 3] * size
+
+
+@pytest.mark.parametrize("clipping", [ClipByNorm, ClipByValue, ClipByGlobalNorm])
+@pytest.mark.parametrize("limit", [0.0, -1.0])
+def test_limits_are_positive(clipping, limit):
+    with pytest.raises(ValueError, match="must be positive"):
+        clipping(limit)
+
+
+def test_the_memory_clips_before_it_accumulates():
+    memory, bucket = DGCSGDMemory(0.5, gradient_clipping=ClipByValue(0.1)), bucket_of()
+    expected = bucket.flat.clamp(-0.1, 0.1)
+    memory.plan(bucket)
+    finish(memory.clip(bucket))
+    torch.testing.assert_close(memory.compensate(bucket), expected)
+
+
+# --- momentum correction ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_masking_by_hand(masking, nesterov):
+    memory = DGCSGDMemory(0.5, nesterov, momentum_masking=masking)
+    bucket = bucket_of(a=(3,))
+    memory.plan(bucket)
+    u, v, m = [0.0] * 3, [0.0] * 3, 0.5
+    for gradient, sent in [([1.0, 2.0, 3.0], [2]), ([4.0, -5.0, 6.0], [0, 1]), ([1.0, 1.0, 1.0], [])]:
+        bucket.flat.copy_(torch.tensor(gradient))
+        for i, g in enumerate(gradient):
+            u[i] = m * (u[i] + g) if nesterov else m * u[i] + g
+            v[i] += u[i] + g if nesterov else u[i]
+        now = memory.compensate(bucket)
+        assert now.tolist() == v
+        memory.sent_(bucket, torch.tensor(sent, dtype=torch.int64), now[sent])
+        for i in sent:
+            v[i] = 0.0
+            u[i] = 0.0 if masking else u[i]
+        state = memory.state_dict()
+        assert state["momentums"]["a"].tolist() == u and state["velocities"]["a"].tolist() == v
+
+
+@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+def test_what_the_wire_rounds_stays(make):
+    memory, bucket = make(), bucket_of(a=(4,))
+    memory.plan(bucket)
+    bucket.flat.copy_(torch.tensor([1 / 3, 1e6, -2.0, 5.0]))
+    v = memory.compensate(bucket).clone()
+    indices = torch.tensor([0, 1, 2])
+    sent = v[indices].clamp(-65504, 65504).half().float()
+    memory.sent_(bucket, indices, sent)
+    (error,) = memory.errors()
+    expected = v.clone()
+    expected[indices] -= sent
+    assert torch.equal(error, expected)
+    assert error[0] != 0 and error[1] == 1e6 - 65504 and error[2] == 0 and error[3] == 5
+
+
+@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+def test_sending_all_leaves_the_rounding_and_the_momentum(make):
+    memory, bucket = make(), bucket_of()
+    memory.plan(bucket)
+    v = memory.compensate(bucket).clone()
+    memory.sent_all_(bucket, v.half().float())
+    (error,) = memory.errors()
+    torch.testing.assert_close(error, v - v.half().float(), rtol=0, atol=0)
+    if make is DGCSGDMemory:
+        u = memory.state_dict()["momentums"]
+        torch.testing.assert_close(u["b"], bucket.segments[1].of(bucket.flat))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+def test_state_is_fp32_whatever_the_gradients_are(make, dtype):
+    memory, bucket = make(), bucket_of(dtype=dtype)
+    memory.plan(bucket)
+    assert memory.compensate(bucket).dtype == torch.float32
+    assert all(error.dtype == torch.float32 for error in memory.errors())
+
+
+def test_residual_accumulates():
+    memory, bucket = ResidualMemory(), bucket_of(a=(3,))
+    memory.plan(bucket)
+    bucket.flat.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    memory.compensate(bucket)
+    memory.sent_(bucket, torch.tensor([2]), torch.tensor([3.0]))
+    assert memory.compensate(bucket).tolist() == [2.0, 4.0, 3.0]
+    assert memory.correction is None
+
+
+def test_no_memory_forgets():
+    memory, bucket = NoMemory(), bucket_of(a=(3,))
+    memory.plan(bucket)
+    assert torch.equal(memory.compensate(bucket), bucket.flat)
+    memory.sent_(bucket, torch.tensor([0]), bucket.flat[:1])
+    assert torch.equal(memory.compensate(bucket), bucket.flat)
+    assert list(memory.errors()) == [] and memory.state_dict() == {} and memory.correction is None
+
+
+def test_the_correction_tells_momentum_and_nesterov():
+    assert DGCSGDMemory(0.8, True).correction == MomentumCorrection(0.8, True)
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0])
+def test_bad_momentum(momentum):
+    with pytest.raises(ValueError, match="momentum"):
+        DGCSGDMemory(momentum)
+
+
+# --- saving and loading ----------------------------------------------------------------------------
+
+SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 3, 2, 2)}
+
+
+def filled(make, *buckets):
+    memory = make()
+    for seed, bucket in enumerate(buckets):
+        memory.plan(bucket)
+        bucket.flat.copy_(torch.randn(bucket.numel, generator=rng(seed)))
+        memory.compensate(bucket)
+    return memory
+
+
+def leaves(state):
+    return {f"{kind}.{name}": tensor for kind, part in state.items() for name, tensor in part.items()}
+
+
+@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+def test_state_survives_other_buckets_and_strides(make, tmp_path):
+    saved = filled(make, bucket_of("b0", **SHAPES)).state_dict()
+    torch.save(saved, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    other = make()
+    one = make_bucket("x", [("c", torch.zeros(SHAPES["c"]).to(memory_format=torch.channels_last))])
+    two = make_bucket("y", [("b", torch.zeros(5)), ("a", torch.zeros(3, 4).t())])
+    other.plan(one)
+    other.plan(two)
+    other.load_state_dict(loaded)
+    expected, got = leaves(saved), leaves(other.state_dict())
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    (flat, _) = other.errors()
+    assert torch.equal(flat.view(2, 2, 2, 3).permute(0, 3, 1, 2), got[[n for n in got if "c" in n][-1]])
+
+
+@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+def test_a_saved_state_is_a_copy(make):
+    bucket = bucket_of(**SHAPES)
+    memory = filled(make, bucket)
+    saved = memory.state_dict()
+    before = {name: tensor.clone() for name, tensor in leaves(saved).items()}
+    memory.compensate(bucket)
+    assert all(torch.equal(before[name], tensor) for name, tensor in leaves(saved).items())
+
+
+@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"a": (4, 3), "b": (5,)},
+        {"a": (4, 3), "b": (5,), "other": (2, 3, 2, 2)},
+        {"a": (4, 3), "b": (5,), "c": (2, 3, 4)},
+    ],
+    ids=["unknown", "missing", "shape"],
+)
+def test_another_models_state_names_the_parameter(make, shapes):
+    saved = filled(make, bucket_of(**SHAPES)).state_dict()
+    with pytest.raises(ValueError, match=r"\bc\b"):
+        filled(make, bucket_of(**shapes)).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory, NoMemory])
+@pytest.mark.parametrize("other", [DGCSGDMemory, ResidualMemory, NoMemory])
+def test_another_memorys_state_is_a_value_error(make, other):
+    if make is not other:
+        saved = filled(other, bucket_of(**SHAPES)).state_dict()
+        with pytest.raises(ValueError):
+            filled(make, bucket_of(**SHAPES)).load_state_dict(saved)

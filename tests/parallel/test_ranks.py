@@ -1,0 +1,53 @@
+"""What only real ranks can show: Horovod over MPI at 1 to 4 ranks, and over Gloo."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import alone, findings, horovodrun, mpirun  # noqa: E402
+
+QUICK = ("requests", "every_compressor", "one_rank_differs", "state_initialisation", "unused_on_one_rank")
+
+
+def check_quick(found: list[dict]) -> None:
+    size = len(found)
+    for rank, own in enumerate(found):
+        assert own["requests"] == {"same": True, "bytes": True, "objects": True, "told": True}
+        assert own["every_compressor"] == found[0]["every_compressor"], f"rank {rank} has another model"
+        assert own["state_initialisation"]["unmoved"]
+        assert own["unused_on_one_rank"] == found[0]["unused_on_one_rank"]
+        message = own["one_rank_differs"]["message"]
+        assert (f"rank {size - 1}" in message and "bias" in message) or size == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_mpirun(ranks: int, tmp_path: Path) -> None:
+    check_quick(findings(ranks, tmp_path, *QUICK))
+
+
+def test_horovodrun_with_gloo(tmp_path: Path) -> None:
+    check_quick(findings(2, tmp_path, *QUICK, launch=horovodrun))
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_200_steps_repeat_bit_for_bit_on_equal_replicas(ranks: int, tmp_path: Path) -> None:
+    runs = [findings(ranks, tmp_path / str(i), "two_hundred_steps") for i in range(2)]
+    models = {own["two_hundred_steps"][key] for run in runs for own in run for key in ("model", "again")}
+    assert len(models) == 1
+
+
+def test_one_process_without_a_launcher(tmp_path: Path) -> None:
+    check_quick(findings(1, tmp_path, *QUICK, launch=alone))
+
+
+def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
+    program = """
+import sys
+from dgc.comm import barrier
+from dgc.comm.horovod import HorovodTransport
+transport = HorovodTransport()
+sys.exit(7) if transport.rank == 2 else barrier(transport)
+"""
+    assert mpirun(3, ["-c", program]).returncode == 7

@@ -1,0 +1,187 @@
+"""Runs on every rank: the scenarios named on the command line; what they find goes to a file per rank."""
+
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgc.comm import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Meter,
+    ReduceScatter,
+    Talk,
+    all_gather_object,
+    broadcast_object,
+)
+from dgc.comm.horovod import HorovodTransport, hvd
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import BF16, FP16, Dense, DGCCompressor
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
+
+Finding = dict[str, Any]
+
+
+def requests(transport: Any) -> Finding:
+    """Every kind of request, in every group: Horovod's replies are the lockstep transport's."""
+
+    def conversation(rank: int, size: int) -> Any:
+        ones = torch.arange(2 * size, dtype=torch.float32) + rank
+        bytes_ = torch.full((3,), rank, dtype=torch.uint8)
+        first = yield (AllReduce(ones.clone(), "sum"), AllReduce(ones.clone(), "mean"), AllGather(bytes_))
+        second = yield (AllReduce(ones.clone(), "min"), AllReduce(ones.clone(), "max"))
+        third = yield (AllToAll(ones.clone(), (2,) * size), ReduceScatter(ones.clone(), "sum"))
+        right, left = (rank + 1) % size, (rank - 1) % size
+        fourth = yield (Broadcast(ones.clone(), size - 1), Exchange({right: ones[: rank + 1]}, (left,)))
+        fifth = yield (AllReduce(ones.clone(), "sum", "local"), AllGather(bytes_, "cross"))
+        return [first, second, third, fourth, fifth]
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.tolist()
+        if isinstance(value, dict):
+            return {str(k): plain(v) for k, v in value.items()}
+        return [plain(v) for v in value]
+
+    rank, size = transport.rank, transport.size
+    world = LockstepWorld(size)
+    expected = world.converse("all", [conversation(r, size) for r in range(size)])[rank]
+    meter = Meter()
+    for _ in range(2):  # a name is used again
+        replies = Talk("all", conversation(rank, size), transport, meter).finish()
+    return {
+        "same": plain(replies) == plain(expected),
+        "bytes": meter.payload_bytes == 2 * world.meters[rank].payload_bytes,
+        "objects": all_gather_object(transport, "x" * rank) == ["x" * r for r in range(size)],
+        "told": broadcast_object(transport, {"from": rank}, root=size - 1) == {"from": size - 1},
+    }
+
+
+def compressors() -> dict[str, Callable[[], Any]]:
+    return {
+        "dense": Dense,
+        "fp16": FP16,
+        "bf16": BF16,
+        "horovod-none": lambda: hvd.Compression.none,
+        "horovod-fp16": lambda: hvd.Compression.fp16,
+        "residual": lambda: DGCCompressor(0.01, ResidualMemory()),
+        "dgc": lambda: DGCCompressor(0.01, DGCSGDMemory()),
+        "dgc-wire": lambda: DGCCompressor(
+            0.001,
+            DGCSGDMemory(nesterov=True, gradient_clipping=ClipByGlobalNorm(5.0)),
+            fp16_values=True,
+            int32_indices=True,
+            warmup_epochs=2,
+        ),
+    }
+
+
+def train(transport: Any, compression: Any, steps: int) -> tuple[str, float]:
+    """A hash of the model after some steps on data of this rank's own, and the last loss."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 300), torch.nn.ReLU(), torch.nn.Linear(300, 40), torch.nn.Linear(40, 10)
+    )
+    broadcast_parameters(model.state_dict(), transport=transport)
+    corrected = getattr(compression, "correction", None)
+    inner = DGCSGD(
+        model.parameters(),
+        lr=0.02,
+        momentum=0.9,
+        weight_decay=1e-4,
+        nesterov=corrected is not None and corrected.nesterov,
+    )
+    optimizer = DistributedOptimizer(
+        inner, model.named_parameters(), compression, transport=transport, bucket_mb=0.02, op=hvd.Average
+    )
+    generator = torch.Generator().manual_seed(100 + transport.rank)
+    weights = torch.randn(32, 10, generator=torch.Generator().manual_seed(5))
+    for step in range(steps):
+        if step % 20 == 0:
+            optimizer.begin_epoch(step // 20)
+        inputs = torch.randn(8, 32, generator=generator)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), (inputs @ weights).argmax(1))
+        loss.backward()
+        optimizer.step()
+    data = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(data).hexdigest(), loss.item()
+
+
+def every_compressor(transport: Any) -> Finding:
+    return {name: train(transport, make(), steps=25)[0] for name, make in compressors().items()}
+
+
+def two_hundred_steps(transport: Any) -> Finding:
+    """Twice in one process; a second launch is the test's business."""
+    first = train(transport, compressors()["dgc-wire"](), steps=200)
+    again = train(transport, compressors()["dgc-wire"](), steps=200)
+    return {"model": first[0], "again": again[0], "loss": first[1]}
+
+
+def one_rank_differs(transport: Any) -> Finding:
+    """A rank with another model: every rank is told before the first step."""
+    width = 7 if transport.rank == transport.size - 1 else 8
+    model = torch.nn.Linear(4, width)
+    try:
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    except ValueError as error:
+        return {"message": str(error)}
+    return {"message": ""}
+
+
+def state_initialisation(transport: Any) -> Finding:
+    """hvd.broadcast_optimizer_state leaves the weights alone."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 8)
+    before = model.weight.detach().clone()
+    inner = DGCSGD(model.parameters(), lr=0.8, momentum=0.9, weight_decay=0.01)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), DGCCompressor(0.5, DGCSGDMemory()))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return {"unmoved": torch.equal(model.weight, before)}
+
+
+def unused_on_one_rank(transport: Any) -> Finding:
+    """A layer that only rank 0 uses in a step still moves alike everywhere."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 8), torch.nn.Linear(4, 8)])
+    inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), DGCCompressor(0.3, DGCSGDMemory()))
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model[0](torch.ones(2, 4)).square().sum()
+        if transport.rank == step % transport.size:
+            loss = loss + model[1](torch.ones(2, 4)).square().sum()
+        loss.backward()
+        optimizer.step()
+    return {"sum": sum(p.double().abs().sum().item() for p in model.parameters())}
+
+
+SCENARIOS = {
+    function.__name__: function
+    for function in (
+        requests,
+        every_compressor,
+        two_hundred_steps,
+        one_rank_differs,
+        state_initialisation,
+        unused_on_one_rank,
+    )
+}
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    directory, *names = sys.argv[1:]
+    transport = HorovodTransport(hierarchical=True)
+    found = {name: SCENARIOS[name](transport) for name in names}
+    Path(directory, f"rank{transport.rank}.json").write_text(json.dumps(found))

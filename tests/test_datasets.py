@@ -1,0 +1,67 @@
+"""Digits' folds; torchvision beside a torch that it does not fit."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from datasets import Digits
+from datasets.digits import stratified_folds
+
+
+def test_every_image_is_tested_once_over_the_folds():
+    tested = [Digits(fold)["test"][:] for fold in range(5)]
+    images = torch.cat([images for images, _ in tested])
+    assert images.shape == (1797, 1, 8, 8) and images.dtype == torch.float32
+    whole = torch.cat([Digits(0)[split][:][0] for split in ("train", "test")])
+
+    def rows(x):
+        return sorted(map(tuple, x.flatten(1).tolist()))
+
+    assert rows(images) == rows(whole)
+    assert abs(images.mean().item()) < 1e-2 and abs(images.std().item() - 1) < 1e-2
+
+
+def test_folds_are_stratified_and_fixed():
+    for fold in range(5):
+        labels = Digits(fold)["test"][:][1]
+        counts = labels.bincount(minlength=10)
+        assert len(labels) in (359, 360) and counts.min() >= 34 and counts.max() <= 37
+    assert torch.equal(Digits(1)["train"][:][0], Digits(1)["train"][:][0])
+    assert stratified_folds([0, 1] * 6, 3, seed=0) == stratified_folds([0, 1] * 6, 3, seed=0)
+    assert sorted(sum(stratified_folds([0, 1] * 6, 3), [])) == list(range(12))
+
+
+def test_items():
+    image, label = Digits()["train"][0]
+    assert image.shape == (1, 8, 8) and label.dtype == torch.int64 and label.dim() == 0
+
+
+@pytest.mark.parametrize("arguments", [{"fold": 5}, {"fold": -1}, {"num_folds": 1}, {"num_classes": 9}])
+def test_impossible_arguments_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        Digits(**arguments)
+
+
+def test_torchvision_imports():
+    """In a process of its own: whatever torchvision is installed, it imports after the compatibility file."""
+    program = (
+        "import datasets.torchvision_compat as compat\n"
+        "from torchvision.models import resnet18\n"
+        "from torchvision.datasets import CIFAR10\n"
+        "assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512\n"
+        "assert compat.declare_missing_operators() == []\n"
+        "assert bool(compat._declared) != compat.operators_load()\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)
+
+
+def test_nothing_is_declared_where_operators_load(monkeypatch):
+    import datasets.torchvision_compat as compat
+
+    monkeypatch.setattr(compat, "operators_load", lambda: True)
+    monkeypatch.setattr(compat, "_declared", [])
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    assert compat.declare_missing_operators() == []
+    assert compat._declared == []

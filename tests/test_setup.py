@@ -1,0 +1,175 @@
+"""Set-up's refusals and its stamp, the launcher's command, and the doctor's judgement on made-up facts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.doctor import describe, judge, mpi_version
+from scripts.facts import PACKAGES, Facts, Probe, run_probe
+from scripts.launch import command, environment
+
+ROOT = Path(__file__).parent.parent
+BUILT = {"mpi": True, "gloo": True, "nccl": False, "cuda": False, "rocm": False}
+HEALTHY = Facts(
+    python=(3, 11, 2),
+    versions=dict.fromkeys(PACKAGES, "1.0"),
+    mpirun="Open MPI 4.1.8",
+    cores=8,
+    root=False,
+    prefix="/env",
+    wheel_mpi=True,
+    torch=Probe({"cuda": None, "gpus": []}),
+    torchvision=Probe({}),
+    horovod=Probe(BUILT),
+    mpi4py=Probe({"library": "Open MPI v4.1.8, package: Open MPI"}),
+    hello=Probe({"size": 2, "sum": 3.0, "multiple": True, "level": "MULTIPLE"}),
+)
+
+
+def test_nothing_is_wrong_with_a_healthy_environment() -> None:
+    assert judge(HEALTHY) == []
+    assert dict(describe(HEALTHY))["MPI threading level"] == "MULTIPLE"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"python": (3, 9, 1)}, "Python 3.9.1 is too old"),
+        ({"versions": {**HEALTHY.versions, "horovod": None}}, "not installed: horovod"),
+        ({"torch": Probe(error="libc10.so: cannot open")}, "torch does not load"),
+        ({"horovod": Probe(error="Extension horovod.torch has not been built")}, "extension is not built"),
+        ({"horovod": Probe(error="undefined symbol: _ZN3c10")}, "built for another torch"),
+        ({"horovod": Probe({**BUILT, "mpi": False})}, "without MPI"),
+        ({"horovod": Probe({**BUILT, "gloo": False})}, "without Gloo"),
+        ({"mpirun": None}, "no mpirun"),
+        ({"mpirun": "HYDRA build details:"}, "not Open MPI's"),
+        ({"mpirun": "Open MPI 5.0.3", "mpi4py": Probe({"library": "Open MPI v5.0.3"})}, "Open MPI 5"),
+        ({"variables": {"OPAL_PREFIX": "/other"}}, "OPAL_PREFIX is /other"),
+        ({"mpi4py": Probe({"library": "MPICH Version: 4.2.0"})}, "mpi4py uses another MPI"),
+        ({"mpi4py": Probe(error="cannot load MPI library")}, "mpi4py does not load"),
+        ({"hello": Probe(error="no answer after 90 s")}, "did not come through: no answer"),
+        ({"hello": Probe({"size": 1, "sum": 1.0, "multiple": True})}, "believes it is alone"),
+        ({"hello": Probe({"size": 2, "sum": 2.0, "multiple": True})}, "gave 2.0"),
+        ({"hello": Probe({"size": 2, "sum": 3.0, "multiple": False, "level": "SERIALIZED"})}, "SERIALIZED"),
+        ({"torchvision": Probe(error="libjpeg.so: cannot open")}, "torchvision does not load"),
+    ],
+)
+def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], named: str) -> None:
+    (finding,) = judge(replace(HEALTHY, **change))  # type: ignore[arg-type]
+    assert named in finding.what
+    assert finding.cure
+    assert not finding.note
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"root": True}, "root"),
+        ({"cores": 2}, "2 cores"),
+        ({"variables": {"HOROVOD_FUSION_THRESHOLD": "67108864"}}, "do not repeat bitwise"),
+        ({"torch": Probe({"cuda": "13.0", "gpus": ["H100"]})}, "no NCCL"),
+        ({"torchvision": Probe(error="operator torchvision::nms does not exist")}, "torchvision::nms"),
+    ],
+)
+def test_what_only_needs_knowing_is_a_note(change: Mapping[str, object], named: str) -> None:
+    (finding,) = judge(replace(HEALTHY, **change))  # type: ignore[arg-type]
+    assert finding.note and named in finding.what and finding.cure
+
+
+def test_settings_that_are_as_they_should_be_are_not_mentioned() -> None:
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
+    assert judge(replace(HEALTHY, root=True, variables=fine)) == []
+
+
+def test_an_empty_machine_is_described_and_judged() -> None:
+    nothing = Probe(error="No module named 'torch'")
+    bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *[nothing] * 5)
+    assert any("not installed: torch" in finding.what for finding in judge(bare))
+    assert dict(describe(bare))["torch"] == "missing"
+
+
+def test_open_mpi_is_told_from_others() -> None:
+    assert mpi_version("Open MPI 4.1.8") == ("Open MPI", 4)
+    assert mpi_version("mpirun (Open MPI) 4.1.4") == ("Open MPI", 4)
+    assert mpi_version("HYDRA build details:") is None
+    assert mpi_version(None) is None
+
+
+def test_a_probe_tells_an_answer_from_a_failure() -> None:
+    env = dict(os.environ)
+    assert run_probe(["sh", "-c", "echo noise; echo '{\"a\": 1}'"], env).answer == {"a": 1}
+    assert run_probe(["sh", "-c", "echo bad luck >&2; exit 3"], env) == Probe(error="bad luck")
+    assert run_probe(["sh", "-c", "exit 3"], env).error == "exit status 3"
+    assert run_probe(["no-such-program"], env).error == "no no-such-program found"
+    assert "no answer" in run_probe(["sleep", "5"], env, timeout_s=0.1).error
+
+
+def test_the_launcher_oversubscribes_only_when_it_must() -> None:
+    assert "--oversubscribe" not in command(2, 2, ["train.py"])
+    words = command(4, 2, ["train.py", "--configs", "a"])
+    assert "--oversubscribe" in words and words[-3:] == ["train.py", "--configs", "a"]
+    with pytest.raises(ValueError, match="at least 1"):
+        command(0, 2, [])
+
+
+def test_the_launcher_shares_the_cores_and_keeps_what_the_user_set() -> None:
+    assert environment(4, 16, False, {})["OMP_NUM_THREADS"] == "4"
+    assert environment(4, 2, False, {})["OMP_NUM_THREADS"] == "1"
+    assert environment(4, 16, False, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in environment(4, 2, False, {})
+    assert environment(4, 2, True, {})["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with what set-up reads and nothing else."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/setup.sh", tmp_path / "scripts")
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    return tmp_path
+
+
+def setup_says(checkout: Path, **variables: str) -> str:
+    """Run set-up where it must fail; its last line."""
+    env = {name: value for name, value in os.environ.items() if name not in ("GPU", "SYSTEM_MPI", "CXX")}
+    env |= {"VENV": str(checkout / "env"), "PYTHON": "python3", **variables}
+    done = subprocess.run(["bash", "scripts/setup.sh"], cwd=checkout, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1]
+
+
+def test_setup_names_a_missing_interpreter(checkout: Path) -> None:
+    assert "no python3.99 found; install Python 3.10" in setup_says(checkout, PYTHON="python3.99")
+
+
+def test_setup_refuses_an_old_interpreter(checkout: Path) -> None:
+    old = checkout / "python3.8"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.8.1" && exit 0\nexit 1\n')
+    old.chmod(old.stat().st_mode | stat.S_IXUSR)
+    assert "Python 3.8.1 is too old" in setup_says(checkout, PYTHON=str(old))
+
+
+def test_setup_names_a_missing_compiler(checkout: Path) -> None:
+    assert "no C++ compiler found; install g++" in setup_says(checkout, CXX="no-such-compiler")
+
+
+def test_setup_names_a_missing_mpi(checkout: Path) -> None:
+    tools = checkout / "tools"
+    tools.mkdir()
+    for name in ("bash", "flock", "dirname", "mkdir", "cat", "sha256sum", "cut", "c++"):
+        (tools / name).symlink_to(shutil.which(name) or "/bin/true")
+    assert "no mpicc on PATH" in setup_says(checkout, SYSTEM_MPI="1", PYTHON=sys.executable, PATH=str(tools))
+
+
+def test_setup_names_a_place_it_cannot_write(checkout: Path) -> None:
+    assert "cannot write" in setup_says(checkout, VENV="/dev/null/env")

@@ -1,0 +1,159 @@
+"""Checkpoints on disk: what is kept, what a crash leaves, what a damaged file says."""
+
+import json
+import os
+import threading
+
+import pytest
+import torch
+
+from dgc.comm.lockstep import LockstepWorld
+from training.checkpoint import Checkpoints, checkpoint_name, read_tensors, write_atomically
+from training.failure import Refused
+
+
+def save(directory, names, size=2, best=()):
+    def body(transport):
+        checkpoints = Checkpoints(directory, transport)
+        for name in names:
+            shared = {"name": name, "weight": torch.ones(3)}
+            checkpoints.save(name, shared, {"rank": transport.rank}, best=name in best)
+
+    LockstepWorld(size).run(body)
+
+
+def load(directory, *which, size=2):
+    def body(transport):
+        checkpoints = Checkpoints(directory, transport)
+        found = checkpoints.find(*which)
+        return None if found is None else checkpoints.load(found)
+
+    return LockstepWorld(size).run(body)
+
+
+def test_names():
+    assert checkpoint_name(4) == "e0004" and checkpoint_name(4, 120) == "e0004s00120"
+
+
+def test_round_trip(tmp_path):
+    save(tmp_path, ["e0001"])
+    for rank, loaded in enumerate(load(tmp_path, "latest")):
+        assert (loaded.name, loaded.size) == ("e0001", 2)
+        assert loaded.shared["name"] == "e0001" and torch.equal(loaded.shared["weight"], torch.ones(3))
+        assert loaded.own == {"rank": rank}
+
+
+def test_the_last_three_the_latest_and_the_best_are_kept(tmp_path):
+    names = [checkpoint_name(e, s) for e, s in [(0, 5), (1, 0), (1, 5), (2, 0), (9999, 3), (10000, 0)]]
+    save(tmp_path, names, best=["e0001"])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(["e0001", *names[-3:]])
+    assert load(tmp_path, "best", "latest")[1].name == "e0001"
+    assert load(tmp_path, "latest")[1].name == "e10000"
+    assert not [file for _, _, files in os.walk(tmp_path) for file in files if file.endswith(".tmp")]
+
+
+def test_nothing_to_find(tmp_path):
+    assert load(tmp_path, "best", "latest") == [None, None]
+
+
+def test_another_number_of_ranks_has_no_own_part(tmp_path):
+    save(tmp_path, ["e0001"], size=2)
+    for loaded in load(tmp_path, "latest", size=3):
+        assert loaded.own is None and loaded.size == 2 and loaded.shared["name"] == "e0001"
+
+
+@pytest.mark.parametrize("dies_at", range(5))
+def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch, dies_at):
+    save(tmp_path, ["e0001"], size=1)
+    calls = iter(range(100))
+    replace = os.replace
+
+    def dying_replace(source, target):
+        if next(calls) == dies_at:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    # rank0.pt, shared.pt, manifest.json, latest.json; a fifth rename does not happen.
+    monkeypatch.setattr(os, "replace", dying_replace)
+    if dies_at < 4:
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, ["e0002"], size=1)
+    else:
+        save(tmp_path, ["e0002"], size=1)
+    monkeypatch.undo()
+    expected = "e0001" if dies_at < 4 else "e0002"
+    assert load(tmp_path, "latest", size=1)[0].shared["name"] == expected
+    save(tmp_path, ["e0002"], size=1)
+    assert load(tmp_path, "latest", size=1)[0].shared["name"] == "e0002"
+
+
+def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(tmp_path):
+    save(tmp_path, ["e0001"])
+
+    def body(transport):
+        own = {"rank": transport.rank} if transport.rank == 0 else {"lock": threading.Lock()}
+        Checkpoints(tmp_path, transport).save("e0002", {}, own)
+
+    with pytest.raises(TypeError, match="pickle"):
+        LockstepWorld(2).run(body)
+    assert load(tmp_path, "latest")[0].name == "e0001"
+
+
+@pytest.mark.parametrize("file", ["shared.pt", "rank1.pt"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "foreign"])
+def test_a_damaged_file_is_one_error_on_every_rank(tmp_path, file, damage):
+    save(tmp_path, ["e0001"])
+    path = tmp_path / "e0001" / file
+    if damage == "truncate":
+        path.write_bytes(path.read_bytes()[:50])
+    elif damage == "foreign":
+        path.write_bytes(b"x" * path.stat().st_size)
+    else:
+        path.unlink()
+
+    def body(transport):
+        with pytest.raises(Refused, match=rf"damaged: .*{file}"):
+            Checkpoints(tmp_path, transport).load("e0001")
+
+    LockstepWorld(2).run(body)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"other": 1}'])
+def test_a_damaged_pointer_is_one_error_on_every_rank(tmp_path, text):
+    (tmp_path / "latest.json").write_text(text)
+
+    def body(transport):
+        with pytest.raises(Refused, match="latest.json"):
+            Checkpoints(tmp_path, transport).find("latest")
+
+    LockstepWorld(2).run(body)
+
+
+def test_a_pointer_does_not_lead_out_of_the_directory(tmp_path):
+    save(tmp_path / "checkpoints", ["e0001"], size=1)
+    (tmp_path / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": "../../e0001"}))
+    assert load(tmp_path / "checkpoints", "latest", size=1)[0].name == "e0001"
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "made"),))
+
+    torch.save({"x": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(ValueError, match=r"evil\.pt cannot be read"):
+        read_tensors(tmp_path / "evil.pt")
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write(temporary):
+        temporary.write_text("ne")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, write)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,412 @@
+"""Stacks of config files: what they become. What they refuse is in test_config_errors.py."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ReadonlyConfigError
+
+from training.config import Config, ConfigError, derived, instantiate, load, to_yaml
+from training.config.files import REPOSITORY, config_files
+from training.config.overrides import literal
+from training.config.targets import import_path, import_target
+
+CNN, WM5 = "configs/digits/cnn.py", "configs/dgc/wm5.py"
+HEAD = "import torch\nfrom training.config import Config, configs, derived\n"
+
+
+def values(tree: DictConfig) -> Any:
+    """Everything, formulas computed."""
+    return OmegaConf.to_container(tree, resolve=True)
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(HEAD + text if name.endswith(".py") else text)
+    return file
+
+
+# Derived values
+
+
+def test_t_max_follows_num_epochs() -> None:
+    assert load([CNN]).train.scheduler.T_max == 35
+    assert load([CNN], ["--configs.train.num_epochs", "500"]).train.scheduler.T_max == 495
+    assert load([CNN], ["--configs.train.warmup_lr_epochs=0"]).train.scheduler.T_max == 40
+    assert load([CNN], ["--configs.train.num_epochs", "2"]).train.scheduler.T_max == 1
+
+
+@pytest.mark.parametrize("key, text, value", [("momentum", "0.8", 0.8), ("nesterov", "true", True)])
+def test_momentum_and_nesterov_reach_the_memory(key: str, text: str, value: object) -> None:
+    tree = load([CNN, WM5], [f"--configs.train.optimizer.{key}", text])
+    assert tree.train.optimizer[key] == value
+    assert tree.train.compression.memory[key] == value
+    assert getattr(instantiate(tree.train.compression.memory), key) == value
+
+
+def test_later_files_reach_derived_values(tmp_path: Path) -> None:
+    later = write(tmp_path, "later.yaml", "{train: {num_epochs: 100, optimizer: {momentum: 0.5}}, seed: 7}")
+    tree = load([CNN, WM5, later])
+    assert tree.train.scheduler.T_max == 95
+    assert tree.train.compression.memory.momentum == 0.5
+    assert tree.train.compression.seed == 7
+    assert tree.model.num_classes == tree.dataset.num_classes == 10
+
+
+def test_formulas_in_lists_follow_overrides(tmp_path: Path) -> None:
+    text = (
+        "configs.train.scheduler = Config(torch.optim.lr_scheduler.MultiStepLR)\n"
+        "configs.train.scheduler.milestones = [derived('train.num_epochs // 2 - train.warmup_lr_epochs'), "
+        "derived('train.num_epochs * 3 // 4'), 39]\n"
+    )
+    steps = write(tmp_path, "steps.py", text)
+    assert list(load([CNN, steps]).train.scheduler.milestones) == [15, 30, 39]
+    tree = load(
+        [CNN, steps], ["--configs.train.num_epochs=80", "--configs.train.scheduler.milestones.2", "78"]
+    )
+    assert list(tree.train.scheduler.milestones) == [35, 60, 78]
+
+
+@pytest.mark.parametrize(
+    "formula, value",
+    [
+        ("2 + 3 * 4 - 1", 13),
+        ("7 / 2", 3.5),
+        ("7 // 2 % 2", 1),
+        ("-2 ** 2", -4),
+        ("min(seed, 3) + max(1, 2.5)", 5.5),
+        ("(seed - 40) * +2", 4),
+    ],
+)
+def test_arithmetic(formula: str, value: float) -> None:
+    tree = OmegaConf.create({"seed": 42, "x": f'${{derive:"{formula}"}}'})
+    assert tree.x == value and type(tree.x) is type(value)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "f(1)",
+        "a[0]",
+        "'a'",
+        "a if b else c",
+        "lambda: 1",
+        "a.b()",
+        "max()",
+        "a <",
+        "True",
+        "min(a, key=b)",
+        "",
+    ],
+)
+def test_a_formula_is_arithmetic_and_nothing_else(formula: str) -> None:
+    with pytest.raises(ValueError, match="is not made of config keys, numbers"):
+        derived(formula)
+
+
+# Files
+
+
+def shipped() -> list[str]:
+    return [str(file.relative_to(REPOSITORY)) for file in config_files(REPOSITORY / "configs")]
+
+
+def test_the_shipped_files_are_all_there() -> None:
+    digits = [f"configs/digits/{name}.py" for name in ("cnn", "resnet20")]
+    dgc = [f"configs/dgc/{name}.py" for name in ("fp16", "int32", "mm", "nm", "wm0", "wm5", "wm5o")]
+    assert {*digits, *dgc} <= set(shipped())
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_file_stacks_and_builds(name: str) -> None:
+    tree = load([name] if name.startswith("configs/digits/") else [CNN, name])
+    for key in ("compression", "criterion"):
+        instantiate(tree.train[key])
+    model = instantiate(tree.model)
+    assert sum(p.numel() for p in model.parameters()) >= 200_000
+    optimizer = instantiate(tree.train.optimizer, model.parameters())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+def test_dgc_keeps_the_experiments_optimizer_keys() -> None:
+    dense, dgc = load([CNN]).train, load([CNN, WM5]).train
+    assert (dense.dgc, dgc.dgc) == (False, True)
+    assert dense.optimizer._target_ == "torch.optim.SGD" and dgc.optimizer._target_ == "dgc.optim.DGCSGD"
+    assert {**dense.optimizer, "_target_": 0} == {**dgc.optimizer, "_target_": 0}
+    assert dense.compression == {"_target_": "dgc.compression.Dense"}
+
+
+def test_dgc_files_set_what_they_say() -> None:
+    tree = load(
+        [CNN, "configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py", "configs/dgc/nm.py"]
+    )
+    c = tree.train.compression
+    assert (c.warmup_epochs, c.warmup_coeff, c.fp16_values, c.int32_indices) == (5, None, True, True)
+    assert c.memory.momentum_masking is False
+    assert load([CNN, "configs/dgc/wm0.py"]).train.compression.warmup_epochs == 0
+    assert list(load([CNN, "configs/dgc/wm5o"]).train.compression.warmup_coeff) == [1, 1, 1, 1, 1]
+    compressor = instantiate(c)
+    ratios = []
+    for epoch in range(6):
+        compressor.begin_epoch(epoch)
+        ratios.append(compressor.compress_ratio)
+    assert ratios == pytest.approx([0.25, 0.063, 0.0158, 0.004, 0.001, 0.001], rel=0.01)
+
+
+def test_a_bases_settings_do_not_undo_an_earlier_file_of_the_folder() -> None:
+    """A base applies once per load, before the first file of its folder."""
+    tree = load([CNN, "configs/dgc/wm5.py", "configs/digits/resnet20.py", "configs/dgc/fp16.py"])
+    assert tree.train.compression.warmup_epochs == 5 and tree.train.compression.fp16_values is True
+    assert tree.model._target_ == "models.resnet20"
+
+
+def test_bases_apply_from_the_top_down_and_a_folder_means_its_base(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "no_base/a/__init__.yaml",
+        "{dataset: {_target_: datasets.Digits}, seed: 1, deterministic: true}",
+    )
+    write(tmp_path, "no_base/a/b/__init__.py", "configs.seed = configs.seed + 1")
+    write(tmp_path, "no_base/a/b/c.py", "configs.seed *= 10\nconfigs.train.num_epochs = 3")
+    rest = write(
+        tmp_path, "rest.yaml", "{model: {_target_: models.DigitsCNN}, train: {batch_size: 4, num_epochs: 9}}"
+    )
+    folder = tmp_path / "no_base/a/b"
+    tree = load([folder / "c.py", rest])
+    assert (tree.seed, tree.deterministic, tree.train.num_epochs) == (20, True, 9)
+    assert load([folder, rest]).seed == 2
+    assert load([folder / "c", folder / "c.py", rest]).seed == 200
+    assert load([f"{folder}/", tmp_path / "no_base/a", rest]).seed == 2
+
+
+def test_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = load([CNN, WM5])
+    mine = write(tmp_path, "mine.yml", "seed: 3")
+    monkeypatch.chdir(tmp_path)
+    assert load([CNN, WM5]) == load([REPOSITORY / CNN, "./configs/dgc/wm5"]) == expected
+    assert load([CNN, "mine.yml"]).seed == load([CNN, "mine"]).seed == load([CNN, str(mine)]).seed == 3
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load([CNN, "~/mine"]).seed == 3
+    shadow = write(tmp_path, "configs/digits/cnn.py", "configs.seed = 4")
+    assert load([REPOSITORY / CNN, CNN]).seed == 4, f"{shadow} lies in the working directory and comes first"
+    assert os.getcwd() == str(tmp_path)
+
+
+def test_loads_do_not_touch_each_other(tmp_path: Path) -> None:
+    first = to_yaml(load([CNN]))
+    load([CNN, WM5, "configs/dgc/nm.py"], ["--configs.train.num_epochs", "3"])
+    with pytest.raises(ConfigError):
+        load([CNN, write(tmp_path, "bad.py", "configs.seed = 1\nraise KeyError('x')")])
+    assert to_yaml(load(["configs/digits/resnet20.py"])) != first
+    assert to_yaml(load([CNN])) == to_yaml(load([CNN, CNN])) == first
+    with pytest.raises(ImportError, match="configs"):
+        from training.config import configs  # noqa: F401
+
+
+def test_a_config_file_may_load_another_stack(tmp_path: Path) -> None:
+    text = "from training.config import load\n"
+    text += "configs.seed = load(['configs/digits/resnet20.py'], ['--configs.seed', '42']).seed + 1"
+    assert load([CNN, write(tmp_path, "x.py", text)]).seed == 43
+
+
+def test_python_and_yaml_say_the_same(tmp_path: Path) -> None:
+    python = write(
+        tmp_path,
+        "a.py",
+        "configs.train.optimizer = Config(torch.optim.Adam)\n"
+        "configs.train.optimizer.lr = 1e-3\n"
+        "configs.train.optimizer.betas = (0.9, 0.99)\n"
+        "configs.train.criterion = Config(torch.nn.CrossEntropyLoss, label_smoothing=0.1)\n"
+        "configs.train.meters['acc/{}_top3'] = Config('training.meters.TopKClassMeter', k=3)\n"
+        "configs.train.scheduler.T_max = derived('train.num_epochs * 2')\n"
+        "configs.train.checkpoint_every = 10\n",
+    )
+    yaml = write(
+        tmp_path,
+        "b.yaml",
+        """
+train:
+  optimizer: {_target_: torch.optim.Adam, lr: 1e-3, betas: [0.9, 0.99]}
+  criterion:
+    _target_: torch.nn.CrossEntropyLoss
+    label_smoothing: 0.1
+  meters:
+    acc/{}_top3: {_target_: training.meters.TopKClassMeter, k: 3}
+  scheduler:
+    T_max: ${derive:"train.num_epochs * 2"}
+  checkpoint_every: 10
+""",
+    )
+    assert to_yaml(load([CNN, python])) == to_yaml(load([CNN, yaml]))
+    tree = load([CNN, yaml])
+    assert "momentum" not in tree.train.optimizer and len(tree.train.meters) == 3
+    assert tree.train.scheduler.T_max == 80
+
+
+def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> None:
+    drop = write(
+        tmp_path,
+        "drop.py",
+        "configs.train.meters = Config()\nconfigs.train.meters.m = Config('training.meters.TopKClassMeter')",
+    )
+    stacks: list[list[str | Path]] = [[CNN], [CNN, WM5, "configs/dgc/fp16.py"], [CNN, drop]]
+    for stack in stacks:
+        tree = load(stack, ["--configs.train.optimizer.lr", "1e-5", "--configs.train.scheduler.eta_min", "0"])
+        saved = tmp_path / "runs" / "name" / "config.yaml"
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        saved.write_text(to_yaml(tree, resolve=False))
+        assert load([saved]) == tree and to_yaml(load([saved])) == to_yaml(tree)
+        again = load(
+            [saved], ["--configs.train.num_epochs", "500", "--configs.train.optimizer.momentum", "0.8"]
+        )
+        assert again.train.scheduler.T_max == 495
+        if len(stack) == 3:
+            assert again.train.compression.memory.momentum == 0.8
+        saved.write_text(to_yaml(tree, resolve=True))
+        assert values(load([saved])) == values(tree)
+
+
+def test_a_saved_tree_brings_the_keys_that_its_stack_declared(tmp_path: Path) -> None:
+    write(tmp_path, "own/__init__.yaml", "mine: {depth: 3}")
+    tree = load([CNN, write(tmp_path, "own/deep.yaml", "mine: {depth: 4}")])
+    saved = write(tmp_path, "config.yaml", to_yaml(tree))
+    assert load([saved], ["--configs.mine.depth", "5"]).mine.depth == 5
+    assert load([saved]) == tree
+
+
+def test_a_saved_tree_can_be_stacked_under_dgc(tmp_path: Path) -> None:
+    saved = write(tmp_path, "config.yaml", to_yaml(load([CNN], ["--configs.seed", "9"])))
+    assert load([saved, WM5]) == load([CNN, WM5], ["--configs.seed", "9"])
+
+
+def test_the_tree_is_complete_and_read_only() -> None:
+    tree = load([CNN])
+    with pytest.raises(ReadonlyConfigError):
+        tree.seed = 1
+    assert list(tree) == ["seed", "deterministic", "data", "dataset", "model", "train", "requires"]
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("500", 500),
+        ("-3", -3),
+        ("1e-4", 1e-4),
+        ("-.5", -0.5),
+        ("1_000", 1000),
+        ("010", "010"),
+        ("null", None),
+        ("None", None),
+        ("true", True),
+        ("False", False),
+        ("[1, 2]", [1, 2]),
+        ("[1e-4, None, null, true, 'a b', -1, c]", [1e-4, None, None, True, "a b", -1, "c"]),
+        ("[]", []),
+        ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
+        ('"5"', "5"),
+        ("'null'", "null"),
+        ("''", ""),
+        ("resnet20", "resnet20"),
+        ("1-2", "1-2"),
+        ("os.getcwd()", "os.getcwd()"),
+        ("__import__('os')", "__import__('os')"),
+        ("acc/test_top1", "acc/test_top1"),
+    ],
+)
+def test_literals(text: str, value: object) -> None:
+    found = literal(text, "key")
+    assert found == value and type(found) is type(value) or isinstance(found, Config)
+
+
+def test_overrides_in_every_form(tmp_path: Path) -> None:
+    words = "--configs.train.num_epochs=1e2 --configs.train.optimizer.lr 1e-4 --configs.deterministic True"
+    words += " --configs.train.meters.acc/{}_top1.k 3 --configs.train.metric=null --configs.train.bucket_mb 1"
+    words += (
+        " --configs.train.compression.warmup_coeff [0.5,0.1,0.1,0.1,0.1] --configs.train.checkpoint_every 7"
+    )
+    words += " --configs.train.optimizer.weight_decay=0 --configs.train.optimizer.dampening -1"
+    tree = load([CNN, "configs/dgc/wm5o.py"], words.split())
+    train = tree.train
+    assert train.num_epochs == 100 and type(train.num_epochs) is int
+    assert (train.optimizer.lr, tree.deterministic, train.metric, train.bucket_mb) == (1e-4, True, None, 1)
+    assert train.meters["acc/{}_top1"].k == 3 and train.checkpoint_every == 7
+    assert list(train.compression.warmup_coeff) == [0.5, 0.1, 0.1, 0.1, 0.1]
+    assert (train.optimizer.weight_decay, train.optimizer.dampening) == (0, -1)
+
+
+def test_null_drops_a_node_and_a_node_replaces_null() -> None:
+    assert load([CNN], ["--configs.train.scheduler", "null"]).train.scheduler is None
+    clip = "{_target_: dgc.memory.ClipByNorm, max_norm: 2.5}"
+    tree = load([CNN, WM5], ["--configs.train.compression.memory.gradient_clipping", clip])
+    assert tree.train.compression.memory.gradient_clipping.max_norm == 2.5
+
+
+def test_the_last_override_wins_and_types_stay_those_of_numbers() -> None:
+    words = ["--configs.train.optimizer.lr", "1", "--configs.train.optimizer.lr", "0.5"]
+    assert load([CNN], words).train.optimizer.lr == 0.5
+    words = ["--configs.train.optimizer.dampening", "0", "--configs.train.optimizer.dampening", "0.5"]
+    assert load([CNN], words).train.optimizer.dampening == 0.5, (
+        "SGD declares a float, whatever int stood there"
+    )
+
+
+# Constructors
+
+
+class Local:
+    """A class that can be imported from here, for instantiate."""
+
+    def __init__(self, first: object = None, second: object = None, items: object = ()) -> None:
+        self.first, self.second, self.items = first, second, items
+
+
+def test_import_paths_are_short_and_lead_back() -> None:
+    targets = [
+        (torch.nn.CrossEntropyLoss, "torch.nn.CrossEntropyLoss"),
+        (torch.optim.SGD, "torch.optim.SGD"),
+        (torch.optim.lr_scheduler.CosineAnnealingLR, "torch.optim.lr_scheduler.CosineAnnealingLR"),
+        (torch.nn.functional.cross_entropy, "torch.nn.functional.cross_entropy"),
+        (Path, "pathlib.Path"),
+        (dict.fromkeys, None),
+        (lambda: 1, None),
+    ]
+    for target, path in targets:
+        if path is None:
+            with pytest.raises(ValueError):
+                import_path(target)
+        else:
+            assert import_path(target) == path and import_target(path) is target
+
+
+def test_instantiate_builds_inner_nodes_first() -> None:
+    counter = {"_target_": "collections.Counter", "a": 2}
+    node = OmegaConf.create(
+        {"seed": 5, "x": {"_target_": "collections.OrderedDict", "k": "${seed}", "inner": counter}}
+    )
+    built = instantiate(node.x, [("first", 1)], last=3)
+    assert list(built.items()) == [("first", 1), ("k", 5), ("inner", {"a": 2}), ("last", 3)]
+    assert instantiate(None) is None
+    assert instantiate(OmegaConf.create({"m": counter, "n": [counter, 1]})) == {
+        "m": {"a": 2},
+        "n": [{"a": 2}, 1],
+    }
+
+
+def test_instantiate_names_the_node_that_is_wrong() -> None:
+    tree = load([CNN], ["--configs.train.optimizer.lr", "-1"])
+    with pytest.raises(
+        ConfigError, match=r"train\.optimizer \(torch\.optim\.SGD\): Invalid learning rate: -1"
+    ):
+        instantiate(tree.train.optimizer, [torch.zeros(1, requires_grad=True)])
+    tree = load([CNN], ["--configs.train.scheduler._target_", "torch.optim.lr_scheduler.CosineAnnealingLR"])
+    with pytest.raises(ConfigError, match=r"train\.scheduler .*: missing a required argument: 'optimizer'"):
+        instantiate(tree.train.scheduler)
+    with pytest.raises(ConfigError, match=r"model\.width is set by the program"):
+        instantiate(tree.model, width=3)

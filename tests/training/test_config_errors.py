@@ -1,0 +1,386 @@
+"""What a stack refuses, and that the message names the key, who set it, and what was probably meant."""
+
+from pathlib import Path
+
+import pytest
+
+from training.config import Config, ConfigError, load, to_yaml
+from training.config.__main__ import main
+from training.config.files import REPOSITORY
+
+CNN, WM5 = "configs/digits/cnn.py", "configs/dgc/wm5.py"
+
+
+def refusal(*stack: str | Path, words: str = "") -> str:
+    """The message with which a stack and its overrides are refused: one line."""
+    with pytest.raises(ConfigError) as caught:
+        load(list(stack), words.split())
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file beside which the stack is loaded; its name in messages is its name alone."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "mine.yaml"
+
+
+def python(file: Path, text: str) -> Path:
+    file = file.with_suffix(".py")
+    file.write_text("import torch\nfrom training.config import Config, configs, derived\n" + text)
+    return file
+
+
+# Order
+
+
+def test_the_order_that_cannot_work_is_refused_with_the_right_one() -> None:
+    message = refusal(WM5, CNN, "configs/dgc/fp16.py")
+    assert "train.optimizer._target_ is torch.optim.SGD (configs/digits/__init__.py)" in message
+    assert "configs/dgc/__init__.py needs dgc.optim.DGCSGD" in message
+    right = "--configs configs/digits/cnn.py configs/dgc/wm5.py configs/dgc/fp16.py"
+    assert message.endswith(right)
+    load(right.split()[1:])
+
+
+@pytest.mark.parametrize("suffix", ["py", "yaml"])
+def test_plain_sgd_does_not_come_back_silently(file: Path, suffix: str) -> None:
+    file.write_text("train: {optimizer: {_target_: torch.optim.SGD, lr: 0.1}}")
+    name = (
+        file
+        if suffix == "yaml"
+        else python(file, "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")
+    )
+    message = refusal(CNN, WM5, name)
+    assert f"torch.optim.SGD (mine.{suffix})" in message
+    assert f"--configs configs/digits/cnn.py mine.{suffix} configs/dgc/wm5.py" in message
+    saved = file.with_name("config.yaml")
+    saved.write_text(to_yaml(load([CNN, WM5])))
+    assert "config.yaml needs dgc.optim.DGCSGD" in refusal(saved, name)
+
+
+@pytest.mark.parametrize(
+    "words", ["compression._target_ dgc.compression.Dense", "dgc false", "compression null", "optimizer null"]
+)
+def test_the_command_line_cannot_undo_dgc_silently(words: str) -> None:
+    message = refusal(CNN, WM5, words=f"--configs.train.{words}")
+    assert f"(command line, --configs.train.{words.split()[0]})" in message
+    assert "configs/dgc/__init__.py needs" in message and "leave out the one or the other" in message
+
+
+def test_dgc_wants_sgd(file: Path) -> None:
+    adam = python(file, "configs.train.optimizer = Config(torch.optim.Adam)")
+    message = refusal(CNN, adam, WM5)
+    assert message.startswith("configs/dgc/__init__.py, line ") and "torch.optim.Adam" in message
+
+
+def test_a_stack_without_an_experiment_names_those_there_are(file: Path) -> None:
+    file.write_text("train: {batch_size: 3}")
+    for stack in ([], [WM5], [file], ["configs/digits"]):
+        message = refusal(*stack)
+        assert "model" in message and "configs/digits/cnn.py or configs/digits/resnet20.py" in message
+    assert "train.num_epochs" in refusal(file) and "batch_size" not in refusal(file)
+    assert refusal(CNN, words="--configs.train.batch_size null").startswith("no train.batch_size")
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "words, meant",
+    [
+        ("train.num_epoch 5", "num_epochs"),
+        ("trian.num_epochs 5", "train"),
+        ("num_epochs 5", "there is train.num_epochs"),
+        ("optimizer.lr 5", "there is train.optimizer"),
+        ("data.workers 5", "num_workers"),
+        ("train.optimizer.momentun 0.5", "torch.optim.SGD takes no keyword 'momentun'; closest: momentum"),
+        ("train.meters.acc/{}_top1.kk 5", "training.meters.TopKClassMeter takes no keyword 'kk'"),
+        ("train.meters.acc/{}_top9.k 5", "acc/{}_top1"),
+        ("model.num_class 5", "models.DigitsCNN takes no keyword 'num_class'; closest: num_classes"),
+        ("train.scheduler.T_max.x 5", "train.scheduler.T_max is the value"),
+        ("train.compression.memory.momentum 0.5", "unknown key train.compression.memory"),
+    ],
+)
+def test_unknown_keys_on_the_command_line(words: str, meant: str) -> None:
+    message = refusal(CNN, words=f"--configs.{words}")
+    assert meant in message and words.split()[0].split(".")[-1] in message
+    assert f"command line, --configs.{words.split()[0]}" in message
+
+
+def test_unknown_keys_in_files(file: Path) -> None:
+    file.write_text("train:\n  num_epoch: 5\n")
+    assert refusal(CNN, file) == "mine.yaml: unknown key train.num_epoch; closest: num_epochs"
+    assert refusal(CNN, python(file, "configs.train.num_epoch = 5")).startswith(
+        "mine.py: unknown key train.num_epoch"
+    )
+    assert "mine.py, line 4: AttributeError: no key 'trian' here; closest: train" in refusal(
+        CNN, python(file, "\nconfigs.trian.num_epochs = 5")
+    )
+    file.write_text("train: {optimizer: {momentun: 5}}")
+    assert "train.optimizer.momentun (mine.yaml): torch.optim.SGD takes no keyword" in refusal(CNN, file)
+
+
+def test_compression_keys_in_a_dense_run_say_what_to_stack() -> None:
+    message = refusal(CNN, words="--configs.train.compression.compress_ratio 0.01")
+    assert "train.compression.compress_ratio (command line" in message
+    assert (
+        "dgc.compression.Dense takes no keyword 'compress_ratio'" in message and "configs/dgc/..." in message
+    )
+
+
+def test_declared_keys_cannot_be_taken_away(file: Path) -> None:
+    assert "mine.py takes the key data.num_threads_per_worker away" in refusal(
+        CNN, python(file, "configs.data = Config(num_workers=1)")
+    )
+    assert "takes the key data.num_workers away" in refusal(CNN, python(file, "del configs.data.num_workers"))
+    assert "takes the key train.num_epochs away" in refusal(CNN, words="--configs.train null")
+
+
+def test_a_users_own_root_base_declares_keys(tmp_path: Path) -> None:
+    (tmp_path / "__init__.yaml").write_text("mine: {depth: 3}")
+    (tmp_path / "deep.yaml").write_text("mine: {depth: 4}")
+    (tmp_path / "wrong.yaml").write_text("mine: {depht: 4}")
+    assert load([CNN, tmp_path / "deep.yaml"], ["--configs.mine.depth", "5"]).mine.depth == 5
+    assert "unknown key mine.depht; closest: depth" in refusal(CNN, tmp_path / "wrong.yaml")
+
+
+# Types and values
+
+
+@pytest.mark.parametrize(
+    "words, kind",
+    [
+        ("train.num_epochs abc", "a whole number"),
+        ("train.num_epochs 1.5", "a whole number"),
+        ("train.num_epochs true", "a whole number"),
+        ("train.num_epochs [1]", "a whole number"),
+        ("train.optimizer.lr fast", "a number"),
+        ("train.optimizer.lr nan", "a number"),
+        ("deterministic 1", "true or false"),
+        ("train.metric 5", "text"),
+        ("train.scheduler.T_max abc", "a whole number"),
+        ("train.optimizer 5", "a node"),
+        ("dataset 5", "a node"),
+        ("train.metric {a: 1}", "text"),
+        ("train.compression.warmup_coeff [1,x]", "a whole number"),
+        ("train.compression.warmup_coeff abc", "a list"),
+    ],
+)
+def test_wrong_types(words: str, kind: str) -> None:
+    key, value = words.split(" ", 1)
+    with pytest.raises(ConfigError) as caught:
+        load([CNN, "configs/dgc/wm5o.py"], [f"--configs.{key}", value])
+    assert f"command line, --configs.{key}: {key} is" in str(caught.value)
+    assert f"it must be {kind}" in str(caught.value)
+
+
+def test_wrong_types_in_files_and_after_null(file: Path) -> None:
+    file.write_text("train: {optimizer: {nesterov: 1}}")
+    assert refusal(CNN, file) == "mine.yaml: train.optimizer.nesterov is 1, but it must be true or false"
+    words = "--configs.train.optimizer.lr null --configs.train.optimizer.lr abc"
+    assert "train.optimizer.lr is 'abc'" in refusal(CNN, words=words)
+    file.write_text("train: {num_epochs: '${train.metric}'}")
+    assert "train.num_epochs (mine.yaml) gives 'acc/test_top1'" in refusal(CNN, file)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.num_epochs 0",
+        "train.batch_size -1",
+        "train.num_batches_per_step null",
+        "train.bucket_mb 0",
+        "train.checkpoint_every 0.5",
+        "train.checkpoint_every abc",
+        "data.num_workers -1",
+        "train.criterion null",
+        'train.num_epochs ${derive:"1/2"}',
+    ],
+)
+def test_values_that_make_no_sense(words: str) -> None:
+    key = words.split()[0]
+    message = refusal(CNN, words=f"--configs.{words}")
+    assert message.startswith(f"{key} ") and f"(command line, --configs.{key})" in message
+
+
+def test_mappings_must_name_their_constructor(file: Path) -> None:
+    file.write_text("train: {checkpoint_every: {a: 1}}")
+    assert "mine.yaml: train.checkpoint_every must name its constructor" in refusal(CNN, file)
+    file.write_text("train: {meters: {mine: 5}}")
+    assert "mine.yaml: train.meters.mine must name its constructor" in refusal(CNN, file)
+    file.write_text("seed: ???")
+    assert "seed (mine.yaml) has no value yet" in refusal(CNN, file)
+
+
+# Constructors and formulas
+
+
+@pytest.mark.parametrize(
+    "target, reason",
+    [
+        ("models.DigitsCNNN", "models has no 'DigitsCNNN'; closest: DigitsCNN"),
+        ("modells.DigitsCNN", "there is no module 'modells' on Python's path; closest: models"),
+        ("torch.nnn.Linear", "torch has no 'nnn'; closest: nn"),
+        ("DigitsCNN", "is no import path such as torch.optim.SGD"),
+        ("torch.pi", "torch.pi cannot be called"),
+        ("broken.Model", "importing broken failed: RuntimeError: no licence"),
+        ("needy.Model", "importing needy failed: No module named 'not_there'"),
+    ],
+)
+def test_targets_that_cannot_be_imported(
+    file: Path, monkeypatch: pytest.MonkeyPatch, target: str, reason: str
+) -> None:
+    monkeypatch.syspath_prepend(str(file.parent))
+    file.with_name("broken.py").write_text("raise RuntimeError('no licence')")
+    file.with_name("needy.py").write_text("import not_there")
+    file.write_text(f"model: {{_target_: {target}}}")
+    message = refusal(CNN, file)
+    assert message.startswith(f"model._target_ is {target} (mine.yaml): ") and reason in message
+
+
+@pytest.mark.parametrize(
+    "formula, reason",
+    [
+        ("${train.num_epoch}", "there is no key 'train.num_epoch'; closest: train.num_epochs"),
+        ('${derive:"train.num_epoch"}', "there is no key 'train.num_epoch'; closest: train.num_epochs"),
+        ('${derive:"train.metric+1"}', "train.metric is 'acc/test_top1', not a number"),
+        ('${derive:"1/0"}', "division by zero"),
+        ('${derive:"9**9**9"}', "is too large"),
+        ('${derive:"print(1)"}', "is not made of config keys"),
+        ('${derive:"__import__"}', "there is no key '__import__'"),
+        ("${train.scheduler.T_max}", "it refers back to itself"),
+        ('${derive:"train.scheduler.T_max"}', "it refers back to itself"),
+        ("${nosuch:3}", "nosuch"),
+        ("${oops", "${oops"),
+    ],
+)
+def test_formulas_without_a_value(formula: str, reason: str) -> None:
+    message = refusal(CNN, words=f"--configs.train.scheduler.T_max {formula}")
+    assert "train.scheduler.T_max is" in message and reason in message
+    assert "command line, --configs.train.scheduler.T_max" in message
+
+
+def test_cycles_over_several_keys(file: Path) -> None:
+    file.write_text("seed: ${train.timeout}\ntrain: {timeout: '${derive:\"seed + 1\"}'}")
+    message = refusal(CNN, file)
+    assert "mine.yaml" in message and message.endswith("it refers back to itself")
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("x = 1\nraise KeyError('lost')", "line 4: KeyError: 'lost'"),
+        ("def f():\n    raise OSError('gone')\nf()", "line 4: OSError: gone"),
+        ("x = (", "line 3: '(' was never closed"),
+        ("raise SystemExit(3)", "line 3: SystemExit: 3"),
+        ("Config(torch.optim.SGD, 0.1)", "line 3: ValueError: Config(SGD, ...) takes arguments by name only"),
+        (
+            "configs.model = torch.nn.Linear",
+            "line 3: ValueError: model is Linear itself; write Config(Linear)",
+        ),
+        ("configs.model = Config(lambda: 1)", "cannot be imported by that path"),
+        ("class Net: pass\nconfigs.model = Config(Net)", "define it at the top of a module of its own"),
+        ("configs.seed = torch.zeros(1)", "seed is of type Tensor"),
+        ("configs.train.items = 3", "'items' is also a method"),
+        ("configs.x = configs", "mine.py: "),
+        ("configs.seed = derived('f(x)')", "line 3: ValueError: 'f(x)' is not made of config keys"),
+        ("configs.train.scheduler.T_max -= 1", "line 3: TypeError"),
+    ],
+)
+def test_python_files_that_fail(file: Path, text: str, reason: str) -> None:
+    message = refusal(CNN, python(file, text))
+    assert message.startswith("mine.py") and reason in message
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("seed: 1\ntrain: [1", "line 2: "),
+        ("seed: 1\nseed: 2", "line 2: found duplicate key seed"),
+        ("- 1", "a mapping of keys, not a list"),
+        ("a: !!python/object/apply:os.getcwd []", "line 1: could not determine a constructor"),
+        ("1: 2", "a config key must be a non-empty string, not 1"),
+        ("seed: ${oops", "${oops"),
+    ],
+)
+def test_yaml_files_that_fail(file: Path, text: str, reason: str) -> None:
+    file.write_text(text)
+    message = refusal(CNN, file)
+    assert message.startswith("mine.yaml") and reason in message
+
+
+def test_files_that_are_not_there_or_not_clear(file: Path) -> None:
+    assert "no config file configs/digits/cn.py; closest: configs/digits/cnn.py" in refusal(
+        "configs/digits/cn.py"
+    )
+    file.write_text("")
+    python(file, "")
+    assert refusal(CNN, "mine") == "mine may mean mine.py or mine.yaml; write which"
+    folder = file.parent / "folder"
+    folder.mkdir()
+    (folder / "x.yaml").write_text("")
+    assert "has no base (__init__.py or __init__.yaml); it has: folder/x.yaml" in refusal("folder")
+    (folder / "__init__.py").write_text("")
+    (folder / "__init__.yaml").write_text("")
+    assert "folder has two bases" in refusal("folder/x.yaml")
+    file.with_name("notes.txt").write_text("")
+    assert "notes.txt is no config file" in refusal("notes.txt")
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["--configs.seed="], "--configs.seed has an empty value"),
+        (["--configs.seed", " "], "--configs.seed has an empty value"),
+        (["--configs.seed"], "--configs.seed has no value"),
+        (["--configs.seed", "--configs.train.dgc", "true"], "--configs.seed has no value"),
+        (["--evalute"], "unknown option --evalute; closest: --evaluate"),
+        (["--config.seed", "3"], "unknown option --config.seed"),
+        (["--configs.", "3"], "unknown option --configs."),
+        (["--configs.seed", "3", "configs/dgc/wm5.py"], "unexpected 'configs/dgc/wm5.py'"),
+        (["--configs.train.compression.warmup_coeff", "[1, 2"], "it must be"),
+        (["--configs.seed", "[1, {]"], "is no list or mapping"),
+        (["--configs.train.compression.warmup_coeff.5", "1"], "is a list of 5; there is no '5' in it"),
+        (["--configs.train.compression.warmup_coeff.x", "1"], "is a list of 5; there is no 'x' in it"),
+        (
+            ["--configs.train.scheduler", "null", "--configs.train.scheduler.T_max", "3"],
+            "train.scheduler is null",
+        ),
+    ],
+)
+def test_words_that_are_no_overrides(words: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([CNN, "configs/dgc/wm5o.py"], words)
+    assert reason in str(caught.value)
+
+
+def test_values_are_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "__import__('pathlib').Path('made').touch()"
+    tree = load([REPOSITORY / CNN], ["--configs.train.metric", text])
+    assert tree.train.metric == text and not list(tmp_path.iterdir())
+
+
+def test_the_command_prints_the_tree() -> None:
+    assert main([CNN, WM5, "--configs.seed", "3"]) == to_yaml(load([CNN, WM5], ["--configs.seed=3"]))
+    with pytest.raises(ConfigError):
+        main([])
+
+
+def test_config_nodes_are_mappings_with_attributes() -> None:
+    node = Config(dict, a=1, b={"c": (1, 2)})
+    assert node == {"_target_": "builtins.dict", "a": 1, "b": {"c": [1, 2]}} and node.b.c == [1, 2]
+    del node.a
+    node["items"] = 3
+    assert "a" not in node and list(node.items())[-1] == ("items", 3) and not hasattr(node, "a")
+    with pytest.raises(AttributeError, match="no key 'a' here; there are: _target_, b, items"):
+        del node.a

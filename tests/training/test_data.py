@@ -1,0 +1,124 @@
+"""Order and sharding of the data."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from training.data import PassSampler, TrainBatches, evaluation_loader, steps_per_epoch
+
+CPU = torch.device("cpu")
+
+
+class Noisy(Dataset):
+    """Item: (index plus noise in [0, 1), index)."""
+
+    def __init__(self, samples=23):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return index + torch.rand(()), index
+
+
+def sampler(rank, size, samples=23, batch_size=3, passes=1, seed=7):
+    return PassSampler(samples, batch_size, passes, rank=rank, size=size, seed=seed)
+
+
+@pytest.mark.parametrize(("samples", "size", "batch", "passes", "steps"), [
+    (1437, 4, 32, 1, 12),  # 360 each: 11 full steps and one of 8
+    (1437, 4, 32, 2, 5),  # the rest is dropped where a step is several passes
+    (50_000, 8, 128, 1, 49),
+    (96, 3, 32, 1, 1),
+    (97, 3, 32, 1, 1),  # 33 each: a last step of one sample is dropped
+    (5, 4, 8, 1, 1),
+    (5, 4, 8, 2, 0),
+])  # fmt: skip
+def test_number_of_steps(samples, size, batch, passes, steps):
+    assert steps_per_epoch(samples, size, batch, passes) == steps
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_all_ranks_together_see_everything_and_agree_on_the_steps(size):
+    samplers = [sampler(rank, size) for rank in range(size)]
+    for epoch in (0, 1):
+        for s in samplers:
+            s.epoch = epoch
+        passes = [[p.indices for p in s] for s in samplers]
+        assert {len(p) for p in passes} == {samplers[0].steps}
+        for together in zip(*passes, strict=True):
+            assert len({len(indices) for indices in together}) == 1
+        shares = [s.indices() for s in samplers]
+        assert len({len(share) for share in shares}) == 1
+        seen = [index for share in shares for index in share]
+        assert set(seen) == set(range(23)) and len(seen) < 23 + size
+
+
+def test_more_ranks_than_samples():
+    shares = [sampler(rank, 5, samples=2).indices() for rank in range(5)]
+    assert [len(share) for share in shares] == [1] * 5 and {i for s in shares for i in s} == {0, 1}
+
+
+def test_the_order_is_of_seed_and_epoch_alone():
+    torch.manual_seed(0)
+    first, second, other = sampler(0, 2), sampler(0, 2), sampler(0, 2, seed=8)
+    a = list(first)
+    torch.manual_seed(1)
+    assert a == list(second) != list(other)
+    second.epoch = 1
+    assert a != list(second)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_position_is_all_it_takes_to_go_on(passes):
+    def batches():
+        return TrainBatches(Noisy(), 3, passes, rank=1, size=2, seed=7, device=CPU)
+
+    state = torch.get_rng_state()
+    whole = [(step, [x for x, _ in step_passes]) for step, step_passes in batches().epoch(2)]
+    assert torch.equal(state, torch.get_rng_state())
+    torch.rand(3)
+    rest = [(step, [x for x, _ in step_passes]) for step, step_passes in batches().epoch(2, start=1)]
+    assert [step for step, _ in rest] == [step for step, _ in whole[1:]]
+    for (_, expected), (_, seen) in zip(whole[1:], rest, strict=True):
+        assert len(seen) == passes and all(torch.equal(a, b) for a, b in zip(expected, seen, strict=True))
+
+
+def test_augmentation_differs_between_epochs_and_ranks():
+    def noise(rank, epoch):
+        batches = TrainBatches(Noisy(), 3, rank=rank, size=2, seed=7, device=CPU)
+        return torch.cat([x - y for _, [(x, y)] in batches.epoch(epoch)])
+
+    assert not torch.equal(noise(0, 0), noise(0, 1))
+    assert not torch.equal(noise(0, 0), noise(1, 0))
+
+
+def test_workers_are_not_forked_and_change_nothing():
+    def values(num_workers):
+        dataset = TensorDataset(torch.arange(23.0), torch.arange(23))
+        batches = TrainBatches(dataset, 3, rank=0, size=2, seed=7, device=CPU, num_workers=num_workers)
+        if num_workers:
+            assert batches.loader.multiprocessing_context.get_start_method() == "forkserver"
+        return torch.cat([x for _, [(x, _)] in batches.epoch(0)])
+
+    assert torch.equal(values(0), values(1))
+
+
+def test_too_little_data_is_an_error():
+    with pytest.raises(ValueError, match="too few for one step of 4 ranks x 2 passes x 8 samples"):
+        TrainBatches(Noisy(5), 8, 2, rank=0, size=4, seed=0, device=CPU)
+    with pytest.raises(ValueError, match="train.batch_size is 0"):
+        TrainBatches(Noisy(5), 0, rank=0, size=1, seed=0, device=CPU)
+
+
+@pytest.mark.parametrize(("samples", "size"), [(10, 1), (10, 3), (2, 5)])
+def test_evaluation_covers_every_sample_once(samples, size):
+    dataset = TensorDataset(torch.arange(samples), torch.arange(samples))
+    seen = [
+        int(y)
+        for rank in range(size)
+        for _, targets in evaluation_loader(dataset, 2, rank=rank, size=size)
+        for y in targets
+    ]
+    assert sorted(seen) == list(range(samples))

@@ -1,0 +1,79 @@
+"""Evaluation over ranks: counts, uneven shards, batch norm's statistics."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dgc.comm.lockstep import LockstepWorld
+from training.data import evaluation_loader
+from training.evaluation import averaged_batch_norm, batch_norm_buffers, evaluate
+from training.meters import TopKClassMeter
+
+CPU = torch.device("cpu")
+
+
+def make_meters(split):
+    return {f"acc/{split}_top1": TopKClassMeter(1), f"acc/{split}_top5": TopKClassMeter(5)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("samples", [1, 7, 20])
+def test_the_result_does_not_depend_on_the_ranks(samples, size):
+    generator = torch.Generator().manual_seed(samples)
+    inputs = torch.randn(samples, 10, generator=generator)
+    targets = torch.randint(10, (samples,), generator=generator)
+    model = nn.Identity()
+
+    def body(transport):
+        dataset = TensorDataset(inputs, targets)
+        loaders = {
+            split: evaluation_loader(dataset, 2, rank=transport.rank, size=transport.size)
+            for split in ("test", "val")
+        }
+        return evaluate(model, loaders, make_meters, transport, CPU)
+
+    top1 = 100.0 * (inputs.argmax(1) == targets).sum().item() / samples
+    for results in LockstepWorld(size).run(body):
+        assert list(results) == ["acc/test_top1", "acc/test_top5", "acc/val_top1", "acc/val_top5"]
+        assert results["acc/test_top1"] == results["acc/val_top1"] == top1
+        assert results["acc/test_top5"] >= top1
+
+
+def test_batch_norm_is_averaged_inside_and_each_rank_s_own_outside():
+    def body(transport):
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
+        for buffer in batch_norm_buffers(model).values():
+            buffer.fill_(float(transport.rank))
+        with averaged_batch_norm(model, transport):
+            inside = torch.cat([b.clone() for b in batch_norm_buffers(model).values()])
+        outside = torch.cat(list(batch_norm_buffers(model).values()))
+        return inside, outside
+
+    for rank, (inside, outside) in enumerate(LockstepWorld(3).run(body)):
+        assert inside.shape == (10,) and bool((inside == 1).all()) and bool((outside == rank).all())
+
+
+def test_names_of_batch_norm_buffers():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2, track_running_stats=False))
+    assert list(batch_norm_buffers(model)) == ["0.running_mean", "0.running_var"]
+    assert set(batch_norm_buffers(nn.BatchNorm1d(3))) == {"running_mean", "running_var"}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_s_mode_is_restored(training):
+    model = nn.BatchNorm1d(2).train(training)
+    loader = evaluation_loader(TensorDataset(torch.randn(1, 2), torch.zeros(1).long()), 1, rank=0, size=1)
+
+    def body(transport):
+        return evaluate(model, {"test": loader}, make_meters, transport, CPU)
+
+    LockstepWorld(1).run(body)
+    assert model.training is training
+
+
+def test_no_meters_is_no_result():
+    def body(transport):
+        return evaluate(nn.Identity(), {}, make_meters, transport, CPU)
+
+    assert LockstepWorld(2).run(body) == [{}, {}]

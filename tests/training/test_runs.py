@@ -1,0 +1,76 @@
+"""Names of run directories and comparison of configs."""
+
+from pathlib import Path
+
+import pytest
+
+from training.runs import config_differences, move_aside, run_name
+
+R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
+NAMES = [
+    ([R20], "", 8, "cifar.resnet20.np8"),
+    ([R20, WM5], "", 8, "[cifar.resnet20+dgc.wm5].np8"),
+    (
+        [R20, WM5, "configs/dgc/fp16.py", "configs/dgc/int32.py"],
+        ".e500",
+        8,
+        "[cifar.resnet20+dgc.[wm5+fp16+int32]].e500.np8",
+    ),
+    (
+        ["configs/imagenet/resnet50.py", "configs/imagenet/cosine.py", "configs/dgc/wm0.py"],
+        "",
+        32,
+        "[imagenet.[resnet50+cosine]+dgc.wm0].np32",
+    ),
+    (["configs/digits/cnn.yaml", "configs/dgc"], "", 1, "[digits.cnn+dgc].np1"),
+    ([R20, R20], "", 2, "cifar.resnet20.np2"),
+    (["elsewhere/mine.py", WM5], "", 2, "[mine+dgc.wm5].np2"),
+    (["configs/cifar/__init__.py"], "", 2, "cifar.np2"),
+    (["configs/__init__.py"], "", 2, "configs.np2"),
+    (
+        ["runs/[cifar.resnet20+dgc.wm5].e500.np8/config.yaml"],
+        "",
+        4,
+        "[cifar.resnet20+dgc.wm5].e500.repeat.np4",
+    ),
+    (["/tmp/mine/config.yaml"], "", 4, "mine.repeat.np4"),
+]
+
+
+@pytest.mark.parametrize(("configs", "suffix", "size", "name"), NAMES)
+def test_names(configs, suffix, size, name):
+    assert run_name(configs, suffix, size) == name
+
+
+def test_a_file_has_one_name_however_it_is_written(tmp_path):
+    for path in (
+        "./configs/cifar/resnet20.py",
+        "x/../configs/cifar/resnet20.py",
+        f"{tmp_path}/configs/cifar/resnet20.py",
+    ):
+        assert run_name([path], size=8, base=tmp_path) == "cifar.resnet20.np8"
+    assert run_name(["cifar/resnet20.py"], size=8, base=tmp_path / "configs") == "cifar.resnet20.np8"
+
+
+def test_differences_name_the_keys():
+    old = "train: {num_epochs: 3, log_every: 10, betas: [1, 2]}\nseed: 1\nmodel: null\n"
+    new = "train: {num_epochs: 4, log_every: 99, betas: [1, 3]}\nmodel: {_target_: m}\nextra: 1\n"
+    assert config_differences(old, old) == []
+    assert config_differences(old, new) == [
+        "  extra: (absent) -> 1",
+        "  model: None -> (absent)",
+        "  model._target_: (absent) -> 'm'",
+        "  seed: 1 -> (absent)",
+        "  train.betas: [1, 2] -> [1, 3]",
+        "  train.num_epochs: 3 -> 4",
+    ]
+
+
+def test_moving_aside_overwrites_nothing(tmp_path: Path):
+    for content in ("first", "second"):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "file").write_text(content)
+        move_aside(tmp_path / "run")
+    assert (tmp_path / "run.1" / "file").read_text() == "first"
+    assert (tmp_path / "run.2" / "file").read_text() == "second"
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,131 @@
+"""The learning rate at every step, against the formulas; saved and loaded anywhere, it goes on the same."""
+
+import io
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau
+
+from training.schedule import Schedule, scale_learning_rate, warmup_factor
+
+STEPS = 4
+
+
+def make(scheduler=None, size=4, passes=2, warmup=3, per_epoch=True, lr=0.1):
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr, momentum=0.9)
+    scale_learning_rate(optimizer, passes * size)
+    return Schedule(
+        optimizer,
+        scheduler or (lambda scaled: None),
+        size=size,
+        steps_per_epoch=STEPS,
+        warmup_epochs=warmup,
+        per_epoch=per_epoch,
+    )
+
+
+def rates(schedule, epochs, start=(0, 0)):
+    """The rate in force at each step, from `start` on."""
+    seen = []
+    for epoch in range(start[0], epochs):
+        for step in range(start[1] if epoch == start[0] else 0, STEPS):
+            schedule.begin_step(epoch, step)
+            schedule.optimizer.step()
+            seen.append(schedule.rates()[0])
+    return seen
+
+
+def test_warmup_goes_from_one_rank_to_all():
+    seen = rates(make(), epochs=5)
+    scaled = 0.1 * 2 * 4
+    for i in range(3 * STEPS):
+        epoch = i / STEPS
+        assert seen[i] == pytest.approx(scaled * (epoch * (4 - 1) / 3 + 1) / 4)
+    assert seen[0] == pytest.approx(0.1 * 2)
+    assert seen[3 * STEPS :] == [pytest.approx(scaled)] * (2 * STEPS)
+
+
+def test_one_rank_never_warms_up():
+    assert warmup_factor(0.0, 1, 5) == 1.0
+    assert set(rates(make(size=1), epochs=5)) == {0.1 * 2}
+
+
+def test_no_warmup_and_no_scheduler():
+    assert set(rates(make(warmup=0), epochs=3)) == {0.1 * 2 * 4}
+
+
+def test_the_scheduler_starts_counting_after_the_warmup():
+    seen = rates(make(lambda o: MultiStepLR(o, [2, 4])), epochs=10)
+    by_epoch = seen[::STEPS]
+    scaled = 0.1 * 2 * 4
+    # The scheduler's epoch 0 is epoch 3: its milestones 2 and 4 are epochs 5 and 7.
+    assert by_epoch[3:] == [pytest.approx(scaled * factor) for factor in (1, 1, 0.1, 0.1, 0.01, 0.01, 0.01)]
+
+
+def test_cosine_per_step_reaches_zero_at_its_end():
+    left = 2 * STEPS
+    seen = rates(make(lambda o: CosineAnnealingLR(o, left - 1), per_epoch=False), epochs=5)
+    assert seen[3 * STEPS] == pytest.approx(0.8)
+    assert seen[-1] == pytest.approx(0.0, abs=1e-12)
+    assert sorted(seen[3 * STEPS :], reverse=True) == seen[3 * STEPS :]
+
+
+def test_a_scheduler_that_starts_low_keeps_its_start():
+    seen = rates(
+        make(lambda o: LinearLR(o, start_factor=0.25, total_iters=3), warmup=0, size=1, passes=1), epochs=5
+    )
+    assert seen[::STEPS] == [pytest.approx(0.1 * factor) for factor in (0.25, 0.5, 0.75, 1, 1)]
+
+
+SCHEDULERS = {
+    "none": None,
+    "multistep": lambda o: MultiStepLR(o, [1, 2]),
+    "cosine": lambda o: CosineAnnealingLR(o, 5),
+    "onecycle": lambda o: OneCycleLR(o, max_lr=1.0, total_steps=100),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("per_epoch", [True, False])
+def test_resumed_anywhere_it_goes_on_the_same(name, per_epoch):
+    undisturbed = rates(make(SCHEDULERS[name], per_epoch=per_epoch), epochs=8)
+    # In warm-up, at its end, right after a milestone (the checkpoint after epoch 4), and in mid-epoch.
+    for at in (2, 3 * STEPS - 1, 3 * STEPS, 3 * STEPS + 1, 4 * STEPS, 5 * STEPS, 5 * STEPS + 3):
+        first = make(SCHEDULERS[name], per_epoch=per_epoch)
+        before = rates(first, epochs=8)[:0]
+        first = make(SCHEDULERS[name], per_epoch=per_epoch)
+        for i in range(at):
+            first.begin_step(*divmod(i, STEPS))
+            first.optimizer.step()
+            before.append(first.rates()[0])
+        file = io.BytesIO()
+        torch.save({"schedule": first.state_dict(), "optimizer": first.optimizer.state_dict()}, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        second = make(SCHEDULERS[name], per_epoch=per_epoch)
+        second.optimizer.load_state_dict(state["optimizer"])
+        second.load_state_dict(state["schedule"])
+        assert before + rates(second, epochs=8, start=divmod(at, STEPS)) == undisturbed
+
+
+@pytest.mark.parametrize("name", ["none", "multistep", "cosine"])
+def test_resumed_on_other_ranks_the_rate_is_theirs(name):
+    first = make(SCHEDULERS[name], size=4)
+    rates(first, epochs=5)
+    second = make(SCHEDULERS[name], size=2)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.load_state_dict(first.state_dict())
+    expected = rates(make(SCHEDULERS[name], size=2), epochs=8)[5 * STEPS :]
+    assert rates(second, epochs=8, start=(5, 0)) == [pytest.approx(rate) for rate in expected]
+
+
+def test_unusable_schedulers_are_refused():
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+        make(lambda o: ReduceLROnPlateau(o))
+    with pytest.raises(ValueError, match="not a learning-rate scheduler"):
+        make(lambda o: object())
+    with pytest.raises(ValueError, match="warmup_lr_epochs"):
+        make(warmup=-1)
+    with pytest.raises(ValueError, match="another train.scheduler"):
+        make().load_state_dict(make(SCHEDULERS["cosine"]).state_dict())

@@ -1,0 +1,234 @@
+"""train.py's loop on simulated ranks: a whole run, resuming, evaluating, refusing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from dgc.comm.lockstep import LockstepWorld
+from training.arguments import parse_arguments
+from training.checkpoint import read_tensors
+from training.config import load
+from training.failure import Refused
+
+EXPERIMENT = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
+QUICK = [
+    "--configs.train.num_epochs=2",
+    "--configs.train.batch_size=64",
+    "--configs.train.warmup_lr_epochs=1",
+    "--configs.train.checkpoint_every=5",
+    "--configs.train.check_replicas_every=4",
+    "--configs.data.num_threads_per_worker=1",
+    "--configs.model.width=8",
+]
+
+
+def run(words, size=2):
+    args, overrides = parse_arguments([*EXPERIMENT, "--devices", "cpu", *QUICK, *words])
+    tree = load(args.configs, overrides)
+    LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
+
+
+def assert_equal(a, b, where=""):
+    """Equal to the last bit, through mappings and lists."""
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            if key != "seconds":
+                assert_equal(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal(x, y, f"{where}/{i}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The directory of a finished run; tests copy it."""
+    directory = tmp_path_factory.mktemp("finished") / "run"
+    run(["--run-dir", str(directory)])
+    return directory
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_what_a_run_leaves(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["ranks"] == 2 and summary["epochs"] == 2
+    assert summary["samples"] == 2 * (11 * 64 + 15) * 2
+    assert summary["best"]["acc/test_top1"] > 50
+    assert summary["dense_over_payload"] > 2
+    assert summary["payload_bytes"] * summary["dense_over_payload"] == pytest.approx(summary["dense_bytes"])
+    names = sorted(path.name for path in (finished / "checkpoints").iterdir() if path.is_dir())
+    assert "e0002" in names and len(names) in (3, 4)
+    assert (finished / "config.yaml").exists()
+
+
+def test_curves(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"loss/train", "lr", "acc/test_top1", "acc/test_top5", "compress_ratio", "error_norm"} <= tags
+    assert {f"bytes_per_step/{kind}" for kind in ("payload", "wire", "dense")} <= tags
+    phases = ("data", "forward_backward", "compress", "wait", "decode", "step")
+    assert {f"seconds/{phase}" for phase in phases} <= tags
+    accuracy = events.Scalars("acc/test_top1")
+    assert [point.step for point in accuracy] == [1438, 2876]
+    assert [point.step for point in events.Scalars("loss/train")] == [1280, 1438, 2718, 2876]
+    dense = events.Scalars("bytes_per_step/dense")[0].value
+    assert dense == 4 * sum(p.numel() for p in __import__("models").DigitsCNN(width=8).parameters())
+
+
+@pytest.mark.parametrize("start", ["e0001s00005", "e0001s00010"])
+def test_resumed_in_mid_epoch_it_ends_bit_identical(copy, start):
+    checkpoints = copy / "checkpoints"
+    last = [read_tensors(checkpoints / "e0002" / name) for name in ("shared.pt", "rank0.pt", "rank1.pt")]
+    shutil.rmtree(checkpoints / "e0002")
+    (checkpoints / "latest.json").write_text(json.dumps({"checkpoint": start}))
+    torch.manual_seed(12345)
+    run(["--run-dir", str(copy)])
+    for name, expected in zip(("shared.pt", "rank0.pt", "rank1.pt"), last, strict=True):
+        again = read_tensors(checkpoints / "e0002" / name)
+        # Simulated ranks are threads of one process and share its random generators.
+        for state in (expected, again):
+            state.pop("random", None)
+        assert_equal(expected, again)
+
+
+def test_a_finished_run_is_not_run_again(copy, capsys):
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")}
+    run(["--run-dir", str(copy)])
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")} == before
+    assert "resumed from checkpoint e0002, which is the run's end" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(copy, capsys, size):
+    best = json.loads((copy / "summary.json").read_text())["best"]
+    run(["--run-dir", str(copy), "--evaluate"], size)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{name} {value:.2f}" for name, value in best.items()]
+
+
+def test_another_number_of_ranks_goes_on_with_a_warning(copy):
+    (copy / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": "e0001s00005"}))
+    with pytest.warns(UserWarning, match="was saved by 2 ranks and is resumed by 3"):
+        run(["--run-dir", str(copy)], size=3)
+    assert json.loads((copy / "summary.json").read_text())["ranks"] == 3
+
+
+def test_another_config_is_refused_and_nothing_is_overwritten(copy):
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    with pytest.raises(Refused, match=r"train\.optimizer\.lr: 0\.025 -> 0\.5(.|\n)*--suffix"):
+        run(["--run-dir", str(copy), "--configs.train.optimizer.lr=0.5"])
+    with pytest.raises(Refused, match=r"train\.optimizer\.lr"):
+        run(["--run-dir", str(copy), "--evaluate", "--configs.train.optimizer.lr=0.5"])
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_settings_that_train_the_same_may_change(copy, capsys):
+    run(["--run-dir", str(copy), "--configs.train.bucket_mb=1", "--configs.train.log_every=3"])
+    assert "resumed" in capsys.readouterr().out
+
+
+def test_no_resume_moves_the_earlier_run_aside(copy):
+    before = (copy / "summary.json").read_bytes()
+    run(["--run-dir", str(copy), "--no-resume", "--configs.train.num_epochs=1"])
+    assert (copy.with_name("run.1") / "summary.json").read_bytes() == before
+    assert json.loads((copy / "summary.json").read_text())["epochs"] == 1
+
+
+def test_evaluate_without_a_checkpoint(tmp_path):
+    with pytest.raises(Refused, match="no checkpoint in .*nothing/checkpoints; train first"):
+        run(["--run-dir", str(tmp_path / "nothing"), "--evaluate"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_optional_parts_are_optional(tmp_path):
+    """No scheduler, no warm-up, no metric, no meters; accumulation and batch norm's own group instead."""
+    words = ["train.scheduler=null", "train.warmup_lr_epochs=0", "train.metric=null", "train.num_epochs=1"]
+    words += [
+        "train.num_batches_per_step=2",
+        "train.optimize_bn_separately=true",
+        "train.checkpoint_every=null",
+    ]
+    run(["--run-dir", str(tmp_path / "run"), *(f"--configs.{word}" for word in words)])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best"] == {} and summary["metric"] is None and summary["samples"] == 5 * 2 * 2 * 64
+    assert not (tmp_path / "run" / "checkpoints" / "best.json").exists()
+    run(["--run-dir", str(tmp_path / "run"), "--evaluate", *(f"--configs.{word}" for word in words)])
+
+
+def test_an_unknown_metric_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(
+        ValueError, match="'acc/val_top1' is no result; there is: acc/test_top1, acc/test_top5"
+    ):
+        run(["--run-dir", str(tmp_path / "run"), "--configs.train.metric=acc/val_top1"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_print_config_prints_and_stops(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*EXPERIMENT, "--print-config", "--configs.train.num_epochs", "500"]) == 0
+    assert "num_epochs: 500" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words", [["--config", "x"], ["--configs.train.num_epoch", "5"], ["stray.py"], ["--eval"]]
+)
+def test_wrong_words_are_refused_before_anything_starts(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*EXPERIMENT, "--devices", "cpu", *words]) == 2
+    assert (
+        words[0] in capsys.readouterr().err or words[0].removeprefix("--configs.") in capsys.readouterr().err
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*EXPERIMENT, "--devices", "gpu"]) == 2
+    assert "torch finds no GPU" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_differ_are_named(tmp_path):
+    def body(transport):
+        args, _ = parse_arguments([*EXPERIMENT, "--devices", "cpu", "--run-dir", str(tmp_path)])
+        train.run(args, trees[transport.rank // 2], transport)
+
+    trees = [load(EXPERIMENT[1:], [*QUICK, f"--configs.seed={seed}"]) for seed in (0, 1)]
+    with pytest.raises(Refused, match=r"rank 2 has another config than rank 0(.|\n)*seed: 0 -> 1"):
+        LockstepWorld(3).run(body)
+
+
+def test_the_saved_config_repeats_the_run(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args, _ = parse_arguments(["--configs", str(finished / "config.yaml"), "--devices", "cpu"])
+    tree = load(args.configs, [])
+    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    again = json.loads((tmp_path / "runs" / "run.repeat.np2" / "summary.json").read_text())
+    before = json.loads((finished / "summary.json").read_text())
+    for key in ("samples", "epochs", "payload_bytes", "dense_bytes"):
+        assert again[key] == before[key]
+
+
+def test_wrong_flags_are_told_with_the_usage(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        train.main(["--devices", "tpu"])
+    assert leaving.value.code == 2 and "usage: train.py" in capsys.readouterr().err

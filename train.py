@@ -1,0 +1,171 @@
+"""Trains the model that a stack of config files describes, on as many ranks as the launcher started.
+
+    python train.py --configs configs/digits/cnn.py
+    horovodrun -np 4 python train.py --configs configs/digits/cnn.py configs/dgc/wm5.py --configs.seed 7
+
+`main` reads the command line and the configs; nothing is started or written before they are known to be good.
+`run` builds every part from the config and holds the loop. Which algorithm compresses the gradients is the
+config's business alone: here it is `compression`, and the optimizer that carries it.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from dgc.comm import Transport
+from dgc.comm.horovod import HorovodTransport
+from dgc.optim import DistributedOptimizer, broadcast_parameters
+from training.arguments import parse_arguments
+from training.checkpoint import Checkpoints, checkpoint_name
+from training.config import ConfigError, instantiate, load, to_yaml
+from training.data import TrainBatches
+from training.evaluation import Evaluation
+from training.failure import Refused, ending_all_ranks
+from training.launcher import complain, launched_rank
+from training.log import Log
+from training.parameters import parameter_groups
+from training.random_state import seed_everything
+from training.replicas import check_replicas
+from training.runs import run_name
+from training.schedule import Schedule, scale_learning_rate
+from training.setup import check_agreement, open_run_directory, prepare_device, require_complete
+from training.state import Progress, State
+from training.summary import finish, summarize
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, overrides = parse_arguments(argv)
+    try:
+        tree = load(args.configs, overrides)
+        if not args.print_config:
+            require_complete(tree, args.devices)
+    except ConfigError as error:
+        return complain(str(error))
+    if args.print_config:
+        if launched_rank() == 0:
+            print(to_yaml(tree, resolve=True), end="")
+        return 0
+    with ending_all_ranks():
+        run(args, tree, HorovodTransport(timeout=tree.train.timeout))
+    return 0
+
+
+def run(args: Namespace, tree: DictConfig, transport: Transport) -> None:
+    rank, size, settings = transport.rank, transport.size, tree.train
+    device = prepare_device(tree, args.devices, transport)
+    check_agreement(tree, device, transport)
+
+    # Build. Every rank draws the same initial model; from then on each has random numbers of its own.
+    dataset = instantiate(tree.dataset)
+    model = instantiate(tree.model).to(device)
+    broadcast_parameters(model.state_dict(), root=0, transport=transport)
+    seed_everything(tree.seed + rank)
+    criterion = instantiate(settings.criterion).to(device)
+    batches = TrainBatches(
+        dataset["train"],
+        settings.batch_size,
+        settings.num_batches_per_step,
+        rank=rank,
+        size=size,
+        seed=tree.seed,
+        device=device,
+        num_workers=tree.data.num_workers,
+    )
+    optimizer = DistributedOptimizer(
+        instantiate(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately)),
+        named_parameters=model.named_parameters(),
+        compression=instantiate(settings.compression),
+        backward_passes_per_step=settings.num_batches_per_step,
+        op="average",
+        bucket_mb=settings.bucket_mb,
+        transport=transport,
+    )
+    scale_learning_rate(optimizer, settings.num_batches_per_step * size)
+    schedule = Schedule(
+        optimizer,
+        lambda scaled: instantiate(settings.scheduler, scaled),
+        size=size,
+        steps_per_epoch=batches.steps_per_epoch,
+        warmup_epochs=settings.warmup_lr_epochs,
+        per_epoch=settings.schedule_lr_per_epoch,
+    )
+    evaluation = Evaluation(dataset, settings, transport, device, tree.data.num_workers)
+    progress = Progress()
+    state = State(model, optimizer, schedule, progress, transport, device)
+
+    # Everything can be built: only now is anything written.
+    name = run_name(args.configs, args.suffix, size)
+    directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
+    checkpoints = Checkpoints(directory / "checkpoints", transport)
+    if args.evaluate:
+        return evaluate_only(directory, tree, checkpoints, state, evaluation)
+    open_run_directory(directory, tree, transport, resume=not args.no_resume)
+    if rank == 0:
+        print(to_yaml(tree, resolve=True), flush=True)
+    latest = checkpoints.find("latest")
+    if latest is not None:
+        state.load(checkpoints.load(latest))
+    log = Log(directory, state, settings, batches.steps_per_epoch)
+    log.begin(
+        f"{size} ranks on {device.type}, {batches.steps_per_epoch} steps per epoch, {directory}", latest
+    )
+
+    def save(best: bool = False) -> None:
+        checkpoint = checkpoint_name(progress.epoch, progress.step)
+        checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
+
+    model.train()
+    while progress.epoch < settings.num_epochs:
+        epoch = progress.epoch
+        optimizer.begin_epoch(epoch)
+        for step, passes in log.clock.each("data", batches.epoch(epoch, progress.step)):
+            schedule.begin_step(epoch, step)
+            optimizer.zero_grad()
+            loss = torch.zeros((), device=device)
+            with log.clock.phase("forward_backward"):
+                for inputs, targets in passes:
+                    part = criterion(model(inputs), targets) / len(passes)
+                    part.backward()
+                    loss += part.detach()
+            optimizer.step()
+            log.step(loss, samples=size * sum(targets.size(0) for _, targets in passes))
+            if settings.check_replicas_every and (step + 1) % settings.check_replicas_every == 0:
+                check_replicas(model, transport)
+            if settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0:
+                if step + 1 < batches.steps_per_epoch:
+                    save()
+        progress.epoch, progress.step = epoch + 1, 0
+        results = evaluation(model)
+        best = progress.add_results(results, settings.metric)
+        log.end_epoch(results)
+        save(best)
+    log.close()
+    if rank == 0:
+        finish(directory, summarize(name, progress, ranks=size, metric=settings.metric))
+
+
+def evaluate_only(
+    directory: Path, tree: DictConfig, checkpoints: Checkpoints, state: State, evaluation: Evaluation
+) -> None:
+    """Evaluates the best checkpoint, or the latest where no metric says which is best, and prints the
+    results.
+    """
+    found = checkpoints.find("best", "latest")
+    if found is None:
+        raise Refused(
+            f"--evaluate: there is no checkpoint in {checkpoints.directory}; train first, or give --run-dir."
+        )
+    open_run_directory(directory, tree, state.transport, resume=True)
+    state.load_model(checkpoints.load(found))
+    results = evaluation(state.model)
+    if state.transport.rank == 0:
+        for name, value in results.items():
+            print(f"{name} {value:.2f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Experiments as stacks of small Python and YAML files, on OmegaConf.
+
+    from training.config import load, instantiate, to_yaml
+    tree = load(["configs/digits/cnn.py", "configs/dgc/wm5.py"], ["--configs.train.num_epochs", "500"])
+
+Files apply from left to right, after the bases (`__init__.py`, `__init__.yaml`) of their folders; the command
+line comes last. A Python file starts with `from training.config import Config, configs, derived`; `configs`
+is the tree as this load has built it so far, and no state outlives a load. A YAML file says the same:
+`_target_` names a constructor, and a mapping with a `_target_` replaces a node, as `Config(Target)` does.
+"""
+
+from typing import TYPE_CHECKING
+
+from training.config.derive import derived as derived
+from training.config.errors import ConfigError as ConfigError
+from training.config.files import UNDER_CONSTRUCTION
+from training.config.stack import load as load
+from training.config.stack import to_yaml as to_yaml
+from training.config.targets import instantiate as instantiate
+from training.config.tree import Config as Config
+
+if TYPE_CHECKING:
+    configs: Config
+else:
+
+    def __getattr__(name: str) -> Config:
+        """`configs` is looked up at each import, so that every load has its own."""
+        if name != "configs":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        tree = UNDER_CONSTRUCTION.get()
+        if tree is None:
+            raise AttributeError(
+                "`configs` exists only inside a config file, while training.config.load reads it"
+            )
+        return tree

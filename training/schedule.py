@@ -1,0 +1,117 @@
+"""Learning rate at every step: linear scaling, gradual warm-up, then any torch scheduler.
+
+Goyal et al., Accurate, Large Minibatch SGD, sections 2.1 and 2.2, https://arxiv.org/abs/1706.02677.
+With n ranks, b backward passes per step, a base rate lr0 and W warm-up epochs:
+
+    lr_scaled = lr0 * b * n
+    lr(e)     = lr_scaled * (e * (n - 1) / W + 1) / n     for e < W, e the epoch with its fraction
+    lr(W)     = lr_scaled                                 then the scheduler steps, per epoch or per step
+
+Differences from the original DGC trainer: the scheduler's own state is saved and loaded instead of being
+rebuilt from an epoch number, which made MultiStepLR decay twice when resumed right after a milestone; and a
+scheduler that starts below its base rate (LinearLR) keeps its start.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+def warmup_factor(epoch: float, size: int, warmup_epochs: int) -> float:
+    """Fraction of the scaled learning rate in force at `epoch` (with its fraction) of the warm-up, on `size`
+    ranks.
+    """
+    return (epoch * (size - 1) / warmup_epochs + 1) / size
+
+
+def scale_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Multiplies the learning rate of every group; call before a scheduler is made, which remembers it."""
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+
+
+class Schedule:
+    """Sets `optimizer`'s learning rates, which are already scaled, as the formulas above say.
+
+    make_scheduler: given the optimizer, returns a scheduler, or None for a constant rate. Call `begin_step`
+    exactly once before every step, in order; `state_dict` may be taken between any two steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        make_scheduler: Callable[[Optimizer], LRScheduler | None],
+        *,
+        size: int,
+        steps_per_epoch: int,
+        warmup_epochs: int = 0,
+        per_epoch: bool = True,
+    ) -> None:
+        if warmup_epochs < 0:
+            raise ValueError(f"train.warmup_lr_epochs is {warmup_epochs}; it must be 0 or more")
+        self.optimizer = optimizer
+        self.size = size
+        self.steps_per_epoch = steps_per_epoch
+        self.warmup_epochs = warmup_epochs
+        self.per_epoch = per_epoch
+        self.scheduler = make_scheduler(optimizer)
+        if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
+            raise ValueError(
+                f"train.scheduler is a {type(self.scheduler).__name__}, not a learning-rate scheduler"
+            )
+        if type(self.scheduler).__name__ == "ReduceLROnPlateau":
+            raise ValueError(
+                "train.scheduler: ReduceLROnPlateau needs a metric at each step and is not supported"
+            )
+        # After the scheduler's initial step, so that its own starting factor is kept.
+        self.start_rates: list[float] = self.rates()
+
+    def rates(self) -> list[float]:
+        """The learning rate in force, per parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def begin_step(self, epoch: int, step: int) -> None:
+        """Sets the rates for `step` (0-based) of `epoch` (0-based)."""
+        if epoch < self.warmup_epochs:
+            fraction = epoch + step / self.steps_per_epoch
+            self._set(
+                [rate * warmup_factor(fraction, self.size, self.warmup_epochs) for rate in self.start_rates]
+            )
+        elif epoch == self.warmup_epochs and step == 0:
+            self._set(self.start_rates)
+        elif self.scheduler is not None and (step == 0 or not self.per_epoch):
+            self.scheduler.step()
+
+    def _set(self, rates: list[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the optimizer's state_dict, which holds the rates in force, all that the next step's rates
+        need.
+        """
+        return {
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "size": self.size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Call after the optimizer's state is loaded. A state of another number of ranks is scaled to this
+        one's.
+        """
+        if (state["scheduler"] is None) != (self.scheduler is None):
+            raise ValueError("the checkpoint was saved with another train.scheduler")
+        factor = self.size / state["size"]
+        if self.scheduler is None:
+            scale_learning_rate(self.optimizer, factor)
+            return
+        base_rates = self.scheduler.base_lrs
+        self.scheduler.load_state_dict(state["scheduler"])
+        scale_learning_rate(self.optimizer, factor)
+        self.scheduler.base_lrs = base_rates
+        for group, rate in zip(self.optimizer.param_groups, base_rates, strict=True):
+            group["initial_lr"] = rate
+        # torch warns of a scheduler that steps before its optimizer; this one's did, before it was saved.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,0 +1,119 @@
+"""Between the config and the loop: device, threads, seeds, agreement of the ranks, the run directory."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import DictConfig
+
+from dgc.comm import Transport, all_gather_object, broadcast_object
+from training.checkpoint import write_atomically
+from training.config import ConfigError, load, to_yaml
+from training.failure import Refused
+from training.random_state import seed_everything
+from training.runs import config_differences, move_aside
+
+REQUIRED = {
+    "dataset": "a data set",
+    "model": "a model",
+    "train.num_epochs": "the number of epochs",
+    "train.batch_size": "samples per rank and backward pass",
+}
+
+
+def require_complete(tree: DictConfig, devices: str) -> None:
+    """ConfigError for what no run can do without; before anything is started."""
+    values = {"dataset": tree.dataset, "model": tree.model}
+    values |= {f"train.{key}": tree.train[key] for key in ("num_epochs", "batch_size")}
+    for key, meaning in REQUIRED.items():
+        if values[key] is None:
+            raise ConfigError(
+                f"{key} ({meaning}) is not set. Begin with an experiment, such as configs/digits/cnn.py."
+            )
+    if devices == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("--devices gpu: torch finds no GPU here. Use --devices cpu or auto.")
+
+
+def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torch.device:
+    """The rank's device, with torch's threads and determinism set and every generator seeded alike on all
+    ranks.
+    """
+    # Ranks of one machine share its cores; more threads than cores only make them slower.
+    cores = max(1, len(os.sched_getaffinity(0)) // transport.local_size)
+    torch.set_num_threads(max(1, min(tree.data.num_threads_per_worker, cores)))
+    if tree.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    seed_everything(tree.seed)
+    if devices == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.backends.cudnn.benchmark = not tree.deterministic
+    device = torch.device("cuda", transport.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_agreement(tree: DictConfig, device: torch.device, transport: Transport) -> None:
+    """Refused, with the first rank that differs from rank 0, where ranks have other configs or kinds of
+    device.
+    """
+    views = all_gather_object(transport, (to_yaml(tree, resolve=True), device.type), name="agreement")
+    config, kind = views[0]
+    for rank, (other_config, other_kind) in enumerate(views):
+        if other_kind != kind:
+            raise Refused(
+                f"rank 0 uses the {kind}, rank {rank} the {other_kind}. Set --devices for all ranks."
+            )
+        if other_config != config:
+            lines = config_differences(config, other_config) or [
+                "  (settings that do not change the training)"
+            ]
+            raise Refused(f"rank {rank} has another config than rank 0 (0 -> {rank}):\n" + "\n".join(lines))
+
+
+def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, *, resume: bool) -> None:
+    """Makes the run directory and writes its config.yaml; rank 0 does it, and every rank learns how it went.
+
+    Refused if it holds a run with another config. With resume=False an earlier run there is moved aside.
+    """
+    problem = None
+    if transport.rank == 0:
+        try:
+            problem = _open(directory, tree, resume)
+        except OSError as error:
+            problem = f"the run directory {directory} cannot be used: {error}"
+    problem = broadcast_object(transport, problem, name="run_directory")
+    if problem is not None:
+        raise Refused(problem)
+
+
+def _open(directory: Path, tree: DictConfig, resume: bool) -> str | None:
+    path = directory / "config.yaml"
+    if path.exists() and not resume:
+        print(f"--no-resume: the earlier run is now {move_aside(directory)}", flush=True)
+    if path.exists():
+        differences = config_differences(_resolved(path), to_yaml(tree, resolve=True))
+        if not differences:
+            return None
+        return (
+            f"{directory} holds a run with another config (there -> now):\n" + "\n".join(differences) + "\n"
+            "Nothing was changed. Give this run a name of its own with --suffix or --run-dir, "
+            "or move the earlier one aside with --no-resume."
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    text = to_yaml(tree, resolve=False)
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+    return None
+
+
+def _resolved(path: Path) -> str:
+    """The config of an earlier run, derived values filled in; as it stands where it no longer loads."""
+    try:
+        return to_yaml(load([str(path)], []), resolve=True)
+    except ConfigError as error:
+        print(f"{path} does not load any more ({error}); comparing it as it stands.", file=sys.stderr)
+        plain: Any = yaml.safe_load(path.read_text())
+        return yaml.safe_dump(plain)
