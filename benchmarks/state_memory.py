@@ -4,7 +4,8 @@
 
 Each method trains a few steps in a process of its own. `live` is the bytes of all tensors alive after the last
 step (parameters, gradients, buckets, optimizer and error state); `peak` is the process's largest resident set
-less that before the model was built, so it holds what a step needs for a moment as well. Prints a table and, last, one line of JSON.
+less that before the model was built, so it holds what a step needs for a moment as well.
+Prints a table and, last, one line of JSON.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
@@ -36,7 +38,7 @@ def measure(method: str, bucket_mb: float) -> dict[str, float]:
     transport = HorovodTransport()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-    settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
+    settings: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
     optimizer: torch.optim.Optimizer
     if method == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), **settings)

@@ -48,7 +48,7 @@ def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
     offset = 0
     for name, tensor in named_tensors:
         shape = tuple(tensor.shape)
-        stride = tuple(tensor.stride()) if _fills_a_block(tensor) else _contiguous_stride(shape)
+        stride = tuple(tensor.stride()) if fills_a_block(tensor) else _contiguous_stride(shape)
         segments.append(Segment(name, offset, tensor.numel(), shape, stride))
         offset += tensor.numel()
     return tuple(segments)
@@ -66,7 +66,7 @@ def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _fills_a_block(tensor: Tensor) -> bool:
+def fills_a_block(tensor: Tensor) -> bool:
     """Whether some order of the dimensions makes the tensor contiguous (non-overlapping and dense)."""
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):

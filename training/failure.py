@@ -18,20 +18,18 @@ from types import FrameType
 from training.config import ConfigError
 from training.launcher import launched_rank, launched_size
 
-# Seconds that other ranks leave rank 0, so that one message is seen where all have the same: the launcher ends
-# them as soon as rank 0 has left.
+# Seconds for which the other ranks hold a message back, so that rank 0's is the only one where all have the same:
+# the launcher ends them as soon as rank 0 has left.
 PATIENCE = 1.0
-# The same where it is certain that rank 0 has the message too, or usual.
+# The same for what all ranks refuse together.
 PATIENCE_WHEN_ALL_REFUSE = 5.0
-# A collective that another rank's end broke: that rank's message comes first.
+# A collective that broke because another rank ended: that rank's message comes first.
 PATIENCE_WITH_CONSEQUENCES = 5.0
 CONSEQUENCES = ("HorovodInternalError",)
 
 
 class Refused(ValueError):
-    """What the user asked for cannot be done; every rank raises it together. Told without a traceback, exit
-    code 2.
-    """
+    """The user asked for what cannot be done; every rank raises it together. No traceback, exit code 2."""
 
 
 class Terminated(BaseException):

@@ -70,6 +70,7 @@ class Log:
         self.rate = 0.0
         self.megabytes = 0.0
         self.steps = 0
+        self.epoch_loss, self.epoch_steps = 0.0, 0
         self.writer: Any = None
         self.bar: Any = None
         self.use_bar = transport.rank == 0 and sys.stderr.isatty()
@@ -130,6 +131,8 @@ class Log:
         """Means over the steps since the last point."""
         mean = all_reduce(self.transport, self.loss_sum / self.steps, op="mean", name="loss")
         self.loss = float(mean)
+        self.epoch_loss += self.loss * self.steps
+        self.epoch_steps += self.steps
         error_norm = self.optimizer.error_norm()
         now, snapshot = time.perf_counter(), self._snapshot()
         grown = {name: value - self.last.get(name, 0.0) for name, value in snapshot.items()}
@@ -144,7 +147,7 @@ class Log:
         }
         self._write(values)
         if not self.use_bar and now - self.last_line > LINE_EVERY:
-            self._line("")
+            self._line(self.loss)
         self.megabytes = values["bytes_per_step/payload"] / 1e6
         self.loss_sum.zero_()
         self.steps, self.last, self.last_time = 0, snapshot, now
@@ -159,26 +162,26 @@ class Log:
             from tqdm import tqdm  # type: ignore[import-untyped]
 
             self.bar = tqdm(
+                desc=f"epoch {self.progress.epoch + 1}/{self.num_epochs}",
                 total=self.steps_per_epoch,
                 initial=self.progress.step - 1,
                 leave=False,
                 unit="step",
                 dynamic_ncols=True,
             )
-            self.bar.set_description(f"epoch {self.progress.epoch + 1}/{self.num_epochs}")
-        self.bar.set_postfix_str(
-            f"{self.rate:.0f} samples/s, {self.megabytes:.3f} MB/step, loss {self.loss:.3f}", refresh=False
-        )
+        if self.epoch_steps:
+            text = f"{self.rate:.0f} samples/s, {self.megabytes:.3f} MB/step, loss {self.loss:.3f}"
+            self.bar.set_postfix_str(text, refresh=False)
         self.bar.update()
 
-    def _line(self, results: str) -> None:
+    def _line(self, loss: float, results: str = "") -> None:
         progress = self.progress
         place = f"epoch {progress.epoch + (1 if progress.step else 0)}/{self.num_epochs}"
         if progress.step:
             place += f" step {progress.step}/{self.steps_per_epoch}"
         self.last_line = time.perf_counter()
         self.say(
-            f"{place}  loss {self.loss:.4f}  {results}lr {self.optimizer.param_groups[0]['lr']:.4g}  ratio "
+            f"{place}  loss {loss:.4f}  {results}lr {self.optimizer.param_groups[0]['lr']:.4g}  ratio "
             f"{self.optimizer.compress_ratio:.4g}  {self.rate:.0f} samples/s  {self.megabytes:.4f} MB/step"
         )
 
@@ -189,7 +192,9 @@ class Log:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        self._line("".join(f"{name} {value:.2f}  " for name, value in results.items()))
+        loss = self.epoch_loss / max(1, self.epoch_steps)
+        self._line(loss, "".join(f"{name} {value:.2f}  " for name, value in results.items()))
+        self.epoch_loss, self.epoch_steps = 0.0, 0
         if self.writer is not None:
             self.writer.flush()
         # Evaluating and saving are no part of the next point's samples per second.

@@ -34,7 +34,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Puts back what `random_state` returned; a state saved without a GPU leaves the GPU's generator alone."""
+    """Puts back what `random_state` returned; one saved without a GPU leaves the GPU's generator alone."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     keys, position, has_gauss, cached = state["numpy"]

@@ -4,7 +4,6 @@ The name is the original trainer's: the config files as a tree of path component
 dots, siblings in [a+b]. So configs/cifar/resnet20.py with configs/dgc/wm5.py is [cifar.resnet20+dgc.wm5].
 """
 
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,12 +80,6 @@ def config_differences(old: str, new: str) -> list[str]:
         if values[0] != values[1] and key not in FREE_KEYS:
             lines.append(f"  {key}: {values[0]} -> {values[1]}")
     return lines
-
-
-def name_the_key(wanted: str, names: Sequence[str]) -> str:
-    """' (did you mean ...?)' or a list of the names there are."""
-    close = difflib.get_close_matches(wanted, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(names) or 'none'}"
 
 
 def move_aside(directory: Path) -> Path:

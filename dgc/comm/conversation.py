@@ -23,7 +23,6 @@ class Talk(Generic[T]):
         self._conversation = conversation
         self._transport = transport
         self._meter = meter
-        self.rounds = 0
         self._flight: Any = None
         self._result: T
         self._resume(None)

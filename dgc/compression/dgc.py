@@ -117,9 +117,10 @@ class DGCCompressor:
         yield from self.memory.clip(bucket)
         v = self.memory.compensate(bucket)
         plan = self._plan_of(bucket)
+        seed = self._next_seed(bucket)
         if self._dense_is_cheaper(bucket, plan):
             return (yield from self._reduce_dense(bucket, v, nonfinite))
-        indices = self._selector.select(v, plan, self._next_seed(bucket))
+        indices = self._selector.select(v, plan, seed)
         values = self._format.values.quantize(v[indices])
         self.memory.sent_(bucket, indices, values.float())
         (payloads,) = yield (AllGather(self._format.encode(indices, values, plan.capacity, nonfinite)),)
@@ -131,9 +132,9 @@ class DGCCompressor:
         return SparseResult(*merge_mean(parts, len(parts)))
 
     def _reduce_dense(self, bucket: Bucket, v: Tensor, nonfinite: int) -> Conversation[Result]:
-        values = self._format.values.quantize(v).clone()
+        values = self._format.values.quantize(v, self._size).clone()
         self.memory.sent_all_(bucket, values.float())
-        (mean, worst) = yield (AllReduce(values), AllReduce(torch.tensor([nonfinite]), "max"))
+        (mean, worst) = yield (AllReduce(values), AllReduce(torch.tensor([nonfinite], device=v.device), "max"))
         if worst.item():
             name = bucket.segments[int(worst.item()) - 1].name
             raise NonFiniteGradientError(f"the gradient of {name} has NaN or inf on some rank")
@@ -152,7 +153,7 @@ class DGCCompressor:
         return self.compress_ratio >= 1 or all_gather_wire_bytes(sparse, size) > all_reduce_wire_bytes(dense, size)
 
     def _next_seed(self, bucket: Bucket) -> int:
-        """A fresh seed per bucket and step, the same after a resume."""
+        """Fresh for each bucket and step, the same after a resume. Dense steps count: all counts agree."""
         step = self._steps[bucket.name]
         self._steps[bucket.name] = step + 1
         return crc32(f"{self._seed} {bucket.segments[0].name} {step}".encode())
@@ -164,5 +165,7 @@ class DGCCompressor:
         return {"memory": self.memory.state_dict(), "steps": max(self._steps.values(), default=0)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.keys() != {"memory", "steps"}:
+            raise ValueError(f"state of another compressor: {sorted(state)}")
         self.memory.load_state_dict(state["memory"])
         self._steps = dict.fromkeys(self._steps, state["steps"])

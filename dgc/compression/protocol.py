@@ -1,5 +1,6 @@
 """What the optimizer needs of a compressor, and what a conversation about gradients returns."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -77,24 +78,27 @@ class Compressor(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Stateless:
+class Stateless(ABC):
     """The parts of a compressor that keeps nothing between steps, accepts every tensor and sends it whole."""
 
     compress_ratio: float = 1.0
     correction: MomentumCorrection | None = None
 
     @property
-    def fallback(self) -> "Compressor":
+    def fallback(self) -> "Stateless":
         return self
 
     def accepts(self, segment: Segment) -> bool:
         return True
 
     def plan(self, bucket: Bucket, size: int) -> None:
-        pass
+        return None
+
+    @abstractmethod
+    def reduce(self, bucket: Bucket) -> Conversation[Result]: ...
 
     def begin_epoch(self, epoch: int) -> None:
-        pass
+        return None
 
     def errors(self) -> Iterable[Tensor]:
         return ()

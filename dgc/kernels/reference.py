@@ -4,11 +4,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 
-def correct_momentum_(g: Tensor, u: Tensor, v: Tensor, momentum: float, nesterov: bool) -> None:
-    """Momentum correction and accumulation (Lin et al. 2018, eq. 4), in place. All of shape [n]; u, v fp32.
+def correct_momentum_(
+    g: Float[Tensor, "n"], u: Float32[Tensor, "n"], v: Float32[Tensor, "n"], momentum: float, nesterov: bool
+) -> None:
+    """Momentum correction and accumulation (Lin et al. 2018, eq. 4), in place.
 
     plain: u = m u + g; v = v + u.  Nesterov: u = m (u + g); v = v + u + g.
     """
@@ -21,8 +24,8 @@ def correct_momentum_(g: Tensor, u: Tensor, v: Tensor, momentum: float, nesterov
         v.add_(u)
 
 
-def remove_nonfinite_(g: Tensor, offsets: Sequence[int]) -> int:
-    """Set NaN and inf in g [n] to zero. `offsets`: where each tensor begins.
+def remove_nonfinite_(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
+    """Set NaN and inf in g to zero. `offsets`: where each tensor begins.
 
     Returns the number, from 1, of the first tensor that had any; 0 when all is finite.
     """
@@ -34,21 +37,23 @@ def remove_nonfinite_(g: Tensor, offsets: Sequence[int]) -> int:
     return bisect_right(offsets, first)
 
 
-def largest(v: Tensor, k: int) -> Tensor:
-    """Indices, int64 and ascending, of the k elements of largest magnitude in v [n]. Zeros are never chosen."""
+def largest(v: Float[Tensor, "n"], k: int) -> Int64[Tensor, "found"]:
+    """Ascending indices of the k elements of largest magnitude in v. Zeros are never chosen."""
     if k == 0 or v.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=v.device)
     magnitudes, indices = torch.topk(v.abs(), min(k, v.numel()), sorted=False)
     return indices[magnitudes > 0].sort().values
 
 
-def above(v: Tensor, threshold: Tensor) -> Tensor:
-    """Indices, int64 and ascending, of the non-zero elements of v [n] with |v| >= threshold (0-d)."""
+def above(v: Float[Tensor, "n"], threshold: Float[Tensor, ""]) -> Int64[Tensor, "found"]:
+    """Ascending indices of the non-zero elements of v with |v| >= threshold."""
     magnitudes = v.abs()
     return ((magnitudes >= threshold) & (magnitudes > 0)).nonzero().view(-1)
 
 
-def merge_mean(parts: Sequence[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+def merge_mean(
+    parts: Sequence[tuple[Tensor, Tensor]], size: int
+) -> tuple[Int64[Tensor, "k"], Float32[Tensor, "k"]]:
     """The mean over `size` ranks of sparse vectors.
 
     parts: (indices int64, values fp32) of each rank, unique indices within one rank. Returns unique ascending

@@ -20,7 +20,7 @@ from dgc.comm.requests import Conversation
 from dgc.kernels.reference import correct_momentum_
 from dgc.memory.clip import Clipping
 from dgc.memory.protocol import MomentumCorrection
-from dgc.memory.state import FlatState
+from dgc.memory.state import FlatState, load_parts
 
 
 class DGCSGDMemory:
@@ -72,5 +72,4 @@ class DGCSGDMemory:
         return {"momentums": self._momentums.state_dict(), "velocities": self._velocities.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._momentums.load_state_dict(state["momentums"])
-        self._velocities.load_state_dict(state["velocities"])
+        load_parts({"momentums": self._momentums, "velocities": self._velocities}, state)

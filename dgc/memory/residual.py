@@ -12,7 +12,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.memory.protocol import MomentumCorrection
-from dgc.memory.state import FlatState
+from dgc.memory.state import FlatState, load_parts
 
 
 class ResidualMemory:
@@ -43,7 +43,7 @@ class ResidualMemory:
         return {"residuals": self._residual.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._residual.load_state_dict(state["residuals"])
+        load_parts({"residuals": self._residual}, state)
 
 
 class NoMemory:

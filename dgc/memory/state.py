@@ -39,3 +39,11 @@ class FlatState:
                 )
         for name, tensor in own.items():
             tensor.copy_(state[name])
+
+
+def load_parts(parts: Mapping[str, FlatState], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Load the states that a memory consists of."""
+    if parts.keys() != state.keys():
+        raise ValueError(f"state of another memory: it has {sorted(state)}, not {sorted(parts)}")
+    for name, part in parts.items():
+        part.load_state_dict(state[name])

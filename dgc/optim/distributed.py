@@ -70,13 +70,15 @@ class DistributedOptimizer(Optimizer):
         named = name_parameters(optimizer, named_parameters)
         self.route = _as_route(compression)
         planned = plan_buckets(named, self.route.compressor_for, bucket_mb, _unused_prefix(self.transport))
-        self._compressors = list({id(p.compressor): p.compressor for p in planned}.values())
+        compressors = {p: plan.compressor for plan in planned for p in plan.parameters}
+        # in the order of the model, which names their saved states, whatever the buckets are
+        self._compressors = list({id(compressors[p]): compressors[p] for _, p in named}.values())
         check_momentum(optimizer, planned)
         self._check_agreement(describe(planned))
         for plan in planned:
             plan.compressor.plan(plan.bucket, self.transport.size)
         self.exchange = GradientExchange(planned, backward_passes_per_step, self.transport, self.meter)
-        self._should_synchronize, self._synchronized = True, False
+        self._should_synchronize = True
         self.exchange.zero()
 
     def _check_agreement(self, own: list[Any]) -> None:
@@ -101,7 +103,6 @@ class DistributedOptimizer(Optimizer):
                 plan.bucket.flat[result.indices] = result.values.to(plan.bucket.flat.dtype)
             if self._scale != 1:
                 plan.bucket.flat.mul_(self._scale)
-        self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -113,7 +114,12 @@ class DistributedOptimizer(Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Exchange what is not yet exchanged, then step the wrapped optimizer."""
+        """Exchange what is not yet exchanged, then step the wrapped optimizer.
+
+        Where that optimizer takes sparse updates, .grad of a compressed parameter is this rank's own gradient
+        afterwards; synchronize() makes it the average.
+        """
+        self._refuse_thawed()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -121,7 +127,7 @@ class DistributedOptimizer(Optimizer):
         if not self.exchange.had_backward and self._is_state_initialisation():
             return loss
         sparse = {}
-        if self._should_synchronize and self._synchronized:
+        if self._should_synchronize and self.exchange.averaged:
             warnings.warn(
                 "step() after synchronize() without skip_synchronize(): the gradients are not exchanged again",
                 stacklevel=2,
@@ -133,7 +139,7 @@ class DistributedOptimizer(Optimizer):
         start = perf_counter()
         self.inner.step(**({"sparse": sparse} if sparse else {}))
         self.meter.seconds["step"] += perf_counter() - start
-        self._synchronized = False
+        self.exchange.averaged = False
         return loss
 
     def _synchronize_sparse(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
@@ -153,6 +159,20 @@ class DistributedOptimizer(Optimizer):
         self.exchange.zero()
         for p in (p for group in self.param_groups for p in group["params"] if p not in self.exchange):
             p.grad = None
+
+    def close(self) -> None:
+        """Take the hooks off the parameters, so that another DistributedOptimizer may wrap them."""
+        self.exchange.close()
+
+    def _refuse_thawed(self) -> None:
+        """A parameter outside of all buckets would train on this rank's gradients alone."""
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.requires_grad and p not in self.exchange:
+                    raise ValueError(
+                        f"parameter {i} of group {g}, of shape {tuple(p.shape)}, needs a gradient now but did not "
+                        "when DistributedOptimizer was built: close() it and wrap the optimizer again"
+                    )
 
     def _is_state_initialisation(self) -> bool:
         """Whether this is hvd.broadcast_optimizer_state, which steps on zeros to make the optimizer's state.
@@ -251,7 +271,8 @@ def name_parameters(
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"named_parameters holds different parameters of one name: {', '.join(twice)}")
-    unnamed = [name for p, name in owned.items() if p.requires_grad and p not in {q for _, q in named}]
+    known = {p for _, p in named}
+    unnamed = [name for p, name in owned.items() if p.requires_grad and p not in known]
     if unnamed:
         raise ValueError(f"named_parameters lacks {len(unnamed)} parameters of the optimizer: {unnamed[:5]}")
     return [(name, p) for name, p in named if p.requires_grad]

@@ -27,6 +27,7 @@ class GradientExchange:
     def __init__(self, planned: Sequence[PlannedBucket], passes: int, transport: Transport, meter: Meter):
         self.planned, self.passes, self.meter = planned, passes, meter
         self.had_backward = False
+        self.averaged = False  # whether the gradients are those of `finish`, with none added since
         self._transport = transport
         self._lock = threading.RLock()
         self._where = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
@@ -47,7 +48,7 @@ class GradientExchange:
 
     def _hook(self, p: Tensor) -> None:
         with self._lock:
-            self.had_backward = True
+            self.had_backward, self.averaged = True, False
             b, i = self._where[p]
             if self._left[p] == 0:
                 raise RuntimeError(
@@ -60,8 +61,9 @@ class GradientExchange:
                 self._missing[b] -= 1
                 if self._missing[b] == 0:
                     self._start(b)
-            for talk in self._talks.values():
-                talk.advance()
+            with torch.no_grad():
+                for talk in self._talks.values():
+                    talk.advance()
 
     def _collect(self, p: Tensor) -> None:
         """Make .grad the view into the bucket, with the gradient's content; no gradient is zero."""
@@ -93,6 +95,7 @@ class GradientExchange:
                     self._start(b)
             results = [self._talks[b].finish() for b in range(len(self.planned))]
             self._begin()
+            self.averaged = True
             return results
 
     def zero(self) -> None:
@@ -106,6 +109,7 @@ class GradientExchange:
             for p, view in zip(plan.parameters, plan.views, strict=True):
                 p.grad = view
         self._begin()
+        self.averaged = False
 
     def close(self) -> None:
         for handle in self._handles:

@@ -34,6 +34,8 @@ def check_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> No
                     f"nesterov={correction.nesterov}, the optimizer momentum={group['momentum']}, "
                     f"nesterov={group['nesterov']}: they must agree"
                 )
+            elif group["dampening"]:
+                raise ValueError("dampening is not defined for momentum before compression: set it to 0")
     if leave_momentum_of is not None:
         leave_momentum_of(corrected)
     elif len(corrected) < sum(len(plan.parameters) for plan in planned):

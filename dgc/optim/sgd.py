@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.bucket import fills_a_block
+
 SparseUpdates = Mapping[Tensor, tuple[Tensor, Tensor]]
 
 
@@ -58,7 +60,7 @@ class DGCSGD(Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, sparse: SparseUpdates | None = None
     ) -> float | None:
-        """`sparse`: by parameter, in place of its .grad, (indices int64 into its memory, values fp32)."""
+        """`sparse`: by parameter, in place of its .grad, (indices int64 into its segment, values fp32)."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -69,7 +71,7 @@ class DGCSGD(Optimizer):
                 if p in sparse:
                     self._apply_dense(p, None, group)
                     indices, values = sparse[p]
-                    _memory_of(p)[indices] -= (group["lr"] * values).to(p.dtype)
+                    _subtract_at_(p, indices, (group["lr"] * values).to(p.dtype))
                 elif p.grad is not None:
                     self._apply_dense(p, p.grad, group)
         return loss
@@ -100,6 +102,11 @@ class DGCSGD(Optimizer):
         return direction.add(buffer, alpha=momentum) if group["nesterov"] else buffer
 
 
-def _memory_of(p: Tensor) -> Tensor:
-    """The parameter's elements in the order of memory, as a view [numel]."""
-    return p.as_strided((p.numel(),), (1,))
+def _subtract_at_(p: Tensor, indices: Tensor, values: Tensor) -> None:
+    """p = p - values at `indices` into the parameter's segment of its bucket (see `dgc.bucket.lay_out`)."""
+    if fills_a_block(p):
+        p.as_strided((p.numel(),), (1,))[indices] -= values
+    else:
+        update = torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
+        update[indices] = values
+        p.sub_(update.view(p.shape))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.bucket import Segment
@@ -31,8 +32,8 @@ class Plan:
 
 @runtime_checkable
 class Selector(Protocol):
-    def select(self, v: Tensor, plan: Plan, seed: int) -> Tensor:
-        """Indices into v [n], int64, ascending, at most `plan.capacity`, never of a zero.
+    def select(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
+        """Indices into v, ascending, at most `plan.capacity`, never of a zero.
 
         `seed` is all the randomness that a selector may use.
         """
@@ -49,7 +50,9 @@ def plan_selection(segments: Sequence[Segment], ratio: float) -> Plan:
     )
 
 
-def fit(v: Tensor, candidates: Sequence[Tensor], plan: Plan) -> Tensor:
+def fit(
+    v: Float32[Tensor, "n"], candidates: Sequence[Int64[Tensor, "_"]], plan: Plan
+) -> Int64[Tensor, "count"]:
     """Cut candidates (ascending indices within each tensor) to what the payload holds, as bucket indices.
 
     A tensor with more candidates than its k may use slots that other tensors leave free, shared in proportion

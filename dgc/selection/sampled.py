@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.kernels.reference import above, largest
@@ -44,7 +45,7 @@ class Sampled:
         if self.max_adaptation_iters < 0:
             raise ValueError(f"max_adaptation_iters must not be negative, not {self.max_adaptation_iters}")
 
-    def select(self, v: Tensor, plan: Plan, seed: int) -> Tensor:
+    def select(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
         generator = torch.Generator(v.device).manual_seed(seed)
         parts = zip(plan.split(v), plan.ks, strict=True)
         return fit(v, [self._select_one(part, k, plan.ratio, generator) for part, k in parts], plan)

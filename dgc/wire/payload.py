@@ -13,6 +13,7 @@ response cache every time.
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from dgc.wire.indices import PlainIndices
@@ -35,8 +36,14 @@ class SparseFormat:
         size = HEADER_BYTES + capacity * (self.indices.itemsize + self.values.itemsize)
         return -(-size // 8) * 8
 
-    def encode(self, indices: Tensor, values: Tensor, capacity: int, nonfinite: int = 0) -> Tensor:
-        """indices int64 [count], values of the wire's dtype [count], count <= capacity -> uint8 [nbytes]."""
+    def encode(
+        self,
+        indices: Int64[Tensor, "count"],
+        values: Float[Tensor, "count"],
+        capacity: int,
+        nonfinite: int = 0,
+    ) -> UInt8[Tensor, "nbytes"]:
+        """One payload. count <= capacity; values are of the wire's dtype."""
         count = indices.numel()
         assert count <= capacity and values.dtype == self.values.dtype
         payload = torch.zeros(self.nbytes(capacity), dtype=torch.uint8, device=indices.device)
@@ -47,8 +54,10 @@ class SparseFormat:
         value_slots[:count] = values
         return payload
 
-    def decode(self, payload: Tensor, capacity: int, numel: int, sender: int) -> tuple[Tensor, Tensor]:
-        """A payload -> (indices int64 [count], values fp32 [count]).
+    def decode(
+        self, payload: UInt8[Tensor, "nbytes"], capacity: int, numel: int, sender: int
+    ) -> tuple[Int64[Tensor, "count"], Float32[Tensor, "count"]]:
+        """The indices and values of a payload for a bucket of `numel` elements.
 
         Raises PayloadError naming the sender where the count or an index is out of range.
         """

@@ -16,9 +16,13 @@ class CastValues:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
-    def quantize(self, values: Tensor) -> Tensor:
-        """fp32 values -> values of the wire's dtype, same shape."""
+    def quantize(self, values: Tensor, summands: int = 1) -> Tensor:
+        """fp32 values -> values of the wire's dtype, same shape.
+
+        Where the wire itself adds `summands` of them, they are cut so far that the sum stays in range, with a
+        factor of 2 for its rounding.
+        """
         if self.dtype == torch.float32:
             return values
-        limit = torch.finfo(self.dtype).max
+        limit = torch.finfo(self.dtype).max / (1 if summands == 1 else 2 * summands)
         return values.clamp(-limit, limit).to(self.dtype)

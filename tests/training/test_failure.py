@@ -67,8 +67,8 @@ def test_a_refusal_has_no_traceback(error):
     ("signum", "status", "name"), [("SIGINT", 130, "Ctrl-C"), ("SIGTERM", 143, "SIGTERM")]
 )
 def test_signals_end_cleanly(signum, status, name):
-    body = f"import signal, time\nwith ending_all_ranks():\n    os.kill(os.getpid(), signal.{signum})\n    time.sleep(9)"
-    result = run_block(body)
+    body = f"os.kill(os.getpid(), signal.{signum})\n    time.sleep(9)"
+    result = run_block(f"import signal, time\nwith ending_all_ranks():\n    {body}")
     assert result.returncode == status
     assert "Traceback" not in result.stderr and f"Stopped by {name}" in result.stderr
 
@@ -82,12 +82,14 @@ FAILING_MODEL = """
 import os
 from models import DigitsCNN
 
+RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK"))
+
 class Failing(DigitsCNN):
     calls = 0
 
     def forward(self, images):
         Failing.calls += 1
-        if Failing.calls == 3 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK")) == "1":
+        if Failing.calls == 3 and RANK == "1":
             raise ValueError("broken shard")
         return super().forward(images)
 """

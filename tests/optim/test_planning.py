@@ -1,0 +1,120 @@
+"""Which gradients share a bucket, and where they lie in it."""
+
+import pytest
+import torch
+
+from dgc.bucket import lay_out, make_bucket
+from dgc.compression import Dense, DGCCompressor, Route, Rule
+from dgc.optim.planning import MEGABYTE, describe, plan_buckets
+
+DENSE = Dense()
+
+
+def parameters(*sizes, dtype=torch.float32):
+    return [(f"p{i}", torch.zeros(n, dtype=dtype)) for i, n in enumerate(sizes)]
+
+
+def names(planned):
+    return [[segment.name for segment in plan.bucket.segments] for plan in planned]
+
+
+def plan(named, elements, route=None):
+    """Buckets of so many fp32 elements."""
+    return plan_buckets(named, route or (lambda segment: DENSE), 4 * elements / MEGABYTE, "x")
+
+
+def test_reverse_order_up_to_the_size():
+    assert names(plan(parameters(10, 10, 10, 10, 10), 20)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
+    assert names(plan(parameters(10, 10, 10), 30)) == [["p2", "p1", "p0"]]
+    assert names(plan(parameters(10, 10, 10), 29)) == [["p2", "p1"], ["p0"]]
+
+
+def test_a_large_tensor_is_alone():
+    assert names(plan(parameters(5, 5, 100, 5, 5), 20)) == [["p4", "p3"], ["p2"], ["p1", "p0"]]
+    assert names(plan(parameters(100), 20)) == [["p0"]]
+
+
+def test_every_parameter_once_and_no_bucket_too_large():
+    sizes = torch.randint(1, 40, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    planned = plan(parameters(*sizes), 50)
+    flat = [name for bucket in names(planned) for name in bucket]
+    assert flat == [f"p{i}" for i in reversed(range(60))]
+    assert all(p.bucket.numel <= 50 for p in planned)
+    assert len({p.bucket.name for p in planned}) == len(planned)
+
+
+def test_one_bucket_per_dtype_and_compressor():
+    sparse, other = DGCCompressor(0.1), DGCCompressor(0.2)
+    route = Route([Rule(other, name="h*"), Rule(sparse)])
+    named = [
+        ("a", torch.zeros(3, 3)),
+        ("b", torch.zeros(3)),
+        ("c", torch.zeros(3, 3, dtype=torch.float16)),
+        ("d", torch.zeros(3)),
+        ("h", torch.zeros(3, 3)),
+        ("e", torch.zeros(3, 3)),
+    ]
+    planned = plan(named, 1000, route.compressor_for)
+    assert sorted(names(planned)) == [["c"], ["d", "b"], ["e", "a"], ["h"]]
+    by_names = {tuple(n): p for n, p in zip(names(planned), planned, strict=True)}
+    assert by_names["e", "a"].compressor is sparse and by_names["h",].compressor is other
+    assert by_names["c",].bucket.flat.dtype == torch.float16
+    assert by_names["d", "b"].compressor is sparse.fallback
+
+
+def test_views_have_the_parameters_strides():
+    last = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    named = [("last", last), ("t", torch.zeros(4, 3).t()), ("skip", torch.zeros(4, 6)[:, ::2])]
+    (planned,) = plan(named, 1000)
+    views = dict(zip(["skip", "t", "last"], planned.views, strict=True))
+    assert views["last"].stride() == last.stride() and views["t"].stride() == (1, 3)
+    assert views["skip"].stride() == (3, 1)
+    for i, view in enumerate(planned.views):
+        view.fill_(i + 1.0)
+    assert planned.bucket.flat.tolist() == [1.0] * 12 + [2.0] * 12 + [3.0] * 120
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stride"),
+    [
+        (torch.zeros(3, 4), (4, 1)),
+        (torch.zeros(3, 1, 4), (4, 4, 1)),
+        (torch.zeros(()), ()),
+        (torch.zeros(1), (1,)),
+        (torch.zeros(0, 3), (3, 1)),
+        (torch.zeros(3).expand(2, 3), (3, 1)),
+        (torch.zeros(4, 4)[:2, :2], (2, 1)),
+    ],
+)
+def test_layout(tensor, stride):
+    (segment,) = lay_out([("p", tensor)])
+    assert segment.stride == stride and segment.shape == tuple(tensor.shape)
+    bucket = make_bucket("b", [("p", tensor)])
+    view = bucket.segments[0].of(bucket.flat)
+    assert view.shape == tensor.shape
+    view.fill_(1.0)
+    assert bucket.flat.sum() == tensor.numel()
+
+
+def test_description_tells_names_shapes_types_and_compressors():
+    first = describe(plan(parameters(3, 4), 100))
+    assert first == describe(plan(parameters(3, 4), 100))
+    sparse = DGCCompressor(0.1)
+    others = [
+        plan(parameters(3, 5), 100),
+        plan(parameters(3, 4), 5),
+        plan(parameters(3, 4, dtype=torch.float16), 100),
+        plan([("q", torch.zeros(3)), ("p1", torch.zeros(4))], 100),
+        plan(parameters(3, 4), 100, lambda segment: sparse),
+    ]
+    assert all(describe(other) != first for other in others)
+
+
+@pytest.mark.parametrize("size", [0.0, -1.0, float("nan")])
+def test_bad_bucket_size(size):
+    with pytest.raises(ValueError, match="bucket_mb"):
+        plan_buckets(parameters(3), lambda segment: DENSE, size, "x")
+
+
+def test_no_parameters():
+    assert plan([], 10) == []

@@ -1,0 +1,204 @@
+"""DGCSGD against torch.optim.SGD."""
+
+import copy
+
+import pytest
+import torch
+
+from dgc.bucket import make_bucket
+from dgc.optim import DGCSGD
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layouts():
+    """Parameters of every layout, by name, each with its own storage."""
+    skipping = random(6, 8, seed=1)[:, ::2]
+    return {
+        "contiguous": random(4, 5, seed=2),
+        "transposed": random(5, 4, seed=3).t(),
+        "channels_last": random(2, 3, 4, 5, seed=4).to(memory_format=torch.channels_last),
+        "skipping": skipping,
+        "offset": random(40, seed=5)[7:27].view(4, 5),
+        "scalar": random(1, seed=6)[0],
+    }
+
+
+def pair(**options):
+    """The same parameters twice, once under each optimizer."""
+    own = [torch.nn.Parameter(t) for t in layouts().values()]
+    others = [torch.nn.Parameter(t) for t in layouts().values()]
+    return own, others, DGCSGD(own, **options)
+
+
+def give(parameters, step):
+    for i, p in enumerate(parameters):
+        p.grad = random(*p.shape, seed=100 * step + i)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "dampening": 0.3},
+        {"momentum": 0.9, "nesterov": True},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.5},
+        {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+    ],
+    ids=str,
+)
+def test_equals_torchs_sgd(options):
+    own, others, optimizer = pair(lr=0.1, **options)
+    reference = torch.optim.SGD(others, lr=0.1, **options)
+    for step in range(5):
+        for group in (*optimizer.param_groups, *reference.param_groups):
+            group["lr"] = 0.1 / (step + 1)
+        give(own, step)
+        give(others, step)
+        if step == 2:
+            own[0].grad = others[0].grad = None
+        optimizer.step()
+        reference.step()
+    for p, q in zip(own, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_corrected_gradients_with_weight_decay_are_momentum_sgd(nesterov):
+    """Momentum of a sum is the sum of momenta: of the gradient, before, and of the decay, here."""
+    options = {"momentum": 0.9, "nesterov": nesterov}
+    own, others, optimizer = pair(lr=0.05, weight_decay=0.1, **options)
+    optimizer.leave_momentum_of(own)
+    reference = torch.optim.SGD(others, lr=0.05, weight_decay=0.1, **options)
+    momenta = [torch.zeros_like(p) for p in own]
+    for step in range(6):
+        give(own, step)
+        give(others, step)
+        for p, u in zip(own, momenta, strict=True):
+            u.mul_(0.9).add_(p.grad)
+            p.grad = p.grad + 0.9 * u if nesterov else u.clone()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(own, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_corrected_gradients_without_decay_keep_no_state():
+    own, _, optimizer = pair(lr=0.1, momentum=0.9)
+    optimizer.leave_momentum_of(own[:3])
+    before = [p.detach().clone() for p in own]
+    give(own, 0)
+    optimizer.step()
+    optimizer.step()
+    for p, old in zip(own[:3], before, strict=False):
+        torch.testing.assert_close(p.detach(), old - 0.2 * p.grad, rtol=1e-6, atol=1e-6)
+        assert not optimizer.state[p]
+    assert all("momentum_buffer" in optimizer.state[p] for p in own[3:])
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_decoupled_decay(corrected):
+    """SGDW: p (1 - lr wd) and then a step that knows no decay."""
+    own, others, optimizer = pair(lr=0.1, momentum=0.9, weight_decay=0.2, decoupled_weight_decay=True)
+    if corrected:
+        optimizer.leave_momentum_of(own)
+    reference = torch.optim.SGD(others, lr=0.1, momentum=0.0 if corrected else 0.9)
+    for step in range(4):
+        give(own, step)
+        give(others, step)
+        with torch.no_grad():
+            for q in others:
+                q.mul_(1 - 0.1 * 0.2)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(own, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def block_order(p):
+    """(flat gradient in the order in which a bucket holds it, a dense gradient) of some elements."""
+    bucket = make_bucket("b", [("p", p)])
+    return bucket.flat, bucket.segments[0].of(bucket.flat)
+
+
+@pytest.mark.parametrize(
+    "decay", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}]
+)
+@pytest.mark.parametrize("layout", list(layouts()))
+def test_sparse_updates_equal_dense_ones(layout, decay):
+    p, q = (torch.nn.Parameter(layouts()[layout]) for _ in range(2))
+    first, second = (DGCSGD([x], lr=0.1, momentum=0.9, **decay) for x in (p, q))
+    first.leave_momentum_of([p])
+    second.leave_momentum_of([q])
+    for step in range(3):
+        flat, gradient = block_order(p)
+        count = max(1, flat.numel() // 3)
+        generator = torch.Generator().manual_seed(step)
+        indices = torch.randperm(flat.numel(), generator=generator)[:count].sort().values
+        flat[indices] = values = torch.randn(count, generator=generator)
+        q.grad = gradient
+        first.step(sparse={p: (indices, values)})
+        second.step()
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    # what lies around the parameter in memory is left alone
+    whole = [torch.empty(0).set_(x.detach().untyped_storage()) for x in (p, q)]
+    torch.testing.assert_close(*whole, rtol=1e-6, atol=1e-7)
+
+
+def test_an_empty_sparse_update_still_decays():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = DGCSGD([p], lr=0.1, weight_decay=0.5)
+    optimizer.leave_momentum_of([p])
+    optimizer.step(sparse={p: (torch.empty(0, dtype=torch.int64), torch.empty(0))})
+    torch.testing.assert_close(p.detach(), torch.full((3,), 0.95))
+
+
+def test_state_round_trip():
+    own, others, optimizer = pair(lr=0.1, momentum=0.9)
+    give(own, 0)
+    give(others, 0)
+    optimizer.step()
+    other = DGCSGD(others, lr=0.5)
+    other.step()
+    with torch.no_grad():
+        for p, q in zip(own, others, strict=True):
+            q.copy_(p)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    give(own, 1)
+    give(others, 1)
+    optimizer.step()
+    other.step()
+    assert all(torch.equal(p, q) for p, q in zip(own, others, strict=True))
+
+
+def test_closure():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = DGCSGD([p], lr=0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 2.0 and not p.detach().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"lr": -0.1}, "lr"),
+        ({"momentum": -0.1}, "momentum"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"nesterov": True}, "nesterov"),
+        ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov"),
+    ],
+)
+def test_bad_options(options, word):
+    with pytest.raises(ValueError, match=word):
+        DGCSGD([torch.nn.Parameter(torch.ones(1))], **options)
