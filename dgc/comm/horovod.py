@@ -31,12 +31,15 @@ from dgc.comm.requests import (
 def prepare_environment() -> None:
     """Set what must be set before Horovod starts. Values that the user chose are kept.
 
-    A process that no mpirun started does not know where the Open MPI of a Python environment lies.
+    A process that no mpirun started does not know where the Open MPI of a Python environment lies. Ranks that
+    outnumber the cores must yield while they wait, which Open MPI knows only if the launcher gave it few slots.
     """
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     launched = "OMPI_COMM_WORLD_RANK" in os.environ
     if not launched and (Path(sys.prefix) / "bin" / "orted").exists():
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+    if int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")) > len(os.sched_getaffinity(0)):
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 _chosen = os.environ.get("HOROVOD_FUSION_THRESHOLD")

@@ -1,0 +1,51 @@
+"""What must be set before Horovod and MPI start."""
+
+import os
+import sys
+
+import pytest
+
+from dgc.comm.horovod import prepare_environment
+
+NAMES = (
+    "HOROVOD_FUSION_THRESHOLD",
+    "OPAL_PREFIX",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "OMPI_MCA_mpi_yield_when_idle",
+)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # noted, so that what the test leaves is taken back
+        monkeypatch.delenv(name)
+
+
+def test_fusion_is_off_unless_the_user_chose(monkeypatch):
+    prepare_environment()
+    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1024")
+    prepare_environment()
+    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "1024"
+
+
+def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "orted").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    prepare_environment()
+    assert "OPAL_PREFIX" not in os.environ
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
+    prepare_environment()
+    assert os.environ["OPAL_PREFIX"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("ranks, yields", [(2, False), (3, True)])
+def test_ranks_that_outnumber_the_cores_yield(monkeypatch, ranks, yields):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
+    prepare_environment()
+    assert ("OMPI_MCA_mpi_yield_when_idle" in os.environ) is yields
