@@ -21,10 +21,11 @@ from dgc.comm.horovod import HorovodTransport
 from dgc.optim import DistributedOptimizer, broadcast_parameters
 from training.arguments import parse_arguments
 from training.checkpoint import Checkpoints, checkpoint_name
-from training.config import ConfigError, instantiate, load, to_yaml
+from training.config import ConfigError, load, to_yaml
 from training.data import TrainBatches
 from training.evaluation import Evaluation
 from training.failure import Refused, ending_all_ranks
+from training.interruption import SAVED, Interruption
 from training.launcher import complain, launched_rank
 from training.log import Log
 from training.parameters import parameter_groups
@@ -32,9 +33,10 @@ from training.random_state import seed_everything
 from training.replicas import check_replicas
 from training.runs import run_name
 from training.schedule import Schedule, scale_learning_rate
-from training.setup import check_agreement, open_run_directory, prepare_device, require_complete
+from training.setup import build, building, check_agreement, open_run_directory, prepare_device, require_complete
 from training.state import Progress, State
 from training.summary import finish, summarize
+from training.watchdog import WatchedTransport, watching
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,53 +51,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launched_rank() == 0:
             print(to_yaml(tree, resolve=True), end="")
         return 0
+    status = 0
     with ending_all_ranks():
-        run(args, tree, HorovodTransport(timeout=tree.train.timeout))
-    return 0
+        transport = WatchedTransport(HorovodTransport(timeout=tree.train.timeout))
+        with watching(transport, tree.train.timeout):
+            status = run(args, tree, transport)
+    return status
 
 
-def run(args: Namespace, tree: DictConfig, transport: Transport) -> None:
+def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
+    """One rank's part, from building to the summary; exit status 0, or SAVED where a signal ended it early."""
     rank, size, settings = transport.rank, transport.size, tree.train
     device = prepare_device(tree, args.devices, transport)
     check_agreement(tree, device, transport)
 
     # Build. Every rank draws the same initial model; from then on each has random numbers of its own.
-    dataset = instantiate(tree.dataset)
-    model = instantiate(tree.model).to(device)
-    broadcast_parameters(model.state_dict(), root=0, transport=transport)
-    seed_everything(tree.seed + rank)
-    criterion = instantiate(settings.criterion).to(device)
-    batches = TrainBatches(
-        dataset["train"],
-        settings.batch_size,
-        settings.num_batches_per_step,
-        rank=rank,
-        size=size,
-        seed=tree.seed,
-        device=device,
-        num_workers=tree.data.num_workers,
-    )
-    optimizer = DistributedOptimizer(
-        instantiate(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately)),
-        named_parameters=model.named_parameters(),
-        compression=instantiate(settings.compression),
-        backward_passes_per_step=settings.num_batches_per_step,
-        op="average",
-        bucket_mb=settings.bucket_mb,
-        transport=transport,
-    )
-    scale_learning_rate(optimizer, settings.num_batches_per_step * size)
-    schedule = Schedule(
-        optimizer,
-        lambda scaled: instantiate(settings.scheduler, scaled),
-        size=size,
-        steps_per_epoch=batches.steps_per_epoch,
-        warmup_epochs=settings.warmup_lr_epochs,
-        per_epoch=settings.schedule_lr_per_epoch,
-    )
-    evaluation = Evaluation(dataset, settings, transport, device, tree.data.num_workers)
-    progress = Progress()
-    state = State(model, optimizer, schedule, progress, transport, device)
+    with building():
+        dataset = build(tree.dataset)
+        model = build(tree.model).to(device)
+        broadcast_parameters(model.state_dict(), root=0, transport=transport)
+        seed_everything(tree.seed + rank)
+        criterion = build(settings.criterion).to(device)
+        batches = TrainBatches(
+            dataset["train"],
+            settings.batch_size,
+            settings.num_batches_per_step,
+            rank=rank,
+            size=size,
+            seed=tree.seed,
+            device=device,
+            num_workers=tree.data.num_workers,
+        )
+        optimizer = DistributedOptimizer(
+            build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately)),
+            named_parameters=model.named_parameters(),
+            compression=build(settings.compression),
+            backward_passes_per_step=settings.num_batches_per_step,
+            op="average",
+            bucket_mb=settings.bucket_mb,
+            nonfinite=settings.nonfinite,
+            transport=transport,
+        )
+        scale_learning_rate(optimizer, settings.num_batches_per_step * size)
+        schedule = Schedule(
+            optimizer,
+            lambda scaled: build(settings.scheduler, scaled),
+            size=size,
+            steps_per_epoch=batches.steps_per_epoch,
+            warmup_epochs=settings.warmup_lr_epochs,
+            per_epoch=settings.schedule_lr_per_epoch,
+        )
+        evaluation = Evaluation(dataset, settings, transport, device, tree.data.num_workers)
+        progress = Progress()
+        state = State(model, optimizer, schedule, progress, transport, device)
 
     # Everything can be built: only now is anything written.
     name = run_name(args.configs, args.suffix, size)
@@ -119,38 +127,51 @@ def run(args: Namespace, tree: DictConfig, transport: Transport) -> None:
         checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
 
     model.train()
-    while progress.epoch < settings.num_epochs:
-        epoch = progress.epoch
-        optimizer.begin_epoch(epoch)
-        for step, passes in log.clock.each("data", batches.epoch(epoch, progress.step)):
-            schedule.begin_step(epoch, step)
-            optimizer.zero_grad()
-            loss = torch.zeros((), device=device)
-            with log.clock.phase("forward_backward"):
-                for inputs, targets in passes:
-                    part = criterion(model(inputs), targets) / len(passes)
-                    part.backward()
-                    loss += part.detach()
-            optimizer.step()
-            log.step(loss, samples=size * sum(targets.size(0) for _, targets in passes))
-            if settings.check_replicas_every and (step + 1) % settings.check_replicas_every == 0:
-                check_replicas(model, transport)
-            if settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0:
-                if step + 1 < batches.steps_per_epoch:
+    with Interruption(transport) as interruption:
+        asked = None
+        while progress.epoch < settings.num_epochs and asked is None:
+            epoch = progress.epoch
+            optimizer.begin_epoch(epoch)
+            for step, passes in log.clock.each("data", batches.epoch(epoch, progress.step)):
+                interruption.begin_step()
+                schedule.begin_step(epoch, step)
+                optimizer.zero_grad()
+                loss = torch.zeros((), device=device)
+                with log.clock.phase("forward_backward"):
+                    for inputs, targets in passes:
+                        part = criterion(model(inputs), targets) / len(passes)
+                        part.backward()
+                        loss += part.detach()
+                optimizer.step()
+                log.step(loss, samples=size * sum(targets.size(0) for _, targets in passes))
+                if settings.check_replicas_every and (step + 1) % settings.check_replicas_every == 0:
+                    check_replicas(model, transport)
+                asked = interruption.end_step()
+                due = settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0
+                if asked is not None or (due and step + 1 < batches.steps_per_epoch):
                     save()
-        progress.epoch, progress.step = epoch + 1, 0
-        results = evaluation(model)
-        best = progress.add_results(results, settings.metric)
-        log.end_epoch(results)
-        save(best)
+                if asked is not None:
+                    break
+            else:
+                progress.epoch, progress.step = epoch + 1, 0
+                results = evaluation(model)
+                best = progress.add_results(results, settings.metric)
+                log.end_epoch(results)
+                save(best)
+                asked = interruption.now()
     log.close()
+    if progress.epoch < settings.num_epochs:
+        saved = checkpoint_name(progress.epoch, progress.step)
+        log.say(f"Asked to end by {asked.name if asked else ''}: saved {saved}. The same command goes on from it.")
+        return SAVED
     if rank == 0:
         finish(directory, summarize(name, progress, ranks=size, metric=settings.metric))
+    return 0
 
 
 def evaluate_only(
     directory: Path, tree: DictConfig, checkpoints: Checkpoints, state: State, evaluation: Evaluation
-) -> None:
+) -> int:
     """Evaluates the best checkpoint, or the latest where no metric says which is best, and prints the
     results.
     """
@@ -160,11 +181,12 @@ def evaluate_only(
             f"--evaluate: there is no checkpoint in {checkpoints.directory}; train first, or give --run-dir."
         )
     open_run_directory(directory, tree, state.transport, resume=True)
-    state.load_model(checkpoints.load(found))
+    state.load_model(checkpoints.load(found, own_part=False))
     results = evaluation(state.model)
     if state.transport.rank == 0:
         for name, value in results.items():
             print(f"{name} {value:.2f}")
+    return 0
 
 
 if __name__ == "__main__":

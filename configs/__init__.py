@@ -43,6 +43,7 @@ configs.train.meters["acc/{}_top5"] = Config(TopKClassMeter, k=5)
 configs.train.metric = "acc/test_top1"  # which meter decides on the best checkpoint; None: no meter
 
 configs.train.bucket_mb = 25.0  # gradients travel together in buckets of this many MB
+configs.train.nonfinite = "skip"  # NaN or inf in a gradient: "skip" drops the step and counts it, "raise" ends
 configs.train.timeout = 300  # seconds without an answer from another rank until a run gives up
 configs.train.log_every = 10  # optimizer steps between two points in TensorBoard
 configs.train.checkpoint_every = None  # optimizer steps between checkpoints; None: after each epoch only

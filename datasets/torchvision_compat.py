@@ -5,13 +5,18 @@ then describes two of them that do not exist and its import fails with "operator
 exist". Declaring those two schemas first cures it; the operators themselves stay absent, which only detection
 models notice.
 
-Import this module before torchvision: `import datasets.torchvision_compat  # noqa: F401`.
+Importing this module is enough: it watches for the first import of torchvision, whoever makes it (a config
+file, an import path in a config, a loader's worker), and costs nothing where there is none.
 """
 
 import glob
+import importlib.abc
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import torch
 
@@ -51,4 +56,16 @@ def declare_missing_operators() -> list[str]:
     return list(SCHEMAS)
 
 
-declare_missing_operators()
+class _BeforeTorchvision(importlib.abc.MetaPathFinder):
+    """Finds no module; is only asked, as every finder is, before torchvision is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "torchvision" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            declare_missing_operators()
+        return None
+
+
+sys.meta_path.insert(0, _BeforeTorchvision())

@@ -3,7 +3,12 @@
 https://arxiv.org/abs/1512.03385. Depth 6n+2: a 3x3 convolution, three stages of n blocks with 16, 32 and 64
 channels, global average pooling, one linear layer. Shortcuts are the paper's option A: where a stage changes
 size, every second pixel of the input with zero-padded channels, so shortcuts have no parameters.
+
+ResNet-18 is the ImageNet network of the paper's table 1 for such images: the same 3x3 convolution in place of
+the 7x7 one and its pooling, four stages of two blocks from 64 to 512 channels, and shortcuts of option B.
 """
+
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,10 +28,25 @@ class Shortcut(nn.Module):
         return F.pad(x, (0, 0, 0, 0, self.before, self.after))
 
 
+class Projection(nn.Sequential):
+    """Option B: a 1x1 convolution with batch norm."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__(
+            nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False), nn.BatchNorm2d(out_channels)
+        )
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with batch norm, added to the shortcut."""
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int,
+        resize: Callable[[int, int, int], nn.Module] = Shortcut,
+    ) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False),
@@ -36,28 +56,38 @@ class BasicBlock(nn.Module):
             nn.BatchNorm2d(out_channels),
         )
         same = stride == 1 and in_channels == out_channels
-        self.shortcut: nn.Module = nn.Identity() if same else Shortcut(in_channels, out_channels, stride)
+        self.shortcut: nn.Module = nn.Identity() if same else resize(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
-    """Input [n, in_channels, h, w], h and w at least 4 (32 in the paper); output logits [n, num_classes]."""
+    """Input [n, in_channels, h, w], h and w at least 4 (32 in the paper); output logits [n, num_classes].
 
-    def __init__(self, depth: int, num_classes: int = 10, in_channels: int = 3) -> None:
+    stages: channels of each; all but the first halve the image. blocks: in each stage. resize: the shortcut
+    where a stage changes size, made from (channels before, channels after, stride).
+    """
+
+    def __init__(
+        self,
+        stages: tuple[int, ...],
+        blocks: int,
+        resize: Callable[[int, int, int], nn.Module],
+        num_classes: int = 10,
+        in_channels: int = 3,
+    ) -> None:
         super().__init__()
-        if depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"depth is {depth}; it must be 6n+2 with n at least 1")
+        channels = stages[0]
         layers: list[nn.Module] = [
-            nn.Conv2d(in_channels, 16, 3, padding=1, bias=False),
-            nn.BatchNorm2d(16),
+            nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
             nn.ReLU(inplace=True),
         ]
-        channels = 16
-        for stage_channels, stage_stride in ((16, 1), (32, 2), (64, 2)):
-            for block in range((depth - 2) // 6):
-                layers.append(BasicBlock(channels, stage_channels, stage_stride if block == 0 else 1))
+        for stage, stage_channels in enumerate(stages):
+            for block in range(blocks):
+                stride = 2 if stage and block == 0 else 1
+                layers.append(BasicBlock(channels, stage_channels, stride, resize))
                 channels = stage_channels
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         self.features = nn.Sequential(*layers)
@@ -71,16 +101,28 @@ class ResNet(nn.Module):
         return logits
 
 
+def resnet_of_depth(depth: int, num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """The paper's family for CIFAR: depth 6n+2, n blocks in each of three stages."""
+    if depth < 8 or (depth - 2) % 6:
+        raise ValueError(f"depth is {depth}; it must be 6n+2 with n at least 1")
+    return ResNet((16, 32, 64), (depth - 2) // 6, Shortcut, num_classes, in_channels)
+
+
 def resnet20(num_classes: int = 10, in_channels: int = 3) -> ResNet:
     """269,722 parameters in 59 tensors at 3 input channels and 10 classes."""
-    return ResNet(20, num_classes, in_channels)
+    return resnet_of_depth(20, num_classes, in_channels)
 
 
 def resnet56(num_classes: int = 10, in_channels: int = 3) -> ResNet:
     """853,018 parameters at 3 input channels and 10 classes."""
-    return ResNet(56, num_classes, in_channels)
+    return resnet_of_depth(56, num_classes, in_channels)
 
 
 def resnet110(num_classes: int = 10, in_channels: int = 3) -> ResNet:
     """1,727,962 parameters in 329 tensors at 3 input channels and 10 classes."""
-    return ResNet(110, num_classes, in_channels)
+    return resnet_of_depth(110, num_classes, in_channels)
+
+
+def resnet18(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """11,173,962 parameters in 62 tensors at 3 input channels and 10 classes."""
+    return ResNet((64, 128, 256, 512), 2, Projection, num_classes, in_channels)

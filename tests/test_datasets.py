@@ -57,6 +57,20 @@ def test_torchvision_imports():
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)
 
 
+def test_torchvision_imports_in_a_config_file(tmp_path):
+    """As the original's files import their models."""
+    text = "from torchvision.models import resnet18\nfrom training.config import Config, configs\n"
+    (tmp_path / "mine.py").write_text(text + "configs.model = Config(resnet18, num_classes=10)\n")
+    program = (
+        "import sys\n"
+        "from training.config import load\n"
+        "assert 'torchvision' not in sys.modules\n"
+        f"tree = load(['configs/digits/cnn.py', {str(tmp_path / 'mine.py')!r}])\n"
+        "assert tree.model._target_ == 'torchvision.models.resnet18'\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)
+
+
 def test_nothing_is_declared_where_operators_load(monkeypatch):
     import datasets.torchvision_compat as compat
 

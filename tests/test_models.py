@@ -3,15 +3,21 @@
 import pytest
 import torch
 
-from models import DigitsCNN, resnet20, resnet56, resnet110
-from models.resnet_cifar import ResNet
+from models import DigitsCNN, resnet18, resnet20, resnet56, resnet110, vgg16_bn
+from models.resnet_cifar import resnet_of_depth
 
 
 @pytest.mark.parametrize(
     ("make", "parameters", "tensors", "matrices"),
-    [(resnet20, 269_722, 59, 20), (resnet56, 853_018, 167, 56), (resnet110, 1_727_962, 329, 110)],
+    [
+        (resnet20, 269_722, 59, 20),
+        (resnet56, 853_018, 167, 56),
+        (resnet110, 1_727_962, 329, 110),
+        (resnet18, 11_173_962, 62, 21),
+        (vgg16_bn, 14_728_266, 54, 14),
+    ],
 )
-def test_cifar_resnets_have_the_papers_size(make, parameters, tensors, matrices):
+def test_sizes(make, parameters, tensors, matrices):
     model = make()
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert len(list(model.parameters())) == tensors
@@ -25,10 +31,20 @@ def test_cifar_resnet_shapes(channels, edge, classes):
     assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
 
 
+@pytest.mark.parametrize("make", [resnet18, vgg16_bn])
+def test_the_larger_cifar_models(make):
+    """Shapes, and that the scale of the features neither explodes nor dies on the way."""
+    torch.manual_seed(0)
+    model = make(num_classes=100)
+    logits = model(torch.randn(4, 3, 32, 32))
+    assert logits.shape == (4, 100) and 0.05 < logits.std() < 5
+    assert model.classifier.weight.shape == (100, 512)
+
+
 @pytest.mark.parametrize("depth", [2, 7, 21])
 def test_impossible_depths_are_refused(depth):
     with pytest.raises(ValueError, match="6n"):
-        ResNet(depth)
+        resnet_of_depth(depth)
 
 
 def test_digits_cnn():

@@ -14,6 +14,7 @@ Evaluation: rank r takes test indices [r::size], unpadded, so every sample is se
 ranks.
 """
 
+import signal
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, NamedTuple, cast
 
@@ -93,13 +94,24 @@ class SeededDataset(Dataset[Any]):
             return [self.dataset[index] for index in wanted.indices]
 
 
+def ignore_requests_to_end(worker: int) -> None:
+    """In a worker: a signal to the whole process group must not end the worker before its rank has saved."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def worker_options(num_workers: int) -> dict[str, Any]:
     """DataLoader arguments: workers never come from a fork, which would copy MPI's threads and locks
     half-way.
     """
     if num_workers == 0:
         return {"num_workers": 0}
-    return {"num_workers": num_workers, "multiprocessing_context": "forkserver", "persistent_workers": True}
+    return {
+        "num_workers": num_workers,
+        "multiprocessing_context": "forkserver",
+        "persistent_workers": True,
+        "worker_init_fn": ignore_requests_to_end,
+    }
 
 
 class TrainBatches:

@@ -33,7 +33,7 @@ class Refused(ValueError):
 
 
 class Terminated(BaseException):
-    """SIGTERM."""
+    """SIGTERM or SIGUSR1 where there is nothing to save: before the first step, after the last."""
 
 
 def describe(error: BaseException, rank: int, size: int) -> str:
@@ -43,44 +43,60 @@ def describe(error: BaseException, rank: int, size: int) -> str:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise Terminated
+    raise Terminated(signal.Signals(signum))
 
 
-def _leave(status: int) -> None:
+def _is_consequence(error: BaseException) -> bool:
+    """A collective that broke because another rank has left; Horovod's own errors say something else."""
+    return type(error).__name__ in CONSEQUENCES and "has been shut down" in str(error)
+
+
+def end_process(status: int) -> None:
+    """Ends this process without Python's farewell, which would wait for the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 @contextmanager
-def ending_all_ranks(leave: Callable[[int], None] = _leave) -> Iterator[None]:
+def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[None]:
     """Around all that a rank does: an exception inside is told and ends this process, and so the run.
 
-    Exit status: 1 after an exception, 2 if refused, 130 after Ctrl-C, 143 after SIGTERM.
+    Exit status: 1 after an exception, 2 if refused, 130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1.
+    (A run that was asked to end while it trained has saved and returned: `training.interruption`.)
     """
     rank, size = launched_rank(), launched_size()
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    previous = {number: signal.signal(number, _terminate) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        yield
-    except (KeyboardInterrupt, Terminated) as error:
-        name, status = ("SIGTERM", 143) if isinstance(error, Terminated) else ("Ctrl-C", 130)
-        if rank == 0:
-            print(f"Stopped by {name}. The same command goes on from the last checkpoint.", file=sys.stderr)
-        leave(status)
-    except (Refused, ConfigError) as error:
-        time.sleep(PATIENCE if rank else 0.0)
-        sys.stdout.flush()
-        print(
-            f"[rank {rank} of {size} on {socket.gethostname()}] {error}" if rank else error, file=sys.stderr
-        )
-        leave(2)
-    except Exception as error:
-        if type(error).__name__ in CONSEQUENCES:
-            time.sleep(PATIENCE_WITH_CONSEQUENCES)
-        else:
+        try:
+            yield
+        except (Refused, ConfigError) as error:
             time.sleep(PATIENCE if rank else 0.0)
-        sys.stdout.flush()
-        print(describe(error, rank, size), file=sys.stderr)
-        leave(1)
+            sys.stdout.flush()
+            print(
+                f"[rank {rank} of {size} on {socket.gethostname()}] {error}" if rank else error, file=sys.stderr
+            )
+            leave(2)
+        except Exception as error:
+            consequence = _is_consequence(error)
+            time.sleep(PATIENCE_WITH_CONSEQUENCES if consequence else PATIENCE if rank else 0.0)
+            sys.stdout.flush()
+            if consequence:
+                print(
+                    f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank left or did "
+                    "not answer within train.timeout: see its message, or Horovod's list of missing ranks.",
+                    file=sys.stderr,
+                )
+            else:
+                print(describe(error, rank, size), file=sys.stderr)
+            leave(1)
+    # Also where the launcher ends a rank that still holds its message back: another has told it.
+    except (KeyboardInterrupt, Terminated) as error:
+        number = error.args[0] if isinstance(error, Terminated) else signal.SIGINT
+        if rank == 0:
+            name = "Ctrl-C" if number == signal.SIGINT else number.name
+            print(f"Stopped by {name}. The same command goes on from the last checkpoint.", file=sys.stderr)
+        leave(128 + number)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -3,13 +3,17 @@
 Only rank 0 writes. The loss is added up on each rank and averaged over the ranks every `log_every` steps
 only, so no step waits for it. The x axis of every curve is the number of samples seen by all ranks together.
 
+An error state that grows without bound is told once (`training.alarm`), by the rank that has it.
+
 Tags: loss/train, lr, compress_ratio, acc/... (the meters), bytes_per_step/{payload,wire,dense} of one rank,
-error_norm (rank 0's), samples_per_second, and seconds/<phase> per step: data, forward_backward (which
-contains what compression does during backward), compress, wait, decode, step. Seconds are the host's.
+error_norm (rank 0's), dropped_steps (of the whole run), samples_per_second, and seconds/<phase> per step:
+data, forward_backward (which contains what compression does during backward), compress, wait, decode, step.
+Seconds are the host's.
 """
 
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +24,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from dgc.comm import all_reduce
+from training.alarm import ErrorAlarm
 from training.state import State
 
 T = TypeVar("T")
@@ -71,6 +76,7 @@ class Log:
         self.megabytes = 0.0
         self.steps = 0
         self.epoch_loss, self.epoch_steps = 0.0, 0
+        self.alarm = ErrorAlarm()
         self.writer: Any = None
         self.bar: Any = None
         self.use_bar = transport.rank == 0 and sys.stderr.isatty()
@@ -81,7 +87,11 @@ class Log:
             self.writer = SummaryWriter(str(directory), purge_step=progress.samples + 1)
         self.started = self.last_time = self.last_line = time.perf_counter()
         self.seconds_before = progress.seconds
-        self.totals_before = (progress.payload_bytes, progress.wire_bytes, progress.dense_bytes)
+        # The meter goes on from the run's totals, so that sums of fractions round as in one go.
+        meter = state.optimizer.meter
+        meter.payload_bytes, meter.wire_bytes = progress.payload_bytes, progress.wire_bytes
+        meter.dense_bytes = progress.dense_bytes
+        self.dropped_before = progress.dropped_steps
         self.last = self._snapshot()
 
     def say(self, text: str) -> None:
@@ -116,10 +126,10 @@ class Log:
         progress.step += 1
         progress.samples += samples
         progress.seconds = self.seconds_before + time.perf_counter() - self.started
-        payload, wire, dense = self.totals_before
-        progress.payload_bytes = payload + meter.payload_bytes
-        progress.wire_bytes = wire + meter.wire_bytes
-        progress.dense_bytes = dense + meter.dense_bytes
+        progress.payload_bytes = meter.payload_bytes
+        progress.wire_bytes = meter.wire_bytes
+        progress.dense_bytes = meter.dense_bytes
+        progress.dropped_steps = self.dropped_before + getattr(self.optimizer, "dropped_steps", 0)
         self.loss_sum += loss
         self.steps += 1
         if self.use_bar:
@@ -134,6 +144,9 @@ class Log:
         self.epoch_loss += self.loss * self.steps
         self.epoch_steps += self.steps
         error_norm = self.optimizer.error_norm()
+        ratio = float(self.optimizer.compress_ratio)
+        if alarm := self.alarm.look(error_norm, ratio, self.steps):
+            warnings.warn(f"rank {self.transport.rank}: {alarm}", stacklevel=2)
         now, snapshot = time.perf_counter(), self._snapshot()
         grown = {name: value - self.last.get(name, 0.0) for name, value in snapshot.items()}
         self.rate = grown.pop("samples") / max(now - self.last_time, 1e-9)
@@ -141,8 +154,9 @@ class Log:
         values |= {
             "loss/train": self.loss,
             "lr": float(self.optimizer.param_groups[0]["lr"]),
-            "compress_ratio": float(self.optimizer.compress_ratio),
+            "compress_ratio": ratio,
             "error_norm": error_norm,
+            "dropped_steps": float(self.progress.dropped_steps),
             "samples_per_second": self.rate,
         }
         self._write(values)
@@ -192,7 +206,8 @@ class Log:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        loss = self.epoch_loss / max(1, self.epoch_steps)
+        # No step: the run was resumed after the epoch's last.
+        loss = self.epoch_loss / self.epoch_steps if self.epoch_steps else float("nan")
         self._line(loss, "".join(f"{name} {value:.2f}  " for name, value in results.items()))
         self.epoch_loss, self.epoch_steps = 0.0, 0
         if self.writer is not None:

@@ -1,6 +1,7 @@
 """Replicas check: after every step all ranks must hold the same parameters, to the last bit."""
 
 import zlib
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +14,24 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
+def odd_ones(sums: list[int | None]) -> list[int]:
+    """The ranks whose value is not the most frequent one; where two are as frequent, rank 0's side is right."""
+    counts = Counter(sums)
+    usual = max(counts, key=lambda value: (counts[value], value == sums[0]))
+    return [rank for rank, value in enumerate(sums) if value != usual]
+
+
 def check_replicas(model: nn.Module, transport: Transport) -> None:
-    """RuntimeError, on every rank, that names the first parameter that differs and the ranks that differ from
-    rank 0.
+    """RuntimeError, on every rank, that names the first parameter that differs and the ranks that are in the
+    minority.
 
     Collective. Buffers are not compared: batch norm's statistics are each rank's own.
     """
     own = {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
     every = all_gather_object(transport, own, name="replicas")
     for name in own:
-        differing = [rank for rank, sums in enumerate(every) if sums.get(name) != every[0].get(name)]
-        if differing:
-            raise RuntimeError(f"replicas differ: parameter {name} of ranks {differing} is not rank 0's")
+        odd = odd_ones([sums.get(name) for sums in every])
+        if odd:
+            ranks = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
+            tie = "" if 2 * len(odd) < len(every) else " (no majority: rank 0's side is taken for right)"
+            raise RuntimeError(f"replicas differ: parameter {name} of {ranks} from the other ranks'{tie}")

@@ -2,6 +2,9 @@
 
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ from omegaconf import DictConfig
 
 from dgc.comm import Transport, all_gather_object, broadcast_object
 from training.checkpoint import write_atomically
-from training.config import ConfigError, load, to_yaml
+from training.code import code_difference, code_hashes
+from training.config import ConfigError, instantiate, load, to_yaml
 from training.failure import Refused
 from training.random_state import seed_everything
 from training.runs import config_differences, move_aside
@@ -33,8 +37,37 @@ def require_complete(tree: DictConfig, devices: str) -> None:
             raise ConfigError(
                 f"{key} ({meaning}) is not set. Begin with an experiment, such as configs/digits/cnn.py."
             )
+    if not -(2**62) < tree.seed < 2**62:
+        raise ConfigError(f"seed is {tree.seed}; generators take 63 bits")
     if devices == "gpu" and not torch.cuda.is_available():
         raise ConfigError("--devices gpu: torch finds no GPU here. Use --devices cpu or auto.")
+
+
+def build(node: Any, *args: Any) -> Any:
+    """As `instantiate`; whatever its constructor raises is a ConfigError with the key, the cause and its place."""
+    try:
+        return instantiate(node, *args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{node._get_full_key(None)} ({node._target_}): {_cause(error)}") from error
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Inside, a value that some part of the run refuses (its ValueError) is a ConfigError: no traceback."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"the run cannot be built from this config: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return f"{kind}{error} ({'/'.join(Path(place.filename).parts[-2:])}:{place.lineno})"
 
 
 def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torch.device:
@@ -57,12 +90,18 @@ def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torc
 
 
 def check_agreement(tree: DictConfig, device: torch.device, transport: Transport) -> None:
-    """Refused, with the first rank that differs from rank 0, where ranks have other configs or kinds of
+    """Refused, with the first rank that differs from rank 0, where ranks have other code, configs or kinds of
     device.
     """
-    views = all_gather_object(transport, (to_yaml(tree, resolve=True), device.type), name="agreement")
-    config, kind = views[0]
-    for rank, (other_config, other_kind) in enumerate(views):
+    own = (to_yaml(tree, resolve=True), device.type, code_hashes())
+    views = all_gather_object(transport, own, name="agreement")
+    config, kind, code = views[0]
+    for rank, (other_config, other_kind, other_code) in enumerate(views):
+        if (file := code_difference(code, other_code)) is not None:
+            raise Refused(
+                f"rank {rank} runs other code than rank 0: {file} differs. "
+                "Every machine needs the same version of the repository."
+            )
         if other_kind != kind:
             raise Refused(
                 f"rank 0 uses the {kind}, rank {rank} the {other_kind}. Set --devices for all ranks."
@@ -83,6 +122,8 @@ def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, 
     if transport.rank == 0:
         try:
             problem = _open(directory, tree, resume)
+        except Refused as error:
+            problem = str(error)
         except OSError as error:
             problem = f"the run directory {directory} cannot be used: {error}"
     problem = broadcast_object(transport, problem, name="run_directory")
@@ -115,5 +156,11 @@ def _resolved(path: Path) -> str:
         return to_yaml(load([str(path)], []), resolve=True)
     except ConfigError as error:
         print(f"{path} does not load any more ({error}); comparing it as it stands.", file=sys.stderr)
-        plain: Any = yaml.safe_load(path.read_text())
+        try:
+            plain: Any = yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as damage:
+            raise Refused(
+                f"{path} is damaged ({' '.join(str(damage).split())}), so it is not known what was trained here. "
+                "Put it back from a copy, or move the run aside with --no-resume."
+            ) from None
         return yaml.safe_dump(plain)

@@ -7,16 +7,20 @@ ranks. Each rank's own: its error state, its batch norm's running statistics, it
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 
-from dgc.comm import Transport
+from dgc.comm import Transport, all_gather_object
 from dgc.optim import DistributedOptimizer
 from training.checkpoint import Loaded
 from training.evaluation import averaged_batch_norm, batch_norm_buffers
+from training.failure import Refused
+from training.fits import check_form, check_optimizer_state
 from training.random_state import random_state, restore_random_state
 from training.schedule import Schedule
 
@@ -36,6 +40,7 @@ class Progress:
     payload_bytes: int = 0
     wire_bytes: float = 0.0
     dense_bytes: int = 0
+    dropped_steps: int = 0
     best_epoch: int = 0
     best: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
@@ -47,6 +52,18 @@ class Progress:
             return False
         self.best, self.best_epoch = dict(results), self.epoch
         return True
+
+
+def check_progress(saved: Any) -> None:
+    """ValueError unless `saved` is `asdict` of a Progress."""
+    fresh = asdict(Progress())
+    check_form(saved, {**fresh, **{key: None for key in ("best", "latest")}}, "progress")
+    for key, value in saved.items():
+        if isinstance(fresh[key], dict):
+            if not isinstance(value, dict) or not all(isinstance(v, float) for v in value.values()):
+                raise ValueError(f"progress.{key} is no mapping of results")
+        elif type(value) is not type(fresh[key]) or not 0 <= value < inf:
+            raise ValueError(f"progress.{key} is {value!r}")
 
 
 @dataclass
@@ -83,31 +100,59 @@ class State:
 
     def load_model(self, loaded: Loaded) -> None:
         """The model alone, with batch norm averaged over the ranks: for evaluation."""
-        self.model.load_state_dict(loaded.shared["model"])
+        self._agree(loaded, lambda: self.model.load_state_dict(loaded.shared["model"]))
 
     def load(self, loaded: Loaded) -> None:
-        """Everything, so that the next step is the one the saved run would have taken."""
-        self.load_model(loaded)
-        self.optimizer.load_state_dict(loaded.shared["optimizer"])
-        self.schedule.load_state_dict(loaded.shared["schedule"])
-        for name, value in loaded.shared["progress"].items():
-            setattr(self.progress, name, value)
-        if loaded.own is None:
-            self._load_from_other_size(loaded)
-            return
-        self.optimizer.load_compression_state_dict(loaded.own["compression"])
-        buffers = batch_norm_buffers(self.model)
-        for name, value in loaded.own["batch_norm"].items():
-            buffers[name].copy_(value)
-        restore_random_state(loaded.own["random"], self.device)
+        """Everything, so that the next step is the one the saved run would have taken. Collective; if any rank
+        cannot take its part, every rank raises `Refused`.
+        """
+        self._agree(loaded, lambda: self._load(loaded))
 
-    def _load_from_other_size(self, loaded: Loaded) -> None:
-        """Each rank's own part does not exist: start without error state, at the same place of the epoch."""
+    def _agree(self, loaded: Loaded, load: Callable[[], object]) -> None:
+        problem = None
+        try:
+            load()
+        # whatever a foreign file can make torch raise; the cause is in its message
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        problems = all_gather_object(self.transport, problem, name="state.problem")
+        for rank, text in enumerate(problems):
+            if text:
+                raise Refused(
+                    f"checkpoint {loaded.name} does not fit this run (rank {rank}): {text}\n"
+                    "It is of another model, config or version. --no-resume starts anew and keeps it aside."
+                )
+
+    def _load(self, loaded: Loaded) -> None:
+        shared, own, same_size = loaded.shared, loaded.own, loaded.size == self.transport.size
+        check_optimizer_state(shared["optimizer"], self.optimizer)
+        check_form(shared["schedule"], self.schedule.state_dict(), "schedule")
+        check_progress(shared["progress"])
+        if same_size:
+            check_form(own["batch_norm"], batch_norm_buffers(self.model), "batch_norm")
+            check_form(own["random"], random_state(self.device), "random")
+        self.model.load_state_dict(shared["model"])
+        self.optimizer.load_state_dict(shared["optimizer"])
+        self.schedule.load_state_dict(shared["schedule"])
+        for name, value in shared["progress"].items():
+            setattr(self.progress, name, value)
+        self.optimizer.load_compression_state_dict(own["compression"])
+        if not same_size:
+            self._continue_on_other_size(loaded)
+            return
+        buffers = batch_norm_buffers(self.model)
+        for name, value in own["batch_norm"].items():
+            buffers[name].copy_(value)
+        restore_random_state(own["random"], self.device)
+
+    def _continue_on_other_size(self, loaded: Loaded) -> None:
+        """At the same place of the epoch; batch norm begins from the mean over the old ranks."""
         size = self.transport.size
         self.progress.step = min(self.progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)
         if self.transport.rank == 0:
             warnings.warn(
                 f"checkpoint {loaded.name} was saved by {loaded.size} ranks and is resumed by {size}: "
-                "gradients held back (the error state) are dropped, and random generators start anew.",
+                "the gradients held back (the error state) are dealt out anew with their mean over the ranks "
+                "preserved; random generators start anew.",
                 stacklevel=2,
             )

@@ -24,6 +24,7 @@ def summarize(name: str, progress: Progress, *, ranks: int, metric: str | None) 
         "payload_bytes": sent,
         "wire_bytes": round(progress.wire_bytes),
         "dense_bytes": progress.dense_bytes,
+        "dropped_steps": progress.dropped_steps,
         "dense_over_payload": progress.dense_bytes / sent if sent else None,
     }
 
@@ -41,6 +42,8 @@ def table(summary: dict[str, Any]) -> str:
     rows.append(("dense would send", human_bytes(summary["dense_bytes"])))
     if summary["dense_over_payload"]:
         rows.append(("fewer bytes by", f"{summary['dense_over_payload']:.1f} x"))
+    if summary["dropped_steps"]:
+        rows.append(("dropped steps", f"{summary['dropped_steps']} (gradients that were not finite)"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 

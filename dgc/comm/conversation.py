@@ -50,7 +50,7 @@ class Talk(Generic[T]):
             self.done, self._result, self._flight = True, stop.value, None
         else:
             self._launch(requests)
-        self._meter.seconds["compress" if replies is None else "decode"] += perf_counter() - start
+        self._meter.seconds["decode" if self.done else "compress"] += perf_counter() - start
 
     def _launch(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -7,7 +7,7 @@ that whole training loops with a `Transport` work unchanged.
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,7 +189,20 @@ class LockstepWorld:
             for members in {tuple(self.members(together[0].group, rank)) for rank in range(self.size)}:
                 for rank, reply in zip(members, carry([together[rank] for rank in members]), strict=True):
                     replies[rank].append(reply)
+        spoil(tensor for own in requests for request in own for tensor in tensors_of(request))
         return [tuple(r) for r in replies]
+
+
+def tensors_of(request: Request) -> list[Tensor]:
+    return list(request.sends.values()) if isinstance(request, Exchange) else [request.tensor]
+
+
+@torch.no_grad()
+def spoil(launched: Iterable[Tensor]) -> None:
+    """NaN into floating-point tensors that were launched: they are the transport's, which may write to them."""
+    for tensor in launched:
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
 
 
 def check_agreement(name: str, together: Sequence[Request]) -> None:

@@ -58,7 +58,8 @@ def wire_bytes(request: Request, rank: int, size: int) -> float:
 class Meter:
     """Totals since the start, for this rank. `dense_bytes` is what dense fp32 gradients would have been.
 
-    `seconds` is time of the host: on a GPU the work itself may still be running.
+    `seconds` is time of the host: on a GPU the work itself may still be running. "compress" is work that ends in
+    a message, "decode" the work after the last reply, "wait" what step() or synchronize() waits for replies.
     """
 
     payload_bytes: int = 0

@@ -7,6 +7,8 @@ On each of N ranks, with local gradient g, momentum u, velocity v and ratio D:
     send v_S;  v_S = 0;  u_S = 0                   memory: momentum factor masking
     result = 1/N * sum over ranks                  the optimizer's step adds no momentum of its own
 
+NaN and inf in g count as zero and are flagged beside the values; a flag of any rank is in every rank's result.
+
 Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)); where all-gathering that from
 N ranks costs more than a dense all-reduce (or D = 1), the whole velocity, 4 bytes (fp16_values: 2) per element
 and 8 for a flag.
@@ -27,13 +29,16 @@ from dgc.bucket import Bucket, Segment
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.dense import FP16, Dense
-from dgc.compression.protocol import Compressor, DenseResult, NonFiniteGradientError, Result, SparseResult
+from dgc.compression.finite import blame
+from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
 from dgc.kernels.reference import merge_mean, remove_nonfinite_
 from dgc.memory import Memory, NoMemory
 from dgc.memory.protocol import MomentumCorrection
 from dgc.selection import Exact, Plan, Sampled, Selector, plan_selection
 from dgc.wire import CastValues, PlainIndices, SparseFormat
+
+FLAG_BYTES = 8
 
 
 class DGCCompressor:
@@ -121,25 +126,24 @@ class DGCCompressor:
         if self._dense_is_cheaper(bucket, plan):
             return (yield from self._reduce_dense(bucket, v, nonfinite))
         indices = self._selector.select(v, plan, seed)
-        values = self._format.values.quantize(v[indices])
+        values = self._format.values.quantize(v[indices], result=bucket.flat.dtype)
         self.memory.sent_(bucket, indices, values.float())
         (payloads,) = yield (AllGather(self._format.encode(indices, values, plan.capacity, nonfinite)),)
-        for rank, payload in enumerate(payloads):
-            if number := self._format.nonfinite(payload):
-                name = bucket.segments[number - 1].name
-                raise NonFiniteGradientError(f"the gradient of {name} on rank {rank} has NaN or inf")
+        reason = _first_blame(bucket, [self._format.nonfinite(payload) for payload in payloads])
         parts = [self._format.decode(p, plan.capacity, bucket.numel, rank) for rank, p in enumerate(payloads)]
-        return SparseResult(*merge_mean(parts, len(parts)))
+        return SparseResult(*merge_mean(parts, len(parts)), reason)
 
     def _reduce_dense(self, bucket: Bucket, v: Tensor, nonfinite: int) -> Conversation[Result]:
-        values = self._format.values.quantize(v, self._size).clone()
+        values = self._format.values.quantize(v, self._size, bucket.flat.dtype)
         self.memory.sent_all_(bucket, values.float())
-        (mean, worst) = yield (AllReduce(values), AllReduce(torch.tensor([nonfinite], device=v.device), "max"))
-        if worst.item():
-            name = bucket.segments[int(worst.item()) - 1].name
-            raise NonFiniteGradientError(f"the gradient of {name} has NaN or inf on some rank")
+        # the reply may overwrite its message, and the memory keeps v until the step is known to be good
+        message = bucket.flat.copy_(values) if values.dtype == bucket.flat.dtype else values.clone()
+        (mean, flags) = yield (AllReduce(message), AllGather(torch.tensor([nonfinite], device=v.device)))
         bucket.flat.copy_(mean)
-        return DenseResult()
+        return DenseResult(_first_blame(bucket, [int(flag.item()) for flag in flags]))
+
+    def take_back(self, bucket: Bucket) -> None:
+        self.memory.take_back_(bucket)
 
     def _plan_of(self, bucket: Bucket) -> Plan:
         plan = self._plans.get(bucket.name)
@@ -148,9 +152,10 @@ class DGCCompressor:
         return plan
 
     def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
-        sparse, dense = self._format.nbytes(plan.capacity), bucket.numel * self._format.values.itemsize
         size = max(2, self._size)  # one process decides as two would
-        return self.compress_ratio >= 1 or all_gather_wire_bytes(sparse, size) > all_reduce_wire_bytes(dense, size)
+        sparse = all_gather_wire_bytes(self._format.nbytes(plan.capacity), size)
+        dense = all_reduce_wire_bytes(bucket.numel * self._format.values.itemsize, size)
+        return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(FLAG_BYTES, size)
 
     def _next_seed(self, bucket: Bucket) -> int:
         """Fresh for each bucket and step, the same after a resume. Dense steps count: all counts agree."""
@@ -169,3 +174,8 @@ class DGCCompressor:
             raise ValueError(f"state of another compressor: {sorted(state)}")
         self.memory.load_state_dict(state["memory"])
         self._steps = dict.fromkeys(self._steps, state["steps"])
+
+
+def _first_blame(bucket: Bucket, numbers: Sequence[int]) -> str | None:
+    """numbers: by rank, the first tensor (from 1) that was not finite, or 0."""
+    return next((blame(bucket, number, [rank]) for rank, number in enumerate(numbers) if number), None)

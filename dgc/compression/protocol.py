@@ -14,15 +14,25 @@ from dgc.memory.protocol import MomentumCorrection
 
 @dataclass(frozen=True)
 class DenseResult:
-    """The mean gradient is in `bucket.flat`."""
+    """The mean gradient is in `bucket.flat`.
+
+    nonfinite: what is wrong with it, in words that name the parameter and the rank, where a rank's gradient or
+    the mean has NaN or inf. Then nothing of the result may be applied. The same on every rank.
+    """
+
+    nonfinite: str | None = None
 
 
 @dataclass(frozen=True)
 class SparseResult:
-    """The mean gradient is zero but for `values` [k] fp32 at the unique ascending `indices` [k] int64."""
+    """The mean gradient is zero but for `values` [k] fp32 at the unique ascending `indices` [k] int64.
+
+    nonfinite: as in DenseResult.
+    """
 
     indices: Tensor
     values: Tensor
+    nonfinite: str | None = None
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -63,6 +73,10 @@ class Compressor(Protocol):
         """One step's exchange of a bucket. Every rank speaks the same number of rounds."""
         ...
 
+    def take_back(self, bucket: Bucket) -> None:
+        """The step that `reduce` spoke for is dropped: what this rank sent returns to its error state."""
+        ...
+
     def begin_epoch(self, epoch: int) -> None:
         """Called before the first step of each epoch, counted from 0, with the same number on every rank."""
         ...
@@ -96,6 +110,9 @@ class Stateless(ABC):
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Conversation[Result]: ...
+
+    def take_back(self, bucket: Bucket) -> None:
+        return None
 
     def begin_epoch(self, epoch: int) -> None:
         return None

@@ -29,12 +29,18 @@ def remove_nonfinite_(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
 
     Returns the number, from 1, of the first tensor that had any; 0 when all is finite.
     """
+    number = first_nonfinite(g, offsets)
+    if number:
+        torch.nan_to_num_(g, 0.0, 0.0, 0.0)
+    return number
+
+
+def first_nonfinite(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
+    """The number, from 1, of the first tensor in g that has NaN or inf; 0 when all is finite."""
     finite = torch.isfinite(g)
     if bool(finite.all()):
         return 0
-    first = int((~finite).nonzero()[0])
-    torch.nan_to_num_(g, 0.0, 0.0, 0.0)
-    return bisect_right(offsets, first)
+    return bisect_right(offsets, int((~finite).nonzero()[0]))
 
 
 def largest(v: Float[Tensor, "n"], k: int) -> Int64[Tensor, "found"]:

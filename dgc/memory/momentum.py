@@ -5,6 +5,7 @@ With gradient g, momentum m, local momentum u and accumulated velocity v of one 
     plain      u = m u + g          v = v + u
     Nesterov   u = m (u + g)        v = v + u + g
     sent       v_i = 0 where sent; u_i = 0 there too with masking
+    dropped    v_i and u_i as before they were sent: the gradient stays taken in
 
 Differences from the paper: what the wire rounds away stays in v. Where all of v is sent (ratio 1, or a payload
 that would cost more than dense), nothing is stale and u is not masked, so that the step is ordinary momentum.
@@ -20,7 +21,7 @@ from dgc.comm.requests import Conversation
 from dgc.kernels.reference import correct_momentum_
 from dgc.memory.clip import Clipping
 from dgc.memory.protocol import MomentumCorrection
-from dgc.memory.state import FlatState, load_parts
+from dgc.memory.state import FlatState, Undo, load_parts
 
 
 class DGCSGDMemory:
@@ -39,6 +40,7 @@ class DGCSGDMemory:
         self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
         self._momentums = FlatState("momentum")
         self._velocities = FlatState("velocity")
+        self._undo = Undo()
 
     @property
     def correction(self) -> MomentumCorrection | None:
@@ -53,17 +55,21 @@ class DGCSGDMemory:
             yield from self.gradient_clipping.clip(bucket)
 
     def compensate(self, bucket: Bucket) -> Tensor:
+        self._undo.forget(bucket)
         u, v = self._momentums[bucket], self._velocities[bucket]
         correct_momentum_(bucket.flat, u, v, self.momentum, self.nesterov)
         return v
 
     def sent_(self, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
-        self._velocities[bucket][indices] -= values
+        self._undo.subtract_at(self._velocities, bucket, indices, values)
         if self.momentum_masking:
-            self._momentums[bucket][indices] = 0
+            self._undo.clear_at(self._momentums, bucket, indices)
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
-        self._velocities[bucket].sub_(values)
+        self._undo.subtract(self._velocities, bucket, values)
+
+    def take_back_(self, bucket: Bucket) -> None:
+        self._undo.take_back(bucket)
 
     def errors(self) -> Iterable[Tensor]:
         return self._velocities

@@ -45,6 +45,10 @@ class Memory(Protocol):
         """`values` [n] fp32, all of v but for rounding, have been sent."""
         ...
 
+    def take_back_(self, bucket: Bucket) -> None:
+        """What was sent since the last `compensate` returns, bit for bit: the step is dropped."""
+        ...
+
     def errors(self) -> Iterable[Tensor]:
         """What waits to be sent, a flat tensor per bucket."""
         ...

@@ -12,7 +12,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.memory.protocol import MomentumCorrection
-from dgc.memory.state import FlatState, load_parts
+from dgc.memory.state import FlatState, Undo, load_parts
 
 
 class ResidualMemory:
@@ -20,6 +20,7 @@ class ResidualMemory:
 
     def __init__(self) -> None:
         self._residual = FlatState("residual")
+        self._undo = Undo()
 
     def plan(self, bucket: Bucket) -> None:
         self._residual.add(bucket)
@@ -28,13 +29,17 @@ class ResidualMemory:
         yield from ()
 
     def compensate(self, bucket: Bucket) -> Tensor:
+        self._undo.forget(bucket)
         return self._residual[bucket].add_(bucket.flat)
 
     def sent_(self, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
-        self._residual[bucket][indices] -= values
+        self._undo.subtract_at(self._residual, bucket, indices, values)
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
-        self._residual[bucket].sub_(values)
+        self._undo.subtract(self._residual, bucket, values)
+
+    def take_back_(self, bucket: Bucket) -> None:
+        self._undo.take_back(bucket)
 
     def errors(self) -> Iterable[Tensor]:
         return self._residual
@@ -64,6 +69,9 @@ class NoMemory:
         pass
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
+        pass
+
+    def take_back_(self, bucket: Bucket) -> None:
         pass
 
     def errors(self) -> Iterable[Tensor]:

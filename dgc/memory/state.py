@@ -21,6 +21,10 @@ class FlatState:
     def __getitem__(self, bucket: Bucket) -> Tensor:
         return self._flat[bucket.name][1]
 
+    def replace(self, bucket: Bucket, tensor: Tensor) -> None:
+        """Let `tensor` [n] fp32 be the bucket's state from now on."""
+        self._flat[bucket.name] = (bucket, tensor)
+
     def __iter__(self) -> Iterator[Tensor]:
         return (flat for _, flat in self._flat.values())
 
@@ -39,6 +43,48 @@ class FlatState:
                 )
         for name, tensor in own.items():
             tensor.copy_(state[name])
+
+
+class Undo:
+    """What a step changed in some states, so that a dropped step can be taken back bit for bit.
+
+    Holds the elements that were sent (as many as were sent), or for a whole bucket its old tensor.
+    """
+
+    def __init__(self) -> None:
+        self._elements: dict[str, list[tuple[FlatState, Tensor, Tensor]]] = {}
+        self._whole: dict[str, tuple[FlatState, Tensor]] = {}
+
+    def forget(self, bucket: Bucket) -> None:
+        """The bucket's last step is known to be good."""
+        self._elements.pop(bucket.name, None)
+        self._whole.pop(bucket.name, None)
+
+    def subtract_at(self, state: FlatState, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
+        """state[indices] -= values, for unique indices."""
+        self._keep(state, bucket, indices, old := state[bucket][indices])
+        state[bucket][indices] = old - values
+
+    def clear_at(self, state: FlatState, bucket: Bucket, indices: Tensor) -> None:
+        """state[indices] = 0"""
+        self._keep(state, bucket, indices, state[bucket][indices])
+        state[bucket][indices] = 0
+
+    def subtract(self, state: FlatState, bucket: Bucket, values: Tensor) -> None:
+        """state -= values, in a new tensor: the old one stays as it is."""
+        old = state[bucket]
+        self._whole[bucket.name] = (state, old)
+        state.replace(bucket, old - values)
+
+    def take_back(self, bucket: Bucket) -> None:
+        for state, indices, old in self._elements.pop(bucket.name, ()):
+            state[bucket][indices] = old
+        if bucket.name in self._whole:
+            state, whole = self._whole.pop(bucket.name)
+            state.replace(bucket, whole)
+
+    def _keep(self, state: FlatState, bucket: Bucket, indices: Tensor, old: Tensor) -> None:
+        self._elements.setdefault(bucket.name, []).append((state, indices, old))
 
 
 def load_parts(parts: Mapping[str, FlatState], state: Mapping[str, Mapping[str, Tensor]]) -> None:

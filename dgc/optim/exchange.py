@@ -4,17 +4,31 @@ Every rank speaks about every bucket in every step: a parameter that got no grad
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dgc.comm.conversation import Talk
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result
 from dgc.optim.planning import PlannedBucket
+from dgc.optim.scaling import LossScale
+
+_wrapped = WeakIdKeyDictionary()  # parameters whose hooks are in place
+
+
+def refuse_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Two exchanges of one gradient would average it twice and write to one .grad at a time."""
+    for name, p in named_parameters:
+        if p in _wrapped:
+            raise ValueError(
+                f"{name} belongs to another DistributedOptimizer already: close() that one before its parameters "
+                "are wrapped again"
+            )
 
 
 class GradientExchange:
@@ -24,14 +38,22 @@ class GradientExchange:
     several threads (one per device); a lock guards what they change.
     """
 
-    def __init__(self, planned: Sequence[PlannedBucket], passes: int, transport: Transport, meter: Meter):
+    def __init__(
+        self,
+        planned: Sequence[PlannedBucket],
+        passes: int,
+        transport: Transport,
+        meter: Meter,
+        loss_scale: LossScale,
+    ):
         self.planned, self.passes, self.meter = planned, passes, meter
         self.had_backward = False
         self.averaged = False  # whether the gradients are those of `finish`, with none added since
-        self._transport = transport
+        self._transport, self._loss_scale = transport, loss_scale
         self._lock = threading.RLock()
         self._where = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._where]
+        _wrapped.update((p, True) for p in self._where)
         self._begin()
 
     def _begin(self) -> None:
@@ -82,6 +104,7 @@ class GradientExchange:
         plan = self.planned[b]
         self.meter.dense_bytes += 4 * plan.bucket.numel
         with torch.no_grad():
+            self._loss_scale.divide_(plan.bucket.flat)
             conversation = plan.compressor.reduce(plan.bucket)
             self._talks[b] = Talk(plan.bucket.name, conversation, self._transport, self.meter)
 
@@ -111,6 +134,31 @@ class GradientExchange:
         self._begin()
         self.averaged = False
 
+    def refuse_thawed(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """A parameter outside of all buckets would train on this rank's gradients alone."""
+        for g, group in enumerate(param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.requires_grad and p not in self:
+                    raise ValueError(
+                        f"parameter {i} of group {g}, of shape {tuple(p.shape)}, needs a gradient now but did not "
+                        "when DistributedOptimizer was built: close() it and wrap the optimizer again"
+                    )
+
+    def is_state_initialisation(self) -> bool:
+        """Whether this is hvd.broadcast_optimizer_state, which steps on zeros to make the optimizer's state.
+
+        That step would decay the weights before training begins; state that all ranks lack alike needs no
+        broadcast.
+        """
+        if self.had_backward:
+            return False
+        gradients = [p.grad for p in self._where]
+        views = {id(view) for plan in self.planned for view in plan.views}
+        foreign = [g for g in gradients if g is not None and id(g) not in views]
+        return bool(foreign) and len(foreign) == len(gradients) and not any(g.count_nonzero() for g in foreign)
+
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for p in self._where:
+            _wrapped.pop(p, None)

@@ -6,9 +6,35 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from dgc.optim.planning import PlannedBucket
+from dgc.optim.sgd import TakesCorrected
 
 
-def check_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> None:
+class MomentumOwners:
+    """Which groups leave their momentum to a memory; from the start, and at every step as long as they do.
+
+    A scheduler that cycles momentum, or a loaded state, would change the optimizer's without the memory's.
+    """
+
+    def __init__(self, optimizer: Optimizer, planned: Sequence[PlannedBucket]):
+        settle_momentum(optimizer, planned)
+        corrected = {p for plan in planned if plan.compressor.correction is not None for p in plan.parameters}
+        self._settled = [
+            (g, group["momentum"])
+            for g, group in enumerate(optimizer.param_groups)
+            if isinstance(optimizer, TakesCorrected) and not corrected.isdisjoint(group["params"])
+        ]
+
+    def check(self, optimizer: Optimizer) -> None:
+        for g, momentum in self._settled:
+            # some broadcasts of optimizer state pass through fp32
+            if abs((now := optimizer.param_groups[g]["momentum"]) - momentum) > 1e-6:
+                raise ValueError(
+                    f"the momentum of group {g} was {momentum}, which the compression's memory applies, and is "
+                    f"now {now}: it must stay (of a scheduler that cycles it: cycle_momentum=False)"
+                )
+
+
+def settle_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> None:
     """Settle who applies momentum to which parameter, or raise a ValueError that says what to change."""
     corrected = {
         p: correction
@@ -18,11 +44,10 @@ def check_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> No
     }
     if not corrected:
         return
-    leave_momentum_of = getattr(optimizer, "leave_momentum_of", None)
     kind = type(optimizer).__name__
     for group in optimizer.param_groups:
         for correction in {corrected[p] for p in group["params"] if p in corrected}:
-            if leave_momentum_of is None:
+            if not isinstance(optimizer, TakesCorrected):
                 if group.get("momentum", 0) or "betas" in group:
                     raise ValueError(
                         f"the compression's memory applies momentum {correction.momentum}, and so would {kind}: "
@@ -36,11 +61,11 @@ def check_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> No
                 )
             elif group["dampening"]:
                 raise ValueError("dampening is not defined for momentum before compression: set it to 0")
-    if leave_momentum_of is not None:
-        leave_momentum_of(corrected)
+    if isinstance(optimizer, TakesCorrected):
+        optimizer.leave_momentum_of(corrected)
     elif len(corrected) < sum(len(plan.parameters) for plan in planned):
         warnings.warn(
             f"the memory applies momentum to compressed parameters alone and {kind} has none: parameters that "
             "travel dense get no momentum; dgc.optim.DGCSGD gives it to them",
-            stacklevel=3,
+            stacklevel=4,
         )

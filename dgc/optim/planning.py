@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from dgc.bucket import Bucket, Segment, lay_out, make_bucket
+from dgc.comm.collectives import all_gather_object
+from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor
 
 MEGABYTE = 1024 * 1024
@@ -20,6 +22,16 @@ class PlannedBucket:
     compressor: Compressor
     parameters: tuple[Tensor, ...]
     views: tuple[Tensor, ...]
+
+    def split(self, indices: Tensor, values: Tensor) -> dict[Tensor, tuple[Tensor, Tensor]]:
+        """A sparse vector (ascending indices into the bucket) by parameter, with indices into its segment."""
+        offsets = torch.tensor([s.offset for s in self.bucket.segments], device=indices.device)
+        bounds = [*torch.searchsorted(indices, offsets).tolist(), indices.numel()]
+        parts = {}
+        for i, (p, segment) in enumerate(zip(self.parameters, self.bucket.segments, strict=True)):
+            own = slice(bounds[i], bounds[i + 1])
+            parts[p] = (indices[own] - segment.offset, values[own])
+        return parts
 
 
 def plan_buckets(
@@ -64,6 +76,21 @@ def describe(planned: Sequence[PlannedBucket]) -> list[tuple[str, str, str, tupl
         for p in planned
         for s in p.bucket.segments
     ]
+
+
+def check_agreement(planned: Sequence[PlannedBucket], transport: Transport) -> None:
+    """ValueError, on every rank, where ranks have planned other buckets."""
+    own = describe(planned)
+    for rank, other in enumerate(all_gather_object(transport, own, "plan")):
+        if other != own:
+            difference = next(
+                (f"{a} there, {b} here" for a, b in zip(other, own, strict=False) if a != b),
+                f"{len(other)} gradients there, {len(own)} here",
+            )
+            raise ValueError(
+                f"rank {rank} and rank {transport.rank} train different models or compress them "
+                f"differently: {difference}"
+            )
 
 
 def _nbytes(members: Sequence[tuple[str, Tensor]]) -> int:

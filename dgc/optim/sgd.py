@@ -12,7 +12,7 @@ decoupled_weight_decay: p = p - lr wd p, without momentum, for all parameters (S
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,15 @@ from torch.optim import Optimizer
 from dgc.bucket import fills_a_block
 
 SparseUpdates = Mapping[Tensor, tuple[Tensor, Tensor]]
+
+
+@runtime_checkable
+class TakesCorrected(Protocol):
+    """An optimizer that leaves momentum to the compression's memory and applies sparse updates as they are."""
+
+    def leave_momentum_of(self, parameters: Iterable[Tensor]) -> None: ...
+
+    def step(self, closure: Callable[[], Any] | None = None, sparse: SparseUpdates | None = None) -> Any: ...
 
 
 class DGCSGD(Optimizer):
@@ -57,9 +66,7 @@ class DGCSGD(Optimizer):
         self._corrected = frozenset(parameters)
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, sparse: SparseUpdates | None = None
-    ) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None, sparse: SparseUpdates | None = None) -> Any:
         """`sparse`: by parameter, in place of its .grad, (indices int64 into its segment, values fp32)."""
         loss = None
         if closure is not None:

@@ -22,7 +22,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.kernels.reference import above, largest
-from dgc.selection.plan import Plan, fit
+from dgc.selection.plan import Plan, fit, share
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Sampled:
         samples = self._sample(v, ratio, generator)
         if samples.numel() == v.numel():
             return largest(v, k)
-        threshold = samples.abs().topk(math.ceil(samples.numel() * ratio), sorted=False).values.min()
+        threshold = samples.abs().topk(share(samples.numel(), ratio), sorted=False).values.min()
         indices = above(v, threshold)
         for _ in range(self.max_adaptation_iters):
             if indices.numel() > self.compress_upper_bound * k:
@@ -71,7 +71,7 @@ class Sampled:
     def _sample(self, v: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
         """A random part of v [n]; v itself where a sample would be no smaller."""
         n = v.numel()
-        wanted = max(math.ceil(n * self.sample_ratio), math.ceil(2 / ratio))
+        wanted = max(share(n, self.sample_ratio), share(2, 1 / ratio))
         if wanted >= n:
             return v
         if not self.strided_sample:

@@ -16,13 +16,17 @@ class CastValues:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
-    def quantize(self, values: Tensor, summands: int = 1) -> Tensor:
+    def quantize(self, values: Tensor, summands: int = 1, result: torch.dtype = torch.float32) -> Tensor:
         """fp32 values -> values of the wire's dtype, same shape.
 
         Where the wire itself adds `summands` of them, they are cut so far that the sum stays in range, with a
-        factor of 2 for its rounding.
+        factor of 2 for its rounding. They are cut as well to the range of `result`, where the mean ends up.
         """
-        if self.dtype == torch.float32:
+        wire, home = torch.finfo(self.dtype), torch.finfo(result)
+        limit = wire.max / (1 if summands == 1 else 2 * summands)
+        if home.max < wire.max:
+            # a little less, so that rounding to the wire does not lift it above home.max
+            limit = min(limit, home.max * (1 - wire.eps))
+        elif self.dtype == torch.float32:
             return values
-        limit = torch.finfo(self.dtype).max / (1 if summands == 1 else 2 * summands)
         return values.clamp(-limit, limit).to(self.dtype)

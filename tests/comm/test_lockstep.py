@@ -1,6 +1,7 @@
 """The lockstep transport: replies by hand, groups, disagreements, threads that fail or stay away."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_all_reduce_gives_every_rank_the_same_bits(size, op, expected):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_all_gather_is_ordered_by_rank(size):
     own = tensors(size)
-    for reply in converse(LockstepWorld(size), [AllGather(t) for t in own]):
+    for reply in converse(LockstepWorld(size), [AllGather(t.clone()) for t in own]):
         assert isinstance(reply, tuple) and len(reply) == size
         assert all(torch.equal(got, sent) for got, sent in zip(reply, own, strict=True))
 
@@ -108,6 +109,32 @@ def test_replies_are_not_shared_between_ranks():
     assert gathered[1][1].tolist() == [1.0, 1.0, 1.0]
 
 
+def test_work_counts_as_decoding_only_after_the_last_reply():
+    """Rounds before the payload, of a clipping norm say, are followed by more work on the message."""
+
+    def slow():
+        time.sleep(0.02)
+        yield (AllReduce(torch.ones(1)),)
+        time.sleep(0.04)
+        yield (AllReduce(torch.ones(1)),)
+        time.sleep(0.01)
+
+    world = LockstepWorld(1)
+    world.converse("slow", [slow()])
+    seconds = world.meters[0].seconds
+    assert 0.06 <= seconds["compress"] and 0.01 <= seconds["decode"] < 0.04
+
+
+def test_what_was_launched_is_spoilt():
+    """A launched tensor is the transport's: Horovod writes the reply into it. Here a late reader gets NaN."""
+    own = [torch.ones(3) for _ in range(2)]
+    replies = converse(LockstepWorld(2), [AllReduce(t, "sum") for t in own])
+    assert all(t.isnan().all() for t in own) and all(reply.tolist() == [2.0] * 3 for reply in replies)
+    sent = torch.ones(2)
+    exchange = [Exchange({1: sent}, ()), Exchange({}, (0,))]
+    assert converse(LockstepWorld(2), exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
+
+
 # --- groups --------------------------------------------------------------------------------------
 
 
@@ -137,13 +164,13 @@ def test_all_reduce_within_a_group(group, expected):
 def test_other_requests_within_a_group():
     world = LockstepWorld(4, local_size=2)
     own = [torch.tensor([float(rank), 10.0 + rank]) for rank in range(4)]
-    gathered = converse(world, [AllGather(t, "cross") for t in own])
+    gathered = converse(world, [AllGather(t.clone(), "cross") for t in own])
     assert [[piece[0].item() for piece in reply] for reply in gathered] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     scattered = converse(world, [ReduceScatter(t.clone(), "sum", "local") for t in own])
     assert [reply.tolist() for reply in scattered] == [[1.0], [21.0], [5.0], [25.0]]
     sent = converse(world, [Broadcast(t.clone(), 1, "local") for t in own])
     assert [reply[0].item() for reply in sent] == [1.0, 1.0, 3.0, 3.0]
-    swapped = converse(world, [AllToAll(t, (1, 1), "cross") for t in own])
+    swapped = converse(world, [AllToAll(t.clone(), (1, 1), "cross") for t in own])
     assert [[p.item() for p in reply] for reply in swapped] == [[0, 2], [1, 3], [10, 12], [11, 13]]
     pairs = [Exchange({1 - rank % 2: t}, (1 - rank % 2,), "local") for rank, t in enumerate(own)]
     assert [next(iter(r.values()))[0].item() for r in converse(world, pairs)] == [1.0, 0.0, 3.0, 2.0]

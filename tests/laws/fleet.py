@@ -15,19 +15,27 @@ class Fleet:
         self.world = LockstepWorld(size, seed=seed)
         self.compressors = [make() for _ in range(size)]
         self.buckets: list[Bucket] = []
+        self.nonfinite: list[str | None] = []
         for compressor in self.compressors:
             bucket = make_bucket("bucket", [(f"p{i}", tensor) for i, tensor in enumerate(like)])
             compressor.plan(bucket, size)
             self.buckets.append(bucket)
 
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Each rank's list of gradients -> each rank's mean, as a flat dense tensor."""
+        """Each rank's list of gradients -> each rank's mean, as a flat dense tensor.
+
+        Where it is not finite, the step is dropped as the optimizer drops it: the mean is then of no use.
+        """
         for bucket, own in zip(self.buckets, gradients, strict=True):
             for segment, gradient in zip(bucket.segments, own, strict=True):
                 segment.of(bucket.flat).copy_(gradient)
         talks = [c.reduce(b) for c, b in zip(self.compressors, self.buckets, strict=True)]
         means = []
-        for bucket, result in zip(self.buckets, self.world.converse("bucket", talks), strict=True):
+        results = self.world.converse("bucket", talks)
+        self.nonfinite = [result.nonfinite for result in results]
+        for compressor, bucket, result in zip(self.compressors, self.buckets, results, strict=True):
+            if result.nonfinite is not None:
+                compressor.take_back(bucket)
             if isinstance(result, SparseResult):
                 bucket.flat.zero_()
                 bucket.flat[result.indices] = result.values.to(bucket.flat.dtype)

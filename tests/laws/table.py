@@ -42,6 +42,11 @@ class Row:
     momentum: float = 0.0
     first_step: float = 1.0
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it conserves by an error state of its own: what a dropped step has sent must return there."""
+        return self.conserves and self.dense_limit is not None
+
 
 def sparse_bytes(ratio: float, value: int, index: int) -> Callable[[Bucket], int]:
     def formula(bucket: Bucket) -> int:

@@ -12,7 +12,6 @@ from fleet import Fleet  # noqa: E402
 from table import SHAPES, TABLE, Row, gradients  # noqa: E402
 
 from dgc.compression import Dense  # noqa: E402
-from dgc.compression.protocol import NonFiniteGradientError  # noqa: E402
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -125,20 +124,35 @@ def test_half_precision_gradients(row: Row, dtype: torch.dtype) -> None:
 @every_row
 @every_size
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
-def test_nonfinite_gradients_are_seen_by_every_rank(row: Row, size: int, bad: float) -> None:
-    """A result that is not finite, or one error that names the parameter: the same on every rank."""
+def test_nonfinite_gradients_are_named_alike_on_every_rank(row: Row, size: int, bad: float) -> None:
     fleet = Fleet(row.make, size, LIKE)
     own = [gradients(rank, 0) for rank in range(size)]
     own[size - 1][2][1, 2, 3] = bad
-    try:
-        means = fleet.step(own)
-    except NonFiniteGradientError as error:
-        assert "p2" in str(error)
-    else:
-        for mean in means:
-            assert not bool(torch.isfinite(mean).all())
+    fleet.step(own)
+    assert fleet.nonfinite == [f"the gradient of p2 on rank {size - 1} has NaN or inf"] * size
     for error in fleet.errors():
         assert bool(torch.isfinite(error).all())
+    mean = fleet.step([gradients(rank, 1) for rank in range(size)])[0]
+    assert fleet.nonfinite == [None] * size and bool(torch.isfinite(mean).all())
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.keeps], ids=lambda row: row.name)
+@every_size
+@pytest.mark.parametrize("dense", [False, True])
+def test_nothing_is_lost_in_a_dropped_step(row: Row, size: int, dense: bool) -> None:
+    """What a rank sent is its own again, bit for bit; NaN and inf count as zero."""
+    assert row.dense_limit is not None
+    fleet = Fleet(row.dense_limit if dense else row.make, size, LIKE)
+    for step in range(3):
+        fleet.step([gradients(rank, step) for rank in range(size)])
+    before = fleet.errors()
+    own = [gradients(rank, 9) for rank in range(size)]
+    own[0][4][3:50] = float("nan")
+    fleet.step(own)
+    assert fleet.nonfinite[0] is not None
+    for old, gradient, new in zip(before, own, fleet.errors(), strict=True):
+        expected = old.float() + flat(gradient).nan_to_num(0.0, 0.0, 0.0)
+        assert torch.equal(new.float(), expected)
 
 
 @every_row

@@ -167,6 +167,53 @@ def test_state_is_fp32_whatever_the_gradients_are(make, dtype):
     assert all(error.dtype == torch.float32 for error in memory.errors())
 
 
+MEMORIES = {
+    "residual": ResidualMemory,
+    "dgc": DGCSGDMemory,
+    "nesterov": lambda: DGCSGDMemory(nesterov=True),
+    "no masking": lambda: DGCSGDMemory(momentum_masking=False),
+}
+
+
+def bits(memory):
+    return {name: tensor.clone() for name, tensor in leaves(memory.state_dict()).items()}
+
+
+@pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_was_sent_is_taken_back_bit_for_bit(make, whole):
+    """Where subtracting and adding again would not do: values cut to fp16's range, far below v."""
+    memory, bucket = make(), bucket_of(**SHAPES)
+    memory.plan(bucket)
+    for scale in (1.0, 1e9, 1e-9):
+        bucket.flat.mul_(scale)
+        v = memory.compensate(bucket)
+        before = bits(memory)
+        indices = torch.tensor([0, 3, 20])
+        if whole:
+            memory.sent_all_(bucket, v.clamp(-65504, 65504).half().float())
+        else:
+            memory.sent_(bucket, indices, v[indices].clamp(-65504, 65504).half().float())
+        sent = bits(memory)
+        assert any(not torch.equal(sent[name], before[name]) for name in before)
+        memory.take_back_(bucket)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in bits(memory).items())
+        memory.take_back_(bucket)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in bits(memory).items())
+
+
+@pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
+def test_a_step_that_another_has_followed_is_not_taken_back(make):
+    memory, bucket = make(), bucket_of(**SHAPES)
+    memory.plan(bucket)
+    v = memory.compensate(bucket)
+    memory.sent_(bucket, torch.tensor([0]), v[:1].clone())
+    memory.compensate(bucket)
+    before = bits(memory)
+    memory.take_back_(bucket)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in bits(memory).items())
+
+
 def test_residual_accumulates():
     memory, bucket = ResidualMemory(), bucket_of(a=(3,))
     memory.plan(bucket)

@@ -1,84 +1,34 @@
 """DistributedOptimizer over a lockstep world: what it computes, and the habits of training scripts."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import BF16, Dense, DGCCompressor, Route, Rule
-from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import (  # noqa: E402
+    SIZES,
+    alone,
+    assert_same,
+    data,
+    dgc,
+    dgc_sgd,
+    joint_loss,
+    loss_of,
+    momentum_sgd,
+    net,
+    run,
+    values,
+    wrap,
+)
 
-BATCH = 4
-SIZES = [1, 2, 3]
-
-
-class Net(nn.Module):
-    """Two layers, and one that `forward` uses only when asked."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.spare = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x, spare=True):
-        x = torch.tanh(self.first(x))
-        return self.last(torch.tanh(self.spare(x)) if spare else x)
-
-
-def net(seed=0):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Net()
-
-
-def data(step, rank=0):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
-
-
-def loss_of(model, step, rank=0, **options):
-    x, y = data(step, rank)
-    return (model(x, **options) - y).square().mean()
-
-
-def joint_loss(model, step, size, **options):
-    """On all ranks' batches as one: the mean of the ranks' losses."""
-    return sum(loss_of(model, step, rank, **options) for rank in range(size)) / size
-
-
-def momentum_sgd(model, **options):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
-
-
-def wrap(model, transport, make=momentum_sgd, **options):
-    return DistributedOptimizer(make(model), model.named_parameters(), transport=transport, **options)
-
-
-def values(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_same(a, b, exactly=False):
-    tolerance = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(values(a), values(b), **tolerance)
-
-
-def run(size, body, models=None):
-    """`body(model, transport)` on every rank; the models, after a check that they are equal bit by bit."""
-    models = models or [net() for _ in range(size)]
-    LockstepWorld(size).run(lambda t: body(models[t.rank], t))
-    for model in models[1:]:
-        assert_same(model, models[0], exactly=True)
-    return models
-
-
-def alone():
-    return LockstepWorld(1).transports[0]
-
+from dgc.comm.lockstep import LockstepWorld  # noqa: E402
+from dgc.compression import BF16, Dense, DGCCompressor, Route, Rule  # noqa: E402
+from dgc.memory import ResidualMemory  # noqa: E402
+from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 
 # --- dense is single-process training on the whole batch -------------------------------------------
 
@@ -121,14 +71,6 @@ def test_one_rank_is_the_plain_optimizer_bit_by_bit(make):
             loss_of(m, step).backward()
             o.step()
     assert_same(model, plain, exactly=True)
-
-
-def dgc(ratio=0.1, momentum=0.9, nesterov=False, **options):
-    return DGCCompressor(ratio, DGCSGDMemory(momentum, nesterov), **options)
-
-
-def dgc_sgd(model, **options):
-    return DGCSGD(model.parameters(), lr=0.1, momentum=0.9, **options)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -652,6 +594,44 @@ def test_momentum_has_one_owner(case):
         wrap(net(), alone(), make, compression=compression())
 
 
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.1}], ids=str)
+def test_parameters_that_travel_dense_get_momentum_once(options):
+    """Beside compressed ones, with gradients that do not depend on these."""
+
+    def body(model, transport):
+        compression = dgc(0.05, nesterov=options.get("nesterov", False))
+        optimizer = wrap(model, transport, lambda m: dgc_sgd(m, **options), compression=compression)
+        for step in range(5):
+            optimizer.zero_grad()
+            sum((p * (step + transport.rank)).sum() for p in model.parameters()).backward()
+            optimizer.step()
+
+    reference = net()
+    optimizer = momentum_sgd(reference, **options)
+    for step in range(5):
+        optimizer.zero_grad()
+        sum((p * (step + 0.5)).sum() for p in reference.parameters()).backward()
+        optimizer.step()
+    (model, _) = run(2, body)
+    for name, p in model.named_parameters():
+        alike = torch.allclose(p, reference.get_parameter(name), rtol=1e-5, atol=1e-6)
+        assert alike == (p.dim() == 1), name
+
+
+def test_momentum_that_a_scheduler_cycles_has_two_owners():
+    model = net()
+    optimizer = wrap(model, alone(), dgc_sgd, compression=dgc())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.param_groups[0]["momentum"] = 0.85
+    with pytest.raises(ValueError, match="momentum of group 0 was 0.9.*now 0.85.*cycle_momentum=False"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("make", [momentum_sgd, lambda m: torch.optim.Adam(m.parameters())])
 def test_a_memory_without_momentum_goes_with_any_optimizer(make):
     model = net()
@@ -699,7 +679,7 @@ def test_groups_are_told_to_have_no_effect():
 
 
 def test_no_new_groups():
-    with pytest.raises(ValueError, match="before DistributedOptimizer"):
+    with pytest.raises(ValueError, match=r"cannot be added here: close\(\)"):
         wrap(net(), alone()).add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 

@@ -8,7 +8,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import alone, findings, horovodrun, mpirun  # noqa: E402
 
-QUICK = ("requests", "every_compressor", "one_rank_differs", "state_initialisation", "unused_on_one_rank")
+QUICK = (
+    "requests",
+    "every_compressor",
+    "one_rank_differs",
+    "state_initialisation",
+    "unused_on_one_rank",
+    "nonfinite",
+    "loss_scaling",
+)
 
 
 def check_quick(found: list[dict]) -> None:
@@ -18,6 +26,13 @@ def check_quick(found: list[dict]) -> None:
         assert own["every_compressor"] == found[0]["every_compressor"], f"rank {rank} has another model"
         assert own["state_initialisation"]["unmoved"]
         assert own["unused_on_one_rank"] == found[0]["unused_on_one_rank"]
+        assert own["nonfinite"] == found[0]["nonfinite"]
+        for name, result in own["nonfinite"].items():
+            raised, wrong = name.endswith("raise"), f"on rank {size - 1} has NaN or inf"
+            assert result["finite"] and result["dropped"] == (not raised), name
+            assert len(result["messages"]) == raised and all(wrong in m for m in result["messages"]), name
+        assert own["loss_scaling"] == found[0]["loss_scaling"]
+        assert all(recipe[:3] == [1, 2.0**15, True] for recipe in own["loss_scaling"].values())
         message = own["one_rank_differs"]["message"]
         assert (f"rank {size - 1}" in message and "bias" in message) or size == 1
 

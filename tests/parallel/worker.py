@@ -24,7 +24,7 @@ from dgc.comm import (
 )
 from dgc.comm.horovod import HorovodTransport, hvd
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import BF16, FP16, Dense, DGCCompressor
+from dgc.compression import BF16, FP16, Dense, DGCCompressor, NonFiniteGradientError
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
 
@@ -41,7 +41,7 @@ def requests(transport: Any) -> Finding:
         second = yield (AllReduce(ones.clone(), "min"), AllReduce(ones.clone(), "max"))
         third = yield (AllToAll(ones.clone(), (2,) * size), ReduceScatter(ones.clone(), "sum"))
         right, left = (rank + 1) % size, (rank - 1) % size
-        fourth = yield (Broadcast(ones.clone(), size - 1), Exchange({right: ones[: rank + 1]}, (left,)))
+        fourth = yield (Broadcast(ones.clone(), size - 1), Exchange({right: ones[: rank + 1].clone()}, (left,)))
         fifth = yield (AllReduce(ones.clone(), "sum", "local"), AllGather(bytes_, "cross"))
         return [first, second, third, fourth, fifth]
 
@@ -165,6 +165,77 @@ def unused_on_one_rank(transport: Any) -> Finding:
     return {"sum": sum(p.double().abs().sum().item() for p in model.parameters())}
 
 
+def nonfinite(transport: Any) -> Finding:
+    """NaN on the last rank at one step: every rank drops it, or raises the same error."""
+    found: Finding = {}
+    for name, make in compressors().items():
+        for policy in ("skip", "raise"):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(20, 30)
+            corrected = getattr(compression := make(), "correction", None)
+            nesterov = corrected is not None and corrected.nesterov
+            inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
+            optimizer = DistributedOptimizer(
+                inner, model.named_parameters(), compression, transport=transport, nonfinite=policy
+            )
+            messages = []
+            for step in range(4):
+                optimizer.zero_grad()
+                bad = step == 1 and transport.rank == transport.size - 1
+                inputs = torch.full((2, 20), float("nan") if bad else 0.1 * (transport.rank + step))
+                model(inputs).square().sum().backward()
+                with warnings.catch_warnings(record=True):
+                    warnings.simplefilter("always")
+                    try:
+                        optimizer.step()
+                    except NonFiniteGradientError as error:
+                        messages.append(str(error))
+            optimizer.close()
+            weights = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
+            found[f"{name} {policy}"] = {
+                "dropped": optimizer.dropped_steps,
+                "messages": messages,
+                "weights": weights,
+                "finite": bool(model.weight.isfinite().all()) and optimizer.error_norm() < 1e6,
+            }
+    return found
+
+
+def loss_scaling(transport: Any) -> Finding:
+    """Both recipes of a GradScaler; the last rank overflows at one step, and every rank halves its scale."""
+    found: Finding = {}
+    for explicit in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(20, 30)
+        inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        optimizer = DistributedOptimizer(
+            inner,
+            model.named_parameters(),
+            DGCCompressor(0.1, DGCSGDMemory()),
+            transport=transport,
+            grad_scaler=scaler,
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            overflow = step == 1 and transport.rank == transport.size - 1
+            inputs = torch.full((2, 20), 0.1 * (transport.rank + step))
+            scaler.scale(model(inputs).square().mean() * (1e36 if overflow else 1.0)).backward()
+            if explicit:
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+        optimizer.close()
+        weights = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
+        found[str(explicit)] = [optimizer.dropped_steps, scaler.get_scale(), optimizer.error_norm() < 10, weights]
+    return found
+
+
 SCENARIOS = {
     function.__name__: function
     for function in (
@@ -174,6 +245,8 @@ SCENARIOS = {
         one_rank_differs,
         state_initialisation,
         unused_on_one_rank,
+        nonfinite,
+        loss_scaling,
     )
 }
 

@@ -53,6 +53,12 @@ def test_plan_at_ratio_one_is_everything():
     assert plan_of(3, 70, ratio=1.0).ks == (3, 70)
 
 
+@pytest.mark.parametrize(("ratio", "numel", "k"), [(0.07, 100, 7), (0.29, 100, 29), (1e-3, 1000, 1), (1e-9, 5, 1)])
+def test_the_noise_of_floats_sends_nothing_more(ratio, numel, k):
+    """0.07 * 100 is 7.000000000000001."""
+    assert plan_of(numel, ratio=ratio).ks == (k,)
+
+
 # --- Exact -----------------------------------------------------------------------------------------
 
 

@@ -56,10 +56,75 @@ def test_nothing_to_find(tmp_path):
     assert load(tmp_path, "best", "latest") == [None, None]
 
 
-def test_another_number_of_ranks_has_no_own_part(tmp_path):
-    save(tmp_path, ["e0001"], size=2)
-    for loaded in load(tmp_path, "latest", size=3):
-        assert loaded.own is None and loaded.size == 2 and loaded.shared["name"] == "e0001"
+def save_errors(directory, size):
+    """Rank r's error state is filled with r; returns nothing."""
+
+    def body(transport):
+        own = {"compression": {"velocities": {"w": torch.full((4,), float(transport.rank))}, "steps": 7}}
+        Checkpoints(directory, transport).save("e0001", {"name": "e0001"}, own)
+
+    LockstepWorld(size).run(body)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (4, 1), (1, 4)])
+def test_another_number_of_ranks_shares_the_error_state(tmp_path, old, new):
+    save_errors(tmp_path, old)
+    loaded = load(tmp_path, "latest", size=new)
+    assert all(part.size == old and part.shared["name"] == "e0001" for part in loaded)
+    assert all(part.own["compression"]["steps"] == 7 for part in loaded)
+    mean = sum(part.own["compression"]["velocities"]["w"] for part in loaded) / new
+    torch.testing.assert_close(mean, torch.full((4,), (old - 1) / 2), rtol=1e-6, atol=0)
+
+
+def test_another_number_of_ranks_names_the_file_that_is_not_here(tmp_path):
+    save_errors(tmp_path, 3)
+    (tmp_path / "e0001" / "rank2.pt").unlink()
+    with pytest.raises(Refused, match=r"rank2\.pt is missing on .* \(needed because 2 ranks resume 3\)"):
+        load(tmp_path, "latest", size=2)
+
+
+def test_evaluation_needs_no_ranks_files(tmp_path):
+    save(tmp_path, ["e0001"])
+    (tmp_path / "e0001" / "rank1.pt").unlink()
+
+    def body(transport):
+        return Checkpoints(tmp_path, transport).load("e0001", own_part=False)
+
+    assert [part.own for part in LockstepWorld(3).run(body)] == [{}] * 3
+
+
+@pytest.mark.parametrize("file", ["shared.pt", "rank1.pt"])
+def test_a_flipped_bit_is_found(tmp_path, file):
+    save(tmp_path, ["e0001"])
+    path = tmp_path / "e0001" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Refused, match=rf"{file} is not the file that was written"):
+        load(tmp_path, "latest")
+
+
+@pytest.mark.parametrize("size", ["3", 1, 0, -1, "two", None, 2.5, 10**30])
+def test_a_manifest_that_does_not_fit_its_files_is_refused(tmp_path, size):
+    save(tmp_path, ["e0001"])
+    path = tmp_path / "e0001" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "size": size}))
+    with pytest.raises(Refused, match=r"manifest\.json cannot be read"):
+        load(tmp_path, "latest")
+
+
+def test_the_latest_and_the_best_are_never_written_over(tmp_path):
+    """Other ranks can come to the same step again: a crash there must leave the latest as it is."""
+    save(tmp_path, ["e0001s00006"], size=2, best=["e0001s00006"])
+    before = (tmp_path / "e0001s00006" / "shared.pt").stat().st_ino
+    save(tmp_path, ["e0001s00006", "e0001s00008"], size=3)
+    assert (tmp_path / "e0001s00006" / "shared.pt").stat().st_ino == before
+    assert load(tmp_path, "best", size=2)[0].size == 2
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "e0001s00006",
+        "e0001s00006-2",
+        "e0001s00008",
+    ]
 
 
 @pytest.mark.parametrize("dies_at", range(5))

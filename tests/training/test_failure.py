@@ -64,7 +64,8 @@ def test_a_refusal_has_no_traceback(error):
 
 
 @pytest.mark.parametrize(
-    ("signum", "status", "name"), [("SIGINT", 130, "Ctrl-C"), ("SIGTERM", 143, "SIGTERM")]
+    ("signum", "status", "name"),
+    [("SIGINT", 130, "Ctrl-C"), ("SIGTERM", 143, "SIGTERM"), ("SIGUSR1", 138, "SIGUSR1")],
 )
 def test_signals_end_cleanly(signum, status, name):
     body = f"os.kill(os.getpid(), signal.{signum})\n    time.sleep(9)"
@@ -144,9 +145,102 @@ def test_sigterm_ends_a_run_and_the_same_command_goes_on(tmp_path):
         while process.poll() is None and not list(tmp_path.glob("runs/*/checkpoints/latest.json")):
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=60)
     # 0 if the run was quicker than the signal.
-    assert process.returncode in (143, 0) and "Traceback" not in errors
+    assert process.returncode in (75, 0) and "Traceback" not in errors
+    assert process.returncode == 0 or "Asked to end by SIGTERM: saved e0001" in output
     result = launch(command, tmp_path)
     assert result.returncode == 0 and "resumed from checkpoint e000" in result.stdout
     assert (tmp_path / "runs/digits.cnn.np1/summary.json").exists()
+
+
+def test_a_rank_that_is_told_to_end_while_it_holds_its_message_back_is_quiet():
+    body = "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n    raise ValueError('late')"
+    result = run_block(
+        f"import signal, threading\nwith ending_all_ranks():\n{body}",
+        OMPI_COMM_WORLD_RANK="1",
+        OMPI_COMM_WORLD_SIZE="2",
+    )
+    assert result.returncode == 143 and result.stderr == ""
+
+
+STUCK_MODEL = """
+import os, time
+from models import DigitsCNN
+
+class Stuck(DigitsCNN):
+    calls = 0
+
+    def forward(self, images):
+        Stuck.calls += 1
+        if Stuck.calls == 3 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            self.read_a_shard_that_never_comes()
+        return super().forward(images)
+
+    def read_a_shard_that_never_comes(self):
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_that_is_stuck_is_named_and_where(tmp_path, monkeypatch):
+    (tmp_path / "stuck.py").write_text(STUCK_MODEL)
+    (tmp_path / "stuck.yaml").write_text("model: {_target_: stuck.Stuck}\n")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    configs = ["--configs", "configs/digits/cnn.py", tmp_path / "stuck.yaml", "--configs.train.timeout", "10"]
+    result = launch(
+        [*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120
+    )
+    assert result.returncode == 1
+    told = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    assert len(told) == 1 and told[0].startswith("[rank 1 of 2 on ")
+    assert "rank 1 did not join" in told[0] and "the others have waited" in told[0]
+    assert "in read_a_shard_that_never_comes" in result.stderr
+
+
+@pytest.mark.timeout(150)
+def test_a_stopped_process_is_named(tmp_path):
+    """A rank none of whose threads answers."""
+    program = """
+import os, signal, time
+from dgc.comm import barrier
+from dgc.comm.horovod import HorovodTransport
+from training.failure import ending_all_ranks
+from training.watchdog import WatchedTransport, watching
+
+with ending_all_ranks():
+    transport = WatchedTransport(HorovodTransport(timeout=6))
+    with watching(transport, 6):
+        barrier(transport)
+        time.sleep(2)
+        if transport.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        barrier(transport)
+"""
+    started = time.monotonic()
+    result = launch([*MPIRUN, "-np", "2", sys.executable, "-c", program], tmp_path, timeout=100)
+    assert result.returncode != 0 and time.monotonic() - started < 90
+    told = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    assert told[0].startswith("[rank 0 of 2 on ") and "rank 1 does not answer at all" in told[0]
+    assert len(told) == 1 and "Traceback" not in result.stderr
+
+
+def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path, monkeypatch):
+    (tmp_path / "shards.py").write_text("""
+import os
+from datasets import Digits
+
+def make(path: str) -> Digits:
+    open(path + os.environ["OMPI_COMM_WORLD_RANK"]).close()
+    return Digits()
+""")
+    (tmp_path / "shard0").touch()
+    (tmp_path / "shards.yaml").write_text(f"dataset: {{_target_: shards.make, path: {tmp_path}/shard}}\n")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    words = ["--configs", "configs/digits/cnn.py", tmp_path / "shards.yaml", "--configs.model.num_classes", "10"]
+    result = launch([*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *words, *FLAGS], tmp_path)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    told = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    assert len(told) == 1 and told[0].startswith("[rank 1 of 2 on ")
+    assert "dataset (shards.make): FileNotFoundError" in told[0] and "shard1" in told[0]
+    assert not (tmp_path / "runs").exists()

@@ -5,7 +5,18 @@ import io
 import pytest
 import torch
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
 from training.schedule import Schedule, scale_learning_rate, warmup_factor
 
@@ -82,6 +93,12 @@ SCHEDULERS = {
     "none": None,
     "multistep": lambda o: MultiStepLR(o, [1, 2]),
     "cosine": lambda o: CosineAnnealingLR(o, 5),
+    "step": lambda o: StepLR(o, 2),
+    "exponential": lambda o: ExponentialLR(o, 0.9),
+    "polynomial": lambda o: PolynomialLR(o, 6, 2.0),
+    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
+    "linear": lambda o: LinearLR(o, 0.25, 1.0, 3),
     "onecycle": lambda o: OneCycleLR(o, max_lr=1.0, total_steps=100),
 }
 

@@ -10,9 +10,10 @@ import torch
 import train
 from dgc.comm.lockstep import LockstepWorld
 from training.arguments import parse_arguments
-from training.checkpoint import read_tensors
-from training.config import load
+from training.checkpoint import fingerprint, read_tensors
+from training.config import ConfigError, load
 from training.failure import Refused
+from training.setup import require_complete
 
 EXPERIMENT = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
 QUICK = [
@@ -123,9 +124,49 @@ def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(copy, capsy
     assert lines == [f"{name} {value:.2f}" for name, value in best.items()]
 
 
+SCHEDULES = {
+    "multistep right after a milestone": ["_target_=torch.optim.lr_scheduler.MultiStepLR", "milestones=[1]"],
+    "one cycle, per step": [
+        "_target_=torch.optim.lr_scheduler.OneCycleLR",
+        "max_lr=0.2",
+        "total_steps=40",
+        "cycle_momentum=false",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_resumed_with_accumulation_and_any_schedule(tmp_path, name):
+    """2 passes per step; stopped by the end of its epochs, right after the milestone, and in mid-epoch."""
+    target, *keywords = SCHEDULES[name]
+    (tmp_path / "schedule.yaml").write_text(
+        "train: {scheduler: {" + ", ".join(word.replace("=", ": ") for word in (target, *keywords)) + "}}"
+    )
+    words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", str(tmp_path / "schedule.yaml")]
+    words += [f"--configs.train.{word}" for word in ("num_batches_per_step=2", "warmup_lr_epochs=0")]
+    words += ["--configs.train.checkpoint_every=2", "--configs.train.num_epochs=3"]
+    words += [f"--configs.train.schedule_lr_per_epoch={'step' not in name.split()}"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(["--run-dir", str(whole), *words])
+    shutil.copytree(whole, parts)
+    for start in ("e0002", "e0002s00002", "e0002s00004"):
+        if not (parts / "checkpoints" / start).exists():
+            continue
+        shutil.rmtree(parts)
+        shutil.copytree(whole, parts)
+        shutil.rmtree(parts / "checkpoints" / "e0003")
+        (parts / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": start}))
+        run(["--run-dir", str(parts), *words])
+        for file in ("shared.pt", "rank0.pt", "rank1.pt"):
+            states = [read_tensors(side / "checkpoints" / "e0003" / file) for side in (whole, parts)]
+            for state in states:
+                state.pop("random", None)
+            assert_equal(*states)
+
+
 def test_another_number_of_ranks_goes_on_with_a_warning(copy):
     (copy / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": "e0001s00005"}))
-    with pytest.warns(UserWarning, match="was saved by 2 ranks and is resumed by 3"):
+    with pytest.warns(UserWarning, match="saved by 2 ranks and is resumed by 3: .* mean over the ranks"):
         run(["--run-dir", str(copy)], size=3)
     assert json.loads((copy / "summary.json").read_text())["ranks"] == 3
 
@@ -137,6 +178,80 @@ def test_another_config_is_refused_and_nothing_is_overwritten(copy):
     with pytest.raises(Refused, match=r"train\.optimizer\.lr"):
         run(["--run-dir", str(copy), "--evaluate", "--configs.train.optimizer.lr=0.5"])
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def vouch_for(folder, name):
+    """Makes the manifest say that a changed file is the one that was written."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = fingerprint(folder / name)
+    path.write_text(json.dumps(manifest))
+
+
+FOREIGN = {
+    "an epoch that is no number": (lambda s: s["progress"].update(epoch=float("inf")), r"progress\.epoch is inf"),
+    "a buffer that is text": (
+        lambda s: s["optimizer"]["state"][0].update(momentum_buffer="x"),
+        r"optimizer\.state\.0\.momentum_buffer is of type str",
+    ),
+    "a state of a group": (lambda s: s["optimizer"]["state"].update({4: None}), r"optimizer\.state\.4 is not"),
+    "a buffer of another shape": (
+        lambda s: s["optimizer"]["state"][0].update(momentum_buffer=torch.zeros(3)),
+        r"momentum_buffer is not a tensor of shape",
+    ),
+    "a group without a rate": (lambda s: s["optimizer"]["param_groups"][0].pop("lr"), r"param_groups\.0 is"),
+    "another schedule": (lambda s: s["schedule"]["scheduler"].pop("T_max"), r"schedule\.scheduler is"),
+    "another model": (lambda s: s["model"].popitem(), "Missing key"),
+    "nothing": (lambda s: s.clear(), "KeyError"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_checkpoint_that_does_not_fit_is_one_error_on_every_rank(copy, what):
+    change, message = FOREIGN[what]
+    folder = copy / "checkpoints" / "e0002"
+    shared = read_tensors(folder / "shared.pt")
+    change(shared)
+    torch.save(shared, folder / "shared.pt")
+    vouch_for(folder, "shared.pt")
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    with pytest.raises(Refused, match=rf"e0002 does not fit this run \(rank 0\): (.|\n)*{message}"):
+        run(["--run-dir", str(copy)])
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_a_foreign_part_of_one_rank_names_that_rank(copy):
+    folder = copy / "checkpoints" / "e0002"
+    torch.save({"compression": {}, "batch_norm": {"other": 1}, "random": {}}, folder / "rank1.pt")
+    vouch_for(folder, "rank1.pt")
+    with pytest.raises(Refused, match=r"does not fit this run \(rank 1\): ValueError: batch_norm is \['other'\]"):
+        run(["--run-dir", str(copy)])
+
+
+@pytest.mark.parametrize("damage", [b"a: [", b"\x00\x1a", b"\xff\xfe\xfa", b"  a: 1\nb: 2\n"])
+def test_a_damaged_config_of_the_run_is_told(copy, damage):
+    (copy / "config.yaml").write_bytes(damage)
+    with pytest.raises(Refused, match=r"config\.yaml is damaged .* --no-resume"):
+        run(["--run-dir", str(copy)])
+    assert (copy / "config.yaml").read_bytes() == damage
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("model.width=-3", r"model \(models\.DigitsCNN\): RuntimeError: .*\.py:\d+\)"),
+        ("train.num_batches_per_step=2000", r"cannot be built from this config: .* has 1437 samples, too few"),
+        ("seed=1000000000000000000000", "seed is 1000000000000000000000; generators take 63 bits"),
+    ],
+)
+def test_values_that_cannot_be_are_told_in_one_line(tmp_path, word, message):
+    words = [*EXPERIMENT, "--devices", "cpu", *QUICK, f"--configs.{word}"]
+    with pytest.raises(ConfigError, match=message) as told:
+        args, overrides = parse_arguments([*words, "--run-dir", str(tmp_path / "run")])
+        tree = load(args.configs, overrides)
+        require_complete(tree, "cpu")
+        LockstepWorld(1).run(lambda transport: train.run(args, tree, transport))
+    assert "\n" not in str(told.value) and list(tmp_path.iterdir()) == []
 
 
 def test_settings_that_train_the_same_may_change(copy, capsys):

@@ -110,6 +110,13 @@ def test_fp32_values_keep_their_bits():
     assert torch.equal(CastValues().quantize(values), values)
 
 
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_fit_the_gradients_precision(wire):
+    """A mean that is to be written into fp16 gradients must not be inf there, whatever the wire holds."""
+    cut = CastValues(wire).quantize(torch.tensor([1e6, -1e6, 2.0]), result=torch.float16)
+    assert cut.dtype == wire and cut.to(torch.float16).isfinite().all() and cut[2] == 2.0
+
+
 def test_indices_that_do_not_fit_are_refused():
     PlainIndices(torch.int32).check(2**31)
     with pytest.raises(ValueError, match="int32_indices=False"):

@@ -1,4 +1,7 @@
-"""Constructors as import paths: an object's path, a path's object, the keywords it takes, and the call."""
+"""Constructors as import paths: an object's path, a path's object, the keywords it takes, and the call.
+
+Configs may name torchvision's models and data sets, also beside a torch that torchvision was not built for.
+"""
 
 import importlib
 import inspect
@@ -8,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+import datasets.torchvision_compat  # noqa: F401
 from training.config.errors import ConfigError, closest
 
 _ANNOTATIONS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}

@@ -1,0 +1,9 @@
+"""ResNet-56 of the CIFAR family (He et al. 2016, section 4.2), 853,018 parameters.
+
+Not among the original's files; with the settings of its others.
+"""
+
+from models import resnet56
+from training.config import Config, configs, derived
+
+configs.model = Config(resnet56, num_classes=derived("dataset.num_classes"))

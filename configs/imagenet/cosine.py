@@ -1,0 +1,8 @@
+"""Cosine in place of steps; stacked after a model: configs/imagenet/resnet50.py configs/imagenet/cosine.py."""
+
+import torch
+
+from training.config import Config, configs, derived
+
+configs.train.scheduler = Config(torch.optim.lr_scheduler.CosineAnnealingLR)
+configs.train.scheduler.T_max = derived("max(1, train.num_epochs - train.warmup_lr_epochs)")

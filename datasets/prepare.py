@@ -1,0 +1,61 @@
+"""One process per machine prepares a data set, and the others wait, without a word between them: a file lock.
+
+Each process that needs an unprepared data set asks for the lock in its folder. The first prepares, the rest
+find it prepared when their turn comes. The system frees the lock of a process that ends in whatever way, and
+an archive is unpacked beside its place and moved there in one step, so that a folder that exists is whole.
+A prepared data set is only read: its folder may be read-only.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+LOCK = ".preparing"
+# What a file system says that knows no locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def prepare_once(root: Path, is_ready: Callable[[], bool], prepare: Callable[[], None]) -> None:
+    """Calls `prepare` in one of the processes that get here, unless `is_ready`; all return once it is done.
+
+    If `prepare` raises, the next process tries. ValueError where `root` cannot be written to or locked.
+    """
+    if is_ready():
+        return
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = open(root / LOCK, "a")
+    except OSError as error:
+        raise ValueError(f"the data set cannot be prepared in {root}: {error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            raise ValueError(
+                f"the file system of {root} knows no locks; prepare the data set there with one process first"
+            ) from error
+        if not is_ready():
+            prepare()
+
+
+def unpack(archive: Path, folder: str) -> None:
+    """Unpacks `folder` of a tar archive beside the archive, whole or not at all. ValueError if it is damaged."""
+    with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".unpacking-") as scratch:
+        try:
+            with tarfile.open(archive) as tar:
+                tar.extractall(scratch, filter="data")
+        except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+            raise ValueError(f"{archive} cannot be unpacked: {error}") from error
+        if not Path(scratch, folder).is_dir():
+            raise ValueError(f"{archive} holds no folder {folder}")
+        place = archive.parent / folder
+        if place.exists():  # one that an interrupted download of another program left
+            shutil.rmtree(place)
+        os.rename(Path(scratch, folder), place)

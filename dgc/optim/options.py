@@ -1,0 +1,85 @@
+"""What the arguments of DistributedOptimizer stand for."""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dgc.comm.transport import Transport
+from dgc.compression.dense import Cast, Dense
+from dgc.compression.protocol import Compressor, Stateless
+from dgc.compression.route import Route, Rule
+
+_optimizers_of: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
+_in_use: WeakSet[Compressor] = WeakSet()
+
+
+def name_parameters(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> list[tuple[str, Tensor]]:
+    """(name, parameter) of every parameter of the optimizer that needs a gradient, each once, in model order."""
+    owned = {
+        p: f"group{g}.param{i}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
+    if named_parameters is None:
+        named = [(name, p) for p, name in owned.items()]
+    else:
+        unique = {p: name for name, p in reversed(list(named_parameters)) if p in owned}
+        named = [(name, p) for p, name in reversed(unique.items())]
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"named_parameters holds different parameters of one name: {', '.join(twice)}")
+    known = {p for _, p in named}
+    unnamed = [name for p, name in owned.items() if p.requires_grad and p not in known]
+    if unnamed:
+        raise ValueError(f"named_parameters lacks {len(unnamed)} parameters of the optimizer: {unnamed[:5]}")
+    return [(name, p) for name, p in named if p.requires_grad]
+
+
+def as_route(compression: Any) -> Route:
+    """Horovod's compressions are classes, ours are instances."""
+    if isinstance(compression, Route):
+        return compression
+    if compression is None:
+        return Route([Rule(Dense())])
+    if isinstance(compression, type) and (hasattr(compression, "reduce") or issubclass(compression, Route)):
+        name = compression.__name__
+        raise ValueError(f"compression={name} is a class: pass an instance, compression={name}(...)")
+    if hasattr(compression, "reduce"):
+        return Route([Rule(compression)])
+    if hasattr(compression, "compress") and hasattr(compression, "decompress"):
+        return Route([Rule(Cast(compression))])
+    raise ValueError(f"compression must be a compressor, a Route or a Horovod compression, not {compression!r}")
+
+
+def as_factor(op: Any, size: int) -> int:
+    """What the mean over ranks is multiplied by. Horovod's constants are recognised by their names."""
+    name = {"0": "average", "1": "sum"}.get(str(op), str(op)).lower()
+    if name in ("average", "mean"):
+        return 1
+    if name == "sum":
+        return size
+    raise ValueError(f"op must be 'average' or 'sum', not {op!r}")
+
+
+def unused_prefix(transport: Transport) -> str:
+    """A name that no other optimizer on this transport has; all ranks build theirs in one order."""
+    _optimizers_of[transport] = number = _optimizers_of.get(transport, -1) + 1
+    return f"dgc{number}"
+
+
+def take_compressors(compressors: Iterable[Compressor]) -> None:
+    """Error state belongs to one optimizer: two would save, load and count each other's."""
+    for compressor in compressors:
+        if not isinstance(compressor, Stateless):
+            if compressor in _in_use:
+                raise ValueError(
+                    f"this {type(compressor).__name__} holds the error state of another DistributedOptimizer: "
+                    "give each a compressor of its own"
+                )
+            _in_use.add(compressor)

@@ -1,0 +1,63 @@
+"""Loss scaling (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2) around an exchange of gradients.
+
+With scale s the loss is multiplied by s, so backward gives s g. A bucket is divided by s before compression and
+multiplied by s after it: error state knows nothing of s, which may change from step to step, and
+GradScaler.unscale_ finds what it expects. Where any rank's gradient has NaN or inf, all ranks get NaN, so that
+every rank's scaler skips the step and lowers s alike.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dgc.optim.planning import PlannedBucket
+
+
+class LossScale:
+    """grad_scaler: a torch.amp.GradScaler, or None for no scaling. A disabled scaler is none."""
+
+    def __init__(self, grad_scaler: Any, planned: Sequence[PlannedBucket]):
+        self._scaler = grad_scaler
+        self.enabled = grad_scaler is not None and bool(grad_scaler.is_enabled())
+        half = [s.name for p in planned if p.bucket.flat.dtype == torch.float16 for s in p.bucket.segments]
+        if self.enabled and half:
+            raise ValueError(
+                f"grad_scaler cannot unscale gradients of fp16 parameters, such as {half[0]}: keep parameters in "
+                "fp32 and use torch.autocast"
+            )
+
+    def divide_(self, flat: Tensor) -> None:
+        if self.enabled:
+            flat.div_(self._on(flat.device))
+
+    def multiply_(self, flat: Tensor) -> None:
+        if self.enabled:
+            flat.mul_(self._on(flat.device))
+
+    def check_before_averaging(self, optimizer: Optimizer) -> None:
+        """RuntimeError where a scaler's step() must not begin with averaging."""
+        if not self.enabled:
+            raise RuntimeError(
+                "a GradScaler steps this DistributedOptimizer, which was not told of it: pass it as grad_scaler="
+            )
+        if self._is_unscaled(optimizer):
+            raise RuntimeError(
+                "unscale_(optimizer) came before optimizer.synchronize(): gradients are averaged first, then "
+                "unscaled, then clipped, then stepped inside optimizer.skip_synchronize()"
+            )
+
+    def check_before_step(self, optimizer: Optimizer) -> None:
+        """RuntimeError where a step would take scaled gradients."""
+        if self.enabled and not self._is_unscaled(optimizer):
+            raise RuntimeError("the gradients are scaled: call grad_scaler.step(optimizer), not optimizer.step()")
+
+    def _is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether the scaler has unscaled this optimizer's gradients since its last update()."""
+        return self._scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED"
+
+    def _on(self, device: torch.device) -> Tensor:
+        # get_scale() would wait for the device
+        return self._scaler.scale(torch.ones((), device=device))

@@ -1,0 +1,90 @@
+"""What a wrapped optimizer still is: its groups and state; and the compression state beside them."""
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from dgc.compression.protocol import Compressor
+
+
+class Wrapper(Optimizer):
+    """Parameter groups, state, defaults and all else unknown here are the wrapped optimizer's, `inner`.
+
+    It cannot be copied or pickled: it holds hooks on its parameters and a connection to the other ranks. What
+    there is to save are `state_dict()` and, on each rank, `compression_state_dict()`.
+    """
+
+    def __init__(self, inner: Optimizer, compressors: Sequence[Compressor]):
+        # Optimizer's own __init__ would make groups and hooks of its own
+        self.inner: Any = inner
+        self._compressors = list(compressors)
+
+    # --- the wrapped optimizer's ------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, the same on every rank."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError(
+            "parameters cannot be added here: close() this optimizer, add the group to the wrapped one "
+            "(`inner`), and wrap that in a new DistributedOptimizer"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not set yet: an object under construction
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: save state_dict() and, on each rank, "
+            "compression_state_dict(), and load them into a new one"
+        )
+
+    # --- compression ------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> float:
+        """Tell the compressors the epoch, counted from 0, for their warm-up; the compress_ratio now."""
+        for compressor in self._compressors:
+            compressor.begin_epoch(epoch)
+        return self.compress_ratio
+
+    @property
+    def compress_ratio(self) -> float:
+        """The smallest nominal fraction of elements that a compressor sends now; 1.0 is dense."""
+        return min((c.compress_ratio for c in self._compressors), default=1.0)
+
+    def error_norm(self) -> float:
+        """L2 norm of this rank's error state: what waits to be sent."""
+        squares = [float(e.norm(dtype=torch.float64)) ** 2 for c in self._compressors for e in c.errors()]
+        return sqrt(sum(squares))
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """This rank's error state. Unlike `state_dict()` it differs between ranks: save it on each of them."""
+        return {f"{type(c).__name__}.{i}": c.state_dict() for i, c in enumerate(self._compressors)}
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        own = {f"{type(c).__name__}.{i}": c for i, c in enumerate(self._compressors)}
+        if own.keys() != state.keys():
+            raise ValueError(f"the state is of other compressors: {sorted(state)}, here are {sorted(own)}")
+        for name, compressor in own.items():
+            compressor.load_state_dict(state[name])

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Trains under horovodrun:
+#
+#   RANKS=8 scripts/horovodrun.sh --configs configs/cifar/resnet20.py configs/dgc/wm5.py
+#   HOSTS=server0:4,server1:4 scripts/horovodrun.sh --configs configs/cifar/resnet20.py configs/dgc/wm5.py
+#
+# HOSTS, RANKS, MPI_OPTIONS and DRY_RUN are described in scripts/common.sh.
+set -euo pipefail
+# shellcheck source=scripts/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+settle "$@"
+
+options=(-np "$RANKS" -H "$HOSTS")
+if [ -n "${MPI_OPTIONS:-}" ]; then options+=(--mpi-args "$MPI_OPTIONS"); fi
+start horovodrun "${options[@]}" python "$root/train.py" "$@"

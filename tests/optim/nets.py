@@ -1,0 +1,91 @@
+"""A small model, its data, and N ranks that train it."""
+
+import threading
+
+import torch
+from torch import nn
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DGCCompressor
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+
+BATCH = 4
+SIZES = [1, 2, 3]
+
+
+class Net(nn.Module):
+    """Two layers, and one that `forward` uses only when asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.spare = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x, spare=True):
+        x = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.spare(x)) if spare else x)
+
+
+_lock = threading.Lock()
+
+
+def net(seed=0):
+    # simulated ranks are threads of one process, with one random generator
+    with _lock, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net()
+
+
+def data(step, rank=0):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
+
+
+def loss_of(model, step, rank=0, **options):
+    x, y = data(step, rank)
+    return (model(x, **options) - y).square().mean()
+
+
+def joint_loss(model, step, size, **options):
+    """On all ranks' batches as one: the mean of the ranks' losses."""
+    return sum(loss_of(model, step, rank, **options) for rank in range(size)) / size
+
+
+def momentum_sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+
+
+def wrap(model, transport, make=momentum_sgd, **options):
+    return DistributedOptimizer(make(model), model.named_parameters(), transport=transport, **options)
+
+
+def values(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same(a, b, exactly=False):
+    tolerance = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(values(a), values(b), **tolerance)
+
+
+def run(size, body, models=None):
+    """`body(model, transport)` on every rank; the models, after a check that they are equal bit by bit."""
+    models = models or [net() for _ in range(size)]
+    LockstepWorld(size).run(lambda t: body(models[t.rank], t))
+    for model in models[1:]:
+        assert_same(model, models[0], exactly=True)
+    return models
+
+
+def alone():
+    return LockstepWorld(1).transports[0]
+
+
+def dgc(ratio=0.1, momentum=0.9, nesterov=False, **options):
+    return DGCCompressor(ratio, DGCSGDMemory(momentum, nesterov), **options)
+
+
+def dgc_sgd(model, **options):
+    return DGCSGD(model.parameters(), lr=0.1, momentum=0.9, **options)

@@ -1,0 +1,327 @@
+"""What training scripts do to parameters and optimizers besides stepping, at two ranks."""
+
+import copy
+import io
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import alone, assert_same, dgc, dgc_sgd, joint_loss, loss_of, momentum_sgd, net, run, wrap  # noqa: E402
+
+from dgc.comm.lockstep import LockstepWorld  # noqa: E402
+from dgc.compression import Dense, DGCCompressor, Route, Rule  # noqa: E402
+from dgc.memory import ResidualMemory  # noqa: E402
+from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
+from dgc.optim.options import as_route  # noqa: E402
+
+KINDS = {"dense": Dense, "dgc": lambda: dgc(0.2), "dgc dense": lambda: dgc(1.0)}
+every_kind = pytest.mark.parametrize("compression", KINDS.values(), ids=KINDS)
+
+
+def step(model, optimizer, number, rank, **options):
+    optimizer.zero_grad()
+    loss_of(model, number, rank, **options).backward()
+    optimizer.step()
+
+
+# --- frozen and thawing ----------------------------------------------------------------------------
+
+
+@every_kind
+def test_thawed_parameters_are_refused_on_every_rank_until_wrapped_again(compression):
+    errors = []
+
+    def body(model, transport):
+        model.first.requires_grad_(False)
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+        step(model, optimizer, 0, transport.rank)
+        model.first.requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, 1, transport.rank).backward()
+        with pytest.raises(ValueError, match=r"needs a gradient now.*close\(\) it and wrap") as error:
+            optimizer.step()
+        errors.append(str(error.value))
+        optimizer.synchronize()  # what was on its way is taken in, and dropped with the gradients
+        optimizer.close()
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+        for number in range(2, 5):
+            step(model, optimizer, number, transport.rank)
+
+    (model, _) = run(2, body)
+    assert len(errors) == 2 and errors[0] == errors[1]
+    assert not torch.equal(model.first.weight, net().first.weight)
+
+
+@every_kind
+def test_parameters_that_freeze_later_stay_and_may_thaw(compression):
+    def body(model, transport):
+        make = lambda m: dgc_sgd(m, weight_decay=0.1)  # noqa: E731
+        optimizer = wrap(model, transport, make, compression=compression())
+        for number in range(3):
+            step(model, optimizer, number, transport.rank)
+        model.first.requires_grad_(False)
+        before = model.first.weight.detach().clone()
+        for number in range(3, 6):
+            step(model, optimizer, number, transport.rank)
+        assert torch.equal(model.first.weight, before)
+        model.first.requires_grad_(True)
+        step(model, optimizer, 6, transport.rank)
+        assert not torch.equal(model.first.weight, before)
+
+    run(2, body)
+
+
+# --- unused, shared, sparse ------------------------------------------------------------------------
+
+
+@every_kind
+def test_parameters_unused_in_some_steps_on_some_ranks(compression):
+    def body(model, transport):
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression(), bucket_mb=2e-4)
+        for number in range(6):
+            step(model, optimizer, number, transport.rank, spare=(number + transport.rank) % 3 == 0)
+
+    (model, _) = run(2, body)
+    assert not torch.equal(model.spare.weight, net().spare.weight)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(30, 6)
+        self.out = nn.Linear(6, 30, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, words):
+        return self.out(torch.tanh(self.words(words)))
+
+
+@pytest.mark.parametrize("ratio", [0.1, 1.0])
+def test_shared_parameters_compressed(ratio):
+    """One gradient, exchanged once; at ratio 1 it is one process on both ranks' data."""
+    torch.manual_seed(0)
+    reference = Shared()
+    models = [copy.deepcopy(reference) for _ in range(2)]
+    words = [torch.arange(10) + 7 * rank for rank in range(2)]
+
+    def loss(model, rank):
+        return nn.functional.cross_entropy(model(words[rank]), words[rank])
+
+    def body(model, transport):
+        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(ratio))
+        assert [s.name for p in optimizer.exchange.planned for s in p.bucket.segments] == ["words.weight"]
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss(model, transport.rank).backward()
+            optimizer.step()
+
+    (model, _) = run(2, body, models)
+    optimizer = momentum_sgd(reference)
+    for _ in range(5):
+        optimizer.zero_grad()
+        ((loss(reference, 0) + loss(reference, 1)) / 2).backward()
+        optimizer.step()
+    if ratio == 1.0:
+        assert_same(model, reference)
+    assert not torch.equal(model.out.weight, reference.out.weight) or ratio == 1.0
+
+
+@every_kind
+@pytest.mark.parametrize("passes", [1, 2])
+def test_sparse_embedding_gradients(compression, passes):
+    """sparse=True gives what sparse=False gives, through the same buckets."""
+    words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
+
+    def train(sparse):
+        models = [nn.EmbeddingBag(20, 4, sparse=sparse) for _ in range(2)]
+
+        def body(model, transport):
+            nn.init.ones_(model.weight)
+            optimizer = wrap(
+                model, transport, dgc_sgd, compression=compression(), backward_passes_per_step=passes
+            )
+            for _ in range(3):
+                optimizer.zero_grad()
+                for part in range(passes):
+                    model(words[transport.rank] + part % 1).square().sum().mul(0.01).backward()
+                optimizer.step()
+
+        return run(2, body, models)[0]
+
+    assert_same(train(True), train(False))
+
+
+# --- groups, closures, clipping --------------------------------------------------------------------
+
+
+def groups(model):
+    first = {"params": list(model.first.parameters()), "lr": 0.02}
+    rest = {"params": [*model.spare.parameters(), *model.last.parameters()], "weight_decay": 0.1}
+    return DGCSGD([first, rest], lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 1.0])
+def test_groups_of_a_compressed_optimizer(ratio):
+    def body(model, transport):
+        optimizer = wrap(model, transport, groups, compression=dgc(ratio))
+        for number in range(4):
+            step(model, optimizer, number, transport.rank)
+
+    (model, _) = run(2, body)
+    if ratio == 1.0:
+        reference = net()
+        optimizer = groups(reference)
+        for number in range(4):
+            optimizer.zero_grad()
+            joint_loss(reference, number, 2).backward()
+            optimizer.step()
+        assert_same(model, reference)
+
+
+def test_a_group_is_added_by_wrapping_again():
+    def body(model, transport):
+        inner = torch.optim.SGD(model.first.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
+        with pytest.raises(ValueError, match=r"close\(\) this optimizer, add the group to the wrapped one"):
+            optimizer.add_param_group({"params": model.last.parameters()})
+        optimizer.close()
+        optimizer.inner.add_param_group({"params": model.last.parameters()})
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
+        step(model, optimizer, 0, transport.rank)
+
+    (model, _) = run(2, body)
+    assert not torch.equal(model.last.weight, net().last.weight)
+
+
+@every_kind
+def test_closures_and_clipping(compression):
+    """A closure's gradients are exchanged like any others, and clipping acts on the mean."""
+
+    def body(model, transport):
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+
+        def closure():
+            optimizer.zero_grad()
+            loss = 100 * loss_of(model, 0, transport.rank)
+            loss.backward()
+            return loss
+
+        assert torch.equal(optimizer.step(closure), 100 * loss_of(net(), 0, transport.rank))
+        closure()
+        optimizer.synchronize()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        clipped = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert norm > 0.5 and float(clipped.norm()) == pytest.approx(0.5, rel=1e-3)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        model.norm = norm
+
+    one, two = run(2, body)
+    assert torch.equal(one.norm, two.norm)
+
+
+@every_kind
+def test_synchronizing_twice_is_synchronizing_once(compression):
+    def train(times):
+        def body(model, transport):
+            optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+            for number in range(3):
+                optimizer.zero_grad()
+                loss_of(model, number, transport.rank).backward()
+                for _ in range(times):
+                    optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+
+        return run(2, body)[0]
+
+    assert_same(train(2), train(1), exactly=True)
+
+
+# --- copies ----------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_copies_of_the_optimizer_say_what_to_do(compression):
+    optimizer = wrap(net(), alone(), dgc_sgd, compression=compression())
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())):
+        with pytest.raises(TypeError, match="cannot be copied or pickled: save state_dict"):
+            copied(optimizer)
+
+
+@every_kind
+def test_copies_of_the_model_are_free_of_hooks(compression):
+    """An average of weights keeps a deep copy; whole models are saved."""
+
+    def body(model, transport):
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+        step(model, optimizer, 0, transport.rank)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert_same(twin, model, exactly=True)
+            loss_of(twin, 0).backward()
+            assert not optimizer.exchange.in_flight
+        step(model, optimizer, 1, transport.rank)
+
+    run(2, body)
+
+
+@every_kind
+def test_state_moves_to_a_new_optimizer(compression):
+    """What takes the place of a copy: the same training bit for bit."""
+
+    def body(model, transport):
+        def build(owner):
+            return wrap(owner, transport, dgc_sgd, compression=compression())
+
+        optimizer = build(model)
+        for number in range(3):
+            step(model, optimizer, number, transport.rank)
+        twin = copy.deepcopy(model)
+        other = build(twin)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        other.load_compression_state_dict(optimizer.compression_state_dict())
+        for number in range(3, 6):
+            step(model, optimizer, number, transport.rank)
+            step(twin, other, number, transport.rank)
+        assert_same(model, twin, exactly=True)
+
+    run(2, body)
+
+
+# --- what belongs to one optimizer alone -----------------------------------------------------------
+
+
+def test_the_same_parameters_twice():
+    world = LockstepWorld(1)
+    model = net()
+    optimizer = wrap(model, world.transports[0])
+    for again in (momentum_sgd, lambda m: optimizer):
+        with pytest.raises(ValueError, match=r"first.weight belongs to another DistributedOptimizer.*close\(\)"):
+            wrap(model, world.transports[0], again)
+    optimizer.close()
+    optimizer = wrap(model, world.transports[0])
+    step(model, optimizer, 0, 0)
+
+
+def test_one_compressor_for_two_optimizers():
+    shared = DGCCompressor(0.1, ResidualMemory())
+    wrap(net(), alone(), compression=shared)
+    with pytest.raises(ValueError, match="this DGCCompressor holds the error state of another"):
+        wrap(net(), alone(), compression=Route([Rule(shared)]))
+    stateless = Dense()
+    wrap(net(), alone(), compression=stateless)
+    wrap(net(), alone(), compression=stateless)
+
+
+@pytest.mark.parametrize("kind", [Dense, DGCCompressor, Route])
+def test_a_class_in_place_of_a_compressor(kind):
+    with pytest.raises(ValueError, match=rf"compression={kind.__name__} is a class: pass an instance"):
+        as_route(kind)

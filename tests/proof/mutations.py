@@ -1,0 +1,305 @@
+"""Runs train.py on damaged configs, command lines and run directories, in this process, and judges each end.
+
+    python tests/proof/mutations.py KIND SEED COUNT      KIND: config, words, checkpoint, saved_config
+
+Good ends: it trains (the damage was none), or it is refused with exit status 2, a message and no traceback, and
+every file that was in the run directory is as it was. Prints each bad end and exits with their number.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import train
+from dgc.comm.lockstep import LockstepWorld
+from training.checkpoint import fingerprint
+from training.failure import ending_all_ranks
+
+SECONDS = 60  # a case that takes longer hangs
+GOOD = [
+    "configs/digits/cnn.py",
+    "configs/dgc/wm5.py",
+]
+QUICK = {
+    "num_epochs": "2",
+    "batch_size": "400",
+    "warmup_lr_epochs": "1",
+    "checkpoint_every": "2",
+    "timeout": "50",
+}
+VALUES = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf"), "", "abc", "${x}", "${", "1e-3", []]
+VALUES += [[1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowhere.Nothing"}]
+VALUES += ["\u00e9\u0000", 10**30]
+
+
+class Hanging(BaseException):
+    """The alarm clock."""
+
+
+def call(words: list[str]) -> tuple[int, str]:
+    """Exit status and all that was told."""
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    def ring(signum: int, frame: Any) -> None:
+        raise Hanging
+
+    told = io.StringIO()
+    train.HorovodTransport = lambda timeout: LockstepWorld(1).transports[0]  # type: ignore[assignment,misc]
+    train.ending_all_ranks = partial(ending_all_ranks, leave)  # type: ignore[assignment]
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(SECONDS)
+    try:
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            status = train.main(words)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    finally:
+        signal.alarm(0)
+        torch.use_deterministic_algorithms(False)
+    return status, told.getvalue()
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def overrides() -> list[str]:
+    words = [word for key, value in QUICK.items() for word in (f"--configs.train.{key}", value)]
+    return [*words, "--configs.model.width", "4", "--configs.data.num_threads_per_worker", "1"]
+
+
+def flip(content: bytes, draw: random.Random) -> bytes:
+    changed = bytearray(content)
+    changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def mutate_tree(tree: Any, draw: random.Random) -> str:
+    """Renames a key, changes a value or drops one, somewhere; what was done."""
+    places = []
+
+    def walk(node: Any, path: str) -> None:
+        if isinstance(node, dict):
+            for key in node:
+                places.append((node, key, f"{path}.{key}"))
+                walk(node[key], f"{path}.{key}")
+
+    walk(tree, "")
+    node, key, path = draw.choice(places)
+    match draw.choice(["rename", "value", "value", "value", "drop"]):
+        case "rename":
+            node[draw.choice([key[:-1] or "x", key + "s", key.upper(), 7, ""])] = node.pop(key)
+            return f"{path} renamed"
+        case "drop":
+            del node[key]
+            return f"{path} dropped"
+    node[key] = draw.choice(VALUES)
+    return f"{path} = {node[key]!r}"
+
+
+def mutate_text(content: bytes, draw: random.Random) -> tuple[bytes, str]:
+    """Cuts, flips a bit, repeats or drops a line, or replaces all."""
+    lines = content.splitlines(keepends=True)
+    where = draw.randrange(len(lines))
+    match draw.randrange(6):
+        case 0:
+            return content[: draw.randrange(len(content))], "truncated"
+        case 1:
+            return flip(content, draw), "a bit flipped"
+        case 2:
+            return b"".join(lines[: where + 1] + lines[where:]), f"line {where} repeated"
+        case 3:
+            return b"".join(lines[:where] + lines[where + 1 :]), f"line {where} dropped"
+        case 4:
+            return b"".join(lines[:where] + [b"  " + lines[where]] + lines[where + 1 :]), f"line {where} indented"
+    return draw.choice([b"", b"\x00" * 40, b"[]", b"{}", b"null", b"- a\n", b"&a [*a]", os.urandom(80)]), "foreign"
+
+
+class Bench:
+    """A finished good run, and cases made from copies of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.good = folder / "good"
+        status, told = call(["--configs", *GOOD, *overrides(), "--devices", "cpu", "--run-dir", str(self.good)])
+        assert status == 0, told
+        self.text = (self.good / "config.yaml").read_bytes()
+
+    def copy(self, finished: bool = False) -> Path:
+        """A run that stopped in mid-epoch, or the finished one."""
+        directory = self.folder / "run"
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(self.good, directory)
+        if not finished:
+            (directory / "checkpoints" / "latest.json").write_text('{"checkpoint": "e0001s00002"}')
+        return directory
+
+    def resume(self, directory: Path, config: Path | None = None) -> list[str]:
+        configs = [*GOOD, *overrides()] if config is None else [str(config)]
+        return ["--configs", *configs, "--devices", "cpu", "--run-dir", str(directory)]
+
+
+def config(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
+    """A damaged config file, for a new run or for one that is there."""
+    path = bench.folder / "mutated.yaml"
+    if draw.random() < 0.7:
+        tree = yaml.safe_load(bench.text)
+        what = mutate_tree(tree, draw)
+        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    else:
+        content, what = mutate_text(bench.text, draw)
+        path.write_bytes(content)
+    directory = bench.copy() if draw.random() < 0.3 else bench.folder / "new"
+    return what, directory, bench.resume(directory, path)
+
+
+def words(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
+    """A damaged command line."""
+    directory = bench.copy() if draw.random() < 0.3 else bench.folder / "new"
+    good = bench.resume(directory)
+    where = draw.randrange(len(good))
+    value = str(draw.choice(VALUES)).replace("\0", "")
+    keys = ["train.optimizer.lr", "train.batch_size", "train.compression.compress_ratio", "seed", "model", "train"]
+    keys += ["train.scheduler.T_max", "train.meters.x", "dataset.fold", "train.bucket_mb", "train.metric", "x.y"]
+    keys += ["train.log_every", "train.compression.memory.momentum", "data.num_workers", "train.timeout", ""]
+    match draw.randrange(5):
+        case 0:
+            changed = good[:where] + good[where + 1 :]
+        case 1:
+            changed = good[:where] + [good[where] + draw.choice("xs./=[-")] + good[where + 1 :]
+        case 2:
+            changed = [*good, f"--configs.{draw.choice(keys)}={value}"]
+        case 3:
+            changed = [*good, f"--configs.{draw.choice(keys)}", value]
+        case _:
+            strays = ["--evaluat", "-x", "--", "", "--devices", "--suffix", "--configs", "é", "="]
+            changed = [*good, draw.choice(strays)]
+    if "--run-dir" not in changed or str(directory) not in changed:
+        changed = [*changed, "--run-dir", str(directory)]  # nothing may be written elsewhere
+    differing = [word for word in changed if word not in good] or ["a word less"]
+    return f"words {differing}", directory, changed
+
+
+def checkpoint(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
+    """A damaged file below checkpoints/; a foreign one may come with a manifest that vouches for it."""
+    directory = bench.copy()
+    folder = directory / "checkpoints" / "e0001s00002"
+    name = draw.choice(["shared.pt", "rank0.pt", "manifest.json", "../latest.json"])
+    path = folder / name
+    content = path.read_bytes()
+    if name.endswith(".json"):
+        if draw.random() < 0.5:
+            changed, what = mutate_text(content, draw)
+            path.write_bytes(changed)
+        else:
+            tree = json.loads(content)
+            what = mutate_tree(tree, draw)
+            path.write_text(json.dumps(tree))
+        return f"{name}: {what}", directory, bench.resume(directory)
+    kind = draw.choice(["truncated", "flipped", "foreign", "missing", "other size", *3 * ["mutated"]])
+    if kind == "truncated":
+        path.write_bytes(content[: draw.randrange(len(content))])
+    elif kind == "flipped":
+        path.write_bytes(flip(content, draw))
+    elif kind == "foreign":
+        foreign: list[Any] = [{"model": {}}, [1, 2], 7, {"state_dict": {"w": torch.zeros(3)}}, None]
+        torch.save(draw.choice(foreign), path)
+    elif kind == "missing":
+        path.unlink()
+    else:
+        tree = torch.load(path, weights_only=True)
+        if kind == "other size":
+            tree = _wider(tree)
+        else:
+            kind = mutate_tree(tree, draw)
+        torch.save(tree, path)
+    if path.exists() and draw.random() < 0.8:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["files"][name] = fingerprint(path)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        kind += ", vouched for"
+    return f"{name}: {kind}", directory, bench.resume(directory)
+
+
+def _wider(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _wider(value) for key, value in node.items()}
+    return torch.cat([node, node]) if isinstance(node, torch.Tensor) and node.dim() else node
+
+
+def saved_config(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
+    """A damaged config.yaml in the run's own directory."""
+    directory = bench.copy()
+    content, what = mutate_text(bench.text, draw)
+    (directory / "config.yaml").write_bytes(content)
+    return f"config.yaml: {what}", directory, bench.resume(directory)
+
+
+KINDS: dict[str, Callable[[Bench, random.Random], tuple[str, Path, list[str]]]] = {
+    kind.__name__: kind for kind in (config, words, checkpoint, saved_config)
+}
+
+
+def judge(bench: Bench, draw: random.Random, make: Callable[..., Any]) -> tuple[str, str | None]:
+    """What was done, and what is wrong with how it ended; None where that is good."""
+    shutil.rmtree(bench.folder / "new", ignore_errors=True)
+    what, directory, line = make(bench, draw)
+    before = hashes(directory)
+    try:
+        status, told = call(line)
+    except Hanging:
+        return what, "hangs"
+    except BaseException as error:
+        return what, f"escapes: {type(error).__name__}: {error}"
+    if status == 0:
+        return what + " -> trains", None
+    after = hashes(directory)
+    lost = [file for file in before if after.get(file) != before[file]]
+    if lost:
+        return what, f"wrote over {lost}"
+    message = re.sub(r"\s+", " ", told.strip())[-300:]
+    if status != 2 or "Traceback" in told or not message:
+        return what, f"status {status}: {told.strip()[-1500:]}"
+    return f"{what} -> {message[:150]}", None
+
+
+def main(kind: str, seed: int, count: int, verbose: bool) -> int:
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        for number in range(count):
+            what, problem = judge(bench, random.Random(f"{kind} {seed} {number}"), KINDS[kind])
+            if problem is not None:
+                bad += 1
+                print(f"--- {kind} {seed} {number}: {what}\n{problem}", flush=True)
+            elif verbose:
+                print(f"{number}: {what}", flush=True)
+    print(f"{kind}: {count} cases, {bad} bad")
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(min(100, main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "-v" in sys.argv)))

@@ -1,0 +1,140 @@
+"""Starts small real runs at several ranks, ends them by signals, and compares what they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.launch import prepare
+from training.checkpoint import read_tensors
+
+REPOSITORY = Path(__file__).parents[2]
+WORDS = [
+    "--configs",
+    "configs/digits/cnn.py",
+    "configs/dgc/wm5.py",
+    "configs/dgc/fp16.py",
+    "--devices",
+    "cpu",
+    "--configs.train.num_epochs=4",
+    "--configs.train.batch_size=32",
+    "--configs.train.num_batches_per_step=2",
+    "--configs.train.warmup_lr_epochs=1",
+    "--configs.train.checkpoint_every=3",
+    "--configs.train.check_replicas_every=5",
+    "--configs.train.timeout=120",
+    "--configs.data.num_threads_per_worker=1",
+    "--configs.model.width=8",
+]
+LAST = "e0004"
+
+
+class Run:
+    """`train.py` under mpirun in a directory of its own, as one process of its own session."""
+
+    def __init__(self, directory: Path, ranks: int = 2, words: tuple[str, ...] = ()) -> None:
+        script = [str(REPOSITORY / "train.py"), *WORDS, "--run-dir", str(directory / "run"), *words]
+        command, environment = prepare(ranks, script)
+        environment = {**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        directory.mkdir(parents=True, exist_ok=True)
+        self.ranks_wanted = ranks
+        self.output = directory / "output"
+        with open(self.output, "w") as file:
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that live, in the order of their start."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(word) for word in path.read_text().split()] if path.exists() else []
+
+    def wait_for_training(self, timeout: float = 120) -> None:
+        """Returns once the loop begins, or the run has ended."""
+        limit = time.monotonic() + timeout
+        while self.process.poll() is None and " steps per epoch, " not in self.text():
+            assert time.monotonic() < limit, self.text()[-3000:]
+            time.sleep(0.02)
+
+    def end(self, timeout: float = 120) -> int:
+        """Waits for the launcher and for every rank; the launcher's exit status."""
+        pids = self.ranks()
+        status = self.process.wait(timeout)
+        limit = time.monotonic() + 10
+        for pid in pids:
+            while _lives(pid):
+                # A launcher that was killed may leave ranks behind: a batch system would end them.
+                if time.monotonic() > limit:
+                    send(pid, signal.SIGKILL)
+                time.sleep(0.02)
+        return status
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def send(pid: int, number: int) -> None:
+    """A signal to a process that may have ended by now."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def finish(directory: Path, ranks: int = 2) -> None:
+    """Runs to the end, from wherever the directory's run stands."""
+    run = Run(directory, ranks)
+    assert run.end(300) == 0, run.text()[-3000:]
+    assert "Traceback" not in run.text()
+
+
+def latest(directory: Path) -> str | None:
+    path = directory / "run" / "checkpoints" / "latest.json"
+    return json.loads(path.read_text())["checkpoint"] if path.exists() else None
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """Where two states differ in a single bit; how long a run took is its own."""
+    if type(a) is not type(b):
+        return [where]
+    if isinstance(a, dict):
+        if a.keys() != b.keys():
+            return [where]
+        return [w for key in a if key != "seconds" for w in differences(a[key], b[key], f"{where}/{key}")]
+    if isinstance(a, list | tuple):
+        if len(a) != len(b):
+            return [where]
+        return [w for i, (x, y) in enumerate(zip(a, b, strict=True)) for w in differences(x, y, f"{where}/{i}")]
+    if isinstance(a, torch.Tensor):
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [where]
+    return [] if a == b else [where]
+
+
+def assert_same_end(directory: Path, reference: Path, ranks: int = 2) -> None:
+    """The last checkpoints of two finished runs hold the same bits."""
+    assert (directory / "run" / "summary.json").exists()
+    for file in ("shared.pt", *(f"rank{rank}.pt" for rank in range(ranks))):
+        ends = [read_tensors(side / "run" / "checkpoints" / LAST / file) for side in (directory, reference)]
+        assert differences(*ends) == [], file
+
+
+if __name__ == "__main__":
+    finish(Path(sys.argv[1]))

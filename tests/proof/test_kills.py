@@ -1,0 +1,135 @@
+"""Killed at any moment, a run resumes and ends with the same bits as one that nobody disturbed.
+
+Chunks can be run alone, each with its own seed: `pytest -m proof tests/proof/test_kills.py -k "sigkill and 3"`.
+"""
+
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dgc.comm.lockstep import LockstepWorld
+from training.checkpoint import Checkpoints, read_tensors
+from training.interruption import SAVED
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import Run, assert_same_end, finish, latest, send  # noqa: E402
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
+KILLS = 10  # per chunk
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run at 2 ranks."""
+    directory = tmp_path_factory.mktemp("reference")
+    finish(directory)
+    return directory
+
+
+def targets(run: Run, draw: random.Random) -> list[int]:
+    """Who is hit: one rank, both, or the launcher."""
+    ranks = run.ranks()
+    return draw.choice([ranks[:1], ranks[1:], ranks, [run.process.pid]])
+
+
+@pytest.mark.parametrize("chunk", range(5))
+def test_sigkill(reference: Path, tmp_path: Path, chunk: int) -> None:
+    draw = random.Random(chunk)
+    done = 0
+    while done < KILLS:
+        run = Run(tmp_path)
+        if draw.random() < 0.8:
+            run.wait_for_training()
+            delay = draw.uniform(0, 2.5)
+        else:
+            delay = draw.uniform(0, 12)
+        time.sleep(delay)
+        if run.process.poll() is None and (pids := targets(run, draw)):
+            for pid in pids:
+                send(pid, signal.SIGKILL)
+            run.end()
+            done += 1
+        else:
+            assert run.end() == 0, run.text()[-3000:]
+        assert "Traceback" not in run.text(), run.text()[-3000:]
+        if (tmp_path / "run" / "summary.json").exists():
+            assert_same_end(tmp_path, reference)
+            shutil.rmtree(tmp_path / "run")
+    finish(tmp_path)
+    assert_same_end(tmp_path, reference)
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_sigterm(reference: Path, tmp_path: Path, chunk: int) -> None:
+    """To one rank or to both; SIGUSR1 to the launcher as well. Each saves what it had done."""
+    draw = random.Random(100 + chunk)
+    done = saved = 0
+    while done < KILLS:
+        before = latest(tmp_path)
+        run = Run(tmp_path)
+        run.wait_for_training()
+        time.sleep(draw.uniform(0, 1.5))
+        pids = targets(run, draw)
+        if run.process.poll() is not None or not pids:
+            assert run.end() == 0, run.text()[-3000:]
+            continue
+        number = signal.SIGUSR1 if pids == [run.process.pid] else signal.SIGTERM
+        for pid in pids:
+            send(pid, number)
+        status = run.end()
+        done += 1
+        text = run.text()
+        assert "Traceback" not in text, text[-3000:]
+        # 0: it had finished; 143 and 138: it had not begun to train, or had just ended
+        assert status in (SAVED, 0, 143, 138), (status, text[-3000:])
+        if status == SAVED:
+            saved += 1
+            assert f"Asked to end by {signal.Signals(number).name}: saved {latest(tmp_path)}." in text
+            assert latest(tmp_path) != before
+        if (tmp_path / "run" / "summary.json").exists():
+            assert_same_end(tmp_path, reference)
+            shutil.rmtree(tmp_path / "run")
+    finish(tmp_path)
+    assert_same_end(tmp_path, reference)
+    assert saved >= KILLS // 2
+
+
+def mean(states: list, where: str = "") -> dict:
+    """The mean over ranks of every tensor of nested states, in float64."""
+    if isinstance(states[0], dict):
+        return {
+            key: value
+            for name in states[0]
+            for key, value in mean([state[name] for state in states], f"{where}.{name}").items()
+        }
+    if not hasattr(states[0], "double"):
+        return {}
+    return {where: sum(state.double() for state in states) / len(states)}
+
+
+def test_three_ranks_resumed_as_two_and_as_four(tmp_path: Path) -> None:
+    first = Run(tmp_path, 3)
+    first.wait_for_training()
+    time.sleep(1.0)
+    send(first.process.pid, signal.SIGUSR1)
+    assert first.end() in (SAVED, 0), first.text()[-3000:]
+    directory, name = tmp_path / "run" / "checkpoints", latest(tmp_path)
+    assert name is not None
+    old = mean([read_tensors(directory / name / f"rank{rank}.pt")["compression"] for rank in range(3)])
+    assert any(float(tensor.norm()) > 0 for tensor in old.values())
+    for size in (2, 4):
+        loaded = LockstepWorld(size).run(lambda transport: Checkpoints(directory, transport).load(name))
+        new = mean([part.own["compression"] for part in loaded])
+        assert new.keys() == old.keys()
+        for key, tensor in old.items():
+            assert (new[key] - tensor).abs().max() <= 2**-22 * max(1e-30, float(tensor.abs().max())) * 3, key
+        other = tmp_path / f"as{size}"
+        shutil.copytree(tmp_path / "run", other / "run")
+        run = Run(other, size)
+        assert run.end(300) == 0, run.text()[-3000:]
+        assert f"saved by 3 ranks and is resumed by {size}" in run.text()

@@ -1,0 +1,27 @@
+"""300 damaged inputs: each one trains or is refused with a message; none hangs, none costs the user a file."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+CASES = [("config", 110), ("words", 70), ("checkpoint", 90), ("saved_config", 30)]
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("kind", "count"), CASES)
+def test_mutated(kind: str, count: int) -> None:
+    script = REPOSITORY / "tests" / "proof" / "mutations.py"
+    result = subprocess.run(
+        [sys.executable, str(script), kind, "0", str(count)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

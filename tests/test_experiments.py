@@ -1,0 +1,231 @@
+"""The shipped experiments: hyper-parameters, what follows what, and the original README's commands, run."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from documented import table
+from small_data import write_cifar, write_imagenet
+
+from scripts.launch import environment
+from training.config import instantiate, load
+from training.config.files import REPOSITORY
+from training.config.targets import import_target
+from training.runs import run_name
+from training.schedule import Schedule, scale_learning_rate
+
+# Hyper-parameters
+
+
+@pytest.mark.parametrize("row", table("config"), ids=lambda row: row[0].split("`")[1])
+def test_the_documented_experiments(row):
+    name = row[0].split("`")[1]
+    if name == "configs/imagenet/cosine":
+        return
+    tree = load([name])
+    train = tree.train
+    found = [train.num_epochs, train.batch_size, train.optimizer.lr, train.optimizer.weight_decay]
+    assert [float(cell) for cell in row[2:6]] == found
+    with torch.device("meta"):
+        model = instantiate(tree.model)
+    assert sum(p.numel() for p in model.parameters()) == int(row[1].replace(",", ""))
+    cosine = train.scheduler._target_.endswith("CosineAnnealingLR")
+    assert ("cosine" if cosine else "a tenth at 30, 60, 80") == row[6]
+    if cosine:
+        assert train.scheduler.T_max == train.num_epochs - 5
+    else:
+        assert list(train.scheduler.milestones) == [25, 55, 75] and train.scheduler.gamma == 0.1
+    assert (train.optimizer.momentum, train.warmup_lr_epochs, train.schedule_lr_per_epoch) == (0.9, 5, True)
+
+
+def test_every_experiment_is_documented():
+    files = {str(file.relative_to(REPOSITORY).with_suffix("")) for file in REPOSITORY.glob("configs/*/*.py")}
+    experiments = {name for name in files if "/dgc/" not in name and not name.endswith("__init__")}
+    documented = {row[0].split("`")[1] for row in table("config")}
+    assert {name for name in experiments if name.split("/")[1] in ("digits", "cifar", "imagenet")} == documented
+
+
+def test_what_only_the_resnets_for_imagenet_have():
+    tree = load(["configs/imagenet/resnet50", "configs/dgc/wm0"])
+    assert tree.train.optimizer.nesterov is tree.train.compression.memory.nesterov is True
+    assert tree.train.optimize_bn_separately is True
+    for name in ("resnet18", "vgg16_bn"):
+        train = load([f"configs/imagenet/{name}"]).train
+        assert "nesterov" not in train.optimizer and train.optimize_bn_separately is False
+    model = instantiate(load(["configs/imagenet/resnet18"]).model)
+    assert all(torch.all(block.bn2.weight == 0) for layer in (model.layer1, model.layer4) for block in layer)
+
+
+def test_what_is_derived_follows_the_command_line():
+    tree = load(["configs/cifar/resnet56"], ["--configs.dataset.num_classes", "100"])
+    assert (tree.model.num_classes, tree.dataset.root) == (100, "data/cifar100")
+    words = ["--configs.train.warmup_lr_epochs", "0", "--configs.dataset.num_classes", "10"]
+    tree = load(["configs/imagenet/vgg16_bn"], words)
+    assert list(tree.train.scheduler.milestones) == [30, 60, 80] and tree.model.num_classes == 10
+    words = ["--configs.train.num_epochs", "300", "--configs.train.optimizer.momentum", "0.8"]
+    tree = load(["configs/imagenet/resnet50", "configs/imagenet/cosine", "configs/dgc/wm0"], words)
+    assert tree.train.scheduler.T_max == 295 and tree.train.compression.memory.momentum == 0.8
+    words = ["--configs.train.num_epochs", "500"]
+    assert load(["configs/cifar/resnet20", "configs/dgc/wm5"], words).train.scheduler.T_max == 495
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["resnet50"], {0: 0.0125, 4: 0.0825, 5: 0.1, 29: 0.1, 30: 0.01, 59: 0.01, 60: 1e-3, 80: 1e-4, 89: 1e-4}),
+        (["resnet50", "cosine"], {5: 0.1, 47: 0.1 * (1 + torch.tensor(torch.pi * 42 / 85).cos().item()) / 2}),
+    ],
+)
+def test_learning_rates_of_an_imagenet_run_on_8_ranks(files, expected):
+    train = load([f"configs/imagenet/{name}" for name in files]).train
+    optimizer = instantiate(train.optimizer, [torch.zeros(1, requires_grad=True)])
+    scale_learning_rate(optimizer, 8)
+    schedule = Schedule(
+        optimizer,
+        lambda scaled: instantiate(train.scheduler, scaled),
+        size=8,
+        steps_per_epoch=1,
+        warmup_epochs=train.warmup_lr_epochs,
+    )
+    rates = {}
+    for epoch in range(train.num_epochs):
+        schedule.begin_step(epoch, 0)
+        rates[epoch] = schedule.rates()[0]
+        optimizer.step()
+    assert {epoch: rates[epoch] for epoch in expected} == pytest.approx(expected)
+    assert min(rates[epoch] for epoch in range(80)) > 0
+
+
+def test_any_model_of_torchvision_goes_by_its_import_path():
+    model = import_target("torchvision.models.resnet101")
+    tree = load(["configs/imagenet/resnet50"], ["--configs.model._target_", "torchvision.models.resnet101"])
+    with torch.device("meta"):
+        assert type(instantiate(tree.model)) is type(model())
+
+
+def test_documented_run_directories():
+    size, files = 8, ""
+    for words, directory in table("command line"):
+        words = words.strip("`").replace("the same `...", files)
+        match = re.search(r"-np (\d+)", words)
+        size = int(match[1]) if match else size
+        names = re.findall(r"configs/\S+\.py", words)
+        suffix = re.search(r"--suffix (\S+)", words)
+        files = words
+        assert directory == f"`runs/{run_name(names, suffix[1] if suffix else '', size)}`"
+
+
+# The original README's commands, in a folder that has train.py and small data in the default places
+
+MPIRUN = """mpirun -np 2 -H localhost:2 \\
+    -bind-to none -map-by slot -x NCCL_DEBUG=INFO \\
+    -x LD_LIBRARY_PATH -x PATH -mca pml ob1 \\
+    -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo \\
+    python train.py --configs configs/imagenet/resnet50.py \\
+    configs/dgc/wm0.py"""
+CIFAR = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
+    configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/int32.py"""
+LONGER = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
+    configs/dgc/wm5.py --configs.train.num_epochs 500 --suffix .e500"""
+ONE = "python train.py --configs configs/cifar/resnet110.py --configs.train.batch_size 20 --suffix .b20"
+# One short epoch each, and images and classes as few as the small data has.
+SHORT = " --configs.train.num_epochs 1"
+SMALL = " --configs.dataset.num_classes 4 --configs.dataset.image_size 32 --configs.train.batch_size 4"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "train.py").symlink_to(REPOSITORY / "train.py")
+    write_cifar(tmp_path / "data/cifar10")
+    write_imagenet(tmp_path / "data/imagenet")
+    return tmp_path
+
+
+def run(command: str, folder: Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+    """Runs a command line; its whole process group is ended if it takes too long."""
+    ranks = int((re.search(r"-np (\d+)", command) or ["", "1"])[1])
+    env = environment(ranks, len(os.sched_getaffinity(0)), os.geteuid() == 0, os.environ)
+    env |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def trained(done: subprocess.CompletedProcess[str], directory: Path) -> dict:
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((directory / "summary.json").read_text())
+
+
+def test_horovodrun_on_cifar(folder):
+    command = CIFAR.replace("-np 8", "-np 2") + SHORT
+    summary = trained(run(command, folder), folder / "runs/[cifar.resnet20+dgc.[wm5+fp16+int32]].np2")
+    assert summary["ranks"] == 2 and summary["samples"] == 40
+    assert 1.5 < summary["dense_over_payload"] < 3, "25 % of the elements, 6 bytes each in place of 4"
+
+
+def test_mpirun_on_imagenet(folder):
+    command = MPIRUN.replace("resnet50", "resnet18") + SHORT + SMALL + " --configs.data.num_workers 0"
+    summary = trained(run(command, folder), folder / "runs/[imagenet.resnet18+dgc.wm0].np2")
+    assert summary["ranks"] == 2 and summary["samples"] == 24
+    assert summary["dense_over_payload"] > 100
+
+
+def test_absent_data_is_one_message(folder):
+    """Seen by all ranks; said without a traceback, and nothing is left behind."""
+    command = CIFAR.replace("horovodrun -np 8", "mpirun -np 2 -H localhost:2")
+    done = run(command + " --configs.dataset.root nowhere", folder)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    first = next(line for line in done.stderr.splitlines() if "dataset" in line)
+    assert first.startswith("dataset (datasets.CIFAR): the data set is not there: nowhere/cifar-10-batches-py")
+    assert not (folder / "runs").exists() and not (folder / "nowhere").exists()
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+def test_the_original_readmes_commands(folder):
+    """As written, but for fewer epochs, and the 32 ranks of four machines as 2 of this one."""
+    runs = folder / "runs"
+    assert (
+        trained(run(CIFAR + SHORT, folder, 300), runs / "[cifar.resnet20+dgc.[wm5+fp16+int32]].np8")["ranks"] == 8
+    )
+    done = run(MPIRUN + SHORT + SMALL, folder, 300)  # with the 4 workers per rank that decode images
+    assert trained(done, runs / "[imagenet.resnet50+dgc.wm0].np2")["samples"] == 24
+    assert trained(run(ONE + SHORT, folder, 300), runs / "cifar.resnet110.b20.np1")["samples"] == 40
+    longer = runs / "[cifar.resnet20+dgc.wm5].e500.np8"
+    assert trained(run(LONGER + SHORT, folder, 300), longer)["ranks"] == 8
+    assert load(["configs/cifar/resnet20"], ["--configs.train.num_epochs", "500"]).train.scheduler.T_max == 495
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(300)
+def test_two_machines(folder):
+    """scripts/mpirun.sh starts daemons on two machines, both of them this one, and the ranks talk over TCP.
+
+    Needs a network interface beside the loopback one, which the script excludes.
+    """
+    agent = folder / "agent"  # in place of ssh: HOST COMMAND, each host with a temporary folder of its own
+    agent.write_text('#!/bin/sh\nmkdir -p "$0.$1"; export TMPDIR="$0.$1"; shift; exec sh -c "$*"\n')
+    agent.chmod(0o755)
+    command = (
+        f"HOSTS=server0:1,server1:1 MPI_OPTIONS='-mca plm_rsh_agent {agent}' {REPOSITORY}/scripts/mpirun.sh "
+        "--configs configs/cifar/resnet20.py configs/dgc/wm0.py --configs.train.batch_size 10"
+    )
+    summary = trained(run(command + SHORT, folder, 250), folder / "runs/[cifar.resnet20+dgc.wm0].np2")
+    assert summary["samples"] == 40

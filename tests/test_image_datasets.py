@@ -1,0 +1,341 @@
+"""CIFAR and ImageNet from small files in the real formats: what they give, and what they refuse."""
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import threading
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_data import write_archive, write_cifar, write_imagenet
+from torch.utils.data import DataLoader
+
+from datasets import CIFAR, ImageNet
+from datasets.prepare import prepare_once
+from training.config import ConfigError, instantiate, load
+from training.config.targets import import_target
+
+CIFAR10 = import_target("torchvision.datasets.CIFAR10")
+
+
+@pytest.mark.parametrize("num_classes", [10, 100])
+def test_cifar(tmp_path, num_classes):
+    write_cifar(tmp_path, num_classes, train=200, test=120)
+    data = CIFAR(str(tmp_path), num_classes)
+    assert [len(data[split]) for split in ("train", "test")] == [200, 120]
+    image, label = data["test"][117]
+    assert image.shape == (3, 32, 32) and image.dtype == torch.float32
+    assert type(label) is int and label == 117 % num_classes
+    labels = [label for _, label in data["train"]]
+    per_file = 40 if num_classes == 10 else 200
+    assert labels == [i % per_file % num_classes for i in range(200)]
+    # one rank per machine prepares: a prepared data set is only read
+    assert [path.name for path in tmp_path.iterdir()] == [data_folder(num_classes)]
+
+
+def data_folder(num_classes):
+    return {10: "cifar-10-batches-py", 100: "cifar-100-python"}[num_classes]
+
+
+def test_cifar_pixels_are_where_torchvision_has_them(tmp_path, monkeypatch):
+    """Channels, rows and normalization: the test images equal those of torchvision's own reader."""
+    write_cifar(tmp_path)
+    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": None})
+    theirs = CIFAR10(str(tmp_path), train=False)
+    ours = CIFAR(str(tmp_path))["test"]
+    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
+    for (image, label), (expected, expected_label) in zip(ours, theirs, strict=True):
+        scaled = torch.from_numpy(np.array(expected)).permute(2, 0, 1) / 255
+        torch.testing.assert_close(image, (scaled - mean[:, None, None]) / std[:, None, None])
+        assert label == expected_label
+
+
+def test_training_images_are_shifted_and_flipped_test_images_are_not(tmp_path):
+    write_cifar(tmp_path)
+    data = CIFAR(str(tmp_path))
+    torch.manual_seed(0)
+    views = [data["train"][0][0] for _ in range(8)]
+    assert len({tuple(view.flatten().tolist()) for view in views}) > 6
+    assert torch.equal(data["test"][0][0], data["test"][0][0])
+    assert CIFAR(str(tmp_path), image_size=24)["train"][0][0].shape == (3, 24, 24)
+    assert CIFAR(str(tmp_path), image_size=24)["test"][0][0].shape == (3, 24, 24)
+
+
+@pytest.mark.parametrize("kind", ["cifar", "imagenet"])
+def test_a_part_of_the_training_images_is_held_out(tmp_path, kind):
+    """As many of each class, always the same, and seen as test images are: without crops and flips."""
+    if kind == "cifar":
+        write_cifar(tmp_path, train=200)
+        make = partial(CIFAR, str(tmp_path), 10)
+    else:
+        write_imagenet(tmp_path, classes=10, train=20)
+        make = partial(ImageNet, str(tmp_path), 10, 32)
+    data = make(val_ratio=0.25)
+    assert list(data) == ["train", "val", "test"]
+    assert [len(data[split]) for split in ("train", "val")] == [150, 50]
+    assert [label for _, label in make(val_ratio=0.01)["val"]].count(3) == 1
+    for split in ("train", "val"):
+        counts = torch.tensor([label for _, label in data[split]]).bincount(minlength=10)
+        assert (counts == counts[0]).all()
+    torch.testing.assert_close(data["val"][7][0], make(val_ratio=0.25)["val"][7][0], rtol=0, atol=0)
+    for ratio in (0.0, 1.0, -0.5):
+        with pytest.raises(ValueError, match=f"dataset.val_ratio is {ratio}"):
+            make(val_ratio=ratio)
+
+
+def test_an_absent_cifar_says_where_to_put_it(tmp_path):
+    tree = load(["configs/cifar/resnet20"], ["--configs.dataset.root", str(tmp_path / "none")])
+    with pytest.raises(ConfigError) as told:
+        instantiate(tree.dataset)
+    for part in ("none/cifar-10-batches-py", "cifar-10-python.tar.gz", "dataset.root", "dataset.download true"):
+        assert part in str(told.value)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_classes", 11), ("image_size", 0), ("image_size", 41)])
+def test_cifar_refuses_impossible_arguments(tmp_path, name, value):
+    write_cifar(tmp_path)
+    with pytest.raises(ValueError, match=f"dataset.{name} is {value}"):
+        CIFAR(str(tmp_path), **{name: value})
+
+
+def pickled(**content):
+    return pickle.dumps(content, protocol=2)
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.mkdir, ("evil",))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda old: old[: len(old) // 2], "cannot be read"),
+        (lambda old: b"", "cannot be read"),
+        (lambda old: b"\x00" * len(old), "cannot be read"),
+        (lambda old: pickled(labels=[1]), "it has no 'data'"),
+        (lambda old: pickled(data=np.zeros((3, 3072), np.uint8), labels=[0, 1]), "2 labels"),
+        (lambda old: pickled(data=np.zeros((1, 3072)), labels=[0]), "float64"),
+        (lambda old: pickled(data=np.zeros((1, 3072), np.uint8), labels=[10]), "labels from 10 to 10"),
+        (lambda old: pickle.dumps({"data": np.zeros((0, 3072), np.uint8), "labels": []}), "0 labels"),
+        (lambda old: pickle.dumps(Evil(), protocol=2), "it asks for posix.mkdir"),
+        (lambda old: pickle.dumps([1, 2]), "cannot be read"),
+    ],
+)
+def test_a_damaged_file_of_cifar_is_named(tmp_path, monkeypatch, damage, reason):
+    monkeypatch.chdir(tmp_path)
+    file = write_cifar(tmp_path) / "data_batch_3"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=f"data_batch_3 .*{reason}"):
+        CIFAR(str(tmp_path))
+    assert not Path("evil").exists()
+
+
+def test_damage_anywhere_gives_a_message_or_a_data_set(tmp_path):
+    """200 random bytes and cuts: never another exception."""
+    file = write_cifar(tmp_path, train=10, test=2) / "data_batch_1"
+    whole = file.read_bytes()
+    random = np.random.default_rng(1)
+    refused = 0
+    for _ in range(200):
+        content = bytearray(whole)
+        # most of a file is pixels: aim at what stands before and after them
+        place = int(random.choice([random.integers(200), -1 - random.integers(100)]))
+        content[place] = random.integers(256)
+        file.write_bytes(content[: random.integers(len(content))] if random.random() < 0.2 else content)
+        try:
+            CIFAR(str(tmp_path))
+        except ValueError as error:
+            assert "data_batch_1" in str(error)
+            refused += 1
+    assert refused > 100
+
+
+def test_a_file_of_official_size_must_have_the_official_checksum(tmp_path):
+    file = write_cifar(tmp_path) / "test_batch"
+    file.write_bytes(pickled(data=np.zeros((10_000, 3072), np.uint8), labels=[0] * 10_000))
+    with pytest.raises(ValueError, match="test_batch is damaged: .*checksum"):
+        CIFAR(str(tmp_path))
+
+
+@pytest.fixture
+def archive(tmp_path, monkeypatch) -> Path:
+    """CIFAR-10's archive in tmp_path/data, whose checksum torchvision expects."""
+    (tmp_path / "data").mkdir()
+    path = write_archive(tmp_path / "data")
+    shutil.rmtree(tmp_path / "data/scratch")
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(path.read_bytes()).hexdigest())
+    return path
+
+
+def test_an_archive_is_unpacked(archive):
+    assert len(CIFAR(str(archive.parent))["train"]) == 40
+    names = {path.name for path in archive.parent.iterdir()}
+    assert names == {archive.name, "cifar-10-batches-py", ".preparing"}
+
+
+def test_what_an_interrupted_unpacking_left_is_replaced(archive):
+    left = archive.parent / "cifar-10-batches-py"
+    left.mkdir()
+    (left / "data_batch_1").write_bytes(b"half")
+    assert len(CIFAR(str(archive.parent))["train"]) == 40
+
+
+def test_a_damaged_archive_is_named(archive):
+    archive.write_bytes(archive.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cifar-10-python\.tar\.gz is damaged.*download true"):
+        CIFAR(str(archive.parent))
+    assert not (archive.parent / "cifar-10-batches-py").exists()
+
+
+@pytest.fixture
+def server(archive, monkeypatch):
+    """An HTTP server that has the archive."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(archive.parent))
+    with HTTPServer(("127.0.0.1", 0), handler) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{http.server_port}/{archive.name}")
+        yield
+        http.shutdown()
+        thread.join()
+
+
+def test_download(archive, server, monkeypatch, tmp_path):
+    """Also over what an interrupted download left; and what an address without the file leads to."""
+    root = tmp_path / "new"
+    root.mkdir()
+    (root / archive.name).write_bytes(b"half")
+    assert len(CIFAR(str(root), download=True)["test"]) == 16
+    shutil.rmtree(root)
+    monkeypatch.setattr(CIFAR10, "url", f"{CIFAR10.url}.away")
+    with pytest.raises(ValueError, match=r"could not be downloaded .*404.* other means"):
+        CIFAR(str(root), download=True)
+
+
+def test_a_data_set_that_is_there_is_not_touched_by_download(tmp_path, monkeypatch):
+    write_cifar(tmp_path)
+    monkeypatch.setattr(CIFAR10, "url", "file:///nowhere")
+    tmp_path.chmod(0o500)
+    try:
+        assert len(CIFAR(str(tmp_path), download=True)["train"]) == 40
+    finally:
+        tmp_path.chmod(0o700)
+    assert not (tmp_path / ".preparing").exists()
+
+
+def prepare_slowly(root, started):
+    done, counter = Path(root) / "done", Path(root) / "count"
+
+    def work():
+        counter.write_text(counter.read_text() + "x" if counter.exists() else "x")
+        if len(counter.read_text()) == 1:
+            raise ValueError("the first one fails")
+        done.touch()
+
+    started.wait()
+    prepare_once(Path(root), done.exists, work)
+    assert done.exists()
+
+
+def test_of_several_processes_one_prepares_and_the_others_wait(tmp_path):
+    """The first fails on purpose: the next one takes over, and only it."""
+    context = multiprocessing.get_context("fork")
+    started = context.Barrier(4)
+    processes = [context.Process(target=prepare_slowly, args=(tmp_path, started)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert sorted(process.exitcode for process in processes) == [0, 0, 0, 1]
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be prepared in .*file/data"):
+        prepare_once(tmp_path / "file/data", lambda: False, lambda: None)
+
+
+def test_imagenet(tmp_path):
+    write_imagenet(tmp_path, classes=4, train=6, test=3)
+    data = ImageNet(str(tmp_path), num_classes=4, image_size=32)
+    assert [len(data[split]) for split in ("train", "test")] == [24, 12]
+    for split in ("train", "test"):
+        labels = [label for _, label in data[split]]
+        assert labels == sorted(labels) and set(labels) == {0, 1, 2, 3}
+        image = data[split][5][0]
+        assert image.shape == (3, 32, 32) and image.dtype == torch.float32
+    assert not torch.equal(data["train"][0][0], data["train"][0][0])
+    assert torch.equal(data["test"][0][0], data["test"][0][0])
+    grey = (data["test"][0][0].mean() * 0.225 + 0.45) * 255
+    assert abs(grey - 255 / 8) < 10, "the first class is the darkest"
+
+
+def test_fewer_classes_than_folders_take_every_nth(tmp_path):
+    write_imagenet(tmp_path, classes=5, train=1, test=1)
+    paths = [(path[-15:-7], label) for path, label in ImageNet(str(tmp_path), 2)["train"].samples]
+    assert paths == [("01440764", 0), ("01440766", 1)]
+
+
+def test_imagenet_refuses_what_does_not_fit(tmp_path):
+    root = tmp_path / "data"
+    tree = load(["configs/imagenet/resnet50"], ["--configs.dataset.root", str(root)])
+    with pytest.raises(ConfigError, match=r"data/train is no folder. Make ROOT/train/CLASS.*dataset\.root"):
+        instantiate(tree.dataset)
+    write_imagenet(root, classes=2)
+    with pytest.raises(ConfigError, match="has 2 class folders, but dataset.num_classes is 1000"):
+        instantiate(tree.dataset)
+    shutil.move(root / "val/n01440764", root / "val/n09999999")
+    with pytest.raises(ValueError, match="n01440764, n09999999 in one of them only"):
+        ImageNet(str(root), 2)
+    shutil.move(root / "val/n09999999", root / "val/n01440764")
+    for file in (root / "val/n01440765").iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match="val: .*n01440765"):
+        ImageNet(str(root), 2)
+    shutil.rmtree(root / "train")
+    (root / "train").mkdir()
+    with pytest.raises(ValueError, match="no class folders"):
+        ImageNet(str(root), 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_named(tmp_path, workers):
+    """Also by a loader's worker, which starts from nothing and imports torchvision anew."""
+    write_imagenet(tmp_path, classes=1, train=2)
+    file = tmp_path / "train/n01440764/n01440764_1.JPEG"
+    data = ImageNet(str(tmp_path), 1, image_size=16)["train"]
+    options = {"num_workers": 1, "multiprocessing_context": "forkserver"} if workers else {}
+    assert next(iter(DataLoader(data, 2, **options)))[0].shape == (2, 3, 16, 16)
+    file.write_bytes(file.read_bytes()[:300])
+    with pytest.raises(ValueError, match="n01440764_1.JPEG cannot be read"):
+        list(DataLoader(data, 2, **options))
+
+
+def test_damage_anywhere_in_an_image_gives_a_message_or_an_image(tmp_path):
+    write_imagenet(tmp_path, classes=1, train=1, test=1)
+    data = ImageNet(str(tmp_path), 1, image_size=16)["test"]
+    file = Path(data.samples[0][0])
+    whole = file.read_bytes()
+    random = np.random.default_rng(2)
+    refused = 0
+    for _ in range(200):
+        content = bytearray(whole)
+        content[random.integers(len(content))] = random.integers(256)
+        content[random.integers(300)] = random.integers(256)
+        file.write_bytes(content[: random.integers(len(content))] if random.random() < 0.2 else content)
+        try:
+            assert data[0][0].shape == (3, 16, 16)
+        except ValueError as error:
+            assert file.name in str(error)
+            refused += 1
+    assert refused > 40

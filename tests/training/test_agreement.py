@@ -1,0 +1,112 @@
+"""Ranks that do not agree: which one, and about what."""
+
+import threading
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from dgc.comm.lockstep import LockstepWorld
+from training import code, setup
+from training.code import code_difference, code_hashes
+from training.failure import Refused
+from training.replicas import check_replicas, odd_ones
+from training.setup import check_agreement
+from training.watchdog import WatchedTransport, verdict
+
+
+@pytest.mark.parametrize(
+    ("sums", "odd"),
+    [([1, 1], []), ([1, 2, 1], [1]), ([2, 1, 1], [0]), ([1, 2], [1]), ([1, 2, 2, 1], [1, 2]), ([1, None, 1], [1])],
+)
+def test_the_odd_ones_are_the_minority(sums, odd):
+    assert odd_ones(sums) == odd
+
+
+@pytest.mark.parametrize("changed", range(3))
+def test_the_rank_whose_weights_differ_is_named(changed):
+    def body(transport):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        # Simulated ranks are threads of one process and share its random generator.
+        torch.nn.init.constant_(model[0].weight, 0.5)
+        torch.nn.init.constant_(model[0].bias, 0.5)
+        model[1].running_mean.fill_(transport.rank)
+        check_replicas(model, transport)
+        if transport.rank == changed:
+            with torch.no_grad():
+                model[0].bias[2] = torch.nextafter(model[0].bias[2], torch.tensor(9.0))
+        with pytest.raises(RuntimeError, match=rf"parameter 0\.bias of rank {changed} differs from the other"):
+            check_replicas(model, transport)
+
+    LockstepWorld(3).run(body)
+
+
+def test_two_ranks_have_no_majority():
+    def body(transport):
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(model.weight, transport.rank)
+        with pytest.raises(RuntimeError, match=r"rank 1 differs .*\(no majority: rank 0's side"):
+            check_replicas(model, transport)
+
+    LockstepWorld(2).run(body)
+
+
+def test_every_file_of_the_product_is_hashed(tmp_path, monkeypatch):
+    hashes = code_hashes()
+    assert {"train.py", "training/code.py", "models/__init__.py", "dgc/bucket.py"} <= hashes.keys()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "a.py").write_text("a = 1\n")
+    monkeypatch.setattr(code, "FOLDERS", (tmp_path / "models",))
+    before = code_hashes()
+    (tmp_path / "models" / "a.py").write_text("a = 2\n")
+    assert code_difference(before, code_hashes()) == "models/a.py"
+    assert code_difference(before, before) is None
+    assert code_difference({}, {"x.py": "1"}) == "x.py (one of them has no such file)"
+
+
+def test_the_rank_that_runs_other_code_is_named(monkeypatch):
+    tree = OmegaConf.create({"seed": 1})
+    own = threading.local()
+    monkeypatch.setattr(setup, "code_hashes", lambda: own.hashes)
+
+    def body(transport):
+        own.hashes = {"dgc/a.py": "1", "train.py": "2" if transport.rank == 2 else "1"}
+        with pytest.raises(Refused, match=r"rank 2 runs other code than rank 0: train\.py differs"):
+            check_agreement(tree, torch.device("cpu"), transport)
+
+    LockstepWorld(3).run(body)
+
+
+def test_nobody_is_blamed_while_the_waits_are_short():
+    assert verdict([None, (3.0, "loss"), None], 5.0) is None
+    assert verdict([None, None], 5.0) is None
+
+
+def test_who_waits_for_nothing_is_blamed():
+    rank, why = verdict([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 5.0)
+    assert rank == 1 and why == "rank 1 did not join dgc0.1.0, for which the others have waited 6 s"
+    rank, why = verdict([(6.0, "a"), None, None], 5.0)
+    assert rank == 1 and why.startswith("ranks [1, 2] did not join a")
+
+
+def test_ranks_that_wait_for_different_things_are_told_apart():
+    rank, why = verdict([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 5.0)
+    assert rank == 1 and "rank 0 for loss; rank 1 for replicas" in why
+
+
+def test_a_watched_transport_carries_and_knows_what_it_waits_for():
+    seen = []
+
+    class Slow:
+        rank, size, local_rank, local_size = 0, 1, 0, 1
+
+        def launch(self, name, requests):
+            return "flight"
+
+        def wait(self, flight):
+            seen.append(watched.waiting)
+            return (flight,)
+
+    watched = WatchedTransport(Slow())
+    assert watched.wait(watched.launch("a", ())) == ("flight",)
+    assert seen[0][1] == "a" and watched.waiting is None

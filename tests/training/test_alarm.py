@@ -1,0 +1,82 @@
+"""The alarm of a growing error state: silent on what is healthy, one warning for what is not."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DGCCompressor
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from training.alarm import ErrorAlarm
+
+
+def alarms(norms, ratio=0.01, steps=10):
+    alarm = ErrorAlarm()
+    return [text for norm in norms if (text := alarm.look(norm, ratio, steps))]
+
+
+def test_growth_that_levels_off_is_healthy():
+    for time_constant in (20, 100, 300):
+        assert alarms([10 * (1 - math.exp(-10 * i / time_constant)) for i in range(1, 400)]) == []
+
+
+def test_a_random_walk_within_the_life_of_a_coordinate_is_healthy():
+    assert alarms([math.sqrt(min(10 * i, 1000)) for i in range(1, 500)], ratio=0.001) == []
+
+
+def test_a_new_ratio_starts_a_new_reference():
+    alarm = ErrorAlarm()
+    for ratio, norm in ((0.25, 1.0), (0.063, 8.0), (0.016, 60.0), (0.001, 500.0)):
+        assert not any(alarm.look(norm * (1 + i / 1000), ratio, 10) for i in range(200))
+
+
+@pytest.mark.parametrize("growth", [lambda i: 1.02**i, lambda i: float(i)])
+def test_growth_without_end_is_told_once(growth):
+    (text,) = alarms([growth(i) for i in range(1, 600)])
+    assert "error state's norm has grown from" in text and "compress_ratio 0.01" in text
+
+
+def test_a_high_plateau_is_not_growth():
+    assert alarms([1.0] * 40 + [50.0] * 9 + [49.0] * 200) == []
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_is_told_at_once(norm):
+    (text,) = alarms([1.0, norm, norm])
+    assert "not finite" in text
+
+
+def test_dense_training_has_no_error_to_watch():
+    assert alarms([float(i) for i in range(1, 600)], ratio=1.0) == []
+
+
+@pytest.mark.parametrize("lr", [0.05, 1.5])
+def test_real_training(lr):
+    """A stable rate raises no alarm in 1000 steps of DGC; one that diverges does."""
+
+    def body(transport):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(50, 40, bias=False)
+        compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9))
+        inner = DGCSGD(model.parameters(), lr=lr, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+        generator = torch.Generator().manual_seed(transport.rank)
+        weights = torch.randn(40, 50, generator=torch.Generator().manual_seed(9))
+        alarm, told = ErrorAlarm(), []
+        for step in range(1000):
+            inputs = torch.randn(16, 50, generator=generator)
+            optimizer.zero_grad()
+            (model(inputs) - inputs @ weights.T).square().mean().backward()
+            optimizer.step()
+            if step % 10 == 9 and (text := alarm.look(optimizer.error_norm(), 0.01, 10)):
+                told.append(text)
+                break
+        return told
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for told in LockstepWorld(2).run(body):
+            assert bool(told) == (lr > 1)

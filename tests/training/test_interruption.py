@@ -1,0 +1,83 @@
+"""Signals that ask a run to save and end: any rank may get one, all stop after the same step."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dgc.comm.lockstep import LockstepWorld
+from training.interruption import Interruption
+
+
+@pytest.mark.parametrize("asked", [(3, 0, 0), (0, 0, 5), (2, 4, 3)])
+def test_all_ranks_stop_after_the_same_step(asked):
+    """asked: the step in which each rank gets the signal; 0: never."""
+
+    def body(transport):
+        with Interruption(transport) as interruption:
+            for step in range(1, 10):
+                interruption.begin_step()
+                if step == asked[transport.rank]:
+                    interruption.asked = signal.SIGUSR1
+                if interruption.end_step() is not None:
+                    return step
+        return None
+
+    first = min(step for step in asked if step)
+    assert LockstepWorld(3).run(body) == [first + 1] * 3
+
+
+def test_nobody_asks():
+    def body(transport):
+        with Interruption(transport) as interruption:
+            return interruption.now()
+
+    assert LockstepWorld(2).run(body) == [None, None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_real_signal_only_asks_and_the_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with Interruption(LockstepWorld(1).transports[0]) as interruption:
+        assert interruption.now() is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the launcher passes on what the batch system sends to all
+        limit = time.monotonic() + 5
+        while interruption.now() is None and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert interruption.now() == number
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_sigterm_ends_at_once_even_inside_a_call_that_does_not_return():
+    program = """
+import ctypes, os, threading, time
+from dgc.comm.lockstep import LockstepWorld
+from training.interruption import Interruption
+with Interruption(LockstepWorld(1).transports[0]):
+    print("ready", flush=True)
+    libc = ctypes.CDLL(None)
+    while True:
+        libc.pause()
+        lock = threading.Lock(); lock.acquire()
+        libc.sleep(60); libc.sleep(60); libc.sleep(60)
+"""
+    root = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143 and errors == "A second SIGTERM: ended without saving.\n"

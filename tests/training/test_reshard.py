@@ -1,0 +1,95 @@
+"""Error state dealt out to another number of ranks: the mean stays, nobody begins with more than there was."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DGCCompressor
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from training.reshard import blend, shares
+
+
+@pytest.mark.parametrize("old", range(1, 9))
+@pytest.mark.parametrize("new", range(1, 9))
+def test_rows_sum_to_one_and_columns_to_new_over_old(old, new):
+    rows = [shares(old, new, rank) for rank in range(new)]
+    assert all(sum(row.values()) == 1 for row in rows)
+    for rank in range(old):
+        assert sum(row.get(rank, Fraction(0)) for row in rows) == Fraction(new, old)
+    assert all(len(row) <= -(-old // new) + 1 for row in rows)
+    if old == new:
+        assert rows == [{rank: 1} for rank in range(new)]
+
+
+def train(transport, memory, states=None, steps=4):
+    """Some steps on data of the rank's own; the compression's state afterwards."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
+    momentum = 0.0 if memory is ResidualMemory else 0.9
+    optimizer = DistributedOptimizer(
+        DGCSGD(model.parameters(), lr=0.1, momentum=momentum),
+        model.named_parameters(),
+        DGCCompressor(0.05, memory()),
+        transport=transport,
+    )
+    if states is not None:
+        weights = shares(len(states), transport.size, transport.rank)
+        optimizer.load_compression_state_dict(blend(dict(enumerate(states)), weights))
+    generator = torch.Generator().manual_seed(transport.rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(6, 12, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return optimizer.compression_state_dict()
+
+
+def leaves(state, where=""):
+    if isinstance(state, dict):
+        return {name: leaf for key in state for name, leaf in leaves(state[key], f"{where}.{key}").items()}
+    return {where: state}
+
+
+@pytest.mark.parametrize("memory", [DGCSGDMemory, ResidualMemory])
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (3, 4), (4, 1), (1, 4), (2, 5)])
+def test_the_mean_is_preserved_to_rounding(memory, old, new):
+    before = LockstepWorld(old).run(lambda transport: train(transport, memory))
+    after = LockstepWorld(new).run(lambda transport: train(transport, memory, before, steps=0))
+    tensors = 0
+    for name, first in leaves(before[0]).items():
+        olds, news = ([leaves(state)[name] for state in states] for states in (before, after))
+        if isinstance(first, torch.Tensor):
+            tensors += 1
+            scale = max(float(part.abs().max()) for part in olds)
+            mean_old, mean_new = (sum(part.double() for part in parts) / len(parts) for parts in (olds, news))
+            assert (mean_old - mean_new).abs().max() <= 2**-23 * scale
+            assert max(float(part.norm()) for part in news) <= max(float(part.norm()) for part in olds) + 1e-6
+        else:
+            assert set(olds) == set(news)
+    assert tensors >= 2
+    LockstepWorld(new).run(lambda transport: train(transport, memory, before))
+
+
+def test_what_is_the_same_everywhere_stays_bit_for_bit():
+    q = torch.rand(50)
+    states = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
+    mixed = blend(states, shares(3, 2, 0))
+    assert torch.equal(mixed["q"], q) and mixed["steps"] == 3 and mixed["order"][1].item() == 5
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"a": 1}, {"a": 2}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 1.0}),
+        ({"a": [1]}, {"a": [1, 2]}),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}),
+        ({"a": torch.tensor([1])}, {"a": torch.tensor([2])}),
+    ],
+)
+def test_what_cannot_be_summed_is_named(first, second):
+    with pytest.raises(ValueError, match=r"^state"):
+        blend({0: first, 1: second}, shares(2, 1, 0))

@@ -1,0 +1,55 @@
+"""Whether a loaded state has the form of the one it replaces: torch's own loaders take almost anything."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def check_form(saved: Any, now: Any, where: str) -> None:
+    """ValueError, with the place, where `saved` has not the keys, lengths, shapes and kinds of `now`.
+
+    None fits anything, and so does anything where there is None now: an optional value.
+    """
+    if saved is None or now is None:
+        return
+    if isinstance(now, dict):
+        if not isinstance(saved, dict) or saved.keys() != now.keys():
+            found = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+            raise ValueError(f"{where} is {found}, not a mapping of {sorted(map(str, now))}")
+        for key in now:
+            check_form(saved[key], now[key], f"{where}.{key}")
+    elif isinstance(now, list | tuple):
+        if not isinstance(saved, list | tuple) or len(saved) != len(now):
+            raise ValueError(f"{where} is not a list of {len(now)}")
+        for i, (a, b) in enumerate(zip(saved, now, strict=True)):
+            check_form(a, b, f"{where}.{i}")
+    elif isinstance(now, Tensor):
+        if not isinstance(saved, Tensor) or saved.shape != now.shape or saved.dtype != now.dtype:
+            raise ValueError(f"{where} is not a tensor of shape {tuple(now.shape)} and type {now.dtype}")
+    elif isinstance(now, bool) or not isinstance(now, int | float):
+        if type(saved) is not type(now):
+            raise ValueError(f"{where} is of type {type(saved).__name__}, not {type(now).__name__}")
+    elif isinstance(saved, bool) or not isinstance(saved, int | float):
+        raise ValueError(f"{where} is of type {type(saved).__name__}, not a number")
+
+
+def check_optimizer_state(saved: Any, optimizer: Optimizer) -> None:
+    """ValueError where `saved` is no state_dict of such an optimizer: its groups' keys, its buffers' shapes."""
+    now = optimizer.state_dict()
+    if not isinstance(saved, dict) or saved.keys() != now.keys():
+        raise ValueError("optimizer is no optimizer's state")
+    check_form(saved["param_groups"], now["param_groups"], "optimizer.param_groups")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not isinstance(saved["state"], dict):
+        raise ValueError("optimizer.state is no mapping")
+    for number, buffers in saved["state"].items():
+        where = f"optimizer.state.{number}"
+        if type(number) is not int or not 0 <= number < len(parameters) or not isinstance(buffers, dict):
+            raise ValueError(f"{where} is not the state of one of {len(parameters)} parameters")
+        for name, value in buffers.items():
+            plain = value is None or isinstance(value, bool | int | float)
+            if isinstance(value, Tensor) and value.dim():
+                check_form(value.float(), parameters[number].float(), f"{where}.{name}")
+            elif type(name) is not str or not (plain or isinstance(value, Tensor)):
+                raise ValueError(f"{where}.{name} is of type {type(value).__name__}")
