@@ -36,6 +36,11 @@ class DGCSGDMemory:
     ):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
+        if not isinstance(gradient_clipping, Clipping | None):
+            raise ValueError(
+                "gradient_clipping must be None or one of dgc.memory's ClipByNorm, ClipByValue and "
+                f"ClipByGlobalNorm, not {gradient_clipping!r}"
+            )
         self.momentum, self.nesterov = momentum, nesterov
         self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
         self._momentums = FlatState("momentum")

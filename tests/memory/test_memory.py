@@ -1,5 +1,8 @@
 """Error state: what enters it, what leaves it, how it is clipped, saved and loaded."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -313,3 +316,10 @@ def test_another_memorys_state_is_a_value_error(make, other):
         saved = filled(other, bucket_of(**SHAPES)).state_dict()
         with pytest.raises(ValueError):
             filled(make, bucket_of(**SHAPES)).load_state_dict(saved)
+
+
+def test_clipping_that_cannot_clip_is_refused_at_once():
+    """In a process of its own: here the checked annotations would answer first."""
+    program = "from dgc.memory import DGCSGDMemory; DGCSGDMemory(gradient_clipping=True)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "ValueError: gradient_clipping must be None or one of" in done.stderr
