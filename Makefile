@@ -28,6 +28,7 @@ setup:
 ifneq ($(SETUP),0)
 	@bash scripts/setup.sh
 endif
+	@$(BIN)/python dgc/kernels/build.py
 
 demo: setup
 	@$(BIN)/python -m scripts.demo

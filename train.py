@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from dgc.comm import Transport
-from dgc.comm.horovod import HorovodTransport
+from dgc.comm.horovod import connect
 from dgc.optim import DistributedOptimizer, broadcast_parameters
 from training.arguments import parse_arguments
 from training.checkpoint import Checkpoints, checkpoint_name
@@ -33,7 +33,15 @@ from training.random_state import seed_everything
 from training.replicas import check_replicas
 from training.runs import run_name
 from training.schedule import Schedule, scale_learning_rate
-from training.setup import build, building, check_agreement, open_run_directory, prepare_device, require_complete
+from training.setup import (
+    build,
+    building,
+    check_agreement,
+    choose_kernels,
+    open_run_directory,
+    prepare_device,
+    require_complete,
+)
 from training.state import Progress, State
 from training.summary import finish, summarize
 from training.watchdog import WatchedTransport, watching
@@ -53,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     status = 0
     with ending_all_ranks():
-        transport = WatchedTransport(HorovodTransport(timeout=tree.train.timeout))
+        transport = WatchedTransport(connect(timeout=tree.train.timeout))
         with watching(transport, tree.train.timeout):
             status = run(args, tree, transport)
     return status
@@ -67,6 +75,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
 
     # Build. Every rank draws the same initial model; from then on each has random numbers of its own.
     with building():
+        tier = choose_kernels(settings.kernels, device)
         dataset = build(tree.dataset)
         model = build(tree.model).to(device)
         broadcast_parameters(model.state_dict(), root=0, transport=transport)
@@ -119,7 +128,8 @@ def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
         state.load(checkpoints.load(latest))
     log = Log(directory, state, settings, batches.steps_per_epoch)
     log.begin(
-        f"{size} ranks on {device.type}, {batches.steps_per_epoch} steps per epoch, {directory}", latest
+        f"{size} ranks on {device.type} ({tier} kernels), {batches.steps_per_epoch} steps per epoch, {directory}",
+        latest,
     )
 
     def save(best: bool = False) -> None:

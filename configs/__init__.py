@@ -44,8 +44,10 @@ configs.train.metric = "acc/test_top1"  # which meter decides on the best checkp
 
 configs.train.bucket_mb = 25.0  # gradients travel together in buckets of this many MB
 configs.train.nonfinite = "skip"  # NaN or inf in a gradient: "skip" drops the step and counts it, "raise" ends
+configs.train.kernels = "auto"  # who does the hot loops: "native" (CPU), "triton" (GPU), "reference" (plain torch)
 configs.train.timeout = 300  # seconds without an answer from another rank until a run gives up
 configs.train.log_every = 10  # optimizer steps between two points in TensorBoard
+configs.train.trace = False  # True: a timeline of every exchange, trace/rank<N>.json in the run directory
 configs.train.checkpoint_every = None  # optimizer steps between checkpoints; None: after each epoch only
 configs.train.check_replicas_every = 0  # optimizer steps between comparisons of the ranks' weights; 0: never
 

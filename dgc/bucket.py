@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -22,21 +23,68 @@ class Segment:
         """This segment of a flat buffer of the bucket's length, with the parameter's shape and strides."""
         return flat[self.offset : self.offset + self.numel].as_strided(self.shape, self.stride)
 
+    def is_laid_out_as(self, tensor: Tensor) -> bool:
+        """Whether a tensor's elements lie in memory as this segment's do, one after another."""
+        if tensor.shape != self.shape:
+            return False
+        return all(a == b or n == 1 for n, a, b in zip(self.shape, tensor.stride(), self.stride, strict=True))
 
-@dataclass(eq=False)
+
 class Bucket:
     """`flat` holds the gradients in memory order, and the averaged gradients after a dense exchange.
 
-    The name is the same on every rank and unlike every other bucket's: it pairs messages between ranks.
+    Gradients may lie elsewhere until `flat` is asked for: whoever reads them piece by piece spares the copy, and
+    `flat` its memory. The name is the same on every rank and unlike every other bucket's: it pairs messages
+    between ranks.
     """
 
-    name: str
-    flat: Tensor
-    segments: tuple[Segment, ...]
+    def __init__(self, name: str, segments: Sequence[Segment], dtype: torch.dtype, device: torch.device):
+        self.name, self.segments = name, tuple(segments)
+        self.dtype, self.device = dtype, device
+        self.numel = sum(segment.numel for segment in segments)
+        self._elsewhere: dict[int, Tensor] = {}
+
+    @cached_property
+    def _flat(self) -> Tensor:
+        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
 
     @property
-    def numel(self) -> int:
-        return self.flat.numel()
+    def flat(self) -> Tensor:
+        """[numel], with all gradients in it."""
+        for i, gradient in self._elsewhere.items():
+            self._slice(i).copy_(gradient)
+        self._elsewhere.clear()
+        return self._flat
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether `flat` holds all gradients already."""
+        return not self._elsewhere
+
+    def lies_at(self, i: int, gradient: Tensor) -> None:
+        """Until `lies_flat`, segment i's gradient is this tensor, laid out alike and of the bucket's dtype."""
+        self._elsewhere[i] = gradient.as_strided((self.segments[i].numel,), (1,))
+
+    def lies_flat(self, i: int) -> None:
+        """Segment i's gradient is what `flat` has in its place."""
+        self._elsewhere.pop(i, None)
+
+    def release(self) -> None:
+        """Forget the gradients that lie elsewhere."""
+        self._elsewhere.clear()
+
+    @property
+    def pieces(self) -> tuple[Tensor, ...]:
+        """The gradients as one-dimensional tensors that follow one another."""
+        if not self._elsewhere:
+            return (self.flat,)
+        return tuple(
+            self._elsewhere[i] if i in self._elsewhere else self._slice(i) for i in range(len(self.segments))
+        )
+
+    def _slice(self, i: int) -> Tensor:
+        offset = self.segments[i].offset
+        return self._flat[offset : offset + self.segments[i].numel]
 
 
 def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
@@ -56,10 +104,8 @@ def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
 
 def make_bucket(name: str, named_tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
     """A bucket of zeros for these tensors, which share dtype and device."""
-    segments = lay_out(named_tensors)
     first = named_tensors[0][1]
-    flat = torch.zeros(sum(s.numel for s in segments), dtype=first.dtype, device=first.device)
-    return Bucket(name, flat, segments)
+    return Bucket(name, lay_out(named_tensors), first.dtype, first.device)
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

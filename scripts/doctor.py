@@ -134,6 +134,12 @@ def check_hello(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def check_kernels(facts: Facts) -> Iterator[Finding]:
+    if facts.torch.answer is not None and facts.kernels.answer is None:
+        reason = facts.kernels.error.splitlines()[-1]
+        yield Finding(f"no native kernels ({reason}); compression will be slow", "make setup")
+
+
 def check_torchvision(facts: Facts) -> Iterator[Finding]:
     if facts.versions.get("torchvision") is None or facts.torchvision.answer is not None:
         return
@@ -168,7 +174,7 @@ def check_surroundings(facts: Facts) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     check_python, check_packages, check_horovod, check_mpi, check_prefix, check_mpi4py, check_hello,
-    check_torchvision, check_surroundings,
+    check_kernels, check_torchvision, check_surroundings,
 )
 
 
@@ -195,6 +201,8 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     gpus = facts.torch.answer["gpus"] if facts.torch.answer else []
     assert isinstance(gpus, list)
     rows.append(("GPU", ", ".join(gpus) or "none"))
+    kernels = facts.kernels.answer or {"native": "missing"}
+    rows.append(("kernels of the CPU", str(kernels["native"])))
     rows.append(("cores", str(facts.cores)))
     rows.append(("OPAL_PREFIX", facts.variables.get("OPAL_PREFIX", "not set (set by mpirun and train.py)")))
     rows.append(("2 ranks, one allreduce", "works" if hello.get("sum") == 3.0 else "fails"))

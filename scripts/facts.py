@@ -32,6 +32,10 @@ import json, horovod.torch as hvd
 names = ("mpi", "gloo", "nccl", "cuda", "rocm")
 print(json.dumps({name: bool(getattr(hvd, name + "_built")()) for name in names}))
 """
+KERNELS = """
+import json, dgc.kernels.native
+print(json.dumps({"native": str(dgc.kernels.native.Native())}))
+"""
 MPI4PY = """
 import json, mpi4py
 mpi4py.rc.initialize = False
@@ -82,6 +86,7 @@ class Facts:
     torchvision: Probe = Probe()
     horovod: Probe = Probe()
     mpi4py: Probe = Probe()
+    kernels: Probe = Probe()
     hello: Probe = Probe()
     variables: Mapping[str, str] = field(default_factory=dict)
     """Those of WATCHED that are set."""
@@ -145,6 +150,7 @@ def collect() -> Facts:
         torchvision=probe(TORCHVISION),
         horovod=probe(HOROVOD),
         mpi4py=probe(MPI4PY),
+        kernels=probe(KERNELS),
         hello=run_probe(hello, hello_env),
         variables={name: os.environ[name] for name in WATCHED if name in os.environ},
     )

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 PARALLEL = Path(__file__).parent / "parallel"
 
 # before torch is imported: more threads than cores make small tests slower, not faster
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def no_type_checks() -> Iterator[None]:
+    """For long loops: checking shapes takes longer than what small tensors do. Short tests check the same code."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dgc/__init__.py": LIBRARY,
     "datasets": (),
     "models": (),
-    "training": ("dgc.comm", "dgc.optim", "datasets.torchvision_compat"),
+    "training": ("dgc.kernels", "dgc.comm", "dgc.optim", "datasets.torchvision_compat"),
     "train.py": ("dgc.comm", "dgc.optim", "training"),
     "configs": ("dgc", "datasets", "models", "training"),
     "benchmarks": ("dgc", "datasets", "models", "training", "configs", "scripts"),

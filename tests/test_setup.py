@@ -31,6 +31,7 @@ HEALTHY = Facts(
     torchvision=Probe({}),
     horovod=Probe(BUILT),
     mpi4py=Probe({"library": "Open MPI v4.1.8, package: Open MPI"}),
+    kernels=Probe({"native": "native (avx2)"}),
     hello=Probe({"size": 2, "sum": 3.0, "multiple": True, "level": "MULTIPLE"}),
 )
 
@@ -56,6 +57,7 @@ def test_nothing_is_wrong_with_a_healthy_environment() -> None:
         ({"variables": {"OPAL_PREFIX": "/other"}}, "OPAL_PREFIX is /other"),
         ({"mpi4py": Probe({"library": "MPICH Version: 4.2.0"})}, "mpi4py uses another MPI"),
         ({"mpi4py": Probe(error="cannot load MPI library")}, "mpi4py does not load"),
+        ({"kernels": Probe(error="KernelsMissing: the native kernels are not built")}, "no native kernels"),
         ({"hello": Probe(error="no answer after 90 s")}, "did not come through: no answer"),
         ({"hello": Probe({"size": 1, "sum": 1.0, "multiple": True})}, "believes it is alone"),
         ({"hello": Probe({"size": 2, "sum": 2.0, "multiple": True})}, "gave 2.0"),
@@ -93,7 +95,7 @@ def test_settings_that_are_as_they_should_be_are_not_mentioned() -> None:
 
 def test_an_empty_machine_is_described_and_judged() -> None:
     nothing = Probe(error="No module named 'torch'")
-    bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *[nothing] * 5)
+    bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *[nothing] * 6)
     assert any("not installed: torch" in finding.what for finding in judge(bare))
     assert dict(describe(bare))["torch"] == "missing"
 

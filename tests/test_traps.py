@@ -9,9 +9,12 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 from torch.utils.data import TensorDataset
 
+from dgc import kernels
 from dgc.bucket import Segment
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
+from dgc.kernels import Quotas
+from dgc.kernels.reference import as_selection
 from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import Sampled, plan_selection
@@ -165,7 +168,7 @@ def test_trap_06_no_place_in_a_tensor_starves():
     counts = torch.zeros(10)
     for draw in range(200):
         v = torch.randn(n, generator=torch.Generator().manual_seed(draw))
-        counts += torch.bincount(Sampled().select(v, plan, seed=draw) * 10 // n, minlength=10)
+        counts += torch.bincount(Sampled().indices(v, plan, seed=draw) * 10 // n, minlength=10)
     shares = counts / counts.sum()
     assert float(shares.min()) > 0.09 and float(shares.max()) < 0.11
 
@@ -194,7 +197,7 @@ def test_trap_07_values_beyond_fp16_and_gradients_of_every_kind():
             (1e7 * model[:4](images).square().mean()).backward()
             optimizer.synchronize()
             gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.dim() > 1])
-            assert gradients.isfinite().all() and 6e4 < gradients.abs().max() <= 65504
+            assert gradients.isfinite().all() and gradients.abs().max() > 65504
             with optimizer.skip_synchronize():
                 optimizer.step()
         assert optimizer.dropped_steps == 0
@@ -362,7 +365,9 @@ def test_trap_14_gathered_data_have_a_planned_size_and_are_checked():
     for sizes in train(3, body):
         assert len(set(sizes)) == 1
     form = SparseFormat()
-    payload = form.encode(torch.tensor([1, 5]), torch.ones(2), capacity=4)
+    codec, quotas = kernels.codec_of(torch.empty(0)), Quotas(torch.tensor([0, 10]), torch.tensor([4]), 4)
+    selection = as_selection(torch.tensor([1, 5]), torch.ones(10), 4)
+    payload = form.encode(codec, selection, quotas, 10, torch.tensor(10)).payload
     random = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(PayloadError, match="rank 2"):
-        form.decode(random, 4, 10, sender=2)
+        form.decode(codec, [payload, payload, random], quotas, 10)

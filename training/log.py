@@ -7,8 +7,12 @@ An error state that grows without bound is told once (`training.alarm`), by the 
 
 Tags: loss/train, lr, compress_ratio, acc/... (the meters), bytes_per_step/{payload,wire,dense} of one rank,
 error_norm (rank 0's), dropped_steps (of the whole run), samples_per_second, and seconds/<phase> per step:
-data, forward_backward (which contains what compression does during backward), compress, wait, decode, step.
-Seconds are the host's.
+data, forward_backward (which contains what compression does during backward), compress, launch, wait, decode,
+step.
+Seconds are the host's: compress, launch, wait and decode are the exchange's, step the optimizer's.
+
+With train.trace every rank draws its exchanges and its own phases as a timeline: trace/rank<N>.json, for
+ui.perfetto.dev or chrome://tracing.
 """
 
 import sys
@@ -24,6 +28,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from dgc.comm import all_reduce
+from dgc.comm.trace import Trace
 from training.alarm import ErrorAlarm
 from training.state import State
 
@@ -35,8 +40,9 @@ LINE_EVERY = 20.0
 class Clock:
     """Seconds of the host spent in named phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self.trace = trace
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -44,7 +50,10 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            ended = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + ended - started
+            if self.trace is not None:
+                self.trace.add(name, "training", started, ended)
 
     def each(self, name: str, items: Iterable[T]) -> Iterator[T]:
         """`items`, with the time spent fetching them counted as phase `name`."""
@@ -69,7 +78,9 @@ class Log:
         self.num_epochs = settings.num_epochs
         self.steps_per_epoch = steps_per_epoch
         self.log_every = max(1, settings.log_every)
-        self.clock = Clock()
+        self.trace = Trace(transport.rank) if settings.trace else None
+        self.trace_file = directory / "trace" / f"rank{transport.rank}.json"
+        self.clock = Clock(self.trace)
         self.loss_sum = torch.zeros((), device=state.device)
         self.loss = float("nan")
         self.rate = 0.0
@@ -91,6 +102,7 @@ class Log:
         meter = state.optimizer.meter
         meter.payload_bytes, meter.wire_bytes = progress.payload_bytes, progress.wire_bytes
         meter.dense_bytes = progress.dense_bytes
+        meter.trace = self.trace
         self.dropped_before = progress.dropped_steps
         self.last = self._snapshot()
 
@@ -212,10 +224,16 @@ class Log:
         self.epoch_loss, self.epoch_steps = 0.0, 0
         if self.writer is not None:
             self.writer.flush()
+        self._save_trace()
         # Evaluating and saving are no part of the next point's samples per second.
         self.last_time = time.perf_counter()
 
+    def _save_trace(self) -> None:
+        if self.trace is not None:
+            self.trace.save(self.trace_file)
+
     def close(self) -> None:
+        self._save_trace()
         if self.bar is not None:
             self.bar.close()
         if self.writer is not None:

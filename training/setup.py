@@ -12,6 +12,7 @@ import torch
 import yaml
 from omegaconf import DictConfig
 
+import dgc.kernels as kernels
 from dgc.comm import Transport, all_gather_object, broadcast_object
 from training.checkpoint import write_atomically
 from training.code import code_difference, code_hashes
@@ -87,6 +88,16 @@ def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torc
     device = torch.device("cuda", transport.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def choose_kernels(name: str, device: torch.device) -> str:
+    """Let a tier of `dgc.kernels` do the hot loops; returns what it is, in words. ValueError if it cannot.
+
+    "auto" leaves the choice to the device, or to DGC_KERNELS.
+    """
+    if name != "auto":
+        kernels.use(name)
+    return kernels.describe(device)
 
 
 def check_agreement(tree: DictConfig, device: torch.device, transport: Transport) -> None:

@@ -18,12 +18,18 @@ optimizer.setdefault("nesterov", False)
 
 configs.train.compression = Config(DGCCompressor)
 configs.train.compression.compress_ratio = 0.001  # share of a tensor's elements that is sent
-configs.train.compression.sample_ratio = 0.01  # share sampled to estimate the threshold; 1: exact top-k
+configs.train.compression.selector = None  # which elements: a constructor of dgc.selection; None: exact top-k
+configs.train.compression["values"] = None  # how values travel: a constructor of dgc.wire; None: fp32
+configs.train.compression.indices = None  # how indices travel, likewise; None: int64
+
+# The original's sampled threshold, in place of a selector:
+configs.train.compression.sample_ratio = None  # share sampled to estimate it (the original's is 0.01)
 configs.train.compression.strided_sample = True  # every n-th element; False: random elements
 configs.train.compression.compress_upper_bound = 1.3  # above 1.3 times the target, the threshold is adapted
 configs.train.compression.compress_lower_bound = 0.8  # below 0.8 times the target as well
 configs.train.compression.max_adaptation_iters = 10  # how often at most
 configs.train.compression.resample = True  # still too many: exact top-k among those
+
 configs.train.compression.fp16_values = False  # True (fp16.py): 2 bytes per value instead of 4
 configs.train.compression.int32_indices = False  # True (int32.py): 4 bytes per index instead of 8
 configs.train.compression.warmup_epochs = -1  # epochs of ratio warm-up (wm5.py); -1 or 0: none

@@ -24,6 +24,7 @@ class Talk(Generic[T]):
         self._transport = transport
         self._meter = meter
         self._flight: Any = None
+        self._launched = 0.0
         self._result: T
         self._resume(None)
 
@@ -38,24 +39,29 @@ class Talk(Generic[T]):
         while not self.done:
             start = perf_counter()
             replies = self._transport.wait(self._flight)
-            self._meter.seconds["wait"] += perf_counter() - start
+            self._meter.spent("wait", self.name, start, perf_counter())
             self._resume(replies)
         return self._result
 
     def _resume(self, replies: tuple[Any, ...] | None) -> None:
         start = perf_counter()
+        if replies is not None:
+            self._meter.in_flight(self.name, self._launched, start)
         try:
             requests = next(self._conversation) if replies is None else self._conversation.send(replies)
         except StopIteration as stop:
             self.done, self._result, self._flight = True, stop.value, None
+            self._meter.spent("decode", self.name, start, perf_counter())
         else:
+            self._meter.spent("compress", self.name, start, perf_counter())
             self._launch(requests)
-        self._meter.seconds["decode" if self.done else "compress"] += perf_counter() - start
 
     def _launch(self, requests: Sequence[Request]) -> None:
+        self._launched = perf_counter()
         for request in requests:
             size = self._transport.group_size(request.group)
             self._meter.count(request, self._transport.group_rank(request.group), size)
         self._meter.rounds += 1
         self._flight = self._transport.launch(f"{self.name}.{self.rounds}", requests)
         self.rounds += 1
+        self._meter.spent("launch", self.name, self._launched, perf_counter())

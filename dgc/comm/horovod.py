@@ -26,6 +26,8 @@ from dgc.comm.requests import (
     Reply,
     Request,
 )
+from dgc.comm.staging import Staged
+from dgc.comm.transport import Transport
 
 
 def prepare_environment() -> None:
@@ -54,6 +56,14 @@ _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 class HorovodFlight:
     requests: tuple[Request, ...]
     handles: tuple[int, ...]
+
+
+def connect(hierarchical: bool = False, timeout: float | None = None) -> Transport:
+    """HorovodTransport. Where Horovod was built without GPU operations, tensors travel through pinned host memory."""
+    transport = HorovodTransport(hierarchical, timeout)
+    if torch.cuda.is_available() and not (hvd.cuda_built() or hvd.rocm_built()):
+        return Staged(transport)
+    return transport
 
 
 class HorovodTransport:

@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Request
+from dgc.comm.trace import Trace
+
+PHASES = ("compress", "launch", "wait", "decode", "step")
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -59,17 +62,28 @@ class Meter:
     """Totals since the start, for this rank. `dense_bytes` is what dense fp32 gradients would have been.
 
     `seconds` is time of the host: on a GPU the work itself may still be running. "compress" is work that ends in
-    a message, "decode" the work after the last reply, "wait" what step() or synchronize() waits for replies.
+    a message, "launch" handing messages to the transport, "wait" what step() or synchronize() waits for replies,
+    "decode" the work after the last reply, "step" the optimizer's own. `trace`: who draws all that, if anyone.
     """
 
     payload_bytes: int = 0
     wire_bytes: float = 0.0
     dense_bytes: int = 0
     rounds: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"compress": 0.0, "wait": 0.0, "decode": 0.0, "step": 0.0}
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    trace: Trace | None = None
 
     def count(self, request: Request, rank: int, size: int) -> None:
         self.payload_bytes += payload_bytes(request, rank)
         self.wire_bytes += wire_bytes(request, rank, size)
+
+    def spent(self, phase: str, on: str, start: float, end: float) -> None:
+        """Seconds of time.perf_counter() between which this phase of `on` (a bucket) lasted."""
+        self.seconds[phase] += end - start
+        if self.trace is not None:
+            self.trace.add(phase, on, start, end)
+
+    def in_flight(self, on: str, launched: float, taken_up: float) -> None:
+        """A message travelled or lay ready between these two readings of time.perf_counter()."""
+        if self.trace is not None:
+            self.trace.add("in flight", f"{on} (network)", launched, taken_up)

@@ -18,13 +18,16 @@ is ordinary momentum by linearity; values are cut to the wire's range and what r
 sum is made in the order of ranks, so that replicas stay equal bit for bit.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
@@ -32,11 +35,10 @@ from dgc.compression.dense import FP16, Dense
 from dgc.compression.finite import blame
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
-from dgc.kernels.reference import merge_mean, remove_nonfinite_
 from dgc.memory import Memory, NoMemory
 from dgc.memory.protocol import MomentumCorrection
-from dgc.selection import Exact, Plan, Sampled, Selector, plan_selection
-from dgc.wire import CastValues, PlainIndices, SparseFormat
+from dgc.selection import Exact, Plan, Predicted, Sampled, Selector, plan_selection
+from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
 
 FLAG_BYTES = 8
 
@@ -44,14 +46,17 @@ FLAG_BYTES = 8
 class DGCCompressor:
     """compress_ratio: the fraction of elements sent; above 1 it is the factor saved (1000 means 0.001).
 
-    memory: DGCSGDMemory for the paper's algorithm; None keeps nothing back. sample_ratio 1 is exact top-k.
+    memory: DGCSGDMemory for the paper's algorithm; None keeps nothing back. selector: what is sent; None is
+    Predicted, the exact top-k of every tensor. sample_ratio and the keywords after it choose the original's
+    sampled threshold instead. values, indices: how they travel, of `dgc.wire`; None is fp32 and int64, or what
+    the original's fp16_values and int32_indices say.
     """
 
     def __init__(
         self,
         compress_ratio: float,
         memory: Memory | None = None,
-        sample_ratio: float = 0.01,
+        sample_ratio: float | None = None,
         strided_sample: bool = True,
         compress_upper_bound: float = 1.3,
         compress_lower_bound: float = 0.8,
@@ -62,6 +67,10 @@ class DGCCompressor:
         warmup_epochs: int = -1,
         warmup_coeff: float | Sequence[float] | None = None,
         seed: int = 0,
+        *,
+        selector: Selector | None = None,
+        values: ValueFormat | None = None,
+        indices: IndexFormat | None = None,
     ):
         if not compress_ratio > 0:
             raise ValueError(f"compress_ratio must be positive, not {compress_ratio}")
@@ -69,18 +78,21 @@ class DGCCompressor:
         self.memory: Memory = NoMemory() if memory is None else memory
         self.compress_ratio = ratio
         self._warmup = RatioWarmup(ratio, warmup_epochs, warmup_coeff)
-        sampled = Sampled(
-            sample_ratio,
+        sampling = (
             strided_sample,
             compress_upper_bound,
             compress_lower_bound,
             max_adaptation_iters,
             resample,
         )
-        self._selector: Selector = Exact() if sample_ratio == 1 else sampled
-        values = CastValues(torch.float16 if fp16_values else torch.float32)
-        self._format = SparseFormat(values, PlainIndices(torch.int32 if int32_indices else torch.int64))
-        self._dense = FP16() if fp16_values else Dense()
+        self._selector = _selector_of(selector, sample_ratio, sampling)
+        if fp16_values and values is not None or int32_indices and indices is not None:
+            raise ValueError("fp16_values and values, or int32_indices and indices, both given: keep one of them")
+        self._format = SparseFormat(
+            values or CastValues("fp16" if fp16_values else "fp32"),
+            indices or PlainIndices("int32" if int32_indices else "int64"),
+        )
+        self._dense = FP16() if self._format.values.dense.dtype == "fp16" else Dense()
         self._names: set[str] | None = None
         self._seed = seed
         self._steps: dict[str, int] = {}
@@ -104,7 +116,7 @@ class DGCCompressor:
         return len(segment.shape) > 1 if self._names is None else segment.name in self._names
 
     def plan(self, bucket: Bucket, size: int) -> None:
-        self._format.indices.check(bucket.numel)
+        self._format.indices.plan(0, bucket.numel)  # refuses a bucket too large to be numbered
         self.memory.plan(bucket)
         self._size = size
         self._steps[bucket.name] = 0
@@ -117,30 +129,33 @@ class DGCCompressor:
         self.begin_epoch(epoch)
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        # a NaN in the error state would never leave it: comparisons with a threshold are false
-        nonfinite = remove_nonfinite_(bucket.flat, [s.offset for s in bucket.segments])
-        yield from self.memory.clip(bucket)
-        v = self.memory.compensate(bucket)
-        plan = self._plan_of(bucket)
-        seed = self._next_seed(bucket)
+        clipped = yield from self.memory.clip(bucket)
+        plan, seed = self._plan_of(bucket), self._next_seed(bucket)
+        due = self.memory.due(bucket)
+        kernel, codec = kernels.of(due.v), kernels.codec_of(due.v)
         if self._dense_is_cheaper(bucket, plan):
-            return (yield from self._reduce_dense(bucket, v, nonfinite))
-        indices = self._selector.select(v, plan, seed)
-        values = self._format.values.quantize(v[indices], result=bucket.flat.dtype)
-        self.memory.sent_(bucket, indices, values.float())
-        (payloads,) = yield (AllGather(self._format.encode(indices, values, plan.capacity, nonfinite)),)
-        reason = _first_blame(bucket, [self._format.nonfinite(payload) for payload in payloads])
-        parts = [self._format.decode(p, plan.capacity, bucket.numel, rank) for rank, p in enumerate(payloads)]
-        return SparseResult(*merge_mean(parts, len(parts)), reason)
+            first = kernel.accumulate_(due) if clipped is None else clipped.minimum(kernel.accumulate_(due))
+            return (yield from self._reduce_dense(bucket, due.v, first))
+        selected = self._selector.select(due, plan, seed)
+        first = selected.first_nonfinite if clipped is None else clipped.minimum(selected.first_nonfinite)
+        encoded = self._format.encode(
+            codec, selected.selection, plan.per_tensor, bucket.numel, first, bucket.dtype
+        )
+        self.memory.sent_(bucket, encoded.sent)
+        (payloads,) = yield (AllGather(encoded.payload),)
+        parts, flags = self._format.decode(codec, payloads, plan.per_tensor, bucket.numel)
+        return SparseResult(*kernel.merge_mean(parts, len(parts), bucket.numel), _first_blame(bucket, flags))
 
-    def _reduce_dense(self, bucket: Bucket, v: Tensor, nonfinite: int) -> Conversation[Result]:
-        values = self._format.values.quantize(v, self._size, bucket.flat.dtype)
+    def _reduce_dense(self, bucket: Bucket, v: Tensor, first_nonfinite: Tensor) -> Conversation[Result]:
+        values = self._format.values.dense.quantize(v, self._size, bucket.dtype)
         self.memory.sent_all_(bucket, values.float())
         # the reply may overwrite its message, and the memory keeps v until the step is known to be good
-        message = bucket.flat.copy_(values) if values.dtype == bucket.flat.dtype else values.clone()
-        (mean, flags) = yield (AllReduce(message), AllGather(torch.tensor([nonfinite], device=v.device)))
+        message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
+        (mean, firsts) = yield (AllReduce(message), AllGather(first_nonfinite.view(1)))
         bucket.flat.copy_(mean)
-        return DenseResult(_first_blame(bucket, [int(flag.item()) for flag in flags]))
+        offsets = [segment.offset for segment in bucket.segments]
+        numbers = [bisect_right(offsets, i) if i < bucket.numel else 0 for i in torch.cat(firsts).tolist()]
+        return DenseResult(_first_blame(bucket, numbers))
 
     def take_back(self, bucket: Bucket) -> None:
         self.memory.take_back_(bucket)
@@ -148,13 +163,14 @@ class DGCCompressor:
     def _plan_of(self, bucket: Bucket) -> Plan:
         plan = self._plans.get(bucket.name)
         if plan is None or plan.ratio != self.compress_ratio:
-            plan = self._plans[bucket.name] = plan_selection(bucket.segments, self.compress_ratio)
+            plan = plan_selection(bucket.segments, self.compress_ratio, bucket.device)
+            self._plans[bucket.name] = plan
         return plan
 
     def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
         size = max(2, self._size)  # one process decides as two would
-        sparse = all_gather_wire_bytes(self._format.nbytes(plan.capacity), size)
-        dense = all_reduce_wire_bytes(bucket.numel * self._format.values.itemsize, size)
+        sparse = all_gather_wire_bytes(self._format.nbytes(plan.per_tensor, bucket.numel), size)
+        dense = all_reduce_wire_bytes(bucket.numel * self._format.values.dense.itemsize, size)
         return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(FLAG_BYTES, size)
 
     def _next_seed(self, bucket: Bucket) -> int:
@@ -174,6 +190,18 @@ class DGCCompressor:
             raise ValueError(f"state of another compressor: {sorted(state)}")
         self.memory.load_state_dict(state["memory"])
         self._steps = dict.fromkeys(self._steps, state["steps"])
+
+
+def _selector_of(selector: Selector | None, sample_ratio: float | None, sampling: tuple[Any, ...]) -> Selector:
+    """The selector that a caller names, or the sampled one of the original's keywords, or the exact one."""
+    if selector is not None and sample_ratio is not None:
+        raise ValueError("selector and sample_ratio both choose what is sent: give one of them")
+    if sample_ratio is not None:
+        return Exact() if sample_ratio == 1 else Sampled(sample_ratio, *sampling)
+    unsampled = Sampled()
+    if sampling != tuple(getattr(unsampled, f.name) for f in fields(unsampled) if f.name != "sample_ratio"):
+        raise ValueError("strided_sample, compress_*_bound, max_adaptation_iters and resample need a sample_ratio")
+    return Predicted() if selector is None else selector
 
 
 def _first_blame(bucket: Bucket, numbers: Sequence[int]) -> str | None:

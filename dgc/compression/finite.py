@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.kernels.reference import first_nonfinite
+from dgc.kernels.reference import first_tensor_nonfinite
 
 
 def probe(flat: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def check_mean(bucket: Bucket, own: Tensor) -> Conversation[str | None]:
     """
     if bool(probe(bucket.flat).isfinite()):
         return None
-    number = first_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
+    number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
     if number == 0:
         return None
     bad = ~own.isfinite().view(1)

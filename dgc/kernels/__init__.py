@@ -1,1 +1,97 @@
-"""The hot loops. `reference` is plain torch and defines what each operation means."""
+"""The hot loops, in three tiers of one meaning: `reference` (plain torch), `native` (C++), `triton` (GPU).
+
+The tier follows the device of the tensor, unless DGC_KERNELS or `use` names one.
+"""
+
+import os
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dgc.kernels.codec import Codec as Codec
+from dgc.kernels.protocol import Accumulation as Accumulation
+from dgc.kernels.protocol import Chosen as Chosen
+from dgc.kernels.protocol import Kernels as Kernels
+from dgc.kernels.protocol import Quotas as Quotas
+from dgc.kernels.protocol import Selection as Selection
+from dgc.kernels.protocol import Taken as Taken
+
+TIERS = ("auto", "reference", "native", "triton")
+_asked = os.environ.get("DGC_KERNELS", "auto")
+
+
+class KernelsUnavailable(ValueError):
+    """A tier was asked for that this machine, or this device, cannot run."""
+
+
+def use(name: str) -> None:
+    """Let every bucket from now on be handled by this tier: auto, reference, native or triton.
+
+    auto: native on a CPU, triton on a GPU, and where that is missing reference, with a warning.
+    """
+    global _asked
+    if name not in TIERS:
+        raise ValueError(f"kernels must be one of {', '.join(TIERS)}, not {name!r}")
+    _asked = name
+
+
+def of(tensor: Tensor) -> Kernels:
+    """The kernels for tensors on this one's device."""
+    return _tier(_asked, tensor.device.type)[0]
+
+
+def codec_of(tensor: Tensor) -> Codec:
+    """The payload codec for tensors on this one's device."""
+    return _tier(_asked, tensor.device.type)[1]
+
+
+def describe(device: torch.device) -> str:
+    """The tier that serves this device, in words for a log."""
+    return str(_tier(_asked, device.type)[0])
+
+
+@cache
+def _tier(asked: str, device: str) -> tuple[Kernels, Codec]:
+    if asked not in TIERS:
+        raise ValueError(f"DGC_KERNELS must be one of {', '.join(TIERS)}, not {asked!r}")
+    wanted = asked if asked != "auto" else ("native" if device == "cpu" else "triton")
+    try:
+        if wanted == "native":
+            return _native(device)
+        if wanted == "triton":
+            return _triton(device)
+    except KernelsUnavailable as missing:
+        if asked != "auto":
+            raise
+        warnings.warn(f"{missing}. Until then plain PyTorch does the work, more slowly", stacklevel=3)
+    from dgc.kernels.bits import TorchCodec
+    from dgc.kernels.reference import Reference
+
+    return Reference(), TorchCodec()
+
+
+def _native(device: str) -> tuple[Kernels, Codec]:
+    if device != "cpu":
+        raise KernelsUnavailable(f"the native kernels run on a CPU, not on {device}")
+    from dgc.kernels.library import KernelsMissing
+    from dgc.kernels.native import Native
+    from dgc.kernels.native_codec import NativeCodec
+
+    try:
+        return Native(), NativeCodec()
+    except KernelsMissing as error:
+        raise KernelsUnavailable(str(error)) from error
+
+
+def _triton(device: str) -> tuple[Kernels, Codec]:
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
+    try:
+        from dgc.kernels.triton import Triton
+    except ImportError as error:
+        raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
+    from dgc.kernels.bits import TorchCodec
+
+    return Triton(), TorchCodec()

@@ -1,4 +1,4 @@
-"""The operations of the hot path in plain torch: the definition that faster tiers must meet."""
+"""The operations of the hot path in plain torch: the definition that faster tiers must meet bit for bit."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -7,48 +7,147 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-
-def correct_momentum_(
-    g: Float[Tensor, "n"], u: Float32[Tensor, "n"], v: Float32[Tensor, "n"], momentum: float, nesterov: bool
-) -> None:
-    """Momentum correction and accumulation (Lin et al. 2018, eq. 4), in place.
-
-    plain: u = m u + g; v = v + u.  Nesterov: u = m (u + g); v = v + u + g.
-    """
-    g = g.to(u.dtype)
-    if nesterov:
-        u.add_(g).mul_(momentum)
-        v.add_(u).add_(g)
-    else:
-        u.mul_(momentum).add_(g)
-        v.add_(u)
+from dgc.kernels.protocol import Accumulation, Chosen, Quotas, Selection, Taken
 
 
-def remove_nonfinite_(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
-    """Set NaN and inf in g to zero. `offsets`: where each tensor begins.
+class Reference:
+    """Implements `dgc.kernels.protocol.Kernels` on any device. On a GPU it waits for the device."""
 
-    Returns the number, from 1, of the first tensor that had any; 0 when all is finite.
-    """
-    number = first_nonfinite(g, offsets)
-    if number:
-        torch.nan_to_num_(g, 0.0, 0.0, 0.0)
-    return number
+    name = "reference"
+
+    def __str__(self) -> str:
+        return f"{self.name} (plain PyTorch)"
+
+    def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
+        g = torch.cat(due.g).to(torch.float32) if len(due.g) > 1 else due.g[0].to(torch.float32)
+        first = first_nonfinite(g)
+        g = torch.where(torch.isfinite(g), g, 0.0)
+        u, v = due.u, due.v
+        if u is None:
+            v.add_(g)
+        elif due.nesterov:
+            u.add_(g).mul_(due.momentum)
+            v.add_(u).add_(g)
+        else:
+            u.mul_(due.momentum).add_(g)
+            v.add_(u)
+        return first
+
+    def accumulate_and_select_(
+        self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
+    ) -> Chosen:
+        first = self.accumulate_(due)
+        chosen = self.select(due.v, quotas)
+        return Chosen(chosen.selection, chosen.thresholds, first, chosen.missed)
+
+    def select(self, v: Float32[Tensor, "n"], quotas: Quotas) -> Chosen:
+        bounds, parts = quotas.bounds.tolist(), []
+        thresholds = torch.zeros(len(bounds) - 1, device=v.device)
+        for s, k in enumerate(quotas.ks.tolist()):
+            indices = largest(v[bounds[s] : bounds[s + 1]], k)
+            if indices.numel() == k > 0:
+                thresholds[s] = v[indices + bounds[s]].abs().min()
+            parts.append(indices + bounds[s])
+        selection = as_selection(torch.cat(parts), v, quotas.capacity)
+        none = torch.zeros((), dtype=torch.int32, device=v.device)
+        return Chosen(selection, thresholds, none.long() + v.numel(), none)
+
+    def take_(
+        self,
+        selection: Selection,
+        sent: Float32[Tensor, "capacity"],
+        u: Float32[Tensor, "n"] | None,
+        v: Float32[Tensor, "n"],
+    ) -> Taken:
+        count, indices = _valid(selection)
+        old_v = torch.zeros_like(sent)
+        old_v[:count] = v[indices]
+        v[indices] = old_v[:count] - sent[:count]
+        if u is None:
+            return Taken(None, old_v)
+        old_u = torch.zeros_like(sent)
+        old_u[:count] = u[indices]
+        u[indices] = 0
+        return Taken(old_u, old_v)
+
+    def put_back_(
+        self,
+        selection: Selection,
+        taken: Taken,
+        u: Float32[Tensor, "n"] | None,
+        v: Float32[Tensor, "n"],
+    ) -> None:
+        count, indices = _valid(selection)
+        v[indices] = taken.v[:count]
+        if u is not None and taken.u is not None:
+            u[indices] = taken.u[:count]
+
+    def merge_mean(
+        self, parts: Sequence[Selection], size: int, numel: int
+    ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
+        entries = [(indices, part.values[:count]) for part in parts for count, indices in [_valid(part)]]
+        union, where = torch.unique(torch.cat([i for i, _ in entries]), sorted=True, return_inverse=True)
+        total = torch.zeros(union.numel(), dtype=torch.float32, device=union.device)
+        start = 0
+        for indices, values in entries:
+            total.index_add_(0, where[start : start + indices.numel()], values)
+            start += indices.numel()
+        return union, total.div_(size)
+
+    def subtract_at_(
+        self,
+        targets: Sequence[Tensor],
+        bounds: Int64[Tensor, "bounds"],
+        indices: Int64[Tensor, "k"],
+        values: Float32[Tensor, "k"],
+        factors: Sequence[float],
+    ) -> None:
+        offsets, ends = bounds.tolist(), torch.searchsorted(indices, bounds).tolist()
+        for s, (target, factor) in enumerate(zip(targets, factors, strict=True)):
+            own = slice(ends[s], ends[s + 1])
+            target[indices[own] - offsets[s]] -= (values[own] * factor).to(target.dtype)
+
+    def decay_(
+        self,
+        p: Tensor,
+        buffer: Tensor,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        decay = p * weight_decay
+        buffer.mul_(momentum).add_(decay)
+        p.sub_((decay.add_(buffer * momentum) if nesterov else buffer) * lr)
 
 
-def first_nonfinite(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
-    """The number, from 1, of the first tensor in g that has NaN or inf; 0 when all is finite."""
-    finite = torch.isfinite(g)
-    if bool(finite.all()):
-        return 0
-    return bisect_right(offsets, int((~finite).nonzero()[0]))
+def as_selection(indices: Int64[Tensor, "count"], v: Float32[Tensor, "n"], capacity: int) -> Selection:
+    """The elements of v at ascending indices, count <= capacity."""
+    count = indices.numel()
+    assert count <= capacity
+    padded = torch.zeros(capacity, dtype=torch.int32, device=v.device)
+    padded[:count] = indices
+    values = torch.zeros(capacity, dtype=torch.float32, device=v.device)
+    values[:count] = v[indices]
+    return Selection(padded, values, torch.full((), count, dtype=torch.int32, device=v.device))
+
+
+def _valid(selection: Selection) -> tuple[int, Int64[Tensor, "count"]]:
+    count = int(selection.count)
+    return count, selection.indices[:count].long()
 
 
 def largest(v: Float[Tensor, "n"], k: int) -> Int64[Tensor, "found"]:
-    """Ascending indices of the k elements of largest magnitude in v. Zeros are never chosen."""
+    """Ascending indices of the k elements of largest magnitude in v, of equal ones the first. Never a zero."""
     if k == 0 or v.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=v.device)
-    magnitudes, indices = torch.topk(v.abs(), min(k, v.numel()), sorted=False)
-    return indices[magnitudes > 0].sort().values
+    magnitudes = v.abs()
+    threshold = torch.topk(magnitudes, min(k, v.numel()), sorted=False).values.min()
+    if threshold == 0:
+        return magnitudes.nonzero().view(-1)
+    greater = (magnitudes > threshold).nonzero().view(-1)
+    equal = (magnitudes == threshold).nonzero().view(-1)
+    return torch.cat([greater, equal[: k - greater.numel()]]).sort().values
 
 
 def above(v: Float[Tensor, "n"], threshold: Float[Tensor, ""]) -> Int64[Tensor, "found"]:
@@ -57,19 +156,27 @@ def above(v: Float[Tensor, "n"], threshold: Float[Tensor, ""]) -> Int64[Tensor, 
     return ((magnitudes >= threshold) & (magnitudes > 0)).nonzero().view(-1)
 
 
-def merge_mean(
-    parts: Sequence[tuple[Tensor, Tensor]], size: int
-) -> tuple[Int64[Tensor, "k"], Float32[Tensor, "k"]]:
-    """The mean over `size` ranks of sparse vectors.
+def first_nonfinite(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
+    """The index of the first NaN or inf in g; n where there is none."""
+    n = torch.full((), g.numel(), device=g.device)
+    if g.numel() == 0:
+        return n
+    bad = (~torch.isfinite(g)).to(torch.uint8)
+    first = bad.argmax()
+    return torch.where(bad[first] > 0, first, n)
 
-    parts: (indices int64, values fp32) of each rank, unique indices within one rank. Returns unique ascending
-    indices and values. Values of one index are added in the order of the parts, so that every rank that
-    merges the same parts gets the same bits.
+
+def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
+    """Set NaN and inf in g to zero. Returns the index of the first one, n where there was none."""
+    first = first_nonfinite(g)
+    torch.nan_to_num_(g, 0.0, 0.0, 0.0)
+    return first
+
+
+def first_tensor_nonfinite(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
+    """The number, from 1, of the first tensor in g that has NaN or inf; 0 when all is finite.
+
+    offsets: where each tensor begins.
     """
-    indices, where = torch.unique(torch.cat([i for i, _ in parts]), sorted=True, return_inverse=True)
-    values = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
-    start = 0
-    for own, own_values in parts:
-        values.index_add_(0, where[start : start + own.numel()], own_values)
-        start += own.numel()
-    return indices, values.div_(size)
+    first = int(first_nonfinite(g))
+    return 0 if first == g.numel() else bisect_right(offsets, first)

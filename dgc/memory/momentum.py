@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.kernels.reference import correct_momentum_
+from dgc.kernels import Accumulation, Selection
+from dgc.kernels.reference import remove_nonfinite_
 from dgc.memory.clip import Clipping
 from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import FlatState, Undo, load_parts
@@ -55,20 +56,21 @@ class DGCSGDMemory:
         self._momentums.add(bucket)
         self._velocities.add(bucket)
 
-    def clip(self, bucket: Bucket) -> Conversation[None]:
-        if self.gradient_clipping is not None:
-            yield from self.gradient_clipping.clip(bucket)
+    def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
+        if self.gradient_clipping is None:
+            return None
+        first = remove_nonfinite_(bucket.flat)
+        yield from self.gradient_clipping.clip(bucket)
+        return first
 
-    def compensate(self, bucket: Bucket) -> Tensor:
+    def due(self, bucket: Bucket) -> Accumulation:
         self._undo.forget(bucket)
         u, v = self._momentums[bucket], self._velocities[bucket]
-        correct_momentum_(bucket.flat, u, v, self.momentum, self.nesterov)
-        return v
+        return Accumulation(bucket.pieces, u, v, self.momentum, self.nesterov)
 
-    def sent_(self, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
-        self._undo.subtract_at(self._velocities, bucket, indices, values)
-        if self.momentum_masking:
-            self._undo.clear_at(self._momentums, bucket, indices)
+    def sent_(self, bucket: Bucket, sent: Selection) -> None:
+        u = self._momentums[bucket] if self.momentum_masking else None
+        self._undo.take(bucket, sent, u, self._velocities[bucket])
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
         self._undo.subtract(self._velocities, bucket, values)

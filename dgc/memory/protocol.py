@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
+from dgc.kernels import Accumulation, Selection
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,23 @@ class Memory(Protocol):
         """Make room for a bucket."""
         ...
 
-    def clip(self, bucket: Bucket) -> Conversation[None]:
-        """Clip the bucket's local gradient in place."""
+    def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
+        """Clip the bucket's local gradient in place, NaN and inf counting as zero.
+
+        Returns the index of the first element that was NaN or inf, n where there was none. None: nothing is
+        clipped.
+        """
         ...
 
-    def compensate(self, bucket: Bucket) -> Tensor:
-        """Take in the gradient; return v [n] fp32, all that is due. The caller does not change it."""
+    def due(self, bucket: Bucket) -> Accumulation:
+        """The pass that takes in the gradient; after it `v` [n] fp32 is all that is due.
+
+        Whoever does the pass does not change v otherwise. The step before is known to be good.
+        """
         ...
 
-    def sent_(self, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
-        """`values` [k] fp32 of v[indices] have been sent."""
+    def sent_(self, bucket: Bucket, sent: Selection) -> None:
+        """What the other ranks receive: elements, and their values after rounding."""
         ...
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
@@ -46,7 +54,7 @@ class Memory(Protocol):
         ...
 
     def take_back_(self, bucket: Bucket) -> None:
-        """What was sent since the last `compensate` returns, bit for bit: the step is dropped."""
+        """What was sent since the last `due` returns, bit for bit: the step is dropped."""
         ...
 
     def errors(self) -> Iterable[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
+from dgc.kernels import Accumulation, Selection
 from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import FlatState, Undo, load_parts
 
@@ -25,15 +26,16 @@ class ResidualMemory:
     def plan(self, bucket: Bucket) -> None:
         self._residual.add(bucket)
 
-    def clip(self, bucket: Bucket) -> Conversation[None]:
+    def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
         yield from ()
+        return None
 
-    def compensate(self, bucket: Bucket) -> Tensor:
+    def due(self, bucket: Bucket) -> Accumulation:
         self._undo.forget(bucket)
-        return self._residual[bucket].add_(bucket.flat)
+        return Accumulation(bucket.pieces, None, self._residual[bucket])
 
-    def sent_(self, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
-        self._undo.subtract_at(self._residual, bucket, indices, values)
+    def sent_(self, bucket: Bucket, sent: Selection) -> None:
+        self._undo.take(bucket, sent, None, self._residual[bucket])
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
         self._undo.subtract(self._residual, bucket, values)
@@ -59,13 +61,14 @@ class NoMemory:
     def plan(self, bucket: Bucket) -> None:
         pass
 
-    def clip(self, bucket: Bucket) -> Conversation[None]:
+    def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
         yield from ()
+        return None
 
-    def compensate(self, bucket: Bucket) -> Tensor:
-        return bucket.flat.to(torch.float32)
+    def due(self, bucket: Bucket) -> Accumulation:
+        return Accumulation(bucket.pieces, None, torch.zeros(bucket.numel, device=bucket.device))
 
-    def sent_(self, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
+    def sent_(self, bucket: Bucket, sent: Selection) -> None:
         pass
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:

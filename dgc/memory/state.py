@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+import dgc.kernels as kernels
 from dgc.bucket import Bucket
+from dgc.kernels import Selection, Taken
 
 
 class FlatState:
@@ -16,7 +18,7 @@ class FlatState:
         self._flat: dict[str, tuple[Bucket, Tensor]] = {}
 
     def add(self, bucket: Bucket) -> None:
-        self._flat[bucket.name] = (bucket, torch.zeros_like(bucket.flat, dtype=torch.float32))
+        self._flat[bucket.name] = (bucket, torch.zeros(bucket.numel, device=bucket.device))
 
     def __getitem__(self, bucket: Bucket) -> Tensor:
         return self._flat[bucket.name][1]
@@ -46,13 +48,13 @@ class FlatState:
 
 
 class Undo:
-    """What a step changed in some states, so that a dropped step can be taken back bit for bit.
+    """What a step took from some states, so that a dropped step can be taken back bit for bit.
 
     Holds the elements that were sent (as many as were sent), or for a whole bucket its old tensor.
     """
 
     def __init__(self) -> None:
-        self._elements: dict[str, list[tuple[FlatState, Tensor, Tensor]]] = {}
+        self._elements: dict[str, tuple[Selection, Taken, Tensor | None, Tensor]] = {}
         self._whole: dict[str, tuple[FlatState, Tensor]] = {}
 
     def forget(self, bucket: Bucket) -> None:
@@ -60,15 +62,10 @@ class Undo:
         self._elements.pop(bucket.name, None)
         self._whole.pop(bucket.name, None)
 
-    def subtract_at(self, state: FlatState, bucket: Bucket, indices: Tensor, values: Tensor) -> None:
-        """state[indices] -= values, for unique indices."""
-        self._keep(state, bucket, indices, old := state[bucket][indices])
-        state[bucket][indices] = old - values
-
-    def clear_at(self, state: FlatState, bucket: Bucket, indices: Tensor) -> None:
-        """state[indices] = 0"""
-        self._keep(state, bucket, indices, state[bucket][indices])
-        state[bucket][indices] = 0
+    def take(self, bucket: Bucket, sent: Selection, momentum: Tensor | None, velocity: Tensor) -> None:
+        """velocity[i] -= value and, unless it is None, momentum[i] = 0, for every element sent."""
+        taken = kernels.of(velocity).take_(sent, sent.values, momentum, velocity)
+        self._elements[bucket.name] = (sent, taken, momentum, velocity)
 
     def subtract(self, state: FlatState, bucket: Bucket, values: Tensor) -> None:
         """state -= values, in a new tensor: the old one stays as it is."""
@@ -77,14 +74,12 @@ class Undo:
         state.replace(bucket, old - values)
 
     def take_back(self, bucket: Bucket) -> None:
-        for state, indices, old in self._elements.pop(bucket.name, ()):
-            state[bucket][indices] = old
+        if bucket.name in self._elements:
+            selection, taken, momentum, velocity = self._elements.pop(bucket.name)
+            kernels.of(velocity).put_back_(selection, taken, momentum, velocity)
         if bucket.name in self._whole:
             state, whole = self._whole.pop(bucket.name)
             state.replace(bucket, whole)
-
-    def _keep(self, state: FlatState, bucket: Bucket, indices: Tensor, old: Tensor) -> None:
-        self._elements.setdefault(bucket.name, []).append((state, indices, old))
 
 
 def load_parts(parts: Mapping[str, FlatState], state: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -43,6 +43,6 @@ def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, transport: Tr
 @cache
 def default_transport() -> Transport:
     """The process's Horovod transport. Imported here, so that the package works where Horovod is not installed."""
-    from dgc.comm.horovod import HorovodTransport
+    from dgc.comm.horovod import connect
 
-    return HorovodTransport()
+    return connect()

@@ -5,7 +5,7 @@ Gradients are views into flat buckets; a bucket starts its conversation during b
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -25,7 +25,7 @@ from dgc.optim.momentum import MomentumOwners
 from dgc.optim.options import as_factor, as_route, name_parameters, take_compressors, unused_prefix
 from dgc.optim.planning import check_agreement, plan_buckets
 from dgc.optim.scaling import LossScale
-from dgc.optim.sgd import TakesCorrected
+from dgc.optim.sgd import SparseUpdate, TakesCorrected
 from dgc.optim.wrapper import Wrapper
 
 
@@ -97,7 +97,7 @@ class DistributedOptimizer(Wrapper):
         self._should_synchronize = True
         self._dropped = False  # whether the gradients that were averaged last are unfit for a step
         self._scaler_asked = False
-        self.exchange.zero()
+        self.exchange.zero(set_to_none=True)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -116,6 +116,8 @@ class DistributedOptimizer(Wrapper):
             if self._factor != 1:
                 flat.mul_(self._factor)
             self._loss_scale.multiply_(flat)
+        for plan in self.exchange.planned:
+            plan.attach()
 
     def _finish(self) -> list[Result]:
         """The exchange's results. Where one is not finite, every rank drops the step or raises, as `nonfinite`."""
@@ -174,7 +176,7 @@ class DistributedOptimizer(Wrapper):
         if self.exchange.is_state_initialisation():
             return loss
         self._loss_scale.check_before_step(self)
-        sparse: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        sparse: list[SparseUpdate] = []
         if self._should_synchronize and self.exchange.averaged:
             if not self._scaler_asked:
                 warnings.warn(
@@ -190,25 +192,26 @@ class DistributedOptimizer(Wrapper):
         self.exchange.averaged = False
         return loss
 
-    def _step_inner(self, sparse: dict[Tensor, tuple[Tensor, Tensor]]) -> None:
+    def _step_inner(self, sparse: Sequence[SparseUpdate]) -> None:
         start = perf_counter()
         for p in (p for plan in self.exchange.planned for p in plan.parameters if not p.requires_grad):
             p.grad = None  # frozen since: momentum and weight decay may not move it
-            sparse.pop(p, None)
         self.inner.step(**({"sparse": sparse} if sparse else {}))
-        self.meter.seconds["step"] += perf_counter() - start
+        self.meter.spent("step", "optimizer", start, perf_counter())
 
-    def _synchronize_sparse(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """As synchronize(), but sparse results are returned by parameter in place of being made dense."""
-        updates = {}
-        for plan, result in zip(self.exchange.planned, self._finish(), strict=True):
-            if isinstance(result, SparseResult):
-                updates.update(plan.split(result.indices, result.values))
-        return updates
+    def _synchronize_sparse(self) -> list[SparseUpdate]:
+        """As synchronize(), but sparse results are returned in place of being made dense."""
+        return [
+            plan.sparse_update(result.indices, result.values)
+            for plan, result in zip(self.exchange.planned, self._finish(), strict=True)
+            if isinstance(result, SparseResult)
+        ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients. They stay views into the buckets whatever `set_to_none` says."""
-        self.exchange.zero()
+        """As torch's; with set_to_none=False gradients are views into the buckets afterwards, and those of frozen
+        parameters, which a zero would still decay, are None all the same.
+        """
+        self.exchange.zero(set_to_none)
         for p in (p for group in self.param_groups for p in group["params"] if p not in self.exchange):
             p.grad = None
 

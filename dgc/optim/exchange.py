@@ -17,6 +17,7 @@ from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result
 from dgc.optim.planning import PlannedBucket
 from dgc.optim.scaling import LossScale
+from dgc.optim.streams import SideStream
 
 _wrapped = WeakIdKeyDictionary()  # parameters whose hooks are in place
 
@@ -52,6 +53,7 @@ class GradientExchange:
         self._transport, self._loss_scale = transport, loss_scale
         self._lock = threading.RLock()
         self._where = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
+        self._sides = {device: SideStream(device) for device in {plan.bucket.device for plan in planned}}
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._where]
         _wrapped.update((p, True) for p in self._where)
         self._begin()
@@ -77,60 +79,70 @@ class GradientExchange:
                     f"{self.planned[b].bucket.segments[i].name} got more gradients than "
                     f"backward_passes_per_step={self.passes} since the last step() or synchronize()"
                 )
-            self._collect(p)
+            with torch.no_grad():
+                self.planned[b].collect(i)
             self._left[p] -= 1
             if self._left[p] == 0:
                 self._missing[b] -= 1
                 if self._missing[b] == 0:
                     self._start(b)
             with torch.no_grad():
-                for talk in self._talks.values():
-                    talk.advance()
-
-    def _collect(self, p: Tensor) -> None:
-        """Make .grad the view into the bucket, with the gradient's content; no gradient is zero."""
-        b, i = self._where[p]
-        view = self.planned[b].views[i]
-        if p.grad is view:
-            return
-        with torch.no_grad():
-            if p.grad is None:
-                view.zero_()
-            else:
-                view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
-        p.grad = view
+                for other, talk in self._talks.items():
+                    with self._side(other).beside_caller():
+                        talk.advance()
 
     def _start(self, b: int) -> None:
         plan = self.planned[b]
         self.meter.dense_bytes += 4 * plan.bucket.numel
-        with torch.no_grad():
-            self._loss_scale.divide_(plan.bucket.flat)
+        with torch.no_grad(), self._side(b).behind_caller():
+            if self._loss_scale.enabled:
+                self._loss_scale.divide_(plan.bucket.flat)
             conversation = plan.compressor.reduce(plan.bucket)
             self._talks[b] = Talk(plan.bucket.name, conversation, self._transport, self.meter)
+        if plan.bucket.is_flat:
+            plan.attach()  # what was copied need not be kept twice
+
+    def _side(self, b: int) -> SideStream:
+        return self._sides[self.planned[b].bucket.device]
 
     def finish(self) -> list[Result]:
         """Start what backward did not fill, wait for everything; one result per bucket."""
         with self._lock, torch.no_grad():
             for b, plan in enumerate(self.planned):
                 if b not in self._talks:
-                    for p in plan.parameters:
-                        self._collect(p)
+                    for i in range(len(plan.parameters)):
+                        plan.collect(i)
                     self._start(b)
-            results = [self._talks[b].finish() for b in range(len(self.planned))]
+            results = []
+            for b in range(len(self.planned)):
+                with self._side(b).beside_caller():
+                    results.append(self._talks[b].finish())
+            for side in self._sides.values():
+                side.join()
+            for plan in self.planned:
+                if plan.bucket.is_flat:
+                    plan.attach()
+                plan.bucket.release()
             self._begin()
             self.averaged = True
             return results
 
-    def zero(self) -> None:
-        """Zero all gradients and keep .grad a view into the bucket."""
+    def zero(self, set_to_none: bool) -> None:
+        """Drop all gradients, or make them views of zeros into the buckets.
+
+        Without one backward leaves its gradient where it made it, which is faster than adding it to zeros.
+        """
         if self.in_flight:
             raise RuntimeError(
                 "zero_grad() between backward and step() or synchronize(): gradients are on their way"
             )
         for plan in self.planned:
-            plan.bucket.flat.zero_()
-            for p, view in zip(plan.parameters, plan.views, strict=True):
-                p.grad = view
+            if set_to_none:
+                for p in plan.parameters:
+                    p.grad = None
+            else:
+                plan.bucket.flat.zero_()
+                plan.attach()
         self._begin()
         self.averaged = False
 
@@ -153,8 +165,12 @@ class GradientExchange:
         if self.had_backward:
             return False
         gradients = [p.grad for p in self._where]
-        views = {id(view) for plan in self.planned for view in plan.views}
-        foreign = [g for g in gradients if g is not None and id(g) not in views]
+        foreign = [
+            p.grad
+            for plan in self.planned
+            for i, p in enumerate(plan.parameters)
+            if p.grad is not None and not plan.is_view(i, p.grad)
+        ]
         return bool(foreign) and len(foreign) == len(gradients) and not any(g.count_nonzero() for g in foreign)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,28 +11,55 @@ from dgc.bucket import Bucket, Segment, lay_out, make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor
+from dgc.optim.sgd import SparseUpdate
 
 MEGABYTE = 1024 * 1024
 
 
 @dataclass(eq=False)
 class PlannedBucket:
-    """A bucket, its compressor and its parameters; `views` are the gradients inside `bucket.flat`."""
+    """A bucket, its compressor and its parameters."""
 
     bucket: Bucket
     compressor: Compressor
     parameters: tuple[Tensor, ...]
-    views: tuple[Tensor, ...]
 
-    def split(self, indices: Tensor, values: Tensor) -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """A sparse vector (ascending indices into the bucket) by parameter, with indices into its segment."""
-        offsets = torch.tensor([s.offset for s in self.bucket.segments], device=indices.device)
-        bounds = [*torch.searchsorted(indices, offsets).tolist(), indices.numel()]
-        parts = {}
-        for i, (p, segment) in enumerate(zip(self.parameters, self.bucket.segments, strict=True)):
-            own = slice(bounds[i], bounds[i + 1])
-            parts[p] = (indices[own] - segment.offset, values[own])
-        return parts
+    @cached_property
+    def views(self) -> tuple[Tensor, ...]:
+        """Room for each parameter's gradient inside `bucket.flat`."""
+        return tuple(segment.of(self.bucket.flat) for segment in self.bucket.segments)
+
+    def is_view(self, i: int, gradient: Tensor | None) -> bool:
+        return "views" in self.__dict__ and gradient is self.views[i]
+
+    def collect(self, i: int) -> None:
+        """Take parameter i's .grad as its gradient, where it lies if that can be; no gradient is zero."""
+        p, segment = self.parameters[i], self.bucket.segments[i]
+        if self.is_view(i, p.grad):
+            self.bucket.lies_flat(i)
+        elif p.grad is not None and not p.grad.is_sparse and segment.is_laid_out_as(p.grad):
+            self.bucket.lies_at(i, p.grad.detach())
+        else:
+            self.bucket.lies_flat(i)
+            if p.grad is None:
+                self.views[i].zero_()
+            else:
+                self.views[i].copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+            p.grad = self.views[i]
+
+    def attach(self) -> None:
+        """Let every .grad be its view into `bucket.flat`."""
+        for p, view in zip(self.parameters, self.views, strict=True):
+            p.grad = view
+
+    def sparse_update(self, indices: Tensor, values: Tensor) -> SparseUpdate:
+        """A sparse gradient of the bucket as an update of its parameters."""
+        return SparseUpdate(self.parameters, self._bounds, indices, values)
+
+    @cached_property
+    def _bounds(self) -> Tensor:
+        bounds = [*(s.offset for s in self.bucket.segments), self.bucket.numel]
+        return torch.tensor(bounds, device=self.bucket.device)
 
 
 def plan_buckets(
@@ -64,15 +92,14 @@ def plan_buckets(
     planned = []
     for i, (compressor, members) in enumerate(closed):
         bucket = make_bucket(f"{prefix}.{i}", members)
-        views = tuple(segment.of(bucket.flat) for segment in bucket.segments)
-        planned.append(PlannedBucket(bucket, compressor, tuple(p for _, p in members), views))
+        planned.append(PlannedBucket(bucket, compressor, tuple(p for _, p in members)))
     return planned
 
 
 def describe(planned: Sequence[PlannedBucket]) -> list[tuple[str, str, str, tuple[int, ...]]]:
     """What must be the same on every rank: bucket, kind of compressor, parameter, shape."""
     return [
-        (p.bucket.name, type(p.compressor).__name__, f"{s.name} ({p.bucket.flat.dtype})", s.shape)
+        (p.bucket.name, type(p.compressor).__name__, f"{s.name} ({p.bucket.dtype})", s.shape)
         for p in planned
         for s in p.bucket.segments
     ]

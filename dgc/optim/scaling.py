@@ -22,7 +22,7 @@ class LossScale:
     def __init__(self, grad_scaler: Any, planned: Sequence[PlannedBucket]):
         self._scaler = grad_scaler
         self.enabled = grad_scaler is not None and bool(grad_scaler.is_enabled())
-        half = [s.name for p in planned if p.bucket.flat.dtype == torch.float16 for s in p.bucket.segments]
+        half = [s.name for p in planned if p.bucket.dtype == torch.float16 for s in p.bucket.segments]
         if self.enabled and half:
             raise ValueError(
                 f"grad_scaler cannot unscale gradients of fp16 parameters, such as {half[0]}: keep parameters in "

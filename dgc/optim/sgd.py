@@ -11,16 +11,30 @@ A corrected gradient may come sparse; then only the parameters that it names are
 decoupled_weight_decay: p = p - lr wd p, without momentum, for all parameters (SGDW, Loshchilov and Hutter 2019).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float32, Int64
 from torch import Tensor
 from torch.optim import Optimizer
 
+import dgc.kernels as kernels
 from dgc.bucket import fills_a_block
 
-SparseUpdates = Mapping[Tensor, tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True, eq=False)
+class SparseUpdate:
+    """The gradients of some parameters that lie one after another, parameter s from bounds[s] to bounds[s+1] - 1.
+
+    Zero but for `values` at the unique ascending `indices`; a parameter's elements in the order of its memory.
+    """
+
+    parameters: tuple[Tensor, ...]
+    bounds: Int64[Tensor, "bounds"]
+    indices: Int64[Tensor, "k"]
+    values: Float32[Tensor, "k"]
 
 
 @runtime_checkable
@@ -29,7 +43,7 @@ class TakesCorrected(Protocol):
 
     def leave_momentum_of(self, parameters: Iterable[Tensor]) -> None: ...
 
-    def step(self, closure: Callable[[], Any] | None = None, sparse: SparseUpdates | None = None) -> Any: ...
+    def step(self, closure: Callable[[], Any] | None = None, sparse: Sequence[SparseUpdate] = ()) -> Any: ...
 
 
 class DGCSGD(Optimizer):
@@ -66,21 +80,22 @@ class DGCSGD(Optimizer):
         self._corrected = frozenset(parameters)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, sparse: SparseUpdates | None = None) -> Any:
-        """`sparse`: by parameter, in place of its .grad, (indices int64 into its segment, values fp32)."""
+    def step(self, closure: Callable[[], Any] | None = None, sparse: Sequence[SparseUpdate] = ()) -> Any:
+        """`sparse` takes the place of the .grad of the parameters that it names, and leaves frozen ones alone."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        sparse = sparse or {}
+        updated = {p for update in sparse for p in update.parameters if p.requires_grad}
+        lrs = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         for group in self.param_groups:
             for p in group["params"]:
-                if p in sparse:
+                if p in updated:
                     self._apply_dense(p, None, group)
-                    indices, values = sparse[p]
-                    _subtract_at_(p, indices, (group["lr"] * values).to(p.dtype))
                 elif p.grad is not None:
                     self._apply_dense(p, p.grad, group)
+        for update in sparse:
+            _subtract(update, [lrs[p] for p in update.parameters])
         return loss
 
     def _apply_dense(self, p: Tensor, gradient: Tensor | None, group: dict[str, Any]) -> None:
@@ -90,12 +105,23 @@ class DGCSGD(Optimizer):
             decay = 0.0
         if p in self._corrected:
             if decay:
-                p.sub_(self._with_momentum(p, p * decay, group), alpha=group["lr"])
+                self._decay(p, group)
             if gradient is not None:
                 p.sub_(gradient, alpha=group["lr"])
         elif gradient is not None:
             direction = gradient.add(p, alpha=decay) if decay else gradient
             p.sub_(self._with_momentum(p, direction, group), alpha=group["lr"])
+
+    def _decay(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Weight decay with a momentum buffer of its own, in one pass over p."""
+        if not group["momentum"] or not fills_a_block(p):
+            p.sub_(self._with_momentum(p, p * group["weight_decay"], group), alpha=group["lr"])
+            return
+        buffer = self.state[p].get("momentum_buffer")
+        if buffer is None:
+            buffer = self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        settings = (group["lr"], group["weight_decay"], group["momentum"], group["nesterov"])
+        kernels.of(p).decay_(_in_memory_order(p), _in_memory_order(buffer), *settings)
 
     def _with_momentum(self, p: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
         momentum = group["momentum"]
@@ -109,11 +135,18 @@ class DGCSGD(Optimizer):
         return direction.add(buffer, alpha=momentum) if group["nesterov"] else buffer
 
 
-def _subtract_at_(p: Tensor, indices: Tensor, values: Tensor) -> None:
-    """p = p - values at `indices` into the parameter's segment of its bucket (see `dgc.bucket.lay_out`)."""
-    if fills_a_block(p):
-        p.as_strided((p.numel(),), (1,))[indices] -= values
-    else:
-        update = torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
-        update[indices] = values
-        p.sub_(update.view(p.shape))
+def _subtract(update: SparseUpdate, lrs: Sequence[float]) -> None:
+    """p = p - lr * gradient, where the gradient is not zero."""
+    ordinary = [p.requires_grad and fills_a_block(p) for p in update.parameters]
+    targets = [
+        _in_memory_order(p) if plain else torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
+        for p, plain in zip(update.parameters, ordinary, strict=True)
+    ]
+    kernels.of(update.values).subtract_at_(targets, update.bounds, update.indices, update.values, lrs)
+    for p, plain, target in zip(update.parameters, ordinary, targets, strict=True):
+        if not plain and p.requires_grad:
+            p.add_(target.view(p.shape))
+
+
+def _in_memory_order(p: Tensor) -> Tensor:
+    return p.as_strided((p.numel(),), (1,))

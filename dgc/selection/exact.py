@@ -1,17 +1,75 @@
-"""Exact top-k of every tensor by magnitude."""
+"""Exact top-k by magnitude, in the passes that each engine needs over the n elements of a bucket.
 
-from dataclasses import dataclass
+exact        u, v updated; then v searched: at least two more reads of v
+histogram    the pass that updates u, v counts float bits as well: bin = bits(|v|) >> 16, 8 exponent and 7
+             mantissa bits; the bin of rank k gives a floor, a second pass over v takes the elements above it, and
+             the k-th largest of those is exact. 24 bytes of traffic per element.
+predicted    the floor is known before the pass, which takes the elements above it at once. 20 bytes, the same as
+             updating u and v alone. With t1, t2 the last two exact thresholds:
+                 floor = 0.98 * t1 * min(max(t1 / t2, 0.97), 1.2)
+             Where that was too high, or nothing is known yet, the tensor is searched as by `histogram`.
 
-import torch
+All three choose the same elements; history changes the time alone, so a resumed run needs none of it.
+"""
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.reference import largest
+import dgc.kernels as kernels
+from dgc.kernels import Accumulation, Quotas
 from dgc.selection.plan import Plan
+from dgc.selection.selector import Selected, Selector
 
 
 @dataclass(frozen=True)
-class Exact:
-    def select(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
-        parts = zip(plan.split(v), plan.ks, plan.offsets, strict=True)
-        return torch.cat([largest(part, k) + offset for part, k, offset in parts])
+class Exact(Selector):
+    """per_bucket: one threshold for all of a bucket in place of one per tensor, which is the paper's."""
+
+    per_bucket: bool = False
+
+    def quotas(self, plan: Plan) -> Quotas:
+        return plan.per_bucket if self.per_bucket else plan.per_tensor
+
+    def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
+        selection = kernels.of(v).select(v, self.quotas(plan)).selection
+        return selection.indices[: int(selection.count)].long()
+
+
+@dataclass(frozen=True)
+class Histogram(Exact):
+    def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
+        chosen = kernels.of(due.v).accumulate_and_select_(due, self.quotas(plan), None)
+        return Selected(chosen.selection, chosen.first_nonfinite)
+
+
+@dataclass(frozen=True)
+class Predicted(Exact):
+    """margin: how far below the predicted threshold the floor lies. Error feedback without momentum is noisier
+    from step to step, and 0.95 misses less there.
+    """
+
+    margin: float = 0.98
+    _history: "WeakKeyDictionary[Plan, tuple[Tensor, Tensor]]" = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin <= 1:
+            raise ValueError(f"margin is a fraction in (0, 1], not {self.margin}")
+
+    def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
+        quotas, past = self.quotas(plan), self._history.get(plan)
+        floors = None if past is None else floors_from(*past, self.margin)
+        chosen = kernels.of(due.v).accumulate_and_select_(due, quotas, floors)
+        self._history[plan] = (chosen.thresholds, chosen.thresholds if past is None else past[0])
+        return Selected(chosen.selection, chosen.first_nonfinite)
+
+
+def floors_from(
+    t1: Float32[Tensor, "S"], t2: Float32[Tensor, "S"], margin: float = 0.98
+) -> Float32[Tensor, "S"]:
+    """t1, t2: exact thresholds of the last step and the one before. A threshold of 0 predicts nothing: 0."""
+    return t1 * (t1 / t2).nan_to_num_(1.0).clamp_(0.97, 1.2) * margin

@@ -3,17 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cached_property
 
 import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.bucket import Segment
+from dgc.kernels import Quotas
 from dgc.kernels.reference import largest
 
+CPU = torch.device("cpu")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Parallel tables, one entry per tensor of the bucket; `capacity` elements fit into the payload."""
 
@@ -21,23 +24,31 @@ class Plan:
     numels: tuple[int, ...]
     ks: tuple[int, ...]
     ratio: float
+    device: torch.device = CPU
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         return sum(self.ks)
+
+    @cached_property
+    def per_tensor(self) -> Quotas:
+        """The k of every tensor."""
+        return self._quotas([*self.offsets, sum(self.numels)], self.ks)
+
+    @cached_property
+    def per_bucket(self) -> Quotas:
+        """One k for the whole bucket: large tensors may send more than their share, small ones nothing."""
+        return self._quotas([0, sum(self.numels)], [self.capacity])
 
     def split(self, v: Tensor) -> list[Tensor]:
         return [v[o : o + n] for o, n in zip(self.offsets, self.numels, strict=True)]
 
-
-@runtime_checkable
-class Selector(Protocol):
-    def select(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
-        """Indices into v, ascending, at most `plan.capacity`, never of a zero.
-
-        `seed` is all the randomness that a selector may use.
-        """
-        ...
+    def _quotas(self, bounds: Sequence[int], ks: Sequence[int]) -> Quotas:
+        return Quotas(
+            torch.tensor(bounds, dtype=torch.int64, device=self.device),
+            torch.tensor(ks, dtype=torch.int64, device=self.device),
+            self.capacity,
+        )
 
 
 def share(numel: int, ratio: float) -> int:
@@ -45,13 +56,14 @@ def share(numel: int, ratio: float) -> int:
     return math.ceil(numel * ratio * (1 - 1e-9))
 
 
-def plan_selection(segments: Sequence[Segment], ratio: float) -> Plan:
+def plan_selection(segments: Sequence[Segment], ratio: float, device: torch.device = CPU) -> Plan:
     """k = ceil(ratio * numel) of each tensor, so at least one of every tensor that has any element."""
     return Plan(
         offsets=tuple(s.offset for s in segments),
         numels=tuple(s.numel for s in segments),
         ks=tuple(share(s.numel, ratio) for s in segments),
         ratio=ratio,
+        device=device,
     )
 
 

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from dgc.kernels.reference import above, largest
 from dgc.selection.plan import Plan, fit, share
+from dgc.selection.selector import Selector
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Sampled(Selector):
     sample_ratio: float = 0.01
     strided_sample: bool = True
     compress_upper_bound: float = 1.3
@@ -45,7 +46,7 @@ class Sampled:
         if self.max_adaptation_iters < 0:
             raise ValueError(f"max_adaptation_iters must not be negative, not {self.max_adaptation_iters}")
 
-    def select(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
+    def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
         generator = torch.Generator(v.device).manual_seed(seed)
         parts = zip(plan.split(v), plan.ks, strict=True)
         return fit(v, [self._select_one(part, k, plan.ratio, generator) for part, k in parts], plan)

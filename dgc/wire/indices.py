@@ -1,25 +1,143 @@
-"""Index formats of a payload."""
+"""Index formats of a payload.
+
+A format plans, from the capacity and the size of a bucket alone, a section of fixed size. Plain indices always
+fit. Packed and Rice codes are as long as the indices make them: the plan has room for what is likely (`lengths`),
+and of a selection that would not fit, a few elements stay behind. No plan is larger than int32 indices would be:
+where it would, the section holds those.
+"""
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
+
+from dgc.kernels.codec import Codec, PackedCode, RiceCode
+from dgc.kernels.protocol import Selection
+from dgc.wire.lengths import plan_packed, plan_rice
+
+INT32_MAX = torch.iinfo(torch.int32).max
+
+
+@runtime_checkable
+class IndexSection(Protocol):
+    """What a format has planned for one bucket."""
+
+    @property
+    def nbytes(self) -> int:
+        """A multiple of 4."""
+        ...
+
+    def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
+        """Write into a section of zeros. Returns what is sent of the selection."""
+        ...
+
+    def decode(
+        self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        """(indices, whether they ascend within the bucket). Any bytes and any count are safe."""
+        ...
+
+
+@runtime_checkable
+class IndexFormat(Protocol):
+    def plan(self, capacity: int, numel: int) -> IndexSection:
+        """The section for `capacity` of numel elements. ValueError: this format cannot hold such indices."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainSection:
+    """One integer after the other, zeros behind the last."""
+
+    capacity: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.capacity * self.dtype.itemsize
+
+    def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
+        section.view(self.dtype).copy_(selection.indices)
+        return selection
+
+    def decode(
+        self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return codec.plain_decode(section, count, self.numel, self.dtype)
+
+
+@dataclass(frozen=True)
+class PackedSection:
+    code: PackedCode
+
+    @property
+    def nbytes(self) -> int:
+        return self.code.nbytes
+
+    def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
+        return codec.packed_encode_(selection, self.code, section)
+
+    def decode(
+        self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return codec.packed_decode(section, count, self.code)
+
+
+@dataclass(frozen=True)
+class RiceSection:
+    code: RiceCode
+
+    @property
+    def nbytes(self) -> int:
+        return self.code.nbytes
+
+    def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
+        return codec.rice_encode_(selection, self.code, section)
+
+    def decode(
+        self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return codec.rice_decode(section, count, self.code)
 
 
 @dataclass(frozen=True)
 class PlainIndices:
-    """Indices within the bucket, as int32 or int64."""
+    """Indices within the bucket, as they are. dtype: int64 or int32."""
 
-    dtype: torch.dtype = torch.int64
+    dtype: str = "int64"
 
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
+    def __post_init__(self) -> None:
+        if self.dtype not in ("int64", "int32"):
+            raise ValueError(f"plain indices are int64 or int32, not {self.dtype!r}")
 
-    def check(self, numel: int) -> None:
-        """Raise where a bucket of `numel` elements has indices that this format cannot hold."""
-        if numel - 1 > torch.iinfo(self.dtype).max:
-            raise ValueError(f"a bucket of {numel} elements needs int64 indices: set int32_indices=False")
+    def plan(self, capacity: int, numel: int) -> IndexSection:
+        if numel > INT32_MAX:
+            raise ValueError(f"a bucket of {numel} elements is too large: it can have {INT32_MAX} at most")
+        return PlainSection(capacity, numel, torch.int64 if self.dtype == "int64" else torch.int32)
 
-    def encode(self, indices: Tensor) -> Tensor:
-        return indices.to(self.dtype)
+
+@dataclass(frozen=True)
+class PackedIndices:
+    """Gaps between indices in blocks of 128, each block at the width of its largest: fast on any machine."""
+
+    def plan(self, capacity: int, numel: int) -> IndexSection:
+        plain = PlainIndices("int32").plan(capacity, numel)
+        if not capacity:
+            return plain
+        packed = PackedSection(plan_packed(capacity, numel))
+        return packed if packed.nbytes < plain.nbytes else plain
+
+
+@dataclass(frozen=True)
+class RiceIndices:
+    """Gaps between indices in a Rice code, a parameter for each 512: about 0.1 bit above the entropy."""
+
+    def plan(self, capacity: int, numel: int) -> IndexSection:
+        plain = PlainIndices("int32").plan(capacity, numel)
+        if not capacity:
+            return plain
+        rice = RiceSection(plan_rice(capacity, numel))
+        return rice if rice.nbytes < plain.nbytes else plain

@@ -2,83 +2,132 @@
 
     bytes 0-3    int32   number of elements, at most the planned capacity
     bytes 4-7    int32   number, from 1, of the first tensor whose gradient was not finite; 0: all were
-    bytes 8-15           zero
-    then                 capacity indices
-    then                 capacity values; zeros fill up to a multiple of 8 bytes
+    bytes 8-11   uint32  checksum of all other bytes (dgc.kernels.codec)
+    bytes 12-15  fp32    scale of the values
+    then                 indices, a multiple of 4 bytes
+    then                 values; zeros fill up to a multiple of 8 bytes
 
 The size depends on the plan alone. A collective whose size changes from step to step would miss Horovod's
-response cache every time.
+response cache every time. Encoding waits for no device; decoding reads from it once.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
-from jaxtyping import Float, Float32, Int64, UInt8
+from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
-from dgc.wire.indices import PlainIndices
-from dgc.wire.values import CastValues
-
-HEADER_BYTES = 16
+from dgc.kernels.codec import HEADER_BYTES, Codec
+from dgc.kernels.protocol import Quotas, Selection
+from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices
+from dgc.wire.values import CastValues, ValueFormat
 
 
 class PayloadError(RuntimeError):
     """A payload that cannot be what its sender made."""
 
 
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """sent: the elements in the payload, with the values that every receiver will see. own: what they were."""
+
+    payload: UInt8[Tensor, "nbytes"]
+    sent: Selection
+    own: Float32[Tensor, "capacity"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the sections of a payload are."""
+
+    indices: IndexSection
+    index_bytes: slice
+    value_bytes: slice
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class SparseFormat:
-    values: CastValues = CastValues()
-    indices: PlainIndices = PlainIndices()
+    values: ValueFormat = field(default_factory=CastValues)
+    indices: IndexFormat = field(default_factory=PlainIndices)
 
-    def nbytes(self, capacity: int) -> int:
-        """Size of a payload: 16 + capacity * (bytes per index + bytes per value), rounded up to 8."""
-        size = HEADER_BYTES + capacity * (self.indices.itemsize + self.values.itemsize)
-        return -(-size // 8) * 8
+    def nbytes(self, quotas: Quotas, numel: int) -> int:
+        """Size of a payload: 16, the sections of indices and of values, rounded up to 8."""
+        return _layout(self, quotas.capacity, quotas.bounds.numel() - 1, numel).nbytes
 
     def encode(
         self,
-        indices: Int64[Tensor, "count"],
-        values: Float[Tensor, "count"],
-        capacity: int,
-        nonfinite: int = 0,
-    ) -> UInt8[Tensor, "nbytes"]:
-        """One payload. count <= capacity; values are of the wire's dtype."""
-        count = indices.numel()
-        assert count <= capacity and values.dtype == self.values.dtype
-        payload = torch.zeros(self.nbytes(capacity), dtype=torch.uint8, device=indices.device)
-        header = payload[:HEADER_BYTES].view(torch.int32)
-        header[0], header[1] = count, nonfinite
-        index_slots, value_slots = self._slots(payload, capacity)
-        index_slots[:count] = self.indices.encode(indices)
-        value_slots[:count] = values
-        return payload
+        codec: Codec,
+        selection: Selection,
+        quotas: Quotas,
+        numel: int,
+        first_nonfinite: Int64[Tensor, ""],
+        result: torch.dtype = torch.float32,
+    ) -> Encoded:
+        """A selection of the quotas' capacity, with finite values, from a bucket of numel elements.
+
+        first_nonfinite: index of the first element of the gradient that was not finite; numel: all were.
+        result: the gradients' dtype, in whose range decoded values stay.
+        """
+        assert selection.values.numel() == quotas.capacity
+        layout = _layout(self, quotas.capacity, quotas.bounds.numel() - 1, numel)
+        payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device=selection.values.device)
+        own = layout.indices.encode_(codec, selection, payload[layout.index_bytes])
+        section = payload[layout.value_bytes]
+        values, scale = self.values.encode_(codec, own, quotas.bounds, section, result)
+        codec.seal_(payload, own.count, first_nonfinite, quotas.bounds, scale)
+        return Encoded(payload, Selection(own.indices, values, own.count), own.values)
 
     def decode(
-        self, payload: UInt8[Tensor, "nbytes"], capacity: int, numel: int, sender: int
-    ) -> tuple[Int64[Tensor, "count"], Float32[Tensor, "count"]]:
-        """The indices and values of a payload for a bucket of `numel` elements.
+        self, codec: Codec, payloads: Sequence[UInt8[Tensor, "nbytes"]], quotas: Quotas, numel: int
+    ) -> tuple[list[Selection], list[int]]:
+        """(selections, numbers from 1 of each rank's first tensor that was not finite, or 0), in rank order.
 
-        Raises PayloadError naming the sender where the count or an index is out of range.
+        PayloadError, naming the rank: a payload is not of the planned size, its checksum is not that of its bytes,
+        or they are none that `encode` writes.
         """
-        if payload.numel() != self.nbytes(capacity):
-            raise PayloadError(f"rank {sender} sent {payload.numel()} bytes, {self.nbytes(capacity)} were planned")
-        count = int(payload[:4].view(torch.int32).item())
-        if not 0 <= count <= capacity:
-            raise PayloadError(f"rank {sender} sent a payload of {count} elements, at most {capacity} fit")
-        index_slots, value_slots = self._slots(payload, capacity)
-        indices = index_slots[:count].to(torch.int64)
-        if count and not 0 <= int(indices.min()) <= int(indices.max()) < numel:
-            raise PayloadError(f"rank {sender} sent an index outside of 0..{numel - 1}")
-        return indices, value_slots[:count].to(torch.float32)
+        ranges = quotas.bounds.numel() - 1
+        layout = _layout(self, quotas.capacity, ranges, numel)
+        selections, facts = [], []
+        for rank, given in enumerate(payloads):
+            if given.numel() != layout.nbytes:
+                raise PayloadError(f"rank {rank} sent {given.numel()} bytes, {layout.nbytes} were planned")
+            payload = given if given.is_contiguous() and given.storage_offset() % 8 == 0 else given.clone()
+            header = codec.unseal(payload)
+            indices, sound = layout.indices.decode(codec, payload[layout.index_bytes], header.count)
+            section = payload[layout.value_bytes]
+            values, finite = self.values.decode(codec, section, indices, header, quotas.bounds)
+            selections.append(Selection(indices, values, header.count))
+            facts += [header.count, header.number, header.sealed, sound, finite]
+        known = _read(facts)
+        for rank in range(len(selections)):
+            count, number, sealed, good, fine = known[5 * rank : 5 * rank + 5]
+            if not sealed:
+                raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
+            if not 0 <= count <= quotas.capacity:
+                raise PayloadError(f"rank {rank} sent {count} elements, at most {quotas.capacity} fit")
+            if not 0 <= number <= ranges:
+                raise PayloadError(f"rank {rank} names tensor {number} of {ranges} as not finite")
+            if not good:
+                raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
+            if not fine:
+                raise PayloadError(f"rank {rank} sent values that are not finite")
+        return selections, known[1::5]
 
-    @staticmethod
-    def nonfinite(payload: Tensor) -> int:
-        """Number, from 1, of the first tensor whose gradient was not finite on the sender; 0: all were."""
-        return int(payload[4:8].view(torch.int32).item())
 
-    def _slots(self, payload: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-        start = HEADER_BYTES
-        middle = start + capacity * self.indices.itemsize
-        end = middle + capacity * self.values.itemsize
-        return payload[start:middle].view(self.indices.dtype), payload[middle:end].view(self.values.dtype)
+@cache
+def _layout(form: SparseFormat, capacity: int, ranges: int, numel: int) -> Layout:
+    indices = form.indices.plan(capacity, numel)
+    middle = HEADER_BYTES + indices.nbytes
+    end = middle + form.values.nbytes(capacity, ranges)
+    return Layout(indices, slice(HEADER_BYTES, middle), slice(middle, end), -(-end // 8) * 8)
+
+
+def _read(facts: list[Tensor]) -> list[int]:
+    """All at once where each would wait for the device."""
+    if not facts or facts[0].is_cpu:
+        return [int(fact) for fact in facts]
+    known: list[int] = torch.stack([fact.int() for fact in facts]).tolist()
+    return known

@@ -375,7 +375,7 @@ def test_talk_advances_round_by_round_and_never_waits():
     assert second.advance() and second.finish() == 12.0
     assert first.advance() and first.finish() == 12.0
     assert meters[0].rounds == meters[1].rounds == 2
-    assert set(meters[0].seconds) == {"compress", "wait", "decode", "step"}
+    assert set(meters[0].seconds) == {"compress", "launch", "wait", "decode", "step"}
 
 
 def test_talk_names_its_rounds():

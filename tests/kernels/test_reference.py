@@ -3,14 +3,24 @@
 import pytest
 import torch
 
-from dgc.kernels.reference import above, correct_momentum_, largest, merge_mean, remove_nonfinite_
+from dgc.kernels import Accumulation
+from dgc.kernels.reference import (
+    Reference,
+    above,
+    as_selection,
+    first_tensor_nonfinite,
+    largest,
+    remove_nonfinite_,
+)
+
+REFERENCE = Reference()
 
 
 def random(n, seed=0):
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-# --- correct_momentum_ -----------------------------------------------------------------------------
+# --- accumulate_ -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [0, 1, 1000])
@@ -21,7 +31,7 @@ def test_formulas_in_float64(n, momentum, nesterov):
     u64, v64 = u.double(), v.double()
     for step in range(4):
         g = random(n, 10 + step)
-        correct_momentum_(g, u, v, momentum, nesterov)
+        REFERENCE.accumulate_(Accumulation((g,), u, v, momentum, nesterov))
         if nesterov:
             u64 = momentum * (u64 + g.double())
             v64 = v64 + u64 + g.double()
@@ -42,14 +52,14 @@ def test_one_step_is_torchs_direction(nesterov):
         g, v, before = random(50, step), torch.zeros(50), p.detach().clone()
         p.grad = g.double()
         optimizer.step()
-        correct_momentum_(g, u, v, 0.9, nesterov)
+        REFERENCE.accumulate_(Accumulation((g,), u, v, 0.9, nesterov))
         torch.testing.assert_close(v.double(), before - p.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_of_other_types_leave_the_state_in_fp32(dtype):
     u, v, g = torch.full((3,), 0.1), torch.full((3,), 0.2), torch.tensor([1.0, -2.0, 0.5]).to(dtype)
-    correct_momentum_(g, u, v, 0.9, False)
+    REFERENCE.accumulate_(Accumulation((g,), u, v, 0.9, False))
     assert u.dtype == v.dtype == torch.float32
     torch.testing.assert_close(u, torch.tensor([1.09, -1.91, 0.59]))
     torch.testing.assert_close(v, torch.tensor([1.29, -1.71, 0.79]))
@@ -122,9 +132,19 @@ def test_above_the_kth_magnitude_is_largest():
 # --- merge_mean ------------------------------------------------------------------------------------
 
 
+N = 200
+
+
 def part(pairs):
-    indices = torch.tensor([i for i, _ in pairs], dtype=torch.int64)
-    return indices, torch.tensor([x for _, x in pairs], dtype=torch.float32)
+    pairs = list(pairs)
+    v = torch.zeros(N)
+    for i, x in pairs:
+        v[i] = x
+    return as_selection(torch.tensor([i for i, _ in pairs], dtype=torch.int64), v, 40)
+
+
+def merge_mean(parts, size):
+    return REFERENCE.merge_mean(parts, size, N)
 
 
 def test_merge_mean_by_hand():
@@ -140,17 +160,16 @@ def test_merge_mean_of_nothing():
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_merge_mean_equals_the_dense_mean(size):
-    n = 200
-    dense, parts = torch.zeros(n, dtype=torch.float64), []
+    dense, parts = torch.zeros(N, dtype=torch.float64), []
     for rank in range(size):
         generator = torch.Generator().manual_seed(rank)
-        indices = torch.randperm(n, generator=generator)[:40].sort().values
+        indices = torch.randperm(N, generator=generator)[:40].sort().values
         values = torch.randn(40, generator=generator)
         dense[indices] += values.double() / size
-        parts.append((indices, values))
+        parts.append(part(zip(indices.tolist(), values.tolist(), strict=True)))
     indices, values = merge_mean(parts, size)
-    assert indices.tolist() == sorted({i for own, _ in parts for i in own.tolist()})
-    merged = torch.zeros(n, dtype=torch.float64)
+    assert indices.tolist() == sorted({i for p in parts for i in p.indices[: p.count].tolist()})
+    merged = torch.zeros(N, dtype=torch.float64)
     merged[indices] = values.double()
     torch.testing.assert_close(merged, dense, rtol=1e-5, atol=1e-6)
 
@@ -172,7 +191,8 @@ def test_the_first_tensor_with_a_nonfinite_value_is_numbered(bad, position, tens
     expected = g.clone()
     g[position] = expected[position] = 0.0
     g[position] = bad
-    assert remove_nonfinite_(g, [0, 4, 8]) == tensor
+    assert first_tensor_nonfinite(g, [0, 4, 8]) == tensor
+    assert remove_nonfinite_(g) == position
     assert torch.equal(g, expected)
 
 
@@ -180,10 +200,10 @@ def test_the_first_tensor_with_a_nonfinite_value_is_numbered(bad, position, tens
 def test_finite_gradients_stay_as_they_are(dtype):
     g = torch.tensor([torch.finfo(dtype).max, -0.0, 1.0], dtype=dtype)
     before = g.clone()
-    assert remove_nonfinite_(g, [0, 1]) == 0 and torch.equal(g, before)
-    assert remove_nonfinite_(torch.empty(0), []) == 0
+    assert remove_nonfinite_(g) == 3 and torch.equal(g, before)
+    assert remove_nonfinite_(torch.empty(0)) == 0 and first_tensor_nonfinite(torch.empty(0), []) == 0
 
 
 def test_all_nonfinite_values_go():
     g = torch.tensor([1.0, float("nan"), float("inf"), 2.0, -float("inf")])
-    assert remove_nonfinite_(g, [0, 2]) == 1 and g.tolist() == [1.0, 0.0, 0.0, 2.0, 0.0]
+    assert remove_nonfinite_(g) == 1 and g.tolist() == [1.0, 0.0, 0.0, 2.0, 0.0]

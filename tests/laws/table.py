@@ -11,6 +11,8 @@ from dgc.bucket import Bucket
 from dgc.compression import BF16, FP16, Compressor, Dense, DGCCompressor
 from dgc.compression.dense import Cast
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
+from dgc.selection import Histogram, Predicted, plan_selection
+from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 
 
 class HalfLikeHorovod:
@@ -56,6 +58,10 @@ def sparse_bytes(ratio: float, value: int, index: int) -> Callable[[Bucket], int
     return formula
 
 
+def planned_bytes(ratio: float, form: SparseFormat) -> Callable[[Bucket], int]:
+    return lambda bucket: form.nbytes(plan_selection(bucket.segments, ratio).per_tensor, bucket.numel)
+
+
 def own_bytes(bucket: Bucket) -> int:
     return bucket.flat.numel() * bucket.flat.element_size()
 
@@ -92,18 +98,62 @@ TABLE = [
     ),
     Row(
         "sampled-residual",
-        dgc(ResidualMemory),
+        dgc(ResidualMemory, sample_ratio=0.01),
         sparse_bytes(0.05, 4, 8),
         dense_limit=dgc(ResidualMemory, compress_ratio=1.0),
     ),
     Row(
         "sampled-residual-fp16-int32",
-        dgc(ResidualMemory, fp16_values=True, int32_indices=True, strided_sample=False, resample=False),
+        dgc(
+            ResidualMemory,
+            fp16_values=True,
+            int32_indices=True,
+            sample_ratio=0.01,
+            strided_sample=False,
+            resample=False,
+        ),
         sparse_bytes(0.05, 2, 4),
         dense_limit=dgc(ResidualMemory, compress_ratio=1.0, fp16_values=True),
         tolerance=HALF,
     ),
-    Row("sampled-no-memory", dgc(lambda: None), sparse_bytes(0.05, 4, 8), conserves=False),
+    Row("sampled-no-memory", dgc(lambda: None, sample_ratio=0.01), sparse_bytes(0.05, 4, 8), conserves=False),
+    Row(
+        "histogram-residual",
+        dgc(ResidualMemory, selector=Histogram()),
+        sparse_bytes(0.05, 4, 8),
+        dense_limit=dgc(ResidualMemory, compress_ratio=1.0),
+    ),
+    Row(
+        "per-bucket-residual-rice",
+        lambda: DGCCompressor(0.05, ResidualMemory(), selector=Predicted(per_bucket=True), indices=RiceIndices()),
+        planned_bytes(0.05, SparseFormat(indices=RiceIndices())),
+        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, indices=RiceIndices()),
+    ),
+    Row(
+        "bf16-packed-residual",
+        dgc(ResidualMemory, values=CastValues("bf16"), indices=PackedIndices()),
+        planned_bytes(0.05, SparseFormat(CastValues("bf16"), PackedIndices())),
+        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=CastValues("bf16")),
+    ),
+    Row(
+        "int8-residual",
+        dgc(ResidualMemory, values=Int8Values(), indices=PlainIndices("int32")),
+        planned_bytes(0.05, SparseFormat(Int8Values(), PlainIndices("int32"))),
+        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=Int8Values()),
+    ),
+    Row(
+        "sign-rice-residual",
+        dgc(ResidualMemory, values=SignValues(), indices=RiceIndices()),
+        planned_bytes(0.05, SparseFormat(SignValues(), RiceIndices())),
+        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=SignValues()),
+    ),
+    Row(
+        "dgc-sign-rice",
+        dgc(DGCSGDMemory, values=SignValues(), indices=RiceIndices()),
+        planned_bytes(0.05, SparseFormat(SignValues(), RiceIndices())),
+        conserves=False,
+        momentum=0.9,
+    ),
     Row(
         "dgc-zero-momentum",
         dgc(lambda: DGCSGDMemory(momentum=0.0)),

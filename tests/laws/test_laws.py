@@ -167,6 +167,7 @@ def test_metered_bytes_are_the_formula_s(row: Row, size: int) -> None:
 
 @every_row
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.usefixtures("no_type_checks")
 def test_converges_on_a_quadratic(row: Row, size: int) -> None:
     """min over x of the mean over ranks of |x - c_r|^2 / 2: x must come to the mean of c_r."""
     shapes: tuple[tuple[int, ...], ...] = ((10, 8), (5,))

@@ -111,7 +111,7 @@ def test_dgc_keeps_replicas_equal_and_sends_less(size):
     for meter in meters:
         assert meter.dense_bytes == 8 * 4 * numel
         assert meter.payload_bytes < meter.dense_bytes / 2
-        assert set(meter.seconds) == {"compress", "wait", "decode", "step"}
+        assert set(meter.seconds) == {"compress", "launch", "wait", "decode", "step"}
     assert not torch.equal(models[0].first.weight, net().first.weight)
 
 
@@ -215,7 +215,8 @@ def test_every_way_to_zero_gradients(zero, compression):
     assert_same(train(ZEROS[zero]), train(ZEROS["own"]), exactly=True)
 
 
-def test_own_zero_grad_keeps_views_and_clears_others():
+@pytest.mark.parametrize("keep", [True, False])
+def test_own_zero_grad_clears_frozen_ones_and_keeps_views_if_asked(keep):
     model = net()
     model.last.bias.requires_grad_(False)
     optimizer = wrap(model, alone())
@@ -223,9 +224,12 @@ def test_own_zero_grad_keeps_views_and_clears_others():
     loss_of(model, 0).backward()
     optimizer.step()
     views = [model.first.weight.grad, model.first.bias.grad]
-    optimizer.zero_grad()
-    assert model.first.weight.grad is views[0] and model.first.bias.grad is views[1]
-    assert not any(view.any() for view in views) and model.last.bias.grad is None
+    optimizer.zero_grad(set_to_none=not keep)
+    if keep:
+        assert model.first.weight.grad is views[0] and model.first.bias.grad is views[1]
+        assert not any(view.any() for view in views) and model.last.bias.grad is None
+    else:
+        assert all(p.grad is None for p in model.parameters())
 
 
 def test_zero_grad_in_flight():

@@ -7,6 +7,7 @@ import torch
 
 from dgc.bucket import make_bucket
 from dgc.optim import DGCSGD
+from dgc.optim.sgd import SparseUpdate
 
 
 def random(*shape, seed=0):
@@ -120,6 +121,10 @@ def test_decoupled_decay(corrected):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
+def update_of(p, indices, values):
+    return SparseUpdate((p,), torch.tensor([0, p.numel()]), indices, values)
+
+
 def block_order(p):
     """(flat gradient in the order in which a bucket holds it, a dense gradient) of some elements."""
     bucket = make_bucket("b", [("p", p)])
@@ -142,7 +147,7 @@ def test_sparse_updates_equal_dense_ones(layout, decay):
         indices = torch.randperm(flat.numel(), generator=generator)[:count].sort().values
         flat[indices] = values = torch.randn(count, generator=generator)
         q.grad = gradient
-        first.step(sparse={p: (indices, values)})
+        first.step(sparse=[update_of(p, indices, values)])
         second.step()
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
     # what lies around the parameter in memory is left alone
@@ -154,7 +159,7 @@ def test_an_empty_sparse_update_still_decays():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = DGCSGD([p], lr=0.1, weight_decay=0.5)
     optimizer.leave_momentum_of([p])
-    optimizer.step(sparse={p: (torch.empty(0, dtype=torch.int64), torch.empty(0))})
+    optimizer.step(sparse=[update_of(p, torch.empty(0, dtype=torch.int64), torch.empty(0))])
     torch.testing.assert_close(p.detach(), torch.full((3,), 0.95))
 
 

@@ -1,12 +1,15 @@
 """What only real ranks can show: Horovod over MPI at 1 to 4 ranks, and over Gloo."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import alone, findings, horovodrun, mpirun  # noqa: E402
+
+from dgc.kernels.library import supported_isas  # noqa: E402
 
 QUICK = (
     "requests",
@@ -51,6 +54,37 @@ def test_200_steps_repeat_bit_for_bit_on_equal_replicas(ranks: int, tmp_path: Pa
     runs = [findings(ranks, tmp_path / str(i), "two_hundred_steps") for i in range(2)]
     models = {own["two_hundred_steps"]["model"] for run in runs for own in run}
     assert len(models) == 1
+
+
+def one_model(found: list[dict]) -> set[str]:
+    """The models of all ranks and tiers, of which there must be one."""
+    return {result["model"] for own in found for result in own.values()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_200_steps_on_every_tier_and_with_a_tier_of_each_ranks_own(ranks: int, tmp_path: Path) -> None:
+    found = [own["every_tier"] for own in findings(ranks, tmp_path, "every_tier")]
+    assert len(one_model(found)) == 1
+    assert all(own[tier]["kernels"].startswith(tier) for own in found for tier in ("native", "reference"))
+    isas = [own["mixed"]["kernels"] for own in found]
+    assert isas[1] == "native (portable)" and (isas[0] == "native (avx2)" or "avx2" not in supported_isas())
+
+
+def test_some_steps_on_the_gpus_kernels_interpreted(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is optional")
+    found = [own["interpreted_briefly"] for own in findings(2, tmp_path, "interpreted_briefly")]
+    assert len(one_model(found)) == 1
+    assert all(own["triton"]["kernels"] == "triton (interpreted)" for own in found)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_200_steps_on_the_gpus_kernels_interpreted(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is optional")
+    patient = partial(mpirun, timeout=1900)
+    found = [own["interpreted"] for own in findings(ranks, tmp_path, "interpreted", launch=patient)]
+    assert len(one_model(found)) == 1
 
 
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:

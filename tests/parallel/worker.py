@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dgc import kernels
 from dgc.comm import (
     AllGather,
     AllReduce,
@@ -25,8 +27,10 @@ from dgc.comm import (
 from dgc.comm.horovod import HorovodTransport, hvd
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import BF16, FP16, Dense, DGCCompressor, NonFiniteGradientError
+from dgc.kernels.library import supported_isas
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
+from dgc.wire import CastValues, RiceIndices
 
 Finding = dict[str, Any]
 
@@ -85,11 +89,13 @@ def compressors() -> dict[str, Callable[[], Any]]:
     }
 
 
-def train(transport: Any, compression: Any, steps: int) -> tuple[str, float]:
+def train(
+    transport: Any, compression: Any, steps: int, hidden: int = 300, bucket_mb: float = 0.02
+) -> tuple[str, float]:
     """A hash of the model after some steps on data of this rank's own, and the last loss."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(
-        torch.nn.Linear(32, 300), torch.nn.ReLU(), torch.nn.Linear(300, 40), torch.nn.Linear(40, 10)
+        torch.nn.Linear(32, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 40), torch.nn.Linear(40, 10)
     )
     broadcast_parameters(model.state_dict(), transport=transport)
     corrected = getattr(compression, "correction", None)
@@ -101,7 +107,7 @@ def train(transport: Any, compression: Any, steps: int) -> tuple[str, float]:
         nesterov=corrected is not None and corrected.nesterov,
     )
     optimizer = DistributedOptimizer(
-        inner, model.named_parameters(), compression, transport=transport, bucket_mb=0.02, op=hvd.Average
+        inner, model.named_parameters(), compression, transport=transport, bucket_mb=bucket_mb, op=hvd.Average
     )
     generator = torch.Generator().manual_seed(100 + transport.rank)
     weights = torch.randn(32, 10, generator=torch.Generator().manual_seed(5))
@@ -124,6 +130,43 @@ def every_compressor(transport: Any) -> Finding:
 def two_hundred_steps(transport: Any) -> Finding:
     model, loss = train(transport, compressors()["dgc-wire"](), steps=200)
     return {"model": model, "loss": loss}
+
+
+def on_tiers(transport: Any, steps: int, hidden: int, *modes: str) -> Finding:
+    """The model that each tier leads to, and on a different instruction set per rank ("mixed").
+
+    Indices in a Rice code, fp16 values, clipping, Nesterov and a warm-up of the ratio pass through every kernel.
+    """
+    found: Finding = {}
+    for mode in modes:
+        supported = supported_isas()
+        isa = {0: "avx2", 1: "portable"}.get(transport.rank, supported[-1]) if mode == "mixed" else ""
+        os.environ["DGC_KERNELS_ISA"] = isa if isa in supported else ""
+        kernels.use("native" if mode == "mixed" else mode)
+        kernels._tier.cache_clear()
+        used = kernels.describe(torch.device("cpu"))
+        compression = DGCCompressor(
+            0.01,
+            DGCSGDMemory(nesterov=True, gradient_clipping=ClipByGlobalNorm(5.0)),
+            values=CastValues("fp16"),
+            indices=RiceIndices(),
+            warmup_epochs=3,
+        )
+        model, loss = train(transport, compression, steps, hidden, bucket_mb=0.06)
+        found[mode] = {"model": model, "loss": loss, "kernels": used}
+    return found
+
+
+def every_tier(transport: Any) -> Finding:
+    return on_tiers(transport, 200, 300, "native", "mixed", "reference")
+
+
+def interpreted(transport: Any) -> Finding:
+    return on_tiers(transport, 200, 24, "native", "triton")
+
+
+def interpreted_briefly(transport: Any) -> Finding:
+    return on_tiers(transport, 15, 24, "native", "triton")
 
 
 def one_rank_differs(transport: Any) -> Finding:
@@ -242,6 +285,9 @@ SCENARIOS = {
         requests,
         every_compressor,
         two_hundred_steps,
+        every_tier,
+        interpreted,
+        interpreted_briefly,
         one_rank_differs,
         state_initialisation,
         unused_on_one_rank,
@@ -253,6 +299,8 @@ SCENARIOS = {
 if __name__ == "__main__":
     warnings.simplefilter("error")
     directory, *names = sys.argv[1:]
+    if names[0].startswith("interpreted"):
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     transport = HorovodTransport(hierarchical=True)
     found = {name: SCENARIOS[name](transport) for name in names}
     Path(directory, f"rank{transport.rank}.json").write_text(json.dumps(found))

@@ -67,7 +67,7 @@ def test_exact_is_top_k_of_every_tensor(ratio):
     sizes = (1, 500, 37, 2000)
     plan = plan_of(*sizes, ratio=ratio)
     v = laplace(sum(sizes)) * torch.repeat_interleave(torch.tensor([1.0, 100.0, 0.01, 1.0]), torch.tensor(sizes))
-    chosen = Exact().select(v, plan, seed=0)
+    chosen = Exact().indices(v, plan, seed=0)
     expected, offset = [], 0
     for part, k in zip(v.split(sizes), plan.ks, strict=True):
         expected += sorted((torch.topk(part.abs(), k).indices + offset).tolist())
@@ -78,7 +78,7 @@ def test_exact_is_top_k_of_every_tensor(ratio):
 
 def test_exact_leaves_zeros_out():
     v = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
-    assert Exact().select(v, plan_of(4, 2, ratio=0.5), seed=0).tolist() == [2]
+    assert Exact().indices(v, plan_of(4, 2, ratio=0.5), seed=0).tolist() == [2]
 
 
 # --- Sampled ---------------------------------------------------------------------------------------
@@ -127,9 +127,9 @@ def test_promises_on_every_shape(selector, shape, ratio):
     plan = plan_of(*sizes, ratio=ratio)
     v = SHAPES[shape](sum(sizes))
     for seed in range(2):
-        chosen = SELECTORS[selector].select(v, plan, seed)
+        chosen = SELECTORS[selector].indices(v, plan, seed)
         check(chosen, v, plan)
-        assert torch.equal(chosen, SELECTORS[selector].select(v, plan, seed))
+        assert torch.equal(chosen, SELECTORS[selector].indices(v, plan, seed))
         assert chosen.numel() > 0 or not v.any() or v.count_nonzero() == 1
 
 
@@ -139,7 +139,7 @@ def test_count_on_laplace_data(ratio, strided):
     n = 100_000
     plan = plan_of(n, ratio=ratio)
     for seed in range(5):
-        count = Sampled(strided_sample=strided).select(laplace(n, seed), plan, seed).numel()
+        count = Sampled(strided_sample=strided).indices(laplace(n, seed), plan, seed).numel()
         assert 0.8 * plan.capacity <= count <= plan.capacity
 
 
@@ -155,14 +155,14 @@ def test_candidates_before_the_cut_lie_within_the_bounds(ratio):
 def test_count_on_the_wall():
     """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k."""
     n, plan = 100_000, plan_of(100_000, ratio=0.001)
-    counts = [Sampled().select(wall(n, seed), plan, seed).numel() for seed in range(10)]
+    counts = [Sampled().indices(wall(n, seed), plan, seed).numel() for seed in range(10)]
     assert all(80 <= count <= 100 for count in counts)
 
 
 def test_the_selection_holds_the_largest():
     """Every element left behind is smaller than any that was taken."""
     v, plan = laplace(50_000), plan_of(50_000, ratio=0.01)
-    chosen = Sampled().select(v, plan, 3)
+    chosen = Sampled().indices(v, plan, 3)
     rest = v.clone()
     rest[chosen] = 0
     assert v[chosen].abs().min() >= rest.abs().max()
@@ -172,30 +172,30 @@ def test_a_single_outlier_is_found():
     """A sample that misses it gives threshold 0, which takes what is not zero and no more."""
     v, plan = SHAPES["outlier"](30_000), plan_of(30_000, ratio=0.001)
     for seed in range(5):
-        assert Sampled().select(v, plan, seed).tolist() == [10_000]
+        assert Sampled().indices(v, plan, seed).tolist() == [10_000]
 
 
 def test_all_equal_fills_the_plan():
     plan = plan_of(30_000, ratio=0.001)
-    assert Sampled().select(torch.full((30_000,), 2.0), plan, 0).numel() == plan.capacity == 30
+    assert Sampled().indices(torch.full((30_000,), 2.0), plan, 0).numel() == plan.capacity == 30
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 100, 1999])
 def test_tiny_tensors_send_at_least_one(n):
     """Where the sample would be the whole tensor, the selection is exact."""
     v = laplace(n) + 0.01
-    chosen = Sampled().select(v, plan_of(n, ratio=0.001), 0)
+    chosen = Sampled().indices(v, plan_of(n, ratio=0.001), 0)
     assert torch.equal(chosen, largest(v, math.ceil(n / 1000)))
 
 
 def test_an_empty_tensor_sends_nothing():
-    assert Sampled().select(torch.empty(0), plan_of(0, ratio=0.1), 0).numel() == 0
-    assert Sampled().select(torch.ones(3), plan_of(0, 3, ratio=0.1), 0).numel() == 1
+    assert Sampled().indices(torch.empty(0), plan_of(0, ratio=0.1), 0).numel() == 0
+    assert Sampled().indices(torch.ones(3), plan_of(0, 3, ratio=0.1), 0).numel() == 1
 
 
 def test_seeds_differ():
     v, plan = laplace(60_000), plan_of(60_000, ratio=0.005)
-    different = {tuple(Sampled().select(v, plan, seed).tolist()) for seed in range(6)}
+    different = {tuple(Sampled().indices(v, plan, seed).tolist()) for seed in range(6)}
     assert len(different) > 1
 
 
@@ -204,7 +204,7 @@ def test_torchs_global_generator_is_left_alone():
     expected = torch.rand(3)
     torch.manual_seed(5)
     for selector in (Sampled(), Sampled(strided_sample=False)):
-        selector.select(laplace(20_000), plan_of(20_000, ratio=0.01), 1)
+        selector.indices(laplace(20_000), plan_of(20_000, ratio=0.01), 1)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -383,7 +383,7 @@ def cut_in_index_order(v, plan, seed):
 
 @pytest.mark.parametrize("selector", [Sampled(), Sampled(strided_sample=False), WidePlan()])
 def test_no_positional_bias(selector):
-    assert chi_square(selector.select) < LIMIT
+    assert chi_square(selector.indices) < LIMIT
 
 
 def test_the_cut_in_index_order_would_fail():

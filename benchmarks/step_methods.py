@@ -1,0 +1,237 @@
+"""The methods that `benchmarks.step_overhead` compares, each as one step over all buckets."""
+
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Segment
+from dgc.kernels import Accumulation
+from dgc.kernels.build import compiler
+from dgc.selection import Exact, plan_selection
+from dgc.wire import SparseFormat
+
+Layout = Sequence[Sequence[Segment]]
+
+
+class Step(Protocol):
+    name: str
+    is_floor: bool
+    is_slow: bool
+    bytes_per_parameter: int  # of traffic, 0 where that depends on the numbers
+
+    def start_from(self, u: list[Tensor], v: list[Tensor]) -> None: ...
+
+    def step(self, gradients: list[Tensor]) -> None: ...
+
+
+class Stateful:
+    """u and v of every bucket."""
+
+    is_floor = False
+    is_slow = False
+    bytes_per_parameter = 0
+
+    def __init__(self, buckets: Layout, device: str):
+        self.sizes = [[segment.numel for segment in bucket] for bucket in buckets]
+        self.u = [torch.zeros(sum(sizes), device=device) for sizes in self.sizes]
+        self.v = [torch.zeros(sum(sizes), device=device) for sizes in self.sizes]
+
+    def start_from(self, u: list[Tensor], v: list[Tensor]) -> None:
+        for mine, theirs in zip((*self.u, *self.v), (*u, *v), strict=True):
+            mine.copy_(theirs)
+
+
+class Ours(Stateful):
+    def __init__(
+        self,
+        tier: str,
+        engine: Exact,
+        buckets: Layout,
+        ratio: float,
+        momentum: float,
+        wire: SparseFormat,
+        device: str,
+    ):
+        super().__init__(buckets, device)
+        self.name = f"{tier}, {type(engine).__name__.lower()}"
+        self.is_slow = tier == "reference"
+        self.tier, self.engine, self.wire, self.momentum = tier, engine, wire, momentum
+        self.plans = [plan_selection(bucket, ratio, torch.device(device)) for bucket in buckets]
+
+    def step(self, gradients: list[Tensor]) -> None:
+        kernels.use(self.tier)
+        tier, codec = kernels.of(self.v[0]), kernels.codec_of(self.v[0])
+        for g, u, v, plan, sizes in zip(gradients, self.u, self.v, self.plans, self.sizes, strict=True):
+            due = Accumulation(g.split(sizes), u, v, self.momentum)
+            selected = self.engine.select(due, plan, 0)
+            quotas = self.engine.quotas(plan)
+            encoded = self.wire.encode(codec, selected.selection, quotas, v.numel(), selected.first_nonfinite)
+            tier.take_(encoded.sent, encoded.sent.values, u, v)
+
+
+class Pass(Stateful):
+    """Our own pass over g, u and v, without any selection."""
+
+    is_floor = True
+    bytes_per_parameter = 20
+
+    def __init__(self, tier: str, buckets: Layout, momentum: float, device: str):
+        super().__init__(buckets, device)
+        self.name, self.tier, self.momentum = f"{tier}, accumulate only", tier, momentum
+
+    def step(self, gradients: list[Tensor]) -> None:
+        kernels.use(self.tier)
+        for g, u, v in zip(gradients, self.u, self.v, strict=True):
+            kernels.of(v).accumulate_(Accumulation((g,), u, v, self.momentum))
+
+
+PLAIN_LOOP = r"""
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+static void update(float* __restrict u, float* __restrict v, const float* __restrict g, int64_t n, float m) {
+    for (int64_t i = 0; i < n; ++i) {
+        float x = m * u[i] + g[i];
+        u[i] = x;
+        v[i] += x;
+    }
+}
+
+extern "C" void update_all(float** u, float** v, float** g, const int64_t* sizes, int buckets, float m,
+                           int threads) {
+    auto share = [=](int t) {
+        for (int b = 0; b < buckets; ++b) {
+            int64_t begin = sizes[b] * t / threads / 16 * 16;
+            int64_t end = t + 1 == threads ? sizes[b] : sizes[b] * (t + 1) / threads / 16 * 16;
+            update(u[b] + begin, v[b] + begin, g[b] + begin, end - begin, m);
+        }
+    };
+    std::vector<std::thread> others;
+    for (int t = 1; t < threads; ++t) others.emplace_back(share, t);
+    share(0);
+    for (auto& other : others) other.join();
+}
+"""
+
+
+class PlainLoop(Stateful):
+    """The update as a compiler vectorizes it for this machine, all buckets in one call."""
+
+    name = "plain update of u and v"
+    is_floor = True
+    bytes_per_parameter = 20
+
+    def __init__(self, buckets: Layout, momentum: float):
+        super().__init__(buckets, "cpu")
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = Path(folder, "loop.cpp"), Path(folder, "loop.so")
+            source.write_text(PLAIN_LOOP)
+            words = ["-O3", "-march=native", "-shared", "-fPIC", "-pthread", str(source), "-o", str(target)]
+            subprocess.run([*compiler(), *words], check=True)
+            self.library = ctypes.CDLL(str(target))
+        self.momentum = ctypes.c_float(momentum)
+        self.counts = (ctypes.c_int64 * len(self.v))(*[v.numel() for v in self.v])
+
+    def step(self, gradients: list[Tensor]) -> None:
+        pointers = [(ctypes.c_void_p * len(ts))(*[t.data_ptr() for t in ts]) for ts in (self.u, self.v, gradients)]
+        self.library.update_all(*pointers, self.counts, len(self.counts), self.momentum, torch.get_num_threads())
+
+
+def floors(tier: str, buckets: Layout, momentum: float, device: str) -> list[Step]:
+    own: list[Step] = [Pass(tier, buckets, momentum, device)]
+    return [PlainLoop(buckets, momentum), *own] if device == "cpu" else own
+
+
+class Eager(Stateful):
+    """DGC as published (specification 1.2 and 4.1): for each tensor, a threshold from a strided sample of 1 %,
+    adapted by 0.8 or 1.3 up to 10 times until 0.8 to 1.3 of the wanted elements pass, resampled where more do.
+    """
+
+    name = "eager"
+    is_slow = True
+    sample_ratio, lower, upper, retries = 0.01, 0.8, 1.3, 10
+
+    def __init__(self, buckets: Layout, ratio: float, momentum: float, device: str):
+        super().__init__(buckets, device)
+        self.ratio, self.momentum = ratio, momentum
+        self.tensors = [
+            [(u, v) for u, v in zip(us.split(sizes), vs.split(sizes), strict=True)]
+            for us, vs, sizes in zip(self.u, self.v, self.sizes, strict=True)
+        ]
+
+    def step(self, gradients: list[Tensor]) -> None:
+        for flat, sizes, states in zip(gradients, self.sizes, self.tensors, strict=True):
+            for g, (u, v) in zip(flat.split(sizes), states, strict=True):
+                u.mul_(self.momentum).add_(g)
+                v.add_(u)
+                indices = self.choose(v)
+                values = v[indices]
+                assert values.numel() == indices.numel()
+                u.index_fill_(0, indices, 0)
+                v.index_fill_(0, indices, 0)
+
+    def choose(self, v: Tensor) -> Tensor:
+        n = v.numel()
+        k = max(1, -int(-n * self.ratio // 1))
+        magnitudes = v.abs()
+        least = max(-int(-n * self.sample_ratio // 1), -int(-2 // self.ratio))
+        if least >= n:
+            samples = magnitudes
+        else:
+            stride = -int(-n // least // 32) * 32 + 1
+            while n // stride < least:
+                stride -= 8
+            samples = magnitudes[int(torch.randint(stride, ())) :: stride]
+        count = max(1, -int(-samples.numel() * self.ratio // 1))
+        threshold = torch.topk(samples, count, sorted=False).values.min()
+        indices = (magnitudes >= threshold).nonzero().view(-1)
+        for _ in range(0 if samples is magnitudes else self.retries):
+            if indices.numel() > self.upper * k:
+                return indices[torch.topk(magnitudes[indices], k, sorted=False).indices]
+            if indices.numel() >= self.lower * k:
+                break
+            threshold = threshold * self.lower
+            indices = (magnitudes >= threshold).nonzero().view(-1)
+        return indices[:k]
+
+
+class TopK(Stateful):
+    """torch.topk of each tensor, on the v that ours starts from."""
+
+    name = "torch.topk of |v| alone"
+    is_slow = True
+
+    def __init__(self, buckets: Layout, ratio: float, device: str):
+        super().__init__(buckets, device)
+        self.ks = [plan_selection(bucket, ratio).ks for bucket in buckets]
+
+    def step(self, gradients: list[Tensor]) -> None:
+        for v, sizes, ks in zip(self.v, self.sizes, self.ks, strict=True):
+            for part, k in zip(v.split(sizes), ks, strict=True):
+                torch.topk(part.abs(), k, sorted=False)
+
+
+class Copy:
+    """A copy of as many fp32 numbers as there are parameters."""
+
+    name = "copy of g"
+    is_floor = False
+    is_slow = False
+    bytes_per_parameter = 8
+
+    def __init__(self, numel: int, device: str):
+        self.source, self.target = (torch.ones(numel, device=device) for _ in range(2))
+
+    def start_from(self, u: list[Tensor], v: list[Tensor]) -> None:
+        pass
+
+    def step(self, gradients: list[Tensor]) -> None:
+        self.target.copy_(self.source)

@@ -1,0 +1,193 @@
+"""What a step of DGC costs before anything is sent: gradient in, payload out.
+
+    python -m benchmarks.step_overhead --model resnet50 --ratio 0.001 --device cpu --threads 2
+
+ours      accumulate, select, encode into the wire's payload, take what was sent out of u and v; by tier of
+          kernels and by engine of selection, all of which send the same elements
+floor     u = m u + g, v = v + u and nothing else: on a CPU the faster of a loop without any test, compiled for
+          this machine, and of our own pass; on a GPU our own pass
+eager     the original DGC algorithm as plain PyTorch, tensor by tensor: sampled threshold, adaptation, masking.
+          It only makes indices and values, no payload.
+
+Tensors of two and more dimensions of the named model, in buckets of 25 MB, fp32. Every step has a fresh gradient
+(heavy tails: normal times log-normal), the same for all methods, and u, v come from many steps of DGC itself:
+accumulated gradients look nothing like fresh ones. Methods take turns within each round; ratios are medians over
+rounds of the ratio within a round. Prints a table and, last, one line of JSON.
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+
+import datasets.torchvision_compat  # noqa: F401
+import dgc.kernels as kernels
+from benchmarks.step_methods import Copy, Eager, Ours, Step, TopK, floors
+from dgc.bucket import Segment, lay_out
+from dgc.selection import Exact, Histogram, Predicted
+from dgc.wire import (
+    CastValues,
+    IndexFormat,
+    PackedIndices,
+    PlainIndices,
+    RiceIndices,
+    SignValues,
+    SparseFormat,
+    ValueFormat,
+)
+
+BUCKET_BYTES = 25 * 1024 * 1024
+SLOW_EVERY = 6
+SPARE = 1 << 24  # elements: gradients begin anywhere in so many
+INDICES: dict[str, IndexFormat] = {
+    "int32": PlainIndices("int32"),
+    "packed": PackedIndices(),
+    "rice": RiceIndices(),
+}
+VALUES: dict[str, ValueFormat] = {"fp32": CastValues("fp32"), "fp16": CastValues("fp16"), "sign": SignValues()}
+MOMENTUM = 0.9
+
+
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    if model == "transformer_big":  # Vaswani et al. 2017, 37,000 byte pairs in one shared embedding
+        square, feed_forward = (1024, 1024), [(4096, 1024), (1024, 4096)]
+        return [(37000, 1024), *([square] * 4 + feed_forward) * 6, *([square] * 8 + feed_forward) * 6]
+    from torchvision import models
+
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in getattr(models, model)().parameters() if p.dim() >= 2]
+
+
+def plan_buckets(shapes: list[tuple[int, ...]]) -> list[tuple[Segment, ...]]:
+    """Whole tensors, in the order in which backward makes them."""
+    buckets: list[list[Tensor]] = [[]]
+    for tensor in [torch.empty(shape, device="meta") for shape in reversed(shapes)]:
+        if buckets[-1] and 4 * sum(t.numel() for t in [*buckets[-1], tensor]) > BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(tensor)
+    return [lay_out([(str(i), t) for i, t in enumerate(bucket)]) for bucket in buckets]
+
+
+class Gradients:
+    """Fresh gradients at no cost: each is a random stretch of one pool of random numbers."""
+
+    def __init__(self, buckets: list[tuple[Segment, ...]], device: str):
+        self.sizes = [[segment.numel for segment in bucket] for bucket in buckets]
+        self.where = random.Random(1)
+        size = max(sum(sizes) for sizes in self.sizes) + SPARE
+        generator = torch.Generator().manual_seed(1)
+        self.pool = torch.randn(size, generator=generator)
+        self.pool.mul_(torch.randn(size, generator=generator).exp_())
+        self.pool = self.pool.to(device)
+
+    def next(self) -> list[Tensor]:
+        starts = [self.where.randrange(SPARE // 16) * 16 for _ in self.sizes]
+        return [self.pool[start : start + sum(sizes)] for start, sizes in zip(starts, self.sizes, strict=True)]
+
+
+def tiers_on(device: str) -> list[str]:
+    return ["native", "reference"] if device == "cpu" else ["triton", "reference"]
+
+
+def make_steps(args: argparse.Namespace, buckets: list[tuple[Segment, ...]], gradients: Gradients) -> list[Step]:
+    """First ours, warm; then all others, which start from the same u and v."""
+    fast, plain = tiers_on(args.device)
+    wire = SparseFormat(VALUES[args.values], INDICES[args.indices])
+
+    def ours(tier: str, engine: Exact) -> Ours:
+        return Ours(tier, engine, buckets, args.ratio, MOMENTUM, wire, args.device)
+
+    first = ours(fast, Predicted())
+    for _ in range(args.warm_up):
+        first.step(gradients.next())
+    others: list[Step] = [
+        *floors(fast, buckets, MOMENTUM, args.device),
+        ours(fast, Histogram()),
+        ours(fast, Exact()),
+        ours(plain, Exact()),
+        Eager(buckets, args.ratio, MOMENTUM, args.device),
+        TopK(buckets, args.ratio, args.device),
+        Copy(sum(sum(sizes) for sizes in gradients.sizes), args.device),
+    ]
+    for other in others:
+        other.start_from(first.u, first.v)
+    return [first, *others]
+
+
+def measure(
+    steps: list[Step], gradients: Gradients, rounds: int, wait: Callable[[], object]
+) -> dict[str, dict[int, float]]:
+    """Milliseconds of each method by round. Slow ones, whose share of noise is small, skip most rounds."""
+    times: dict[str, dict[int, float]] = {step.name: {} for step in steps}
+    for number in range(-2, rounds):
+        fresh = gradients.next()
+        for step in random.Random(number).sample(steps, len(steps)):
+            if step.is_slow and number % SLOW_EVERY:
+                continue
+            wait()
+            start = time.perf_counter()
+            step.step(fresh)
+            wait()
+            if number >= 0:
+                times[step.name][number] = (time.perf_counter() - start) * 1e3
+    return times
+
+
+def nothing() -> None:
+    """On a CPU there is nothing to wait for."""
+
+
+def ratio(above: dict[int, float], below: dict[int, float]) -> float:
+    return median(above[number] / below[number] for number in above.keys() & below.keys())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=["resnet50", "vgg16", "transformer_big"], default="resnet50")
+    parser.add_argument("--ratio", type=float, default=0.001)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=36)
+    parser.add_argument("--warm-up", type=int, default=100, help="steps before anything is timed")
+    parser.add_argument("--indices", choices=INDICES, default="int32")
+    parser.add_argument("--values", choices=VALUES, default="fp16")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    buckets = plan_buckets(shapes_of(args.model))
+    gradients = Gradients(buckets, args.device)
+    numel = sum(sum(sizes) for sizes in gradients.sizes)
+    steps = make_steps(args, buckets, gradients)
+    times = measure(steps, gradients, args.rounds, torch.cuda.synchronize if args.device == "cuda" else nothing)
+
+    ours = steps[0].name
+    floor = min((s.name for s in steps if s.is_floor), key=lambda name: median(times[name].values()))
+    kernels.use(tiers_on(args.device)[0])
+    tier = kernels.describe(torch.device(args.device))
+    print(f"{args.model}: {numel:,} parameters in {len(buckets)} buckets, ratio {args.ratio}")
+    print(f"{args.values} values, {args.indices} indices; {args.device}, {tier}, {args.threads} threads")
+    print(f"\n{'':<34} {'median ms':>10} {'least':>9} {'/ floor':>8} {'GB/s':>6}")
+    for step in steps:
+        row = times[step.name].values()
+        rate = f"{step.bytes_per_parameter * numel / median(row) / 1e6:.1f}" if step.bytes_per_parameter else ""
+        against = ratio(times[step.name], times[floor])
+        print(f"{step.name:<34} {median(row):10.3f} {min(row):9.3f} {against:8.3f} {rate:>6}")
+    result = {
+        "floor_ms": median(times[floor].values()),
+        "ours_ms": median(times[ours].values()),
+        "ratio_to_floor": ratio(times[ours], times[floor]),
+        "eager_ms": median(times["eager"].values()),
+        "speedup_vs_eager": ratio(times["eager"], times[ours]),
+    }
+    assert all(math.isfinite(number) for number in result.values())
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Bits per element of every payload format, beside the entropy, and how fast they are made and read.
+
+    python -m benchmarks.wire [--model resnet18] [--steps 30] [--densities 0.001 0.01 0.1]
+
+For each density a model learns scikit-learn's digits on one rank by the steps of DGC itself: momentum correction,
+accumulation, the exact choice of the largest of every tensor, masking. Images are doubled in size, or the last
+kernels of a ResNet would see one pixel and have no gradient but in their middle. The selections of the last steps
+are what is coded. All sizes are what is planned, with the header, the slack and all rounding, per element that was
+really sent:
+
+    index     header and indices
+    element   the whole payload
+    bound     H(D) / D bits, the least that indices of random supports of density D take on average
+    sent      share of the planned elements that was sent; what does not fit stays in the error state
+
+Rates, in million elements per second and thread, are those of whole payloads and, in the rows without values, of
+the index codes alone. Prints tables and, last, one line of JSON, whose outer numbers are those of sign and rice at
+the first density.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import models
+from datasets import Digits
+from dgc.bucket import Bucket, make_bucket
+from dgc.kernels import Accumulation, Codec, Quotas, Selection, of
+from dgc.kernels.bits import TorchCodec
+from dgc.kernels.native_codec import NativeCodec
+from dgc.selection import plan_selection
+from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
+from dgc.wire.indices import IndexFormat
+from dgc.wire.values import ValueFormat
+
+MODELS = ("resnet18", "resnet110")
+INDICES: dict[str, IndexFormat] = {
+    "int64": PlainIndices(),
+    "int32": PlainIndices("int32"),
+    "packed": PackedIndices(),
+    "rice": RiceIndices(),
+}
+VALUES: dict[str, ValueFormat] = {
+    "fp32": CastValues(),
+    "fp16": CastValues("fp16"),
+    "bf16": CastValues("bf16"),
+    "int8": Int8Values(),
+    "sign": SignValues(),
+}
+BUCKET_ELEMENTS = 25 * 10**6 // 4
+LR, MOMENTUM, BATCH = 0.025, 0.9, 32
+RECORDED = 5  # steps, the last ones
+
+# A bucket's quotas, number of elements, and selections of the recorded steps.
+Recording = tuple[Quotas, int, list[Selection]]
+
+
+def buckets_of(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[Bucket]:
+    """Tensors of two or more dimensions, last ones first, about 25 MB together."""
+    pending: list[tuple[str, Tensor]] = []
+    for name, parameter in reversed([p for p in parameters if p[1].dim() > 1]):
+        if pending and sum(t.numel() for _, t in pending) + parameter.numel() > BUCKET_ELEMENTS:
+            yield make_bucket("bucket", pending)
+            pending = []
+        pending.append((name, parameter))
+    yield make_bucket("bucket", pending)
+
+
+def record(name: str, density: float, steps: int) -> list[Recording]:
+    torch.manual_seed(0)
+    model: nn.Module = getattr(models, name)(in_channels=1)
+    parameters = dict(model.named_parameters())
+    buckets = list(buckets_of(list(parameters.items())))
+    quotas = [plan_selection(bucket.segments, density).per_tensor for bucket in buckets]
+    states = [(torch.zeros(bucket.numel), torch.zeros(bucket.numel)) for bucket in buckets]
+    dense = torch.optim.SGD([p for p in parameters.values() if p.dim() <= 1], lr=LR, momentum=MOMENTUM)
+    loader = torch.utils.data.DataLoader(Digits()["train"], BATCH, shuffle=True)
+    recordings: list[Recording] = [(q, b.numel, []) for q, b in zip(quotas, buckets, strict=True)]
+    kernels, step = of(states[0][0]), 0
+    while step < steps:
+        for images, labels in loader:
+            model.zero_grad()
+            larger = nn.functional.interpolate(images, scale_factor=2.0)
+            nn.functional.cross_entropy(model(larger), labels).backward()
+            dense.step()
+            for bucket, (u, v), recording in zip(buckets, states, recordings, strict=True):
+                own = [parameters[segment.name] for segment in bucket.segments]
+                g = tuple(p.grad.reshape(-1) for p in own if p.grad is not None)
+                chosen = kernels.accumulate_and_select_(Accumulation(g, u, v, MOMENTUM), recording[0], None)
+                selection = chosen.selection
+                kernels.take_(selection, selection.values, u, v)
+                count = int(selection.count)
+                bucket.flat.zero_()[selection.indices[:count].long()] = selection.values[:count]
+                for segment, parameter in zip(bucket.segments, own, strict=True):
+                    parameter.data.sub_(segment.of(bucket.flat), alpha=LR)
+                if step >= steps - RECORDED:
+                    recording[2].append(selection)
+            step += 1
+            if step == steps:
+                break
+    return recordings
+
+
+def seconds(work: Callable[[], Any], repeats: int) -> float:
+    best = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def rates(form: SparseFormat, codec: Codec, recordings: list[Recording], repeats: int) -> dict[str, float]:
+    """Million elements per second of the last recorded selections."""
+    inputs = [(selections[-1], quotas, numel) for quotas, numel, selections in recordings]
+    firsts = [torch.tensor(numel) for _, _, numel in inputs]
+    native = NativeCodec()
+    made = [form.encode(native, *given, first) for given, first in zip(inputs, firsts, strict=True)]
+    total = sum(int(given[0].count) for given in inputs) / 1e6
+
+    def encode() -> None:
+        for given, first in zip(inputs, firsts, strict=True):
+            form.encode(codec, *given, first)
+
+    def decode() -> None:
+        for done, (_, quotas, numel) in zip(made, inputs, strict=True):
+            form.decode(codec, [done.payload], quotas, numel)
+
+    return {"encode": total / seconds(encode, repeats), "decode": total / seconds(decode, repeats)}
+
+
+def index_rates(indices: IndexFormat, codec: Codec, recordings: list[Recording], repeats: int) -> dict[str, float]:
+    """As `rates`, of the largest bucket's indices alone."""
+    quotas, numel, selections = max(recordings, key=lambda recording: recording[1])
+    plan, selection = indices.plan(quotas.capacity, numel), selections[-1]
+    section = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    sent = plan.encode_(codec, selection, section)
+    encode = seconds(lambda: plan.encode_(codec, selection, section.zero_()), repeats)
+    decode = seconds(lambda: plan.decode(codec, section, sent.count), repeats)
+    total = int(selection.count) / 1e6
+    return {"encode": total / encode, "decode": total / decode}
+
+
+def sizes(form: SparseFormat, codec: Codec, recordings: list[Recording]) -> dict[str, float]:
+    planned = index = sent = capacity = 0
+    for quotas, numel, selections in recordings:
+        for selection in selections:
+            done = form.encode(codec, selection, quotas, numel, torch.tensor(numel))
+            planned += 8 * done.payload.numel()
+            index += 8 * (16 + form.indices.plan(quotas.capacity, numel).nbytes)
+            sent += int(done.sent.count)
+            capacity += quotas.capacity
+    return {"bits_per_index": index / sent, "bits_per_element": planned / sent, "sent": sent / capacity}
+
+
+def bound(recordings: list[Recording]) -> float:
+    """H(D) / D, over all buckets."""
+    bits = 0.0
+    for quotas, numel, _ in recordings:
+        density = quotas.capacity / numel
+        bits -= quotas.capacity * math.log2(density) + (numel - quotas.capacity) * math.log2(1 - density)
+    return bits / sum(quotas.capacity for quotas, _, _ in recordings)
+
+
+def measure(name: str, density: float, steps: int, codecs: dict[str, Codec]) -> dict[str, Any]:
+    recordings = record(name, density, steps)
+    numel, least = sum(r[1] for r in recordings), bound(recordings)
+    planned = sum(r[0].capacity for r in recordings)
+    print(
+        f"\nD = {density:.1%}: {planned:,} of {numel:,} elements in {len(recordings)} buckets, bound {least:.3f}"
+    )
+    print(f"{'':<13}{'index':>8}{'element':>9}{'sent':>8}", *(f"{name:>10} enc    dec" for name in codecs))
+    rows: dict[str, Any] = {}
+    for index_name, indices in INDICES.items():
+        for value_name, values in VALUES.items():
+            form = SparseFormat(values, indices)
+            row: dict[str, Any] = sizes(form, codecs["native"], recordings)
+            for codec_name, codec in codecs.items():
+                row[codec_name] = rates(form, codec, recordings, 3 if codec_name == "native" else 1)
+            rows[f"{value_name} {index_name}"] = row
+            bits = f"{row['bits_per_index']:8.3f}{row['bits_per_element']:9.3f}{row['sent']:8.2%}"
+            print(f"{value_name + ' ' + index_name:<13}{bits}", *(_shown(row[name]) for name in codecs))
+    for index_name in ("packed", "rice"):
+        speeds = {
+            name: index_rates(INDICES[index_name], codec, recordings, 7 if name == "native" else 1)
+            for name, codec in codecs.items()
+        }
+        rows[index_name] = speeds
+        print(f"{index_name:<38}", *(_shown(speeds[name]) for name in codecs))
+    return {"bound": least, "planned": planned, "numel": numel, "encodings": rows}
+
+
+def _shown(rate: dict[str, float]) -> str:
+    return f"{rate['encode']:14.1f}{rate['decode']:7.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=MODELS, default="resnet18")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.1])
+    args = parser.parse_args()
+    codecs: dict[str, Codec] = {"native": NativeCodec(), "reference": TorchCodec()}
+    print(f"{args.model}, {args.steps} steps with batches of {BATCH}")
+    found = {f"{d:g}": measure(args.model, d, args.steps, codecs) for d in args.densities}
+    first = found[f"{args.densities[0]:g}"]
+    best = first["encodings"]["sign rice"]
+    outer = {"bits_per_index": best["bits_per_index"], "bits_per_element": best["bits_per_element"]}
+    print(json.dumps({**outer, "bound": first["bound"], "densities": found}))
+
+
+if __name__ == "__main__":
+    main()

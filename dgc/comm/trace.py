@@ -1,0 +1,42 @@
+"""A timeline of a rank's exchanges in Chrome's trace format, for ui.perfetto.dev or chrome://tracing.
+
+One row per bucket shows its phases, the next one its messages: "in flight" from their launch until the replies
+are taken up. Times are the host's: on a GPU the work itself may still be running.
+"""
+
+import json
+from pathlib import Path
+from time import perf_counter
+
+
+class Trace:
+    """limit: events after which no more are kept, so that a long run does not fill the memory."""
+
+    def __init__(self, rank: int, limit: int = 200_000):
+        self._rank, self._limit = rank, limit
+        self._zero = perf_counter()
+        self._rows: dict[str, int] = {}
+        self._events: list[tuple[str, int, float, float]] = []
+        self.dropped = 0
+
+    def add(self, phase: str, on: str, start: float, end: float) -> None:
+        """A phase of the row `on`, between two readings of time.perf_counter()."""
+        row = self._rows.setdefault(on, len(self._rows))
+        if len(self._events) < self._limit:
+            self._events.append((phase, row, start - self._zero, end - start))
+        else:
+            self.dropped += 1
+
+    def save(self, path: Path) -> None:
+        """Write all events so far. Times become microseconds since the trace began."""
+        events = [_name("process_name", self._rank, 0, f"rank {self._rank}")]
+        events += [_name("thread_name", self._rank, row, name) for name, row in self._rows.items()]
+        for phase, row, start, duration in self._events:
+            times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * duration, 3)}
+            events.append({"ph": "X", "name": phase, "pid": self._rank, "tid": row, **times})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": events, "droppedEvents": self.dropped}))
+
+
+def _name(kind: str, rank: int, row: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": {"name": name}}

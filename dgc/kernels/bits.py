@@ -1,0 +1,176 @@
+"""Payloads in plain torch: the definition of every bit, on any device, without waiting for it."""
+
+import torch
+from jaxtyping import Bool, Float32, Int32, Int64, UInt8
+from torch import Tensor
+
+from dgc.kernels import bit_streams
+from dgc.kernels.bit_streams import LOW, numbers
+from dgc.kernels.codec import CHECKSUM_OF_ZEROS, Header, PackedCode, RiceCode
+from dgc.kernels.protocol import Selection
+
+SMALLEST = 2.0**-149  # of fp32
+LARGEST_EXPONENT = 15  # of scaled values: they stay below 2**15, half of what fp16 holds
+
+
+class TorchCodec:
+    """Implements `dgc.kernels.codec.Codec`."""
+
+    name = "reference"
+
+    def seal_(
+        self,
+        payload: UInt8[Tensor, "nbytes"],
+        count: Int32[Tensor, ""],
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        scale: Float32[Tensor, ""],
+    ) -> None:
+        header = payload[:16].view(torch.int32)
+        header[0] = count
+        header[1] = torch.searchsorted(bounds, first_nonfinite, right=True) % bounds.numel()
+        header[2] = 0
+        header[3] = scale.view(torch.int32)
+        header[2] = checksum(payload).view(1).view(torch.int32)[0]
+
+    def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
+        header = payload[:16].view(torch.int32).clone()
+        stored = header[2].long() & LOW
+        return Header(header[0], header[1], header[3].view(torch.float32), checksum(payload, stored) == stored)
+
+    def plain_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        given = section.view(dtype)
+        live = numbers(given, given.numel()) < count
+        good = (given >= 0) & (given < numel)
+        good[1:] &= given[1:] > given[:-1]
+        sound = (good | ~live).all() & (count >= 0) & (count <= given.numel())
+        return torch.where(live & good, given, 0).to(torch.int32), sound
+
+    def packed_encode_(
+        self, selection: Selection, code: PackedCode, section: UInt8[Tensor, "nbytes"]
+    ) -> Selection:
+        return bit_streams.packed_encode_(selection, code, section)
+
+    def packed_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: PackedCode
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return bit_streams.packed_decode(section, count, code)
+
+    def rice_encode_(self, selection: Selection, code: RiceCode, section: UInt8[Tensor, "nbytes"]) -> Selection:
+        return bit_streams.rice_encode_(selection, code, section)
+
+    def rice_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: RiceCode
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return bit_streams.rice_decode(section, count, code)
+
+    def half_encode_(
+        self, values: Float32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
+    ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
+        scale, inverse = power_of_two(values)
+        wire = section.view(dtype)
+        wire.copy_(values * inverse)
+        return wire.float() * scale, scale
+
+    def cast_decode(
+        self,
+        section: UInt8[Tensor, "nbytes"],
+        count: Int32[Tensor, ""],
+        dtype: torch.dtype,
+        scale: Float32[Tensor, ""],
+    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        given = section.view(dtype)
+        return first(given.float() * scale, count)
+
+    def sign_encode_(
+        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+    ) -> Float32[Tensor, "capacity"]:
+        ranges, capacity = bounds.numel() - 1, selection.values.numel()
+        owner = owners(selection.indices, bounds)
+        live = numbers(bounds, capacity) < selection.count
+        sums = torch.zeros(ranges, dtype=torch.float64, device=section.device)
+        counts = torch.zeros(ranges, dtype=torch.int64, device=section.device)
+        sums.index_add_(0, owner, selection.values.abs().double())
+        counts.index_add_(0, owner, live.long())
+        means = (sums / counts.clamp(min=1)).float()
+        section[: 4 * ranges].view(torch.float32).copy_(means)
+        negative = (selection.values < 0).to(torch.uint8)
+        negative = torch.nn.functional.pad(negative, (0, -capacity % 8)).view(-1, 8)
+        eight = numbers(section, 8).to(torch.uint8)
+        section[4 * ranges : 4 * ranges + negative.shape[0]] = (negative << eight).sum(1, dtype=torch.uint8)
+        return self.sign_decode(section, selection.indices, selection.count, bounds)[0]
+
+    def sign_decode(
+        self,
+        section: UInt8[Tensor, "nbytes"],
+        indices: Int32[Tensor, "capacity"],
+        count: Int32[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        ranges, capacity = bounds.numel() - 1, indices.numel()
+        magnitudes = section[: 4 * ranges].view(torch.float32)[owners(indices, bounds)]
+        bits = section[4 * ranges : 4 * ranges + (capacity + 7) // 8].unsqueeze(1)
+        negative = (bits >> numbers(section, 8).to(torch.uint8) & 1).view(-1)[:capacity]
+        return first(torch.where(negative > 0, -magnitudes, magnitudes), count)
+
+    def int8_encode_(
+        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+    ) -> Float32[Tensor, "capacity"]:
+        ranges, capacity = bounds.numel() - 1, selection.values.numel()
+        owner = owners(selection.indices, bounds)
+        largest = torch.zeros(ranges, device=section.device)
+        largest.scatter_reduce_(0, owner, selection.values.abs(), "amax")
+        # by a tensor: by a number, a GPU multiplies with its inverse
+        scales = (largest / torch.full_like(largest, 127)).clamp(min=SMALLEST)
+        scales = torch.where(largest > 0, scales, 0.0)
+        section[: 4 * ranges].view(torch.float32).copy_(scales)
+        steps = torch.where(scales > 0, scales, 1.0)[owner]
+        rounded = (selection.values / steps).round().clamp(-127, 127).to(torch.int8)
+        section[4 * ranges : 4 * ranges + capacity] = rounded.view(torch.uint8)
+        return self.int8_decode(section, selection.indices, selection.count, bounds)[0]
+
+    def int8_decode(
+        self,
+        section: UInt8[Tensor, "nbytes"],
+        indices: Int32[Tensor, "capacity"],
+        count: Int32[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        ranges, capacity = bounds.numel() - 1, indices.numel()
+        scales = section[: 4 * ranges].view(torch.float32)[owners(indices, bounds)]
+        steps = section[4 * ranges : 4 * ranges + capacity].view(torch.int8)
+        return first(steps * scales, count)
+
+
+def checksum(payload: UInt8[Tensor, "nbytes"], stored: Int64[Tensor, ""] | int = 0) -> Int64[Tensor, ""]:
+    """Of a payload as if its checksum, now `stored`, were zero."""
+    words = payload.view(torch.int64)
+    total = (words * (2 * numbers(payload, words.numel()) + 1)).sum() - 3 * stored
+    return (total ^ total >> 32) & LOW ^ CHECKSUM_OF_ZEROS
+
+
+def first(
+    values: Float32[Tensor, "capacity"], count: Int32[Tensor, ""]
+) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+    """(values, zeros behind the first `count`; whether they are finite)"""
+    values = torch.where(numbers(values, values.numel()) < count, values, 0.0)
+    return values, values.isfinite().all()
+
+
+def owners(indices: Int32[Tensor, "capacity"], bounds: Int64[Tensor, "bounds"]) -> Int64[Tensor, "capacity"]:
+    """The range that each element lies in; of indices outside, any."""
+    owner = torch.searchsorted(bounds, indices.long(), right=True) - 1
+    return owner.clamp(0, max(0, bounds.numel() - 2))
+
+
+def power_of_two(values: Float32[Tensor, "n"]) -> tuple[Float32[Tensor, ""], Float32[Tensor, ""]]:
+    """(scale, 1 / scale), both exact."""
+    if not values.numel():
+        return torch.ones((), device=values.device), torch.ones((), device=values.device)
+    largest = values.abs().amax()
+    # the exponent as its bits say it: exact on every device, and 0 for the smallest magnitudes
+    exponent = (largest.view(torch.int32) >> 23) - 126 - LARGEST_EXPONENT
+    exponent = torch.where(largest > 0, exponent.clamp(-126, 126), 0)
+    return ((127 + exponent) << 23).view(torch.float32), ((127 - exponent) << 23).view(torch.float32)

@@ -1,0 +1,108 @@
+"""Builds the native kernels: every file in `dgc/kernels/cpp` into one shared library beside this file.
+
+    python -m dgc.kernels.build
+
+Needs a C++17 compiler ($CXX, else c++) and nothing else: the library has a C interface and knows no torch. Files
+named *_avx2.cpp and *_avx512.cpp may use those instructions, all others must run anywhere; the choice is made when
+a kernel is called. No contraction to FMA anywhere, since every tier of kernels must give the same bits.
+The library carries a stamp of what it was built from: building again does nothing while the stamp is true.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "cpp"
+LIBRARY = Path(__file__).parent / "libdgc_kernels.so"
+
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra")
+AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
+
+
+def compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
+
+
+def flags_of(source: Path) -> tuple[str, ...]:
+    """What `source` is compiled with: its name tells which instructions it may use."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return FLAGS
+    if source.stem.endswith("_avx512"):
+        return (*FLAGS, *AVX512)
+    if source.stem.endswith("_avx2"):
+        return (*FLAGS, *AVX2)
+    return FLAGS
+
+
+def sources_digest() -> str:
+    """Names one state of the sources."""
+    digest = hashlib.sha256()
+    for file in sorted(SOURCES.glob("*.[ch]*")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def commands_digest() -> str:
+    """Names one way of compiling: the compiler's words and version, the flags, the machine."""
+    words = [*compiler(), *FLAGS, *AVX2, *AVX512, platform.machine()]
+    version = subprocess.run([*compiler(), "--version"], check=True, capture_output=True, text=True).stdout
+    return hashlib.sha256("\0".join([*words, version]).encode()).hexdigest()[:20]
+
+
+def stamp(sources: str, commands: str = "") -> str:
+    return f"dgc-kernels:{sources}:{commands}"
+
+
+def build() -> bool:
+    """Make LIBRARY hold the present sources. Returns whether anything had to be compiled.
+
+    RuntimeError: there is no compiler, or it refuses.
+    """
+    try:
+        wanted = stamp(sources_digest(), commands_digest())
+    except FileNotFoundError:
+        missing = shlex.join(compiler())
+        raise RuntimeError(f"no C++ compiler: {missing} was not found; install one or set CXX") from None
+    if LIBRARY.exists() and wanted.encode() in LIBRARY.read_bytes():
+        return False
+    files = sorted(SOURCES.glob("*.cpp"))
+    # Beside the library, so that the rename stays within one file system and is atomic.
+    with tempfile.TemporaryDirectory(dir=LIBRARY.parent, prefix=".build-") as scratch:
+        objects = [Path(scratch, file.stem + ".o") for file in files]
+        define = f'-DDGC_STAMP="{wanted}"'
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(_run, [*compiler(), *flags_of(file), define, "-c", str(file), "-o", str(object_)])
+                for file, object_ in zip(files, objects, strict=True)
+            ]
+            for job in jobs:
+                job.result()
+        linked = Path(scratch, LIBRARY.name)
+        _run([*compiler(), *FLAGS, "-shared", *map(str, objects), "-o", str(linked)])
+        linked.replace(LIBRARY)
+    return True
+
+
+def _run(words: list[str]) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(words)}\n{done.stderr}")
+
+
+def main() -> None:
+    try:
+        if build():
+            print(f"built {LIBRARY}")
+    except RuntimeError as error:
+        sys.exit(f"the native kernels could not be built: {error}")
+
+
+if __name__ == "__main__":
+    main()

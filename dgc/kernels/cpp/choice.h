@@ -1,0 +1,110 @@
+// Choosing the largest elements of each range of a buffer.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "pass.h"
+#include "pool.h"
+#include "rank.h"
+#include "scratch.h"
+
+namespace dgc {
+
+// What a pass reads: pieces of the gradient that follow one another, and the state.
+struct Source {
+    Update update;
+    const float* const* pieces;
+    const int64_t* begins;  // where each piece begins in the bucket, and n
+    int piece_count;
+    float* u;
+    float* v;
+    float momentum;
+};
+
+struct Range {
+    int64_t begin, size;
+    int64_t k;                        // at most size
+    int64_t quota;                    // as asked for
+    int64_t output;                   // where its choice goes
+    int64_t budget;                   // more candidates mean that the floor was too low
+    uint32_t floor;                   // bits of the magnitude from which on elements are candidates
+    int shift;                        // of the bins that cut_for looks at first
+    bool expected;                    // the floor is the caller's
+    int64_t found;                    // how many were chosen
+    float threshold;
+    int64_t first_unit, units;
+    std::atomic<int64_t> candidates;  // collected so far
+};
+
+// Some elements of one range, and where what was collected of them lies in the memory of the thread that did it.
+struct Unit {
+    int64_t range, begin, end;  // elements of the bucket
+    int thread;
+    int64_t first, count;  // candidates
+};
+
+// Ranges no larger are collected whole where no floor is known.
+constexpr int64_t small_range = 4096;
+
+// A floor a little below the k-th largest of the range as it will be after the update, judged by a sample. Only a
+// guess: whoever uses it checks.
+uint32_t sampled_floor(const Source& source, const Range& range, Buffer& memory);
+
+// All that one call works on.
+struct Job {
+    Source source;
+    Range* ranges;
+    int64_t* active;  // the ranges still to be chosen, ascending
+    int64_t active_count;
+    int threads;
+    Scratch& scratch;
+    Unit* units = nullptr;
+};
+
+// Gives every active range that has no floor of the caller's a sampled one.
+void set_floors(Job& job);
+
+// Does the pass over all active ranges. Returns the first element of g that is not finite, n where there is none.
+int64_t collect(Job& job, int64_t n);
+
+// The choice by counting all magnitudes of v in the range: three reads of it, whatever the numbers are.
+void choose_by_counting(const float* v, Range& range, int threads, Scratch& scratch, int32_t* indices,
+                        float* values);
+
+// Calls visit(i, thread) for i = 0 .. n - 1, each time on whichever thread is free.
+template <class Visit>
+static void share_out(int64_t n, int threads, Visit&& visit) {
+    std::atomic<int64_t> next{0};
+    parallel_for(threads, [&](int thread) {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) visit(i, thread);
+    });
+}
+
+// Calls visit(stretch) for the elements begin .. end - 1, at most `block` at a time and within one piece.
+template <class Visit>
+static void for_stretches(const Source& source, int64_t begin, int64_t end, int64_t block, Visit&& visit) {
+    int piece = 0;
+    if (source.update != none && begin < end) {
+        int low = 0, high = source.piece_count;
+        while (high - low > 1) {
+            int middle = (low + high) / 2;
+            (source.begins[middle] <= begin ? low : high) = middle;
+        }
+        piece = low;
+    }
+    while (begin < end) {
+        int64_t stop = begin + block < end ? begin + block : end;
+        const float* g = nullptr;
+        if (source.update != none) {
+            while (source.begins[piece + 1] <= begin) ++piece;
+            if (source.begins[piece + 1] < stop) stop = source.begins[piece + 1];
+            g = source.pieces[piece] + (begin - source.begins[piece]);
+        }
+        float* u = source.u ? source.u + begin : nullptr;
+        visit(Stretch{g, u, source.v + begin, stop - begin, begin, source.momentum});
+        begin = stop;
+    }
+}
+
+}  // namespace dgc

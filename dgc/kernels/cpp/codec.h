@@ -1,0 +1,78 @@
+// What the codecs of payloads share. A payload is little-endian and so is the machine; words lie at any address.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "pool.h"
+
+namespace dgc {
+
+constexpr int LARGEST_PARAMETER = 31;
+
+template <class Word>
+static inline Word load(const uint8_t* from) {
+    Word word;
+    std::memcpy(&word, from, sizeof word);
+    return word;
+}
+
+template <class Word>
+static inline void store(uint8_t* to, Word word) {
+    std::memcpy(to, &word, sizeof word);
+}
+
+static inline int bit_length(uint32_t x) { return x ? 32 - __builtin_clz(x) : 0; }
+
+static inline int64_t block_count(int64_t count, int64_t block) { return (count + block - 1) / block; }
+
+// The gaps between `count` ascending indices, the last one before them being `before`.
+static inline void gaps_of(const int32_t* indices, int64_t count, int32_t before, uint32_t* gaps) {
+    if (count) gaps[0] = static_cast<uint32_t>(indices[0] - before - 1);
+    for (int64_t j = 1; j < count; ++j) gaps[j] = static_cast<uint32_t>(indices[j] - indices[j - 1] - 1);
+}
+
+// A section of a payload: `nbytes` bytes, a multiple of 4, read and written by words of 64 bits or less.
+struct Section {
+    uint8_t* bytes;
+    int64_t nbytes;
+
+    uint64_t word(int64_t i) const {
+        int64_t at = 8 * i;
+        return at + 8 <= nbytes ? load<uint64_t>(bytes + at) : load<uint32_t>(bytes + at);
+    }
+
+    // Word i must exist; bits beyond the section are lost.
+    void or_word(int64_t i, uint64_t bits) const {
+        int64_t at = 8 * i;
+        if (at + 8 <= nbytes) {
+            store<uint64_t>(bytes + at, load<uint64_t>(bytes + at) | bits);
+        } else {
+            store<uint32_t>(bytes + at, load<uint32_t>(bytes + at) | static_cast<uint32_t>(bits));
+        }
+    }
+
+    // A field of up to 31 bits.
+    void put(int64_t bit, uint32_t field) const {
+        if (!field) return;
+        int shift = static_cast<int>(bit & 63);
+        or_word(bit >> 6, static_cast<uint64_t>(field) << shift);
+        if (shift > 32 && field >> (64 - shift)) or_word((bit >> 6) + 1, field >> (64 - shift));
+    }
+
+    // Bits beyond the section are zero.
+    uint32_t get(int64_t bit, int width) const {
+        uint64_t low = 8 * (bit >> 6) < nbytes ? word(bit >> 6) : 0;
+        uint64_t high = 8 * ((bit >> 6) + 1) < nbytes ? word((bit >> 6) + 1) : 0;
+        int shift = static_cast<int>(bit & 63);
+        uint64_t both = low >> shift | (shift ? high << (64 - shift) : 0);
+        return static_cast<uint32_t>(both & ((uint64_t{1} << width) - 1));
+    }
+};
+
+// The lowest `width` bits of `count` numbers from bit `bit` on, into zeros. Whole groups of 64 begin at a byte.
+void pack(const uint32_t* numbers, int64_t count, int width, const Section& section, int64_t bit);
+// Back. False where they do not lie within the section.
+bool unpack(const Section& section, int64_t bit, int width, int64_t count, uint32_t* numbers);
+
+}  // namespace dgc

@@ -1,0 +1,74 @@
+// Headers with their checksum, plain indices, and selections of which some elements stay behind.
+#include <algorithm>
+
+#include "codec.h"
+
+namespace dgc {
+namespace {
+
+constexpr uint32_t CHECKSUM_OF_ZEROS = 0x44474331;
+
+// Of a payload as if its own checksum were zero.
+uint32_t checksum(const uint8_t* payload, int64_t nbytes) {
+    uint64_t total = 0;
+    for (int64_t i = 0; i < nbytes / 8; ++i) {
+        total += load<uint64_t>(payload + 8 * i) * static_cast<uint64_t>(2 * i + 1);
+    }
+    total -= uint64_t{3} * load<uint32_t>(payload + 8);
+    return static_cast<uint32_t>(total ^ total >> 32) ^ CHECKSUM_OF_ZEROS;
+}
+
+template <class Index>
+bool plain_decode(const uint8_t* section, int64_t count, int64_t numel, int32_t* indices) {
+    int64_t before = -1;
+    bool sound = true;
+    for (int64_t j = 0; j < count; ++j) {
+        int64_t index = load<Index>(section + j * static_cast<int64_t>(sizeof(Index)));
+        sound &= index > before;
+        before = index;
+        indices[j] = static_cast<int32_t>(index);
+    }
+    return sound && before < numel;
+}
+
+}  // namespace
+}  // namespace dgc
+
+using namespace dgc;
+
+DGC_EXPORT void dgc_seal(uint8_t* payload, int64_t nbytes, int32_t count, int64_t first_nonfinite,
+                         const int64_t* bounds, int64_t size, float scale) {
+    int64_t number = std::upper_bound(bounds, bounds + size, first_nonfinite) - bounds;
+    store<int32_t>(payload, count);
+    store<int32_t>(payload + 4, static_cast<int32_t>(number % size));
+    store<uint32_t>(payload + 8, 0);
+    store<float>(payload + 12, scale);
+    store<uint32_t>(payload + 8, checksum(payload, nbytes));
+}
+
+DGC_EXPORT int dgc_sealed(const uint8_t* payload, int64_t nbytes) {
+    return load<uint32_t>(payload + 8) == checksum(payload, nbytes);
+}
+
+// As dgc_rice_decode.
+DGC_EXPORT int dgc_plain_decode(const uint8_t* section, int64_t nbytes, int64_t count, int64_t capacity, int64_t numel,
+                                int32_t* indices) {
+    if (count < 0 || count > capacity) return 0;
+    if (nbytes == 8 * capacity) return plain_decode<int64_t>(section, count, numel, indices);
+    return plain_decode<int32_t>(section, count, numel, indices);
+}
+
+// `kept` of the elements, evenly spaced in their order: element j is number j count / kept.
+DGC_EXPORT void dgc_thin(const int32_t* indices, const float* values, int64_t count, int64_t kept,
+                         int32_t* kept_indices, float* kept_values) {
+    for (int64_t j = 0, at = 0, rest = 0; j < kept; ++j) {
+        kept_indices[j] = indices[at];
+        kept_values[j] = values[at];
+        at += count / kept;
+        rest += count % kept;
+        if (rest >= kept) {
+            rest -= kept;
+            ++at;
+        }
+    }
+}

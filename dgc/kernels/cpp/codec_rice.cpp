@@ -1,0 +1,141 @@
+// The Rice code of ascending indices, with the low parts of all gaps before the high parts, which are in unary.
+#include "codec.h"
+
+namespace dgc {
+namespace {
+
+constexpr int64_t BLOCK = 512;
+
+uint32_t high_parts(const uint32_t* gaps, int64_t count, int b) {
+    uint32_t sum = 0;  // of parts of one range of less than 2**31
+    for (int64_t j = 0; j < count; ++j) sum += gaps[j] >> b;
+    return sum;
+}
+
+// The smallest b with the shortest code, whose bits are added to `bits`. The length is convex in b, and its minimum
+// at most the bits of the mean gap.
+int best_parameter(const uint32_t* gaps, int64_t count, int32_t span, int64_t* bits) {
+    int b = bit_length(static_cast<uint32_t>(span / count));
+    int64_t high = high_parts(gaps, count, b);
+    while (b > 0) {
+        int64_t more = high_parts(gaps, count, b - 1);
+        if (more - high > count) break;
+        high = more;
+        --b;
+    }
+    *bits += count * (b + 1) + high;
+    return b;
+}
+
+class Unary {
+   public:
+    Unary(const Section& section, int64_t bit) : section_(section), word_(bit >> 6), at_(bit & 63) {}
+
+    void put(const uint32_t* gaps, int64_t count, int b) {
+        uint64_t bits = bits_, at = at_;
+        for (int64_t j = 0; j < count; ++j) {
+            at += gaps[j] >> b;
+            if (at >= 64) {
+                section_.or_word(word_, bits);
+                bits = 0;
+                word_ += static_cast<int64_t>(at >> 6);
+                at &= 63;
+            }
+            bits |= uint64_t{1} << at++;
+        }
+        bits_ = bits;
+        at_ = at;
+    }
+
+    void finish() {
+        if (bits_) section_.or_word(word_, bits_);
+    }
+
+   private:
+    const Section& section_;
+    int64_t word_;
+    uint64_t at_, bits_ = 0;
+};
+
+}  // namespace
+}  // namespace dgc
+
+using namespace dgc;
+
+// Returns the number of elements that can be sent. All of them have been written to the section of zeros where
+// that is `count`; otherwise it is left as it was.
+DGC_EXPORT int64_t dgc_rice_encode(const int32_t* indices, int64_t count, int64_t capacity, int parameter,
+                                   uint8_t* bytes, int64_t nbytes) {
+    const Section section{bytes, nbytes};
+    const int64_t prefix = 8 * block_count(capacity, BLOCK);
+    uint32_t gaps[BLOCK];
+    int64_t total = prefix, low = prefix, fixed = prefix + count * (parameter + 1);
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+        int64_t own = count - begin < BLOCK ? count - begin : BLOCK;
+        int32_t before = begin ? indices[begin - 1] : -1;
+        gaps_of(indices + begin, own, before, gaps);
+        int32_t span = indices[begin + own - 1] - before - static_cast<int32_t>(own);
+        int b = best_parameter(gaps, own, span, &total);
+        bytes[begin / BLOCK] = static_cast<uint8_t>(b);
+        low += own * b;
+        fixed += high_parts(gaps, own, parameter);
+    }
+    if (total > 8 * nbytes) {
+        std::memset(bytes, 0, static_cast<size_t>(prefix / 8));
+        int64_t each = parameter > 1 ? parameter : 1;
+        return count - (fixed - 8 * nbytes + each - 1) / each;
+    }
+    Unary unary(section, low);
+    int64_t bit = prefix;
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+        int64_t own = count - begin < BLOCK ? count - begin : BLOCK;
+        gaps_of(indices + begin, own, begin ? indices[begin - 1] : -1, gaps);
+        int b = bytes[begin / BLOCK];
+        pack(gaps, own, b, section, bit);
+        bit += own * b;
+        unary.put(gaps, own, b);
+    }
+    unary.finish();
+    return count;
+}
+
+// Returns whether the section holds `count` ascending indices below numel; these have then been written.
+DGC_EXPORT int dgc_rice_decode(uint8_t* bytes, int64_t nbytes, int64_t count, int64_t capacity, int64_t numel,
+                               int32_t* indices) {
+    const Section section{bytes, nbytes};
+    const int64_t blocks = block_count(capacity, BLOCK);
+    if (count < 0 || count > capacity || blocks > nbytes) return 0;
+    int64_t bit = 8 * blocks, unary = bit;
+    for (int64_t block = 0; block < blocks; ++block) {
+        if (bytes[block] > LARGEST_PARAMETER) return 0;
+        int64_t own = count - block * BLOCK;
+        if (own > 0) unary += (own < BLOCK ? own : BLOCK) * bytes[block];
+    }
+    const int64_t words = (nbytes + 7) / 8;
+    int64_t word = unary >> 6, last = unary - 1, index = -1;
+    if (count && word >= words) return 0;
+    uint64_t bits = count ? section.word(word) & ~uint64_t{0} << (unary & 63) : 0;
+    uint32_t low[BLOCK];
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+        int64_t own = count - begin < BLOCK ? count - begin : BLOCK;
+        int b = bytes[begin / BLOCK];
+        if (!unpack(section, bit, b, own, low)) return 0;
+        bit += own * b;
+        int64_t most = numel >> b, seen = 0;
+        for (int64_t j = 0; j < own; ++j) {
+            while (!bits) {
+                if (++word >= words) return 0;
+                bits = section.word(word);
+            }
+            int64_t at = 64 * word + __builtin_ctzll(bits);
+            bits &= bits - 1;
+            int64_t high = at - last - 1;
+            last = at;
+            seen |= most - high;  // negative as soon as one high part is too large
+            index += static_cast<int64_t>(static_cast<uint64_t>(high) << b) + low[j] + 1;
+            indices[begin + j] = static_cast<int32_t>(index);
+        }
+        if (seen < 0 || index >= numel) return 0;
+    }
+    return 1;
+}

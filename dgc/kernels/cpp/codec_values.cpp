@@ -1,0 +1,185 @@
+// Values: rounded to 16 bits with one scale, or with a number of their own for each range.
+#include <algorithm>
+#include <cmath>
+
+#include "codec.h"
+
+namespace dgc {
+namespace {
+
+enum Dtype : int { FP16 = 1, BF16 = 2 };  // else fp32
+
+constexpr int LARGEST_EXPONENT = 15;  // of scaled values
+constexpr float SMALLEST = 0x1p-149f;
+constexpr float ROUNDER = 0x1.8p23f;  // adding it leaves no bits behind the point, rounded to nearest, ties to even
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline bool finite(float x) { return (bits_of(x) & 0x7F800000) != 0x7F800000; }
+
+struct Fp32 {
+    using Word = uint32_t;
+    static float from(Word word) { return float_of(word); }
+};
+
+struct Fp16 {
+    using Word = uint16_t;
+
+    // Of magnitudes up to 2**15, to nearest, ties to even. Both ways are computed, so that neither is a branch.
+    static Word to(float x) {
+        uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
+        // below 2**-14 in steps of 2**-24, which are those of fp32 just above one half
+        uint32_t small = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
+        uint32_t normal = (bits - (112u << 23) + 0xFFF + (bits >> 13 & 1)) >> 13;
+        uint32_t is_small = 0u - static_cast<uint32_t>(bits < (113u << 23));
+        return static_cast<Word>(sign | (is_small & small) | (~is_small & normal));
+    }
+
+    // Infinities and NaN become NaN.
+    static float from(Word word) {
+        uint32_t magnitude = word & 0x7FFFu, sign = static_cast<uint32_t>(word & 0x8000) << 16;
+        uint32_t small = bits_of(float_of(magnitude + bits_of(0.5f)) - 0.5f);
+        uint32_t normal = (magnitude << 13) + (112u << 23);
+        uint32_t is_small = 0u - static_cast<uint32_t>(magnitude < 0x400);
+        uint32_t is_broken = 0u - static_cast<uint32_t>(magnitude >= 0x7C00);
+        return float_of(sign | (is_small & small) | (~is_small & normal) | (is_broken & 0x7FC00000));
+    }
+};
+
+struct Bf16 {
+    using Word = uint16_t;
+
+    static Word to(float x) {
+        uint32_t bits = bits_of(x);
+        return static_cast<Word>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+
+    static float from(Word word) { return float_of(static_cast<uint32_t>(word) << 16); }
+};
+
+template <class Half>
+void encode_halves(const float* values, int64_t count, float scale, float inverse, uint8_t* section,
+                   float* decoded) {
+    for (int64_t j = 0; j < count; ++j) {
+        uint16_t half = Half::to(values[j] * inverse);
+        store(section + 2 * j, half);
+        decoded[j] = Half::from(half) * scale;
+    }
+}
+
+template <class Format>
+bool decode_words(const uint8_t* section, int64_t count, float scale, float* decoded) {
+    using Word = typename Format::Word;
+    uint32_t broken = 0;
+    for (int64_t j = 0; j < count; ++j) {
+        decoded[j] = Format::from(load<Word>(section + j * static_cast<int64_t>(sizeof(Word)))) * scale;
+        broken |= static_cast<uint32_t>(!finite(decoded[j]));
+    }
+    return !broken;
+}
+
+// Calls visit(range, begin, end) for the entries of each range. Any indices are safe.
+template <class Visit>
+void for_ranges(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t ranges, Visit&& visit) {
+    int64_t begin = 0;
+    for (int64_t range = 0; range < ranges; ++range) {
+        int64_t end = std::lower_bound(indices + begin, indices + count, bounds[range + 1]) - indices;
+        visit(range, begin, end);
+        begin = end;
+    }
+}
+
+}  // namespace
+}  // namespace dgc
+
+using namespace dgc;
+
+DGC_EXPORT float dgc_half_encode(const float* values, int64_t count, int dtype, uint8_t* section, float* decoded) {
+    uint32_t largest = 0;
+    for (int64_t j = 0; j < count; ++j) largest = std::max(largest, bits_of(values[j]) & 0x7FFFFFFF);
+    int exponent = static_cast<int>(largest >> 23) - 126 - LARGEST_EXPONENT;
+    exponent = largest ? std::min(126, std::max(-126, exponent)) : 0;
+    const float scale = float_of(static_cast<uint32_t>(127 + exponent) << 23);
+    const float inverse = float_of(static_cast<uint32_t>(127 - exponent) << 23);
+    if (dtype == FP16) {
+        encode_halves<Fp16>(values, count, scale, inverse, section, decoded);
+    } else {
+        encode_halves<Bf16>(values, count, scale, inverse, section, decoded);
+    }
+    return scale;
+}
+
+// Returns whether all are finite.
+DGC_EXPORT int dgc_cast_decode(const uint8_t* section, int64_t count, int dtype, float scale, float* decoded) {
+    if (dtype == FP16) return decode_words<Fp16>(section, count, scale, decoded);
+    if (dtype == BF16) return decode_words<Bf16>(section, count, scale, decoded);
+    return decode_words<Fp32>(section, count, scale, decoded);
+}
+
+DGC_EXPORT void dgc_sign_encode(const int32_t* indices, const float* values, int64_t count, const int64_t* bounds,
+                                int64_t ranges, uint8_t* section, float* decoded) {
+    uint8_t* bits = section + 4 * ranges;
+    for_ranges(indices, count, bounds, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+        double sum = 0;
+        for (int64_t j = begin; j < end; ++j) sum += static_cast<double>(std::fabs(values[j]));
+        float mean = end > begin ? static_cast<float>(sum / static_cast<double>(end - begin)) : 0.0f;
+        store(section + 4 * range, mean);
+        for (int64_t j = begin; j < end; ++j) decoded[j] = values[j] < 0 ? -mean : mean;
+    });
+    for (int64_t j = 0; j < count; ++j) bits[j / 8] |= static_cast<uint8_t>((values[j] < 0) << j % 8);
+}
+
+// This and the next: as dgc_cast_decode.
+DGC_EXPORT int dgc_sign_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t ranges,
+                               const uint8_t* section, float* decoded) {
+    const uint8_t* bits = section + 4 * ranges;
+    bool sound = true;
+    for_ranges(indices, count, bounds, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+        float mean = load<float>(section + 4 * range);
+        sound &= begin == end || finite(mean);
+        for (int64_t j = begin; j < end; ++j) decoded[j] = bits[j / 8] >> j % 8 & 1 ? -mean : mean;
+    });
+    return sound;
+}
+
+DGC_EXPORT void dgc_int8_encode(const int32_t* indices, const float* values, int64_t count, const int64_t* bounds,
+                                int64_t ranges, uint8_t* section, float* decoded) {
+    uint8_t* steps = section + 4 * ranges;
+    for_ranges(indices, count, bounds, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+        float largest = 0;
+        for (int64_t j = begin; j < end; ++j) largest = std::max(largest, std::fabs(values[j]));
+        float scale = largest > 0 ? std::max(largest / 127.0f, SMALLEST) : 0.0f;
+        float divisor = scale > 0 ? scale : 1.0f;
+        store(section + 4 * range, scale);
+        for (int64_t j = begin; j < end; ++j) {
+            float step = std::min(127.0f, std::max(-127.0f, values[j] / divisor));
+            step = (step + ROUNDER) - ROUNDER;
+            steps[j] = static_cast<uint8_t>(static_cast<int8_t>(step));
+            decoded[j] = step * scale;
+        }
+    });
+}
+
+DGC_EXPORT int dgc_int8_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t ranges,
+                               const uint8_t* section, float* decoded) {
+    const uint8_t* steps = section + 4 * ranges;
+    bool sound = true;
+    for_ranges(indices, count, bounds, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+        float scale = load<float>(section + 4 * range);
+        for (int64_t j = begin; j < end; ++j) {
+            decoded[j] = static_cast<float>(static_cast<int8_t>(steps[j])) * scale;
+            sound &= finite(decoded[j]);
+        }
+    });
+    return sound;
+}

@@ -1,0 +1,93 @@
+// The largest elements of one range by counting bits of all magnitudes: first the upper 15, then, among those equal
+// in these to the k-th largest, the lower 16. The counts of each thread also tell where its part of the output begins.
+#include <algorithm>
+#include <cstring>
+
+#include "choice.h"
+#include "pool.h"
+
+namespace dgc {
+namespace {
+
+constexpr int64_t bins = 65536;
+
+// How many of the counts lie above bin, and in it.
+struct Standing {
+    int64_t above, equal;
+};
+
+Standing standing(const uint32_t* counts, int64_t bin) {
+    int64_t above = 0;
+    for (int64_t b = bin + 1; b < bins; ++b) above += counts[b];
+    return {above, counts[bin]};
+}
+
+// The bin that holds rank k, counted from the top over all threads; k becomes the rank in that bin.
+int64_t bin_of(uint32_t** counts, int threads, int64_t& k) {
+    for (int64_t bin = bins - 1; bin > 0; --bin) {
+        int64_t members = 0;
+        for (int t = 0; t < threads; ++t) members += counts[t][bin];
+        if (k <= members) return bin;
+        k -= members;
+    }
+    return 0;
+}
+
+}  // namespace
+
+void choose_by_counting(const float* v, Range& range, int threads, Scratch& scratch, int32_t* indices,
+                        float* values) {
+    std::vector<uint32_t*> upper(threads), lower(threads);
+    std::vector<int64_t> nonzero(threads, 0);
+    for (int t = 0; t < threads; ++t) {
+        upper[t] = scratch.threads[t].counts.room<uint32_t>(bins);
+        lower[t] = scratch.threads[t].more_counts.room<uint32_t>(bins);
+    }
+    const float* first = v + range.begin;
+    auto edge = [&](int t) { return part_begin(range.size, threads, t, 16); };
+    parallel_for(threads, [&](int t) {
+        std::memset(upper[t], 0, bins * sizeof(uint32_t));
+        int64_t zeros = 0;
+        for (int64_t i = edge(t); i < edge(t + 1); ++i) {
+            uint32_t bits = magnitude(first[i]);
+            ++upper[t][bits >> 16];
+            zeros += bits == 0;
+        }
+        upper[t][0] -= static_cast<uint32_t>(zeros);
+        nonzero[t] = edge(t + 1) - edge(t) - zeros;
+    });
+    int64_t all = 0;
+    for (int64_t count : nonzero) all += count;
+    range.found = std::min(range.k, all);
+    if (range.found == 0) return;
+    int64_t rank = range.found;
+    const int64_t high = bin_of(upper.data(), threads, rank);
+    parallel_for(threads, [&](int t) {
+        std::memset(lower[t], 0, bins * sizeof(uint32_t));
+        for (int64_t i = edge(t); i < edge(t + 1); ++i) {
+            uint32_t bits = magnitude(first[i]);
+            if (bits >> 16 == static_cast<uint32_t>(high) && bits) ++lower[t][bits & 0xffff];
+        }
+    });
+    const int64_t low = bin_of(lower.data(), threads, rank);
+    const uint32_t threshold = static_cast<uint32_t>(high << 16 | low);
+    std::vector<int64_t> begin(threads + 1, range.output), ties(threads);
+    for (int t = 0; t < threads; ++t) {
+        Standing fine = standing(lower[t], low);
+        ties[t] = std::min(rank, fine.equal);
+        rank -= ties[t];
+        begin[t + 1] = begin[t] + standing(upper[t], high).above + fine.above + ties[t];
+    }
+    parallel_for(threads, [&](int t) {
+        int64_t at = begin[t];
+        for (int64_t i = edge(t); at < begin[t + 1]; ++i) {
+            uint32_t bits = magnitude(first[i]);
+            if (bits < threshold || (bits == threshold && ties[t]-- <= 0)) continue;
+            indices[at] = static_cast<int32_t>(range.begin + i);
+            values[at++] = first[i];
+        }
+    });
+    if (range.found == range.quota) range.threshold = float_of(threshold);
+}
+
+}  // namespace dgc

@@ -1,0 +1,96 @@
+// The mean of sorted sparse vectors. The index space is gone through in blocks whose sums stay in the cache: each
+// part adds its share of the block, in the order of the parts, and a bitmap remembers which elements were touched.
+#include <algorithm>
+#include <cstring>
+
+#include "pool.h"
+#include "scratch.h"
+
+namespace dgc {
+namespace {
+
+constexpr int64_t block = 32768;
+constexpr int64_t words = block / 64;
+constexpr int64_t worth_a_thread = 8192;
+
+struct Part {
+    const int32_t* indices;
+    const float* values;
+    int64_t count;
+
+    int64_t lower_bound(int64_t index) const { return std::lower_bound(indices, indices + count, index) - indices; }
+};
+
+// Merges what lies in [begin, end) into the outputs and returns how much that was. next: where each part begins.
+int64_t merge(const std::vector<Part>& parts, std::vector<int64_t> next, int64_t begin, int64_t end, float size,
+              Scratch::Thread& memory, int64_t* indices, float* values) {
+    float* sums = memory.values.room<float>(block);
+    uint64_t* touched = memory.counts.room<uint64_t>(words);
+    std::memset(touched, 0, words * sizeof(uint64_t));
+    int64_t found = 0;
+    while (begin < end) {
+        int64_t first = end;
+        for (size_t p = 0; p < parts.size(); ++p)
+            if (next[p] < parts[p].count) first = std::min<int64_t>(first, parts[p].indices[next[p]]);
+        begin = first / block * block;  // blocks that nobody touches are passed over
+        const int64_t stop = std::min(begin + block, end);
+        if (first >= end) break;
+        for (size_t p = 0; p < parts.size(); ++p) {
+            const Part& part = parts[p];
+            int64_t i = next[p];
+            for (; i < part.count && part.indices[i] < stop; ++i) {
+                const int64_t at = part.indices[i] - begin;
+                const uint64_t bit = uint64_t{1} << (at % 64);
+                const float before = touched[at / 64] & bit ? sums[at] : 0.0f;
+                sums[at] = before + part.values[i];
+                touched[at / 64] |= bit;
+            }
+            next[p] = i;
+        }
+        for (int64_t w = 0; w < words; ++w) {
+            for (uint64_t bits = touched[w]; bits; bits &= bits - 1) {
+                const int64_t at = w * 64 + __builtin_ctzll(bits);
+                indices[found] = begin + at;
+                values[found++] = sums[at] / size;
+            }
+            touched[w] = 0;
+        }
+        begin = stop;
+    }
+    return found;
+}
+
+}  // namespace
+}  // namespace dgc
+
+// indices, values: room for all entries of all parts. Returns the number of entries written.
+DGC_EXPORT int64_t dgc_merge_mean(const int32_t* const* part_indices, const float* const* part_values,
+                                  const int32_t* const* part_counts, int part_count, float size, int64_t numel,
+                                  int64_t* indices, float* values, int threads) {
+    std::vector<dgc::Part> parts;
+    int64_t entries = 0;
+    for (int p = 0; p < part_count; ++p) {
+        parts.push_back({part_indices[p], part_values[p], *part_counts[p]});
+        entries += parts.back().count;
+    }
+    threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, entries / dgc::worth_a_thread)));
+    dgc::Lease scratch(threads);
+    // A thread writes where its output would begin if no two parts had an index in common.
+    std::vector<int64_t> offset(threads), found(threads);
+    dgc::parallel_for(threads, [&](int t) {
+        const int64_t begin = dgc::part_begin(numel, threads, t, dgc::block);
+        const int64_t end = dgc::part_begin(numel, threads, t + 1, dgc::block);
+        std::vector<int64_t> next;
+        for (const dgc::Part& part : parts) next.push_back(part.lower_bound(begin));
+        for (int64_t i : next) offset[t] += i;
+        found[t] = dgc::merge(parts, std::move(next), begin, end, size, scratch->threads[t], indices + offset[t],
+                              values + offset[t]);
+    });
+    int64_t at = found[0];
+    for (int t = 1; t < threads; ++t) {
+        std::memmove(indices + at, indices + offset[t], found[t] * sizeof(int64_t));
+        std::memmove(values + at, values + offset[t], found[t] * sizeof(float));
+        at += found[t];
+    }
+    return at;
+}

@@ -1,0 +1,70 @@
+// The pass over a gradient: update u and v, look for NaN and inf, and collect what may be chosen.
+#pragma once
+
+#include <cstdint>
+
+namespace dgc {
+
+// plain: u = m u + g, v += u.  nesterov: u = m (u + g), v = (v + u) + g.  residual: v += g.  none: v as it is.
+enum Update : int { plain = 0, nesterov = 1, residual = 2, none = 3, updates = 4 };
+
+// n elements that follow one another; `first` is the index of the first one in the bucket.
+struct Stretch {
+    const float* g;
+    float* u;
+    float* v;
+    int64_t n;
+    int64_t first;
+    float momentum;
+};
+
+// Elements of v, in the order of their indices. Room for a vector beyond `count` is always there.
+struct Candidates {
+    int32_t* indices;
+    float* values;
+    int64_t count;
+};
+
+// Magnitudes are compared as the bits of |v|: the order is the same and denormals need no care.
+constexpr uint32_t magnitude_bits = 0x7fffffffu;
+constexpr uint32_t infinity_bits = 0x7f800000u;
+constexpr uint32_t smallest_bits = 1;            // of what is not zero
+constexpr uint32_t unreachable_bits = ~0u;       // above every magnitude
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline uint32_t magnitude(float x) { return bits_of(x) & magnitude_bits; }
+
+struct PassKernels {
+    // Both return the index of the first element of g that is NaN or inf, -1 where there is none.
+    int64_t (*update[updates])(const Stretch&);
+    // Also appends the elements of the new v whose magnitude has at least the bits `floor` >= 1.
+    int64_t (*update_and_collect[updates])(const Stretch&, uint32_t floor, Candidates&);
+    // Writes the elements above `threshold` and the first `ties` equal to it to `kept`, whose count is its room
+    // before and what was written after. The room must be filled in the end. Returns the ties that are left.
+    int64_t (*keep)(const Candidates& all, uint32_t threshold, int64_t ties, Candidates& kept);
+    // Appends the bits of the magnitudes low <= bits < high. Returns how many these are.
+    int64_t (*magnitudes_within)(const float* values, int64_t n, uint32_t low, uint32_t high, uint32_t* found);
+    // b = m b + wd p, p -= lr (b, or wd p + m b if nesterov)
+    void (*decay)(float* p, float* b, int64_t n, float lr, float weight_decay, float momentum, int nesterov);
+};
+
+extern const PassKernels pass_portable;
+#if defined(__x86_64__)
+extern const PassKernels pass_avx2;
+extern const PassKernels pass_avx512;
+#endif
+
+const PassKernels& pass_kernels();
+
+}  // namespace dgc

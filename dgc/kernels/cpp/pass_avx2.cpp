@@ -1,0 +1,71 @@
+// The pass with 8 lanes. Few lanes are collected in practice, so they are taken one by one.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "pass.h"
+
+namespace dgc {
+namespace {
+
+struct Lanes {
+    static constexpr int width = 8;
+    using F = __m256;
+
+    static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    static F fill(float x) { return _mm256_set1_ps(x); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    static __m256i bits(F x) {
+        return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(magnitude_bits));
+    }
+    static uint32_t mask(__m256i lanes) {
+        return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(lanes)));
+    }
+    static uint32_t nonfinite(F x) {
+        return mask(_mm256_cmpgt_epi32(bits(x), _mm256_set1_epi32(infinity_bits - 1)));
+    }
+    static F without(F x, uint32_t lanes) {
+        const __m256i bit = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1);
+        __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(lanes)), bit);
+        return _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, bit)), x);
+    }
+    static uint32_t at_least(F x, uint32_t floor) {
+        // The comparison is signed: a floor that nothing reaches must not become negative.
+        uint32_t below = floor > magnitude_bits ? magnitude_bits : floor - 1;
+        return mask(_mm256_cmpgt_epi32(bits(x), _mm256_set1_epi32(static_cast<int>(below))));
+    }
+    static void collect(F x, uint32_t lanes, int32_t first, Candidates& found) {
+        alignas(32) float values[width];
+        _mm256_store_ps(values, x);
+        for (; lanes; lanes &= lanes - 1) {
+            int lane = __builtin_ctz(lanes);
+            found.indices[found.count] = first + lane;
+            found.values[found.count++] = values[lane];
+        }
+    }
+    static void collect_from(const int32_t* indices, F x, uint32_t lanes, Candidates& found) {
+        alignas(32) float values[width];
+        _mm256_store_ps(values, x);
+        for (int lane = 0; lane < width; ++lane) {
+            found.indices[found.count] = indices[lane];
+            found.values[found.count] = values[lane];
+            found.count += lanes >> lane & 1;
+        }
+    }
+};
+
+}  // namespace
+}  // namespace dgc
+
+#include "pass_body.h"
+
+namespace dgc {
+
+const PassKernels pass_avx2 = table;
+
+}  // namespace dgc
+
+#endif

@@ -1,0 +1,57 @@
+// The pass with 16 lanes. What is collected is compressed in a register and stored whole: compressing into memory
+// is microcoded on some CPUs.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "pass.h"
+
+namespace dgc {
+namespace {
+
+struct Lanes {
+    static constexpr int width = 16;
+    using F = __m512;
+
+    static F load(const float* p) { return _mm512_loadu_ps(p); }
+    static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+    static F fill(float x) { return _mm512_set1_ps(x); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    static uint32_t nonfinite(F x) {
+        constexpr int nan_or_inf = 0x01 | 0x08 | 0x10 | 0x80;
+        return _mm512_fpclass_ps_mask(x, nan_or_inf);
+    }
+    static F without(F x, uint32_t lanes) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(~lanes), x); }
+    static uint32_t at_least(F x, uint32_t floor) {
+        __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(magnitude_bits));
+        return _mm512_cmpge_epu32_mask(bits, _mm512_set1_epi32(static_cast<int>(floor)));
+    }
+    static void collect(F x, uint32_t lanes, int32_t first, Candidates& found) {
+        const __m512i count_up = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        append(_mm512_add_epi32(_mm512_set1_epi32(first), count_up), x, lanes, found);
+    }
+    static void collect_from(const int32_t* indices, F x, uint32_t lanes, Candidates& found) {
+        append(_mm512_loadu_si512(indices), x, lanes, found);
+    }
+    static void append(__m512i indices, F x, uint32_t lanes, Candidates& found) {
+        __mmask16 mask = static_cast<__mmask16>(lanes);
+        _mm512_storeu_si512(found.indices + found.count, _mm512_maskz_compress_epi32(mask, indices));
+        _mm512_storeu_ps(found.values + found.count, _mm512_maskz_compress_ps(mask, x));
+        found.count += __builtin_popcount(lanes);
+    }
+};
+
+}  // namespace
+}  // namespace dgc
+
+#include "pass_body.h"
+
+namespace dgc {
+
+const PassKernels pass_avx512 = table;
+
+}  // namespace dgc
+
+#endif

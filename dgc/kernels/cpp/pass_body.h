@@ -1,0 +1,170 @@
+// The pass, once for all instruction sets. The including file defines `Lanes` before it:
+//
+//   width; F; load, store, fill, mul, add, sub
+//   nonfinite(F)           a bit for every lane that is NaN or inf
+//   without(F, lanes)      those lanes set to zero
+//   at_least(F, floor)     a bit for every lane whose magnitude has at least the bits `floor`
+//   collect(F, lanes, first, candidates)          append them; lane j is element first + j
+//   collect_from(indices, F, lanes, candidates)   append them; lane j is element indices[j]
+// The last two may write a vector beyond what they append.
+//
+// Everything is in an anonymous namespace, so that no other file can end up with this file's instructions.
+#include "pass.h"
+
+namespace dgc {
+namespace {
+
+template <int update>
+inline float step_one(float g, float& u, float v, float momentum) {
+    if (update == plain) {
+        u = momentum * u + g;
+        return v + u;
+    }
+    if (update == nesterov) {
+        u = momentum * (u + g);
+        return (v + u) + g;
+    }
+    return update == residual ? v + g : v;
+}
+
+template <int update>
+inline Lanes::F step(Lanes::F g, Lanes::F& u, Lanes::F v, Lanes::F momentum) {
+    if (update == plain) {
+        u = Lanes::add(Lanes::mul(momentum, u), g);
+        return Lanes::add(v, u);
+    }
+    if (update == nesterov) {
+        u = Lanes::mul(momentum, Lanes::add(u, g));
+        return Lanes::add(Lanes::add(v, u), g);
+    }
+    return update == residual ? Lanes::add(v, g) : v;
+}
+
+template <int update, bool collecting>
+inline void pass_one(const Stretch& s, int64_t i, uint32_t floor, Candidates& found, int64_t& nonfinite) {
+    constexpr bool has_u = update == plain || update == nesterov;
+    float g = update == none ? 0.0f : s.g[i];
+    if (magnitude(g) >= infinity_bits) {
+        if (nonfinite < 0) nonfinite = s.first + i;
+        g = 0.0f;
+    }
+    float u = has_u ? s.u[i] : 0.0f;
+    float v = step_one<update>(g, u, s.v[i], s.momentum);
+    if (has_u) s.u[i] = u;
+    if (update != none) s.v[i] = v;
+    if (collecting && magnitude(v) >= floor) {
+        found.indices[found.count] = static_cast<int32_t>(s.first + i);
+        found.values[found.count++] = v;
+    }
+}
+
+template <int update, bool collecting>
+inline int64_t pass(const Stretch& s, uint32_t floor, Candidates& output) {
+    constexpr bool has_u = update == plain || update == nesterov;
+    Candidates found = output;  // a copy whose address is not taken stays in registers
+    int64_t nonfinite = -1, i = 0;
+    constexpr uintptr_t line = Lanes::width * sizeof(float) - 1;
+    for (; i < s.n && (reinterpret_cast<uintptr_t>(s.v + i) & line); ++i)
+        pass_one<update, collecting>(s, i, floor, found, nonfinite);
+    const Lanes::F momentum = Lanes::fill(s.momentum);
+    for (; i + Lanes::width <= s.n; i += Lanes::width) {
+        Lanes::F g = Lanes::fill(0.0f), u = g;
+        if (update != none) __builtin_prefetch(s.g + i + 512);
+        if (has_u) __builtin_prefetch(s.u + i + 512);
+        __builtin_prefetch(s.v + i + 512);
+        if (update != none) {
+            g = Lanes::load(s.g + i);
+            if (uint32_t bad = Lanes::nonfinite(g); __builtin_expect(bad != 0, 0)) {
+                if (nonfinite < 0) nonfinite = s.first + i + __builtin_ctz(bad);
+                g = Lanes::without(g, bad);
+            }
+        }
+        if (has_u) u = Lanes::load(s.u + i);
+        const Lanes::F v = step<update>(g, u, Lanes::load(s.v + i), momentum);
+        if (has_u) Lanes::store(s.u + i, u);
+        if (update != none) Lanes::store(s.v + i, v);
+        if (collecting) {
+            if (uint32_t lanes = Lanes::at_least(v, floor); __builtin_expect(lanes != 0, 0))
+                Lanes::collect(v, lanes, static_cast<int32_t>(s.first + i), found);
+        }
+    }
+    for (; i < s.n; ++i) pass_one<update, collecting>(s, i, floor, found, nonfinite);
+    output.count = found.count;
+    return nonfinite;
+}
+
+template <int update>
+int64_t update_only(const Stretch& s) {
+    Candidates nothing{nullptr, nullptr, 0};
+    return pass<update, false>(s, unreachable_bits, nothing);
+}
+
+template <int update>
+int64_t update_and_collect(const Stretch& s, uint32_t floor, Candidates& found) {
+    return pass<update, true>(s, floor, found);
+}
+
+int64_t keep(const Candidates& all, uint32_t threshold, int64_t ties, Candidates& kept) {
+    const int64_t room = kept.count;
+    int64_t i = 0;
+    Candidates out{kept.indices, kept.values, 0};
+    // What a whole vector writes beyond the kept ones is within the room, all of which is filled in the end.
+    for (; i + Lanes::width <= all.count && out.count + Lanes::width <= room; i += Lanes::width) {
+        const Lanes::F x = Lanes::load(all.values + i);
+        uint32_t lanes = Lanes::at_least(x, threshold + 1);
+        uint32_t equal = Lanes::at_least(x, threshold) & ~lanes;
+        for (; equal && ties > 0; equal &= equal - 1, --ties) lanes |= equal & -equal;
+        Lanes::collect_from(all.indices + i, x, lanes, out);
+    }
+    for (; i < all.count && out.count < room; ++i) {
+        uint32_t bits = magnitude(all.values[i]);
+        bool equal = bits == threshold && ties > 0;
+        out.indices[out.count] = all.indices[i];
+        out.values[out.count] = all.values[i];
+        out.count += bits > threshold || equal;
+        ties -= equal;
+    }
+    kept.count = out.count;
+    return ties;
+}
+
+int64_t magnitudes_within(const float* values, int64_t n, uint32_t low, uint32_t high, uint32_t* found) {
+    int64_t i = 0, count = 0;
+    for (; i + Lanes::width <= n; i += Lanes::width) {
+        const Lanes::F x = Lanes::load(values + i);
+        uint32_t lanes = Lanes::at_least(x, low) & ~Lanes::at_least(x, high);
+        for (; lanes; lanes &= lanes - 1) found[count++] = magnitude(values[i + __builtin_ctz(lanes)]);
+    }
+    for (; i < n; ++i)
+        if (uint32_t bits = magnitude(values[i]); bits >= low && bits < high) found[count++] = bits;
+    return count;
+}
+
+void decay(float* p, float* b, int64_t n, float lr, float weight_decay, float momentum, int nesterov) {
+    const Lanes::F rate = Lanes::fill(lr), wd = Lanes::fill(weight_decay), m = Lanes::fill(momentum);
+    int64_t i = 0;
+    for (; i + Lanes::width <= n; i += Lanes::width) {
+        Lanes::F x = Lanes::load(p + i), d = Lanes::mul(x, wd);
+        Lanes::F buffer = Lanes::add(Lanes::mul(Lanes::load(b + i), m), d);
+        Lanes::store(b + i, buffer);
+        if (nesterov) buffer = Lanes::add(d, Lanes::mul(buffer, m));
+        Lanes::store(p + i, Lanes::sub(x, Lanes::mul(buffer, rate)));
+    }
+    for (; i < n; ++i) {
+        float d = p[i] * weight_decay;
+        b[i] = b[i] * momentum + d;
+        p[i] -= (nesterov ? d + b[i] * momentum : b[i]) * lr;
+    }
+}
+
+constexpr PassKernels table{
+    {update_only<plain>, update_only<nesterov>, update_only<residual>, update_only<none>},
+    {update_and_collect<plain>, update_and_collect<nesterov>, update_and_collect<residual>,
+     update_and_collect<none>},
+    keep,
+    magnitudes_within,
+    decay,
+};
+
+}  // namespace
+}  // namespace dgc

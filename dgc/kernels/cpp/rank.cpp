@@ -1,0 +1,72 @@
+// Radix selection from the top, 11 bits at a time: count the members of each bin, keep the bin that holds rank k,
+// and look closer. The first bins are narrow and begin at a floor, where real accumulated gradients pile up; the
+// last of them is open to the top.
+#include "rank.h"
+
+#include <algorithm>
+#include <functional>
+
+#include "pass.h"
+
+namespace dgc {
+namespace {
+
+constexpr int bins = 2048;
+constexpr int few = 512;  // so few are sorted out at once
+
+// Magnitudes low .. low + span - 1.
+struct Window {
+    uint32_t low;
+    uint64_t span;
+
+    bool holds(uint32_t bits) const { return bits - low < span; }
+};
+
+int shift_for(uint64_t span) {
+    int shift = 0;
+    while ((span - 1) >> shift >= bins) ++shift;
+    return shift;
+}
+
+Cut sort_out(const Segment* segments, int count, int64_t k, Window window) {
+    uint32_t members[few];
+    int64_t found = 0;
+    const auto high = static_cast<uint32_t>(window.low + window.span);
+    for (int s = 0; s < count; ++s)
+        found += pass_kernels().magnitudes_within(segments[s].values, segments[s].count, window.low, high, members + found);
+    std::nth_element(members, members + k - 1, members + found, std::greater<uint32_t>());
+    uint32_t threshold = members[k - 1];
+    return {threshold, k - std::count_if(members, members + k, [=](uint32_t bits) { return bits > threshold; })};
+}
+
+}  // namespace
+
+Cut cut_for(const Segment* segments, int count, int64_t k, uint32_t low, int shift) {
+    Window window{low, (uint64_t{1} << 31) - low};
+    int64_t members = 0;
+    for (int s = 0; s < count; ++s) members += segments[s].count;
+    bool all = true;
+    while (members > few) {
+        if (window.span == 1) return {window.low, k};
+        uint32_t counts[bins] = {};
+        for (int s = 0; s < count; ++s) {
+            const float* values = segments[s].values;
+            for (int64_t i = 0, n = segments[s].count; i < n; ++i) {
+                uint32_t bits = magnitude(values[i]);
+                if (!all && !window.holds(bits)) continue;
+                ++counts[std::min<uint32_t>((bits - window.low) >> shift, bins - 1)];
+            }
+        }
+        int bin = bins - 1;
+        for (; k > counts[bin]; --bin) k -= counts[bin];
+        uint64_t from = static_cast<uint64_t>(bin) << shift;
+        uint64_t width = bin == bins - 1 ? window.span - from : std::min(window.span - from, uint64_t{1} << shift);
+        window = {window.low + static_cast<uint32_t>(from), width};
+        members = counts[bin];
+        shift = shift_for(width);
+        all = false;
+    }
+    return sort_out(segments, count, k, window);
+}
+
+}  // namespace dgc

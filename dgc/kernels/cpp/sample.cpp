@@ -1,0 +1,56 @@
+// A guess at the k-th largest magnitude from whole cache lines spread over a range. The guess may be off as far as
+// it likes: too low costs candidates, too high another pass over the range.
+#include <algorithm>
+#include <cmath>
+
+#include "choice.h"
+
+namespace dgc {
+namespace {
+
+constexpr int64_t line = 16;
+constexpr int64_t most = 65536;
+constexpr int64_t ahead = 12;
+constexpr double expected_above = 24;  // samples above the threshold: 24 +- 5, and five deviations are spared
+
+// Where line i of a range's sample begins. Steps of one length would see one column of a matrix only.
+int64_t line_begin(const Range& range, int64_t lines, int64_t i) {
+    const int64_t stride = range.size / lines;
+    const uint32_t random = static_cast<uint32_t>(i + 1) * 2654435769u;
+    return range.begin + i * stride + static_cast<int64_t>(random >> 8) % (stride - line + 1);
+}
+
+}  // namespace
+
+uint32_t sampled_floor(const Source& source, const Range& range, Buffer& memory) {
+    if (range.size <= small_range || range.k == 0) return smallest_bits;
+    const double density = static_cast<double>(range.k) / static_cast<double>(range.size);
+    int64_t wanted = static_cast<int64_t>(std::min<double>(static_cast<double>(most), expected_above / density));
+    int64_t lines = std::min(std::max<int64_t>(wanted, 1024), range.size / 16) / line;
+    float* samples = memory.room<float>(lines * line);
+    int64_t count = 0;
+    for (int64_t i = 0; i < lines; ++i) {
+        if (i + ahead < lines) {
+            const int64_t next = line_begin(range, lines, i + ahead);
+            __builtin_prefetch(source.v + next + line / 2);
+            if (source.u) __builtin_prefetch(source.u + next + line / 2);
+        }
+        const int64_t begin = line_begin(range, lines, i);
+        for_stretches(source, begin, begin + line, line, [&](const Stretch& s) {
+            for (int64_t j = 0; j < s.n; ++j) {
+                float g = s.g && magnitude(s.g[j]) < infinity_bits ? s.g[j] : 0.0f;
+                float u = source.update == plain      ? s.momentum * s.u[j] + g
+                          : source.update == nesterov ? s.momentum * (s.u[j] + g) + g
+                                                      : g;
+                samples[count++] = source.update == none ? s.v[j] : s.v[j] + u;
+            }
+        });
+    }
+    const double mean = density * static_cast<double>(count);
+    int64_t rank = static_cast<int64_t>(std::ceil(mean + 5 * std::sqrt(mean))) + 2;
+    if (rank > count) return smallest_bits;
+    Segment segment{samples, count};
+    return std::max(cut_for(&segment, 1, rank, 0, 20).threshold, smallest_bits);
+}
+
+}  // namespace dgc

@@ -1,0 +1,231 @@
+"""The hot path in C++, for CPU tensors: one pass over memory per step, the same bits as the reference.
+
+The pass of DGC reads g, u, v and writes u, v: 20 bytes per parameter, the least there is. As it goes it collects
+candidates, the elements at or above a floor; the exact choice is made among these. Where no floor is known a
+sample of the buffer suggests one. A range whose floor was wrong is done again, so only time depends on floors.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from dgc.kernels.library import load
+from dgc.kernels.protocol import Accumulation, Chosen, Quotas, Selection, Taken
+from dgc.kernels.reference import Reference
+
+PLAIN, NESTEROV, RESIDUAL, NONE = range(4)
+
+_PASS = (c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_float, c_int)
+_CHOICE = (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "dgc_isa": (c_char_p, ()),
+    "dgc_update": (c_int64, _PASS),
+    "dgc_update_and_choose": (c_int64, (*_PASS, *_CHOICE)),
+    "dgc_take": (None, (c_void_p, c_void_p, c_void_p, c_int64, *(c_void_p,) * 4, c_int)),
+    "dgc_put": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
+    "dgc_merge_mean": (c_int64, (*(c_void_p,) * 3, c_int, c_float, c_int64, c_void_p, c_void_p, c_int)),
+    "dgc_subtract_at": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int)),
+    "dgc_decay": (None, (c_void_p, c_void_p, c_int64, c_float, c_float, c_float, c_int, c_int)),
+}
+
+
+class Native:
+    """Implements `dgc.kernels.protocol.Kernels` for CPU tensors, on torch.get_num_threads() threads.
+
+    KernelsMissing: see `dgc.kernels.library.load`.
+    """
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._library = load()
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+        self.isa: str = self._library.dgc_isa().decode()
+        self._plain = Reference()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.isa})"
+
+    def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
+        form, pieces = _form(due), _fp32(due.g)
+        first = self._library.dgc_update(*_pass_arguments(form, pieces, due.u, due.v, due.momentum))
+        return torch.full((), first)
+
+    def accumulate_and_select_(
+        self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
+    ) -> Chosen:
+        return self._choose(_form(due), _fp32(due.g), due.u, due.v, due.momentum, quotas, floors)
+
+    def select(self, v: Float32[Tensor, "n"], quotas: Quotas) -> Chosen:
+        return self._choose(NONE, (), None, v, 0.0, quotas, None)
+
+    def _choose(
+        self,
+        form: int,
+        pieces: Sequence[Tensor],
+        u: Tensor | None,
+        v: Tensor,
+        momentum: float,
+        quotas: Quotas,
+        floors: Tensor | None,
+    ) -> Chosen:
+        ranges = quotas.ks.numel()
+        indices = torch.empty(quotas.capacity, dtype=torch.int32)
+        values = torch.empty(quotas.capacity)
+        count, missed = torch.empty((), dtype=torch.int32), torch.empty((), dtype=torch.int32)
+        thresholds = torch.empty(ranges)
+        first = self._library.dgc_update_and_choose(
+            *_pass_arguments(form, pieces, u, v, momentum),
+            quotas.bounds.data_ptr(),
+            quotas.ks.data_ptr(),
+            ranges,
+            None if floors is None else floors.data_ptr(),
+            quotas.capacity,
+            indices.data_ptr(),
+            values.data_ptr(),
+            count.data_ptr(),
+            thresholds.data_ptr(),
+            missed.data_ptr(),
+        )
+        return Chosen(Selection(indices, values, count), thresholds, torch.full((), first), missed)
+
+    def take_(
+        self,
+        selection: Selection,
+        sent: Float32[Tensor, "capacity"],
+        u: Float32[Tensor, "n"] | None,
+        v: Float32[Tensor, "n"],
+    ) -> Taken:
+        old_v = torch.empty_like(sent)
+        old_u = None if u is None else torch.empty_like(sent)
+        self._library.dgc_take(
+            selection.indices.data_ptr(),
+            sent.data_ptr(),
+            selection.count.data_ptr(),
+            sent.numel(),
+            _address(u),
+            v.data_ptr(),
+            _address(old_u),
+            old_v.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return Taken(old_u, old_v)
+
+    def put_back_(
+        self,
+        selection: Selection,
+        taken: Taken,
+        u: Float32[Tensor, "n"] | None,
+        v: Float32[Tensor, "n"],
+    ) -> None:
+        for state, before in ((v, taken.v), (u, taken.u)):
+            if state is not None and before is not None:
+                self._library.dgc_put(
+                    selection.indices.data_ptr(),
+                    before.data_ptr(),
+                    selection.count.data_ptr(),
+                    state.data_ptr(),
+                    torch.get_num_threads(),
+                )
+
+    def merge_mean(
+        self, parts: Sequence[Selection], size: int, numel: int
+    ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
+        most = sum(part.indices.numel() for part in parts)
+        indices, values = torch.empty(most, dtype=torch.int64), torch.empty(most)
+        found = self._library.dgc_merge_mean(
+            _addresses([part.indices for part in parts]),
+            _addresses([part.values for part in parts]),
+            _addresses([part.count for part in parts]),
+            len(parts),
+            size,
+            numel,
+            indices.data_ptr(),
+            values.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return indices[:found], values[:found]
+
+    def subtract_at_(
+        self,
+        targets: Sequence[Tensor],
+        bounds: Int64[Tensor, "bounds"],
+        indices: Int64[Tensor, "k"],
+        values: Float32[Tensor, "k"],
+        factors: Sequence[float],
+    ) -> None:
+        if any(target.dtype != torch.float32 for target in targets):
+            self._plain.subtract_at_(targets, bounds, indices, values, factors)
+            return
+        self._library.dgc_subtract_at(
+            _addresses(targets),
+            bounds.data_ptr(),
+            len(targets),
+            indices.data_ptr(),
+            values.data_ptr(),
+            indices.numel(),
+            (c_float * len(factors))(*factors),
+            torch.get_num_threads(),
+        )
+
+    def decay_(
+        self,
+        p: Tensor,
+        buffer: Tensor,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        if p.dtype != torch.float32:
+            self._plain.decay_(p, buffer, lr, weight_decay, momentum, nesterov)
+            return
+        threads = torch.get_num_threads()
+        self._library.dgc_decay(
+            p.data_ptr(), buffer.data_ptr(), p.numel(), lr, weight_decay, momentum, nesterov, threads
+        )
+
+
+def _form(due: Accumulation) -> int:
+    if due.u is None:
+        return RESIDUAL
+    return NESTEROV if due.nesterov else PLAIN
+
+
+def _fp32(pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [piece.to(torch.float32) for piece in pieces]
+
+
+def _pass_arguments(
+    form: int, pieces: Sequence[Tensor], u: Tensor | None, v: Tensor, momentum: float
+) -> tuple[object, ...]:
+    """What the library's functions of the pass begin with. `pieces` must live until the call returns."""
+    begins = [0]
+    for piece in pieces:
+        begins.append(begins[-1] + piece.numel())
+    assert form == NONE or begins[-1] == v.numel()
+    return (
+        form,
+        _addresses(pieces),
+        (c_int64 * len(begins))(*begins),
+        len(pieces),
+        _address(u),
+        v.data_ptr(),
+        v.numel(),
+        momentum,
+        torch.get_num_threads(),
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _addresses(tensors: Sequence[Tensor]) -> "ctypes.Array[c_void_p]":
+    return (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])

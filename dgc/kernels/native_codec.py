@@ -1,0 +1,184 @@
+"""Payloads in C++, for CPU tensors: the same bits as `bits`, on one thread."""
+
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float32, Int32, Int64, UInt8
+from torch import Tensor
+
+from dgc.kernels.codec import Header, PackedCode, RiceCode
+from dgc.kernels.library import load
+from dgc.kernels.protocol import Selection
+
+_ENCODE = (c_int64, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64))
+_DECODE = (c_int, (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p))
+_ENCODE_VALUES = (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p))
+_DECODE_VALUES = (c_int, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p))
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "dgc_seal": (None, (c_void_p, c_int64, c_int32, c_int64, c_void_p, c_int64, c_float)),
+    "dgc_sealed": (c_int, (c_void_p, c_int64)),
+    "dgc_thin": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "dgc_plain_decode": _DECODE,
+    "dgc_packed_encode": _ENCODE,
+    "dgc_packed_decode": _DECODE,
+    "dgc_rice_encode": _ENCODE,
+    "dgc_rice_decode": _DECODE,
+    "dgc_half_encode": (c_float, (c_void_p, c_int64, c_int, c_void_p, c_void_p)),
+    "dgc_cast_decode": (c_int, (c_void_p, c_int64, c_int, c_float, c_void_p)),
+    "dgc_sign_encode": _ENCODE_VALUES,
+    "dgc_sign_decode": _DECODE_VALUES,
+    "dgc_int8_encode": _ENCODE_VALUES,
+    "dgc_int8_decode": _DECODE_VALUES,
+}
+
+
+_FLAGS = (torch.tensor(False), torch.tensor(True))
+# As codec_values.cpp numbers them.
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class NativeCodec:
+    """Implements `dgc.kernels.codec.Codec` for contiguous CPU tensors.
+
+    KernelsMissing: see `dgc.kernels.library.load`.
+    """
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._library = load()
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+
+    def seal_(
+        self,
+        payload: UInt8[Tensor, "nbytes"],
+        count: Int32[Tensor, ""],
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        scale: Float32[Tensor, ""],
+    ) -> None:
+        ranges = (bounds.data_ptr(), bounds.numel())
+        first = first_nonfinite.item()
+        self._library.dgc_seal(payload.data_ptr(), payload.numel(), count.item(), first, *ranges, scale.item())
+
+    def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
+        count, number, _, scale = payload[:16].view(torch.int32).clone().unbind()
+        sealed = self._library.dgc_sealed(payload.data_ptr(), payload.numel())
+        return Header(count, number, scale.view(torch.float32), _FLAGS[sealed])
+
+    def plain_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        capacity = section.numel() // dtype.itemsize
+        return self._decode(self._library.dgc_plain_decode, section, count, capacity, numel)
+
+    def packed_encode_(
+        self, selection: Selection, code: PackedCode, section: UInt8[Tensor, "nbytes"]
+    ) -> Selection:
+        return self._encode_(self._library.dgc_packed_encode, selection, code.sure, section)
+
+    def packed_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: PackedCode
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return self._decode(self._library.dgc_packed_decode, section, count, code.capacity, code.numel)
+
+    def rice_encode_(self, selection: Selection, code: RiceCode, section: UInt8[Tensor, "nbytes"]) -> Selection:
+        return self._encode_(self._library.dgc_rice_encode, selection, code.parameter, section)
+
+    def rice_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: RiceCode
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return self._decode(self._library.dgc_rice_decode, section, count, code.capacity, code.numel)
+
+    def half_encode_(
+        self, values: Float32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
+    ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
+        decoded = torch.empty_like(values)
+        places = (section.data_ptr(), decoded.data_ptr())
+        scale = self._library.dgc_half_encode(values.data_ptr(), values.numel(), _DTYPES[dtype], *places)
+        return decoded, torch.tensor(scale)
+
+    def cast_decode(
+        self,
+        section: UInt8[Tensor, "nbytes"],
+        count: Int32[Tensor, ""],
+        dtype: torch.dtype,
+        scale: Float32[Tensor, ""],
+    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        decoded = torch.zeros(section.numel() // dtype.itemsize)
+        place = (_within(count, decoded), _DTYPES[dtype], scale.item(), decoded.data_ptr())
+        return decoded, _FLAGS[self._library.dgc_cast_decode(section.data_ptr(), *place)]
+
+    def sign_encode_(
+        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+    ) -> Float32[Tensor, "capacity"]:
+        return self._encode_values_(self._library.dgc_sign_encode, selection, bounds, section)
+
+    def sign_decode(
+        self,
+        section: UInt8[Tensor, "nbytes"],
+        indices: Int32[Tensor, "capacity"],
+        count: Int32[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return self._decode_values(self._library.dgc_sign_decode, section, indices, count, bounds)
+
+    def int8_encode_(
+        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+    ) -> Float32[Tensor, "capacity"]:
+        return self._encode_values_(self._library.dgc_int8_encode, selection, bounds, section)
+
+    def int8_decode(
+        self,
+        section: UInt8[Tensor, "nbytes"],
+        indices: Int32[Tensor, "capacity"],
+        count: Int32[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return self._decode_values(self._library.dgc_int8_decode, section, indices, count, bounds)
+
+    def _encode_(self, encode: Any, selection: Selection, limit: int, section: Tensor) -> Selection:
+        """`limit`: what the code does where not everything fits."""
+        place = (selection.indices.numel(), limit, section.data_ptr(), section.numel())
+        count = int(selection.count)
+        kept = encode(selection.indices.data_ptr(), count, *place)
+        if kept == count:
+            return selection
+        sent = self._thin(selection, count, kept)
+        again = encode(sent.indices.data_ptr(), kept, *place)
+        assert again == kept, "fewer elements fit as well"
+        return sent
+
+    def _thin(self, selection: Selection, count: int, kept: int) -> Selection:
+        indices, values = torch.zeros_like(selection.indices), torch.zeros_like(selection.values)
+        old = (selection.indices.data_ptr(), selection.values.data_ptr(), count)
+        self._library.dgc_thin(*old, kept, indices.data_ptr(), values.data_ptr())
+        return Selection(indices, values, torch.tensor(kept, dtype=torch.int32))
+
+    def _decode(
+        self, decode: Any, section: Tensor, count: Tensor, capacity: int, numel: int
+    ) -> tuple[Tensor, Tensor]:
+        indices = torch.zeros(capacity, dtype=torch.int32)
+        place = (section.data_ptr(), section.numel(), count.item(), capacity, numel, indices.data_ptr())
+        return indices, _FLAGS[decode(*place)]
+
+    def _encode_values_(self, encode: Any, selection: Selection, bounds: Tensor, section: Tensor) -> Tensor:
+        decoded = torch.zeros_like(selection.values)
+        entries = (selection.indices.data_ptr(), selection.values.data_ptr(), selection.count.item())
+        encode(*entries, bounds.data_ptr(), bounds.numel() - 1, section.data_ptr(), decoded.data_ptr())
+        return decoded
+
+    def _decode_values(
+        self, decode: Any, section: Tensor, indices: Tensor, count: Tensor, bounds: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        decoded = torch.zeros(indices.numel())
+        entries = (indices.data_ptr(), _within(count, decoded), bounds.data_ptr(), bounds.numel() - 1)
+        return decoded, _FLAGS[decode(*entries, section.data_ptr(), decoded.data_ptr())]
+
+
+def _within(count: Tensor, entries: Tensor) -> int:
+    """A count that no sender writes, as one that is safe: that it is wrong shows with the indices."""
+    return min(max(0, int(count)), entries.numel())

@@ -1,0 +1,162 @@
+"""What every tier of kernels does. `reference` defines the meaning; the others give the same bits, faster.
+
+No operation waits for the device: what is only known there (a count, a flag) stays a tensor of no dimensions.
+Indices count elements of a bucket's flat buffer, which has fewer than 2**31 of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float32, Int32, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulation:
+    """One pass that is due over a gradient g of n elements, NaN and inf counting as zero:
+
+    plain        u = m u + g          v = v + u
+    Nesterov     u = m (u + g)        v = (v + u) + g
+    u is None                         v = v + g
+
+    Every product and sum is rounded to fp32 on its own (no FMA). g: one-dimensional contiguous pieces of one
+    dtype that follow one another. u, v: fp32 [n], contiguous.
+    """
+
+    g: tuple[Tensor, ...]
+    u: Float32[Tensor, "n"] | None
+    v: Float32[Tensor, "n"]
+    momentum: float = 0.0
+    nesterov: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Quotas:
+    """How many elements each range of a flat buffer sends. Range s is bounds[s] .. bounds[s+1] - 1.
+
+    The ranges cover the buffer: bounds[0] = 0, bounds[S] = n. capacity is the sum of ks.
+    """
+
+    bounds: Int64[Tensor, "bounds"]
+    ks: Int64[Tensor, "S"]
+    capacity: int
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """A sparse vector in tensors of fixed size: the first `count` entries hold, the rest are zero.
+
+    indices are unique and ascending.
+    """
+
+    indices: Int32[Tensor, "capacity"]
+    values: Float32[Tensor, "capacity"]
+    count: Int32[Tensor, ""]
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """What a pass over v chose: of each range s the ks[s] elements of largest magnitude, exactly.
+
+    Zeros are never chosen; of equal magnitudes the lowest index goes first. thresholds: the smallest magnitude
+    chosen in each range, 0 where fewer than ks[s] elements are not zero. first_nonfinite: index of the first
+    element of g that is NaN or inf, n where there is none. missed: ranges whose floor was too high or so low that
+    too many candidates passed it; they cost another pass and are as exact as the others.
+    """
+
+    selection: Selection
+    thresholds: Float32[Tensor, "S"]
+    first_nonfinite: Int64[Tensor, ""]
+    missed: Int32[Tensor, ""]
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What `take_` overwrote, so that it can be put back bit for bit. u is None where u was left alone."""
+
+    u: Float32[Tensor, "capacity"] | None
+    v: Float32[Tensor, "capacity"]
+
+
+@runtime_checkable
+class Kernels(Protocol):
+    name: str
+
+    def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
+        """Do the pass. Returns the index of the first element of g that is NaN or inf; n where there is none."""
+        ...
+
+    def accumulate_and_select_(
+        self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
+    ) -> Chosen:
+        """Do the pass and choose from the new v.
+
+        floors: a magnitude per range that is expected to lie a little below its threshold, 0 for no expectation;
+        None for none at all. They make the choice cheaper and never change it.
+        """
+        ...
+
+    def select(self, v: Float32[Tensor, "n"], quotas: Quotas) -> Chosen:
+        """Choose from v as it is. v has no NaN or inf; first_nonfinite is n."""
+        ...
+
+    def take_(
+        self,
+        selection: Selection,
+        sent: Float32[Tensor, "capacity"],
+        u: Float32[Tensor, "n"] | None,
+        v: Float32[Tensor, "n"],
+    ) -> Taken:
+        """v[i] = v[i] - sent and, unless u is None, u[i] = 0, at the selection's indices."""
+        ...
+
+    def put_back_(
+        self,
+        selection: Selection,
+        taken: Taken,
+        u: Float32[Tensor, "n"] | None,
+        v: Float32[Tensor, "n"],
+    ) -> None:
+        """Undo `take_`."""
+        ...
+
+    def merge_mean(
+        self, parts: Sequence[Selection], size: int, numel: int
+    ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
+        """The mean over `size` ranks of sparse vectors of `numel` elements: unique ascending indices, and values.
+
+        Values of one index are added to zero in the order of the parts, then divided by `size`, so that every
+        rank that merges the same parts gets the same bits.
+        """
+        ...
+
+    def subtract_at_(
+        self,
+        targets: Sequence[Tensor],
+        bounds: Int64[Tensor, "bounds"],
+        indices: Int64[Tensor, "k"],
+        values: Float32[Tensor, "k"],
+        factors: Sequence[float],
+    ) -> None:
+        """targets[s][i - bounds[s]] -= factors[s] * value, for every index i of range s.
+
+        targets: contiguous one-dimensional tensors, one per range. The product is rounded to fp32, then to the
+        target's dtype, before it is subtracted. Indices are unique and ascending.
+        """
+        ...
+
+    def decay_(
+        self,
+        p: Tensor,
+        buffer: Tensor,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        """Weight decay with momentum of its own, in one pass: d = wd p; b = m b + d; p = p - lr (d + m b or b).
+
+        The first form in the parentheses is Nesterov's. p and buffer: contiguous, one-dimensional, one dtype.
+        """
+        ...

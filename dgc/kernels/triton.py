@@ -1,0 +1,182 @@
+"""The GPU tier: Triton kernels with the meaning, and the bits, of `reference`.
+
+Each operation is a fixed number of launches per bucket, whatever the number of tensors in it, and none but
+`merge_mean`, whose result has a size that only the device knows, waits for the device. Launches: accumulate_ 1,
+select 9, accumulate_and_select_ 10, take_ 1, put_back_ 1, merge_mean 3, subtract_at_ 1 per dtype of the
+targets, decay_ 1; beside them a few of torch's own (zeros; in merge_mean a stable sort and a cumulative sum).
+
+Same bits: kernels are compiled without contraction to FMA, which would skip the rounding of a product; floats are
+never added atomically; division is the correctly rounded one. Without a GPU they run in Triton's interpreter, if
+TRITON_INTERPRET=1 is set before Triton is first imported.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from dgc.kernels import triton_passes as passes
+from dgc.kernels import triton_sparse as sparse
+from dgc.kernels.protocol import Accumulation, Chosen, Quotas, Selection, Taken
+from dgc.kernels.triton_select import Candidates, choose, room_for_candidates
+from dgc.kernels.triton_tables import Launcher, Tiling, Tilings, on_device, pointers
+
+if not hasattr(triton, "knobs"):
+    raise ImportError(f"Triton {triton.__version__} is too old, 3.4 is the first that these kernels can use")
+
+INTERPRETED = triton.knobs.runtime.interpret
+BLOCK = 1024
+FLOATS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+class Triton:
+    """Implements `dgc.kernels.protocol.Kernels`.
+
+    tile: elements per program of the passes over a bucket; slots: candidates that a tile can hold. Both powers
+    of two. launches: kernels launched so far, torch's own not counted.
+    """
+
+    name = "triton"
+
+    def __init__(self, tile: int = 2048, slots: int = 256):
+        if not (INTERPRETED or torch.cuda.is_available()):
+            raise ValueError("the triton kernels need a GPU, or TRITON_INTERPRET=1 set before Triton is imported")
+        self.tile, self.slots = tile, slots
+        self._launch = Launcher(INTERPRETED)
+        self._tilings = Tilings(tile)
+
+    def __str__(self) -> str:
+        return f"{self.name} (interpreted)" if INTERPRETED else self.name
+
+    @property
+    def launches(self) -> int:
+        return self._launch.launches
+
+    def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
+        whole = on_device((0, due.v.numel()), torch.int64, due.v.device)
+        return self._accumulate(due, self._tilings.of(whole, _lengths(due)), None)
+
+    def accumulate_and_select_(
+        self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
+    ) -> Chosen:
+        tiling = self._tilings.of(quotas.bounds, _lengths(due))
+        candidates = room_for_candidates(tiling, due.v.numel(), quotas, floors, self.tile, self.slots)
+        first = self._accumulate(due, tiling, candidates)
+        return choose(self._launch, due.v, tiling, quotas, candidates, first, self.tile)
+
+    def select(self, v: Float32[Tensor, "n"], quotas: Quotas) -> Chosen:
+        first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
+        tiling = self._tilings.of(quotas.bounds, (v.numel(),))
+        return choose(self._launch, v, tiling, quotas, None, first, self.tile)
+
+    def take_(
+        self,
+        selection: Selection,
+        sent: Float32[Tensor, "capacity"],
+        u: Float32[Tensor, "n"] | None,
+        v: Float32[Tensor, "n"],
+    ) -> Taken:
+        capacity, mask_u = sent.numel(), u is not None
+        old_v = torch.empty_like(sent)
+        old_u = torch.empty_like(sent) if mask_u else None
+        where = (selection.indices, sent, selection.count, capacity)
+        self._launch(sparse.take, v, _blocks(capacity), *where, u, v, old_u, old_v, mask_u, BLOCK)
+        return Taken(old_u, old_v)
+
+    def put_back_(
+        self,
+        selection: Selection,
+        taken: Taken,
+        u: Float32[Tensor, "n"] | None,
+        v: Float32[Tensor, "n"],
+    ) -> None:
+        mask_u = u is not None and taken.u is not None
+        where = (selection.indices, selection.count)
+        programs = _blocks(taken.v.numel())
+        self._launch(sparse.put_back, v, programs, *where, u, v, taken.u, taken.v, mask_u, BLOCK)
+
+    def merge_mean(
+        self, parts: Sequence[Selection], size: int, numel: int
+    ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
+        keys, values = torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts])
+        total, device = keys.numel(), keys.device
+        indices = torch.empty(total, dtype=torch.int64, device=device)
+        means = torch.empty(total, dtype=torch.float32, device=device)
+        if total == 0:
+            return indices, means
+        starts = on_device((0, *accumulate(p.indices.numel() for p in parts)), torch.int64, device)
+        counts = torch.stack([p.count for p in parts])
+        ends = (starts, counts, len(parts), len(parts).bit_length())
+        self._launch(sparse.hide_tails, keys, _blocks(total), keys, total, *ends, BLOCK)
+        # equal keys stay in the order of the parts
+        keys, order = torch.sort(keys, stable=True)
+        heads = torch.empty_like(keys)
+        self._launch(sparse.mark_heads, keys, _blocks(total), keys, heads, total, BLOCK)
+        places = heads.cumsum(0, dtype=torch.int32)
+        runs = (keys, order, values, places, total, len(parts), float(size))
+        self._launch(sparse.sum_runs, keys, _blocks(total), *runs, indices, means, BLOCK)
+        union = int(places[-1])
+        return indices[:union], means[:union]
+
+    def subtract_at_(
+        self,
+        targets: Sequence[Tensor],
+        bounds: Int64[Tensor, "bounds"],
+        indices: Int64[Tensor, "k"],
+        values: Float32[Tensor, "k"],
+        factors: Sequence[float],
+    ) -> None:
+        scale = on_device(tuple(factors), torch.float32, values.device)
+        k, ranges = indices.numel(), len(targets)
+        for dtype in dict.fromkeys(t.dtype for t in targets):
+            own = on_device(tuple(t.data_ptr() * (t.dtype == dtype) for t in targets), torch.int64, values.device)
+            sought = (own, bounds, scale, ranges, ranges.bit_length(), indices, values, k)
+            self._launch(sparse.subtract_at, values, _blocks(k), *sought, FLOATS[dtype], _wide(dtype), BLOCK)
+
+    def decay_(
+        self,
+        p: Tensor,
+        buffer: Tensor,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        settings = on_device((weight_decay, momentum, lr), torch.float64, p.device)
+        n = p.numel()
+        types = (FLOATS[p.dtype], _wide(p.dtype))
+        self._launch(sparse.decay, p, _blocks(n), p, buffer, n, settings, nesterov, *types, BLOCK)
+
+    def _accumulate(self, due: Accumulation, tiling: Tiling, candidates: Candidates | None) -> Int64[Tensor, ""]:
+        first = torch.full((), due.v.numel(), dtype=torch.int64, device=due.v.device)
+        form = 0 if due.u is None else 2 if due.nesterov else 1
+        work = (tiling.table, tiling.count, pointers(due.g), due.u, due.v, float(due.momentum), first)
+        stock: tuple[object, ...] = (None, None, 1, None, None, None, self.tile, 1)
+        if candidates is not None:
+            counts = (candidates.floors, candidates.counts, candidates.floors.numel())
+            slots = (candidates.held, candidates.values, candidates.lanes, self.tile, candidates.slots)
+            stock = (*counts, *slots)
+        variant = (FLOATS[due.g[0].dtype], form, candidates is not None)
+        self._launch(passes.accumulate, due.v, tiling.count, *work, *stock, *variant)
+        return first
+
+
+def _lengths(due: Accumulation) -> tuple[int, ...]:
+    return tuple(g.numel() for g in due.g)
+
+
+def _blocks(n: int) -> int:
+    return -(-n // BLOCK)
+
+
+def _wide(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32

@@ -1,0 +1,208 @@
+"""GPU kernels of the exact selection, by radix digits.
+
+The bits of |v|, read as an integer, order as |v| does, so the threshold of a range is the largest 31-bit number
+that at least k magnitudes reach. It is found in three digits of 11, 10 and 10 bits:
+
+    count_digits   per tile: histogram of the next digit of those that begin with the digits found so far
+    pick_digits    per range: the digit that holds rank k; k less those in higher digits remains
+
+Then `tally` counts per tile what is greater than and equal to the threshold, `offsets` makes those counts places
+in the output, and `write` fills them: every greater one, and the first so many of the equal ones. Only integers
+are added atomically, so no result depends on the order in which programs run.
+
+A range is stocked if its candidates (see `triton_passes`) are enough, at least k or all that are not zero, and no
+tile had more than its slots. The kernels then read its slots in place of v. That is decided on the device, so no
+launch waits for it.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from dgc.kernels.triton_passes import MAGNITUDE, SIZES
+
+BINS = tl.constexpr(2048)
+# In the place of a threshold's digits: fewer than k elements are not zero, or k is 0.
+ALL = tl.constexpr(-1)
+NONE = tl.constexpr(-2)
+
+
+@triton.jit
+@no_type_check
+def stocked(s, ks, counts, n_ranges):
+    """Whether candidates are all that range s needs. counts: of candidates, then of elements that are not zero."""
+    count = tl.load(counts + s)
+    return (count >= tl.load(ks + s)) | (count == tl.load(counts + n_ranges + s))
+
+
+@triton.jit
+@no_type_check
+def add_digits(source, length, histogram, prefix, SHIFT: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    x = tl.load(source + lane, mask=lane < length, other=0.0)
+    bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
+    counted = (bits > 0) & ((bits >> SHIFT >> BITS) == prefix)
+    if tl.max(counted.to(tl.int32), 0) > 0:
+        # first in shared memory: gradients crowd in few digits, and one address in memory takes few atomics
+        inside = tl.histogram((bits >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=counted)
+        tl.atomic_add(histogram + tl.arange(0, 1 << BITS), inside, mask=inside > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def count_digits(
+    tiles, n_tiles, v, ks, counts, n_ranges, held, slot_values, histograms, prefixes,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, FLOORS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    start = tl.load(tiles + t)
+    length = tl.load(tiles + n_tiles + t)
+    s = tl.load(tiles + 2 * n_tiles + t)
+    prefix = 0
+    if SHIFT < 20:
+        prefix = tl.load(prefixes + s)
+    histogram = histograms + s.to(tl.int64) * BINS
+    if FLOORS:
+        if stocked(s, ks, counts, n_ranges):
+            length = 0
+            row = slot_values + t.to(tl.int64) * SLOTS
+            add_digits(row, tl.load(held + t), histogram, prefix, SHIFT, BITS, SLOTS)
+    if length > 0:
+        add_digits(v + start, length, histogram, prefix, SHIFT, BITS, TILE)
+
+
+@triton.jit(do_not_specialize=["n_ranges"])
+@no_type_check
+def pick_digits(
+    histograms, ks, counts, n_ranges, missed, prefixes, wanted, chosen, thresholds,
+    FLOORS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """One program per range. Leaves the histogram empty, for the next digit."""
+    s = tl.program_id(0)
+    digit = tl.arange(0, 1 << BITS)
+    row = histograms + s.to(tl.int64) * BINS + digit
+    count = tl.load(row)
+    tl.store(row, tl.zeros_like(count))
+    higher = tl.cumsum(count, 0, reverse=True) - count
+    if SHIFT == 20:
+        k = tl.load(ks + s)
+        nonzero = tl.sum(count, 0).to(tl.int64)
+        tl.store(chosen + s, tl.minimum(k, nonzero).to(tl.int32))
+        before = tl.where(k == 0, NONE, tl.where(nonzero < k, ALL, 0))
+        if FLOORS:
+            if not stocked(s, ks, counts, n_ranges):
+                tl.atomic_add(missed, 1, sem="relaxed")
+    else:
+        k = tl.load(wanted + s).to(tl.int64)
+        before = tl.load(prefixes + s)
+    holds = (higher < k) & (higher + count >= k)
+    found = tl.sum(tl.where(holds, digit, 0), 0)
+    remaining = tl.where(before < 0, 0, k.to(tl.int32) - tl.sum(tl.where(holds, higher, 0), 0))
+    prefix = tl.where(before < 0, before, (before << BITS) | found)
+    tl.store(wanted + s, remaining)
+    if SHIFT > 0:
+        tl.store(prefixes + s, prefix)
+    else:
+        # what is compared with: nothing is greater than NONE's limit, every non-zero is greater than ALL's
+        tl.store(prefixes + s, tl.where(prefix == NONE, MAGNITUDE, tl.maximum(prefix, 0)))
+        tl.store(thresholds + s, tl.maximum(prefix, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+@no_type_check
+def tally_tile(source, length, limit, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    x = tl.load(source + lane, mask=lane < length, other=0.0)
+    bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
+    greater = tl.sum((bits > limit).to(tl.int64), 0)
+    return (greater << 32) + tl.sum(((bits == limit) & (bits > 0)).to(tl.int64), 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def tally(
+    tiles, n_tiles, v, ks, counts, n_ranges, held, slot_values, limits, tallies,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, FLOORS: tl.constexpr,
+):  # fmt: skip
+    """tallies[t] = those greater than the threshold, in the high 32 bits, and those equal to it."""
+    t = tl.program_id(0)
+    start = tl.load(tiles + t)
+    length = tl.load(tiles + n_tiles + t)
+    s = tl.load(tiles + 2 * n_tiles + t)
+    limit = tl.load(limits + s)
+    found = tl.zeros([], dtype=tl.int64)
+    if FLOORS:
+        if stocked(s, ks, counts, n_ranges):
+            length = 0
+            found = tally_tile(slot_values + t.to(tl.int64) * SLOTS, tl.load(held + t), limit, SLOTS)
+    if length > 0:
+        found = tally_tile(v + start, length, limit, TILE)
+    tl.store(tallies + t, found)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def offsets(tallies, n_tiles, chosen, n_ranges, count, BLOCK: tl.constexpr):
+    """One program: sums of all before, in place, over tiles and over ranges. tallies has n_tiles + 1 entries."""
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros([], dtype=tl.int64)
+    for i in range(0, n_tiles, BLOCK):
+        own = tl.load(tallies + i + lane, mask=lane < n_tiles - i, other=0)
+        tl.store(tallies + i + lane, before + tl.cumsum(own, 0) - own, mask=lane < n_tiles - i)
+        before += tl.sum(own, 0)
+    tl.store(tallies + n_tiles, before)
+    total = tl.zeros([], dtype=tl.int32)
+    for i in range(0, n_ranges, BLOCK):
+        ours = tl.load(chosen + i + lane, mask=lane < n_ranges - i, other=0)
+        tl.store(chosen + i + lane, total + tl.cumsum(ours, 0) - ours, mask=lane < n_ranges - i)
+        total += tl.sum(ours, 0)
+    tl.store(count, total)
+
+
+@triton.jit
+@no_type_check
+def write_tile(
+    source, lanes, length, start, limit, room, place, indices, values, SLOTTED: tl.constexpr, LANES: tl.constexpr
+):
+    lane = tl.arange(0, LANES)
+    x = tl.load(source + lane, mask=lane < length, other=0.0)
+    bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
+    equal = ((bits == limit) & (bits > 0)).to(tl.int32)
+    chosen = (bits > limit) | ((equal > 0) & (tl.cumsum(equal, 0) <= room))
+    where = place + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    if SLOTTED:
+        lane = tl.load(lanes + lane, mask=chosen, other=0)
+    tl.store(indices + where, start + lane, mask=chosen)
+    tl.store(values + where, x, mask=chosen)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def write(
+    tiles, n_tiles, first_tiles, v, ks, counts, n_ranges, held, slot_values, slot_lanes, limits, wanted, tallies,
+    places, indices, values, TILE: tl.constexpr, SLOTS: tl.constexpr, FLOORS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    before = tl.load(tallies + t)
+    if tl.load(tallies + t + 1) > before:
+        start = tl.load(tiles + t)
+        length = tl.load(tiles + n_tiles + t)
+        s = tl.load(tiles + 2 * n_tiles + t)
+        limit = tl.load(limits + s)
+        # within the range: the low halves never carry into the high ones, a bucket has fewer than 2**31 elements
+        before -= tl.load(tallies + tl.load(first_tiles + s))
+        equal = (before & 0xFFFFFFFF).to(tl.int32)
+        room = tl.load(wanted + s)
+        place = tl.load(places + s) + (before >> 32).to(tl.int32) + tl.minimum(equal, room)
+        room -= equal
+        if FLOORS:
+            if stocked(s, ks, counts, n_ranges):
+                length = 0
+                row = t.to(tl.int64) * SLOTS
+                write_tile(
+                    slot_values + row, slot_lanes + row, tl.load(held + t), start, limit, room, place,
+                    indices, values, True, SLOTS,
+                )  # fmt: skip
+        if length > 0:
+            write_tile(v + start, slot_lanes, length, start, limit, room, place, indices, values, False, TILE)

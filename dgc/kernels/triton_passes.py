@@ -1,0 +1,71 @@
+"""GPU kernel of the dense pass: momentum correction, and candidates for the selection.
+
+A program owns a tile: at most TILE neighbouring elements of one range and one gradient piece (see
+`triton_tables`). With floors, each tile's elements at or above its range's floor go, in order, into slots of that
+tile, so that the selection that follows need not read v again.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+# Buckets differ in these; no kernel gains from a variant of its own for a size of 1 or a multiple of 16.
+SIZES = ["n_tiles", "n_ranges"]
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+NONFINITE = tl.constexpr(0x7F800000)
+# Added to a range's count of candidates when a tile has too many: no sum of real counts makes up for it.
+OVERFULL = tl.constexpr(-(1 << 40))
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def accumulate(
+    tiles, n_tiles, sources, u, v, momentum, first, floors, counts, n_ranges, held, slot_values,
+    slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, FLOORS: tl.constexpr,
+):  # fmt: skip
+    """FORM: 0 without u, 1 plain momentum, 2 Nesterov."""
+    t = tl.program_id(0)
+    start = tl.load(tiles + t)
+    length = tl.load(tiles + n_tiles + t)
+    piece = tl.load(tiles + 3 * n_tiles + t)
+    inner = tl.load(tiles + 4 * n_tiles + t)
+    if FLOORS:
+        s = tl.load(tiles + 2 * n_tiles + t)
+        floor = tl.load(floors + s).to(tl.int32, bitcast=True) & MAGNITUDE
+    lane = tl.arange(0, TILE)
+    live = lane < length
+    source = tl.load(sources + piece).to(tl.pointer_type(G)) + inner
+    # all loads before the first reduction, which is a barrier
+    g = tl.load(source + lane, mask=live, other=0.0).to(tl.float32)
+    x = tl.load(v + start + lane, mask=live, other=0.0)
+    if FORM > 0:
+        m = tl.load(u + start + lane, mask=live, other=0.0)
+    bad = (g.to(tl.int32, bitcast=True) & NONFINITE) == NONFINITE
+    first_bad = tl.min(tl.where(bad, lane, TILE), 0)
+    if first_bad < TILE:
+        tl.atomic_min(first, start.to(tl.int64) + first_bad, sem="relaxed")
+    g = tl.where(bad, 0.0, g)
+    if FORM == 0:
+        x = x + g
+    else:
+        if FORM == 1:
+            m = momentum * m + g
+            x = x + m
+        else:
+            m = momentum * (m + g)
+            x = (x + m) + g
+        tl.store(u + start + lane, m, mask=live)
+    tl.store(v + start + lane, x, mask=live)
+    if FLOORS:
+        bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
+        passes = (bits > 0) & (bits >= floor)
+        count = tl.sum(passes.to(tl.int32), 0)
+        place = tl.cumsum(passes.to(tl.int32), 0) - 1
+        kept = passes & (place < SLOTS)
+        row = t.to(tl.int64) * SLOTS
+        tl.store(slot_values + row + place, x, mask=kept)
+        tl.store(slot_lanes + row + place, lane, mask=kept)
+        tl.store(held + t, tl.minimum(count, SLOTS))
+        tl.atomic_add(counts + s, tl.where(count > SLOTS, OVERFULL, count.to(tl.int64)), sem="relaxed")
+        tl.atomic_add(counts + n_ranges + s, tl.sum((bits > 0).to(tl.int64), 0), sem="relaxed")

@@ -1,0 +1,100 @@
+"""Launches, and tables that let one launch serve a whole bucket, made without waiting for the device and kept."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jaxtyping import Int32, Int64
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+WARPS = 8
+
+
+class Launcher:
+    """Launches kernels, on the device of the tensor `near`, and counts them."""
+
+    def __init__(self, interpreted: bool):
+        self.interpreted, self.launches = interpreted, 0
+
+    def __call__(self, kernel: Any, near: Tensor, programs: int, *arguments: object) -> None:
+        if programs == 0:
+            return
+        if self.interpreted and near.is_cuda:
+            raise ValueError("Triton's interpreter (TRITON_INTERPRET=1) cannot follow pointers to a GPU's memory")
+        with torch.cuda.device(near.device) if near.is_cuda else nullcontext():
+            # FMA would skip the rounding of products
+            kernel[(programs,)](*arguments, num_warps=WARPS, enable_fp_fusion=False)
+        self.launches += 1
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """A bucket cut into tiles, each within one range and one gradient piece.
+
+    table: rows start, length, range, piece, start within the piece. Ranges that do not fill their last tile make
+    the number of tiles depend on the bounds, which only the device knows; so there are as many as there can be,
+    and the last ones are empty. first: the first tile of each range.
+    """
+
+    table: Int32[Tensor, "5 tiles"]
+    first: Int64[Tensor, "S"]
+
+    @property
+    def count(self) -> int:
+        return self.table.shape[1]
+
+
+class Tilings:
+    """Tilings by the tensor of bounds, the lengths of the pieces and the stream that made them."""
+
+    def __init__(self, tile: int):
+        self.tile = tile
+        self._kept = WeakTensorKeyDictionary()
+
+    def of(self, bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...]) -> Tiling:
+        kept: dict[tuple[tuple[int, ...], int], Tiling] = self._kept.setdefault(bounds, {})
+        key = (lengths, _stream(bounds.device))
+        if key not in kept:
+            kept[key] = cut(bounds, lengths, self.tile)
+        return kept[key]
+
+
+def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) -> Tiling:
+    device, n, ranges = bounds.device, sum(lengths), bounds.numel() - 1
+    starts = on_device((0, *accumulate(lengths[:-1])), torch.int64, device)
+    cuts = torch.cat([bounds, starts]).sort().values
+    tiles = (cuts.diff() + tile - 1) // tile
+    ends = tiles.cumsum(0)
+    t = torch.arange(n // tile + tiles.numel(), device=device)
+    segment = torch.searchsorted(ends, t, right=True).clamp_(max=tiles.numel() - 1)
+    start = (cuts[segment] + (t - (ends - tiles)[segment]) * tile).clamp_(max=n)
+    length = (cuts[segment + 1] - start).clamp_(0, tile)
+    own_range = (torch.searchsorted(bounds, start, right=True) - 1).clamp_(max=ranges - 1)
+    piece = torch.searchsorted(starts, start, right=True) - 1
+    first = torch.searchsorted(own_range, torch.arange(ranges, device=device))
+    return Tiling(torch.stack([start, length, own_range, piece, start - starts[piece]]).int(), first)
+
+
+def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor, kept for the next call with the same. Not to be changed in place."""
+    return _table(values, dtype, device, _stream(device))
+
+
+@lru_cache(maxsize=1024)
+def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
+    # from pinned memory, since a copy from any other waits for the device
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+
+
+def pointers(tensors: Sequence[Tensor]) -> Int64[Tensor, "tensors"]:
+    return on_device(tuple(t.data_ptr() for t in tensors), torch.int64, tensors[0].device)
+
+
+def _stream(device: torch.device) -> int:
+    """Only the work of the stream that made a table comes surely after it, so each stream has its own."""
+    return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream

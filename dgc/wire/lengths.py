@@ -1,0 +1,130 @@
+"""How long packed and Rice codes of indices are, before any index is known.
+
+The model: k of n elements are sent, each as likely as any other, so that gaps are geometric with p = k/n:
+
+    P(gap >= s) = (1-p)**s
+
+Packed, blocks of 128. A block's width is above w where its largest gap is 2**w or more:
+
+    P(width > w) = 1 - (1 - (1-p)**(2**w))**128         E[width] = sum over w >= 0 of P(width > w)
+
+Rice with parameter b, M = 2**b. A gap's high and low part, q = gap >> b and r = gap mod M, are independent:
+
+    P(q >= 1) = x = (1-p)**M      E[q] = x/(1-x)      V_q = x/(1-x)**2      V_r = (1-p)/p**2 - M**2 V_q
+    bits = k (b + 1 + E[q])
+
+and since all gaps together are n - k, sum q = (n - k - sum r) / M varies little: for sums of k independent normal
+variables with that sum given, the variance is k V_q V_r / (M**2 V_q + V_r).
+
+Planned is the expected length and one standard deviation more, to which a byte per block is added. Where it takes
+no more than 4 further bytes, the longest code there is is planned for instead. All of it in decimal arithmetic
+of 50 digits, which rounds alike on every machine: ranks must agree on every size.
+"""
+
+from decimal import Context, Decimal, localcontext
+from functools import cache
+
+from dgc.kernels.codec import (
+    LARGEST_PARAMETER,
+    PACKED_BLOCK,
+    RICE_BLOCK,
+    PackedCode,
+    RiceCode,
+    block_count,
+)
+
+FURTHER_BITS = 32
+ARITHMETIC = Context(prec=50)
+
+
+@cache
+def plan_packed(capacity: int, numel: int) -> PackedCode:
+    """For buckets of numel >= capacity >= 1 elements."""
+    full, rest = divmod(capacity, PACKED_BLOCK)
+    with localcontext(ARITHMETIC):
+        mean, variance = Decimal(0), Decimal(0)
+        for blocks, size in ((full, PACKED_BLOCK), (1, rest)):
+            width, spread = _width(size, capacity, numel)
+            mean += blocks * size * width
+            variance += blocks * size**2 * spread
+        likely = _ceil(mean + variance.sqrt())
+    blocks = block_count(capacity, PACKED_BLOCK)
+    longest = packed_longest(capacity, numel)
+    room = _room(likely, longest)
+    sure = max(room // numel.bit_length(), PACKED_BLOCK * _sure_blocks(room, blocks, numel))
+    return PackedCode(capacity, numel, _nbytes(room + 8 * blocks), capacity if room == longest else sure)
+
+
+@cache
+def plan_rice(capacity: int, numel: int) -> RiceCode:
+    """For buckets of numel >= capacity >= 1 elements. b* is the parameter that plans the fewest bits."""
+    with localcontext(ARITHMETIC):
+        p = Decimal(capacity) / numel
+        plans = [(_rice_bits(b, p, capacity), b) for b in range(LARGEST_PARAMETER)]
+        exact, parameter = min(plans)
+        likely = _ceil(exact)
+    room = _room(likely, capacity * (parameter + 1) + (numel - capacity >> parameter))
+    return RiceCode(capacity, numel, _nbytes(room + 8 * block_count(capacity, RICE_BLOCK)), parameter)
+
+
+def packed_longest(count: int, numel: int) -> int:
+    """Bits that are enough for the gaps of any `count` of numel elements.
+
+    A gap of g takes no more than w - 1 + g / 2**(w-1) bits, whatever w >= 1; the gaps of B blocks that are each
+    the largest of theirs add up to n at most, so that their widths do to B (w-1) + n / 2**(w-1).
+    """
+    if count <= PACKED_BLOCK:
+        return count * (numel - count).bit_length()
+    return PACKED_BLOCK * _widths(block_count(count, PACKED_BLOCK), numel)
+
+
+def _widths(blocks: int, numel: int) -> int:
+    return min(blocks * w + (numel >> w) for w in range(LARGEST_PARAMETER))
+
+
+def _sure_blocks(room: int, blocks: int, numel: int) -> int:
+    """The most full blocks that fit into `room` bits in any case: by halving, since more never take less."""
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if PACKED_BLOCK * _widths(middle, numel) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _width(size: int, capacity: int, numel: int) -> tuple[Decimal, Decimal]:
+    """Expected width of a block of `size` gaps, and its variance."""
+    mean = square = Decimal(0)
+    beyond = 1 - Decimal(capacity) / numel  # (1-p)**(2**w)
+    for w in range(LARGEST_PARAMETER):
+        wider = 1 - (1 - beyond) ** size
+        mean += wider
+        square += (2 * w + 1) * wider
+        beyond *= beyond
+    return mean, max(Decimal(0), square - mean * mean)
+
+
+def _rice_bits(b: int, p: Decimal, capacity: int) -> Decimal:
+    """Expected bits and one standard deviation."""
+    m = 2**b
+    x = (1 - p) ** m
+    v_q = x / (1 - x) ** 2
+    v_r = max(Decimal(0), (1 - p) / p**2 - m**2 * v_q)
+    both = m**2 * v_q + v_r
+    variance = capacity * v_q * v_r / both if both else Decimal(0)
+    return capacity * (b + 1 + x / (1 - x)) + variance.sqrt()
+
+
+def _room(likely: int, longest: int) -> int:
+    return longest if longest <= likely + FURTHER_BITS else likely
+
+
+def _ceil(x: Decimal) -> int:
+    return int(x.to_integral_value(rounding="ROUND_CEILING"))
+
+
+def _nbytes(bits: int) -> int:
+    """Rounded up to 4 bytes."""
+    return -(-bits // 32) * 4

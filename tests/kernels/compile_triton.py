@@ -1,0 +1,87 @@
+"""Compiles every Triton kernel, with the arguments its operation gives it, for a GPU that need not be there.
+
+`python compile_triton.py cuda:90 bfloat16` prints the names of the kernels. An FMA where the meaning has a product
+and a sum is an error.
+"""
+
+import re
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dgc.kernels import triton as tier
+from dgc.kernels.protocol import Accumulation, Quotas, Selection
+from dgc.kernels.triton_tables import WARPS
+
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+NUMBERS = {int: "i32", float: "fp32"}
+
+
+class Compile:
+    """In the place of a `Launcher`."""
+
+    def __init__(self, target):
+        backend, arch = target.split(":")
+        self.target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
+        self.done = set()
+
+    def __call__(self, kernel, near, programs, *arguments):
+        signature, constants = {}, {}
+        for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
+            one = type(value) is int and value == 1 and not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or one:
+                signature[parameter.name], constants[(i,)] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = POINTERS[value.dtype]
+            else:
+                signature[parameter.name] = NUMBERS[type(value)]
+        name = kernel.fn.__name__
+        variant = (name, *signature.values(), *map(str, constants.values()))
+        if variant in self.done:
+            return
+        self.done.add(variant)
+        options = {"num_warps": WARPS, "enable_fp_fusion": False}
+        compiled = triton.compile(ASTSource(kernel, signature, constants, {}), target=self.target, options=options)
+        if name in ("accumulate", "decay", "subtract_at"):
+            assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+            # AMD's fma_mix also stands for a product alone whose operands or result are fp16
+            contracted = re.search("fma(?!_mix)|fmac", assembly)
+            assert not contracted, f"{name} contracts a product and a sum into one rounding"
+
+
+def every_operation(kernels, dtypes):
+    n, capacity = 6000, 50
+    bounds = torch.tensor([0, 2500, n])
+    quotas, floors = Quotas(bounds, torch.tensor([20, 30]), capacity), torch.ones(2)
+    u, v, x = torch.zeros(n), torch.zeros(n), torch.zeros(capacity)
+    part = Selection(x.int(), x, torch.tensor(capacity, dtype=torch.int32))
+    for dtype in dtypes:
+        p = torch.zeros(n, dtype=dtype)
+        kernels.accumulate_(Accumulation((p,), None, v))
+        kernels.accumulate_(Accumulation((p,), u, v, 0.9, True))
+        kernels.accumulate_and_select_(Accumulation((p,), u, v, 0.9), quotas, floors)
+        kernels.decay_(p, p, 0.1, 0.1, 0.9, True)
+        kernels.subtract_at_([p[:2500], p[2500:]], bounds, x.long(), x, [0.1, 0.1])
+    kernels.select(v, quotas)
+    for own_u in (u, None):
+        kernels.put_back_(part, kernels.take_(part, x, own_u, v), own_u, v)
+    kernels.merge_mean([part, part], 2, n)
+
+
+if __name__ == "__main__":
+    # nothing runs, so neither GPU nor interpreter is needed
+    tier.INTERPRETED = True
+    kernels = tier.Triton()
+    kernels._launch = Compile(sys.argv[1])
+    every_operation(kernels, [getattr(torch, name) for name in sys.argv[2:]])
+    print(*sorted({variant[0] for variant in kernels._launch.done}))

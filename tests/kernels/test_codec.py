@@ -1,0 +1,218 @@
+"""The codecs of payloads: the same bits from each, sums and streams checked against plain Python, no waiting."""
+
+import math
+
+import pytest
+import torch
+from kernels.codecs import CODECS
+from torch.utils._python_dispatch import TorchDispatchMode
+from wire.payloads import (
+    FORMATS,
+    INDICES,
+    SOME,
+    clustered,
+    decode,
+    encode,
+    quotas_of,
+    scattered,
+    seal_,
+    selection_of,
+)
+
+from dgc.kernels.codec import RICE_BLOCK
+from dgc.wire import PayloadError
+from dgc.wire.lengths import plan_packed, plan_rice
+
+every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+
+
+def same(a, b):
+    """Bit for bit, so that -0.0 is not 0.0."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def supports():
+    """(ascending indices, size of the bucket): random, clustered, at the ends, everything, far too long."""
+    for numel, density in ((1, 1.0), (7, 0.3), (1000, 0.13), (20_000, 0.01), (200_000, 0.001), (3000, 0.6)):
+        count = math.ceil(numel * density)
+        yield scattered(numel, count), numel
+        yield torch.arange(count), numel
+        yield torch.arange(numel - count, numel), numel
+    yield clustered(30_000, 1500), 30_000
+    yield torch.arange(0, 10**6, 10**3) + torch.arange(1000) % 2 * 490, 10**6
+    gaps = torch.where(torch.arange(1000) % 128 == 7, 124_000, 1)
+    yield gaps.cumsum(0), 10**6
+    yield torch.tensor([0, 2**20, 2**31 - 3, 2**31 - 2]), 2**31 - 1
+
+
+@every_format
+def test_codecs_agree_bit_for_bit(form):
+    reference, native = CODECS["reference"], CODECS["native"]
+    for seed, (support, numel) in enumerate(supports()):
+        capacity = min(numel, support.numel() + 131 * (seed % 2))
+        quotas = quotas_of(capacity, 0, numel // 3, numel // 3, numel)
+        selection = selection_of(support, capacity=capacity, seed=seed)
+        one, other = (encode(form, selection, quotas, numel, 0, c) for c in (reference, native))
+        assert torch.equal(one.payload, other.payload)
+        assert same(one.sent.values, other.sent.values) and same(one.own, other.own)
+        assert torch.equal(one.sent.indices, other.sent.indices) and one.sent.count == other.sent.count
+        (got, _), (also, _) = (decode(form, [one.payload], quotas, numel, c) for c in (reference, native))
+        assert torch.equal(got[0].indices, also[0].indices) and same(got[0].values, also[0].values)
+
+
+@pytest.mark.parametrize("form", SOME.values(), ids=SOME)
+def test_codecs_agree_on_what_is_broken(form):
+    """On noise behind the header with a true checksum."""
+    generator = torch.Generator().manual_seed(3)
+    for trial in range(60):
+        count = (1, 5, 130, 600)[trial % 4]
+        quotas = quotas_of(count, 0, 20, 3000)
+        payload = encode(form, selection_of(scattered(3000, count, trial)), quotas, 3000).payload
+        noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
+        some = torch.rand(payload.shape, generator=generator) < (1.0, 0.05, 0.003)[trial % 3]
+        payload[12:] = torch.where(some, noise, payload)[12:]
+        seal_(payload)
+        outcomes = []
+        for codec in CODECS.values():
+            try:
+                (got,), _ = decode(form, [payload], quotas, 3000, codec)
+                outcomes.append((got.indices.tolist(), got.values.view(torch.int32).tolist()))
+            except PayloadError as error:
+                outcomes.append((str(error), None))
+        assert outcomes[0] == outcomes[1]
+
+
+@every_codec
+@pytest.mark.parametrize("form", [FORMATS["sign rice"], FORMATS["int8 packed"]], ids=["rice", "packed"])
+def test_any_parameter_and_count_is_safe(codec, form):
+    """Section by section, so that no checksum stands before the decoders."""
+    generator = torch.Generator().manual_seed(4)
+    section = form.indices.plan(700, 5000)
+    for _ in range(100):
+        noise = torch.randint(0, 256, (section.nbytes,), dtype=torch.uint8, generator=generator)
+        count = torch.randint(-3, 705, (), generator=generator).to(torch.int32)
+        noise[:8] = torch.randint(0, 34, (8,), generator=generator).to(torch.uint8)
+        indices, sound = section.decode(codec, noise, count)
+        used = indices[: max(0, int(count))].long()
+        assert not sound or ((torch.diff(used) > 0).all() and (used >= 0).all() and (used < 5000).all())
+        for extreme in (-(2**31), 2**31 - 1):
+            assert not section.decode(codec, noise, torch.tensor(extreme, dtype=torch.int32))[1]
+
+
+@every_codec
+def test_the_checksum_is_the_weighted_sum_of_the_words(codec):
+    payload = torch.randint(0, 256, (808,), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    bounds, zero = torch.tensor([0, 10]), torch.tensor(0)
+    codec.seal_(payload, zero.int(), zero, bounds, zero.float())
+    expected = payload.clone()
+    seal_(expected)
+    assert torch.equal(payload, expected) and codec.unseal(payload).sealed
+    payload[700] += 1
+    assert not codec.unseal(payload).sealed
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_half_there_is_decodes_as_pytorch_reads_it(codec, dtype):
+    words = torch.arange(2**16).to(torch.int16)
+    expected = words.view(dtype).float()
+    one, count = torch.tensor(1.0), torch.tensor(2**16, dtype=torch.int32)
+    got, sound = codec.cast_decode(words.view(torch.uint8), count, dtype, one)
+    finite = expected.isfinite()
+    assert same(got[finite], expected[finite]) and not got[~finite].isfinite().any() and not sound
+    back = torch.zeros(2 * int(finite.sum()), dtype=torch.uint8)
+    in_reach = expected[finite].clamp(-32767, 32767)
+    values, scale = codec.half_encode_(in_reach, dtype, back)
+    assert scale == 1.0 and same(values, in_reach.to(dtype).float())
+
+
+def rice_bits(support, b):
+    gaps = torch.diff(support, prepend=torch.tensor([-1])) - 1
+    return support.numel() * (b + 1) + int((gaps >> b).sum())
+
+
+@every_codec
+def test_every_block_has_its_best_rice_parameter(codec):
+    numel = 10**6
+    parts = (scattered(400_000, 900, 1), 400_000 + scattered(5000, 800, 2), 999_000 + scattered(500, 30, 3))
+    support = torch.cat(parts)
+    code = plan_rice(support.numel(), numel)
+    section = torch.zeros(code.nbytes, dtype=torch.uint8)
+    codec.rice_encode_(selection_of(support), code, section)
+    for k, block in enumerate(support.split(RICE_BLOCK)):
+        before = support[k * RICE_BLOCK - 1] + 1 if k else 0
+        lengths = [rice_bits(block - before, b) for b in range(31)]
+        assert section[k] == lengths.index(min(lengths))
+
+
+@every_codec
+def test_leaving_out_what_rice_cannot_hold_is_enough(codec):
+    """The hardest supports there are: every gap one more than a multiple of 2**b*, and mixed ones."""
+    for numel, capacity in ((10**5, 100), (10**5, 300), (10**6, 1000), (30_000, 6000)):
+        code = plan_rice(capacity, numel)
+        step = 2**code.parameter
+        for extra in (0, 1, step // 2, step - 1):
+            multiples = torch.arange(capacity + 1) * ((numel - capacity * (1 + extra)) // step) // capacity
+            support = (step * torch.diff(multiples).clamp(min=0) + extra + 1).cumsum(0) - 1
+            support = support[support < numel]
+            section = torch.zeros(code.nbytes, dtype=torch.uint8)
+            sent = codec.rice_encode_(selection_of(support, capacity=capacity), code, section)
+            indices, sound = codec.rice_decode(section, sent.count, code)
+            assert sound and torch.equal(indices, sent.indices) and int(sent.count) > 0.8 * support.numel()
+
+
+@every_codec
+def test_a_selection_that_fits_is_handed_on_as_it_is(codec):
+    selection = selection_of(scattered(5000, 50))
+    rice, packed = plan_rice(50, 5000), plan_packed(50, 5000)
+    for encode_, code in ((codec.rice_encode_, rice), (codec.packed_encode_, packed)):
+        sent = encode_(selection, code, torch.zeros(code.nbytes, dtype=torch.uint8))
+        assert torch.equal(sent.indices, selection.indices) and torch.equal(sent.values, selection.values)
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations that read from the device, or whose result's size depends on what is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def waiting(self):
+        words = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal")
+        return {name for name in self.seen if name.split("::")[1].split(".")[0] in words}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_encoding_never_waits_and_decoding_does_once(name):
+    form, quotas = FORMATS[name], quotas_of(40, 0, 500, 5000)
+    selection, first = selection_of(scattered(5000, 30), capacity=40), torch.tensor(5000)
+    with Waits() as waits:
+        done = form.encode(CODECS["reference"], selection, quotas, 5000, first)
+    assert len(waits.seen) > 5 and not waits.waiting
+    with Waits() as waits:
+        plan = form.indices.plan(40, 5000)
+        header = CODECS["reference"].unseal(done.payload)
+        indices, _ = plan.decode(CODECS["reference"], done.payload[16 : 16 + plan.nbytes], header.count)
+        assert indices.numel() == 40
+    assert not waits.waiting
+
+
+def test_the_waiting_test_would_notice():
+    with Waits() as waits:
+        torch.ones(3).nonzero()
+        torch.ones(()).item()
+    assert len(waits.waiting) == 2
+
+
+def test_sections_are_in_use():
+    """The formats above really are coded, and not int32 for want of room."""
+    assert [type(INDICES[name].plan(700, 5000)).__name__ for name in ("packed", "rice")] == [
+        "PackedSection",
+        "RiceSection",
+    ]

@@ -1,0 +1,223 @@
+"""Every tier gives the reference's bits, whatever the sizes, the numbers and the floors."""
+
+import pytest
+import torch
+from kernels.tiers import NAMES, tier
+
+from dgc.kernels import Accumulation, Chosen, Quotas
+from dgc.kernels.reference import Reference, as_selection
+
+REFERENCE = Reference()
+
+
+@pytest.fixture(params=NAMES[1:], scope="module")
+def kernels(request):
+    with tier(request.param) as chosen:
+        yield chosen
+
+
+def random(n, seed):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def wall(n):
+    """Accumulated gradients as they really are: dense up to a wall, with a thin shoulder above it."""
+    g = torch.Generator().manual_seed(n)
+    v = torch.rand(n, generator=g) ** 0.5
+    return torch.where(torch.rand(n, generator=g) < 0.004, 1 + 0.05 * torch.rand(n, generator=g), v) * (
+        2 * torch.randint(2, (n,), generator=g) - 1
+    )
+
+
+DATA = {
+    "normal": lambda n: random(n, 1),
+    "heavy": lambda n: random(n, 2) / random(n, 3).abs().clamp(min=1e-6),
+    "wall": wall,
+    "zeros": torch.zeros,
+    "equal": lambda n: torch.full((n,), -0.5),
+    "few": lambda n: random(n, 4) * (torch.arange(n) % 97 == 0),
+    "levels": lambda n: (random(n, 5) * 2).round() / 4,
+    "denormal": lambda n: random(n, 6) * 1e-40,
+    "huge": lambda n: random(n, 7) * 1e37,
+    "ascending": lambda n: torch.arange(n) / max(n, 1),
+    "outlier": lambda n: torch.cat([torch.tensor([1e30])[:n], random(max(n - 1, 0), 8)]),
+    "signed zeros": lambda n: -torch.zeros(n),
+}
+SIZES = (0, 1, 15, 16, 17, 100, 1000, 4097, 70001)
+
+
+def quotas_for(n, ratio, pieces):
+    """Ranges of uneven sizes, empty ones included, with k = ceil(ratio * size)."""
+    generator = torch.Generator().manual_seed(n + pieces)
+    cuts = sorted(torch.randint(n + 1, (pieces - 1,), generator=generator).tolist())
+    bounds = [0, *cuts, n]
+    ks = [-int(-(b - a) * ratio // 1) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return Quotas(torch.tensor(bounds), torch.tensor(ks), sum(ks))
+
+
+QUOTAS = [(0.001, 1), (0.001, 7), (0.01, 3), (0.1, 5), (1.0, 2), (0.0, 2), (0.03, 200)]
+
+
+def same(a, b):
+    """Equal bit for bit, the sign of zeros included."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor):
+    return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
+
+
+def assert_same_choice(ours: Chosen, expected: Chosen):
+    assert int(ours.selection.count) == int(expected.selection.count)
+    assert same(ours.selection.indices, expected.selection.indices)
+    assert same(ours.selection.values, expected.selection.values)
+    assert same(ours.thresholds, expected.thresholds)
+    assert int(ours.first_nonfinite) == int(expected.first_nonfinite)
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_select(kernels, kind):
+    for n in SIZES:
+        v = DATA[kind](n)
+        for ratio, pieces in QUOTAS:
+            quotas = quotas_for(n, ratio, pieces)
+            assert_same_choice(kernels.select(v, quotas), REFERENCE.select(v, quotas))
+
+
+@pytest.mark.parametrize("kind", ["normal", "wall", "heavy", "zeros", "levels"])
+@pytest.mark.parametrize("floor", [None, 0.0, 0.5, 0.98, 1.0, 2.0, float("inf"), float("nan"), -1.0])
+def test_accumulate_and_select(kernels, kind, floor):
+    """Floors that fit (0.98 of the threshold), are too low, too high or nonsense choose the same."""
+    for n in (0, 1, 17, 4097, 70001):
+        for (ratio, pieces), nesterov in zip(QUOTAS, [False, True] * 4, strict=False):
+            quotas = quotas_for(n, ratio, pieces)
+            g = (random(n, 10), random(n, 11))[nesterov]
+            theirs = Accumulation((g,), random(n, 12), DATA[kind](n), 0.9, nesterov)
+            ours = Accumulation((g,), theirs.u.clone(), theirs.v.clone(), 0.9, nesterov)
+            expected = REFERENCE.accumulate_and_select_(theirs, quotas, None)
+            floors = None if floor is None else expected.thresholds * floor
+            assert_same_choice(kernels.accumulate_and_select_(ours, quotas, floors), expected)
+            assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
+
+
+def test_a_good_floor_is_not_missed_and_a_high_one_is(kernels):
+    v, quotas = wall(70001), Quotas(torch.tensor([0, 30000, 70001]), torch.tensor([30, 400]), 430)
+    thresholds = REFERENCE.select(v, quotas).thresholds
+    for factor, missed in ((0.98, 0), (1.001, 2)):
+        due = Accumulation((torch.zeros(70001),), None, v.clone())
+        assert int(kernels.accumulate_and_select_(due, quotas, thresholds * factor).missed) == missed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["plain", "nesterov", "residual"])
+def test_accumulate(kernels, dtype, form):
+    for n in SIZES:
+        g = random(n, 20).to(dtype)
+        u = None if form == "residual" else random(n, 21)
+        theirs = Accumulation((g,), u, random(n, 22), 0.9, form == "nesterov")
+        ours = Accumulation((g,), None if u is None else u.clone(), theirs.v.clone(), 0.9, form == "nesterov")
+        for _ in range(3):
+            assert int(kernels.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == n
+        assert same(ours.v, theirs.v) and (u is None or same(ours.u, theirs.u))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nonfinite_elements_count_as_zero(kernels, bad):
+    for n in (1, 16, 33, 5000):
+        for where in {0, 1 % n, n // 2, n - 1, *(i for i in range(16, 33) if i < n)}:
+            g = random(n, 30)
+            g[where] = bad
+            g[n - 1] = bad
+            quotas = quotas_for(n, 0.1, 3)
+            theirs = Accumulation((g,), random(n, 31), random(n, 32), 0.9)
+            ours = Accumulation((g.clone(),), theirs.u.clone(), theirs.v.clone(), 0.9)
+            expected = REFERENCE.accumulate_and_select_(theirs, quotas, None)
+            assert int(expected.first_nonfinite) == where
+            floors = expected.thresholds * 0.9
+            assert_same_choice(kernels.accumulate_and_select_(ours, quotas, floors), expected)
+            assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
+            assert torch.isfinite(ours.v).all()
+
+
+def test_gradients_in_pieces(kernels):
+    """Pieces lie anywhere in memory, at any alignment."""
+    whole = random(9000, 40)
+    sizes = (1, 0, 3, 17, 4000, 4096, 883)
+    pieces = tuple(torch.cat([torch.zeros(i + 1), part])[i + 1 :] for i, part in enumerate(whole.split(sizes)))
+    quotas = quotas_for(9000, 0.01, 4)
+    theirs = Accumulation((whole,), random(9000, 41), random(9000, 42), 0.9)
+    ours = Accumulation(pieces, theirs.u.clone(), theirs.v.clone(), 0.9)
+    expected = REFERENCE.accumulate_and_select_(theirs, quotas, None)
+    assert_same_choice(kernels.accumulate_and_select_(ours, quotas, expected.thresholds * 0.98), expected)
+    assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_take_and_put_back(kernels, masking):
+    v, u = random(5000, 50), random(5000, 51)
+    for count in (0, 1, 37, 50):
+        indices = torch.randperm(5000, generator=torch.Generator().manual_seed(count))[:count].sort().values
+        selection = as_selection(indices, v, 50)
+        sent = selection.values.half().float()
+        states = [(u.clone() if masking else None, v.clone()) for _ in range(2)]
+        taken = [k.take_(selection, sent, *s) for k, s in zip((kernels, REFERENCE), states, strict=True)]
+        assert same(states[0][1], states[1][1])
+        assert torch.equal(states[0][1][indices], v[indices] - sent[:count])
+        if masking:
+            assert same(states[0][0], states[1][0]) and not states[0][0][indices].any()
+        kernels.put_back_(selection, taken[0], *states[0])
+        assert same(states[0][1], v) and (not masking or same(states[0][0], u))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_merge_mean(kernels, ranks):
+    for n, capacity in ((1, 1), (300, 100), (70001, 500), (200_000, 20)):
+        parts = []
+        for rank in range(ranks):
+            v = random(n, 60 + rank)
+            count = 0 if rank == 1 else capacity - rank if capacity > rank else capacity
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(rank))
+            parts.append(as_selection(order[:count].sort().values, v, capacity))
+        indices, values = kernels.merge_mean(parts, ranks, n)
+        expected = REFERENCE.merge_mean(parts, ranks, n)
+        assert same(indices, expected[0]) and same(values, expected[1])
+        dense = torch.zeros(n, dtype=torch.float64)
+        for part in parts:
+            count = int(part.count)
+            dense.index_add_(0, part.indices[:count].long(), part.values[:count].double())
+        torch.testing.assert_close(torch.zeros(n).index_put_((indices,), values), (dense / ranks).float())
+
+
+def test_the_order_of_the_parts_is_the_order_of_addition(kernels):
+    """(1e8 + 1) - 1e8 is 0 in fp32, (1e8 - 1e8) + 1 is 1."""
+    def part(value):
+        return as_selection(torch.tensor([2]), torch.tensor([0, 0, value]), 1)
+
+    assert kernels.merge_mean([part(1e8), part(1.0), part(-1e8)], 1, 3)[1].tolist() == [0.0]
+    assert kernels.merge_mean([part(1e8), part(-1e8), part(1.0)], 1, 3)[1].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_subtract_at(kernels, dtype):
+    sizes = (3, 0, 400, 17, 1)
+    bounds = torch.tensor([0, 3, 3, 403, 420, 421])
+    indices = torch.tensor([0, 2, 3, 5, 100, 402, 403, 419, 420])
+    values, factors = random(9, 70), (0.1, 1.0, 0.01, 3.0, 0.5)
+    ours = [random(size, 80 + size).to(dtype) for size in sizes]
+    theirs = [target.clone() for target in ours]
+    kernels.subtract_at_(ours, bounds, indices, values, factors)
+    REFERENCE.subtract_at_(theirs, bounds, indices, values, factors)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert ours[4] == random(1, 81).to(dtype) - (values[8] * 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_decay(kernels, dtype, nesterov):
+    for n in (0, 1, 17, 5000):
+        ours = [random(n, 90).to(dtype), random(n, 91).to(dtype)]
+        theirs = [tensor.clone() for tensor in ours]
+        for _ in range(3):
+            kernels.decay_(*ours, 0.1, 1e-4, 0.9, nesterov)
+            REFERENCE.decay_(*theirs, 0.1, 1e-4, 0.9, nesterov)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,351 @@
+"""What is particular to the native tier: its ranges, threads and instruction sets, its building and loading."""
+
+import os
+import subprocess
+import sys
+import threading
+from functools import cache
+
+import pytest
+import torch
+from kernels.tiers import tier
+
+from dgc.kernels import build, library
+from dgc.kernels.library import KernelsMissing, supported_isas
+from dgc.kernels.native import Native
+from dgc.kernels.protocol import Accumulation, Chosen, Quotas
+from dgc.kernels.reference import Reference, as_selection
+
+REFERENCE = Reference()
+ISAS = supported_isas()
+
+
+TIERS = [*(f"native-{isa}-{threads}" for isa in ISAS for threads in (1, 3)), f"native-{ISAS[-1]}-2"]
+
+
+@pytest.fixture(params=TIERS)
+def native(request):
+    with tier(request.param) as kernels:
+        yield kernels
+
+
+def random(n, seed):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def quotas_of(*sizes_and_ks):
+    sizes, ks = zip(*sizes_and_ks, strict=True)
+    return Quotas(torch.tensor([0, *sizes]).cumsum(0), torch.tensor(ks), sum(ks))
+
+
+def bits(tensor):
+    return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
+
+
+def assert_same(ours: Chosen, expected: Chosen):
+    for a, b in (
+        (ours.selection.indices, expected.selection.indices),
+        (ours.selection.values, expected.selection.values),
+        (ours.selection.count, expected.selection.count),
+        (ours.thresholds, expected.thresholds),
+        (ours.first_nonfinite, expected.first_nonfinite),
+    ):
+        assert a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+class Case:
+    """A pass over random numbers and what the reference makes of it, computed once for all tiers."""
+
+    def __init__(self, quotas, bad=()):
+        n = int(quotas.bounds[-1])
+        self.quotas, self.g, self.u, self.v = quotas, random(n, 1), random(n, 2), random(n, 3)
+        for where, what in bad:
+            self.g[where] = what
+        self.due = self.accumulation()
+        self.expected = REFERENCE.accumulate_and_select_(self.due, quotas, None)
+
+    def accumulation(self):
+        return Accumulation((self.g,), self.u.clone(), self.v.clone(), 0.9)
+
+    def missed(self, native, floors=None):
+        """The number of ranges that are missed with these floors, of which nothing else may depend on them."""
+        ours = self.accumulation()
+        chosen = native.accumulate_and_select_(ours, self.quotas, floors)
+        assert_same(chosen, self.expected)
+        assert torch.equal(bits(ours.u), bits(self.due.u)) and torch.equal(bits(ours.v), bits(self.due.v))
+        return int(chosen.missed)
+
+
+@cache
+def large():
+    """Several units of a range end up in different threads."""
+    return Case(quotas_of((300_001, 300), (5, 5), (0, 0), (400_000, 4000), (17, 0), (299_980, 1)))
+
+
+@cache
+def tiny():
+    return Case(quotas_of(*((i % 40, min(i % 40, i % 5)) for i in range(1000))))
+
+
+@cache
+def spoiled(lane, bad):
+    return Case(quotas_of((34, 3), (36, 5)), [(lane, bad)])
+
+
+def test_floors_that_fit_and_others(native):
+    case = large()
+    thresholds = case.expected.thresholds
+    assert case.missed(native) == 0
+    assert case.missed(native, thresholds * 0.98) == 0
+    # of the six ranges one is empty and one sends nothing: no floor is too high or too low for these
+    assert case.missed(native, thresholds + 1e-3) == 4
+    assert case.missed(native, torch.full_like(thresholds, 1e-30)) == 3
+    for nonsense in (float("inf"), float("nan"), -1.0, 0.0):
+        assert case.missed(native, torch.full_like(thresholds, nonsense)) == 0
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_more_equal_magnitudes_than_any_list_holds(native, levels):
+    """A sample tells of a level, but far more elements share it than candidates fit: magnitudes are counted."""
+    n = 50_001
+    v = (torch.arange(n) * 7919 % levels + 1.0) * (1 - 2 * (torch.arange(n) % 2)) * 0.37
+    quotas = quotas_of((20_000, 20), (30_001, 300))
+    assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+    v[::3] = 0
+    v[1::97] = -0.0
+    assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+
+
+def test_counting_finds_the_last_bit(native):
+    """Magnitudes that agree in their upper halves and lie so close that a sample's floor lets nearly all pass."""
+    n = 60_000
+    low = torch.randint(0, 1 << 16, (n,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    v = (low | 0x3F800000).view(torch.float32)
+    v[: n // 2] = v[: n // 2].mean()
+    quotas = quotas_of((n, 6000))
+    assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+
+
+def test_structure_that_misleads_a_sample(native):
+    """What counts lies in one place."""
+    n = 200_000
+    v = random(n, 5) * 1e-3
+    v[123_456:123_656] = random(200, 6)
+    quotas = quotas_of((n, 200))
+    assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+
+
+def test_fewer_nonzero_than_asked_for(native):
+    v = torch.zeros(300_000)
+    v[[3, 77_000, 140_000, 299_999]] = torch.tensor([1.0, -1e-45, 3e38, 0.5])
+    quotas = quotas_of((100_000, 1000), (100_000, 1000), (100_000, 1))
+    for _ in range(2):
+        chosen = native.select(v, quotas)
+        assert_same(chosen, REFERENCE.select(v, quotas))
+        assert chosen.selection.indices[:5].tolist() == [3, 77_000, 140_000, 299_999, 0]
+        assert chosen.thresholds.tolist() == [0, 0, 0.5]
+
+
+def test_many_tiny_ranges(native):
+    case = tiny()
+    for floors in (None, case.expected.thresholds * 0.9, case.expected.thresholds * 1.1):
+        case.missed(native, floors)
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 50_003])
+def test_all_and_nothing(native, n):
+    v = random(n, 10)
+    for k in (0, n):
+        quotas = quotas_of((n, k))
+        assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nonfinite_in_every_lane(native, bad):
+    for lane in range(70):
+        case = spoiled(lane, bad)
+        assert int(case.expected.first_nonfinite) == lane
+        case.missed(native, case.expected.thresholds * 0.9)
+        assert int(native.accumulate_(case.accumulation())) == lane
+        without_u = [Accumulation((case.g,), None, case.v.clone()) for _ in range(2)]
+        assert int(native.accumulate_(without_u[0])) == int(REFERENCE.accumulate_(without_u[1])) == lane
+        assert torch.equal(bits(without_u[0].v), bits(without_u[1].v))
+
+
+def test_nonfinite_far_apart(native):
+    """The first one counts, whichever thread comes first."""
+    g = torch.zeros(1_000_003)
+    g[[200_000, 500_000, 999_999]] = float("nan")
+    assert int(native.accumulate_(Accumulation((g,), None, torch.zeros_like(g)))) == 200_000
+
+
+def test_pieces_shorter_than_a_vector(native):
+    sizes = [1, 2, 0, 3, 30, 0, 0, 200_000, 7, 100_000, 1, 0]
+    whole = random(sum(sizes), 14)
+    pieces = tuple(torch.cat([torch.zeros(3), part])[3:] for part in whole.split(sizes))
+    quotas = quotas_of((200_010, 700), (sum(sizes) - 200_010, 50))
+    due = [Accumulation(g, random(len(whole), 15), random(len(whole), 16), 0.9) for g in (pieces, (whole,))]
+    expected = REFERENCE.accumulate_and_select_(due[1], quotas, None)
+    assert_same(native.accumulate_and_select_(due[0], quotas, None), expected)
+    assert torch.equal(due[0].u, due[1].u) and torch.equal(due[0].v, due[1].v)
+
+
+def test_large_take_merge_and_subtract(native):
+    """Large enough for every thread to have a share."""
+    n, k = 300_000, 40_000
+    v, u = random(n, 17), random(n, 18)
+    parts = [
+        as_selection(torch.randperm(n, generator=torch.Generator().manual_seed(s))[:k].sort().values, v * s, k + s)
+        for s in range(1, 4)
+    ]
+    merged = native.merge_mean(parts, 3, n), REFERENCE.merge_mean(parts, 3, n)
+    assert all(torch.equal(a, b) for a, b in zip(*merged, strict=True))
+    bounds = torch.tensor([0, 100, 100, 200_001, n])
+    targets = [[random(b - a, 19) for a, b in zip(bounds, bounds[1:], strict=False)] for _ in range(2)]
+    for kernels, mine in zip((native, REFERENCE), targets, strict=True):
+        kernels.subtract_at_(mine, bounds, *merged[0], (0.1, 0.2, 0.3, 0.4))
+    assert all(torch.equal(a, b) for a, b in zip(*targets, strict=True))
+    states = [(u.clone(), v.clone()) for _ in range(2)]
+    taken = [x.take_(parts[0], parts[0].values, *s) for x, s in zip((native, REFERENCE), states, strict=True)]
+    assert torch.equal(states[0][0], states[1][0]) and torch.equal(states[0][1], states[1][1])
+    assert torch.equal(taken[0].u, taken[1].u) and torch.equal(taken[0].v, taken[1].v)
+    native.put_back_(parts[0], taken[0], *states[0])
+    assert torch.equal(states[0][0], u) and torch.equal(states[0][1], v)
+
+
+def test_several_python_threads_at_once(native):
+    quotas = quotas_of((100_000, 100), (60_000, 6000))
+    states = [random(160_000, 20 + i) for i in range(4)]
+    expected = [REFERENCE.select(v, quotas) for v in states]
+    found: dict[int, list[Chosen]] = {}
+
+    def work(i):
+        found[i] = [native.select(states[i], quotas) for _ in range(5)]
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for i in range(4):
+        for chosen in found[i]:
+            assert_same(chosen, expected[i])
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_child_of_fork_has_threads_of_its_own():
+    """In a fresh process, since the parent's pool must have been used and nothing of this one's be in the way."""
+    done = run_python(
+        """
+import os, torch
+torch.set_num_threads(3)
+from dgc.kernels.native import Native
+from dgc.kernels.protocol import Quotas
+native, v = Native(), torch.randn(400_000)
+quotas = Quotas(torch.tensor([0, 400_000]), torch.tensor([400]), 400)
+before = native.select(v, quotas).selection.indices
+child = os.fork()
+same = torch.equal(native.select(v, quotas).selection.indices, before)
+if child == 0:
+    os._exit(0 if same else 1)
+assert same and os.waitpid(child, 0)[1] == 0
+print("done")
+"""
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_environment_names_the_instructions(monkeypatch, isa):
+    monkeypatch.setenv("DGC_KERNELS_ISA", isa)
+    assert Native().isa == isa and isa in str(Native())
+    monkeypatch.delenv("DGC_KERNELS_ISA")
+    assert Native().isa == ISAS[-1]
+
+
+def test_instructions_that_do_not_exist_are_refused(monkeypatch):
+    monkeypatch.setenv("DGC_KERNELS_ISA", "mmx")
+    with pytest.raises(KernelsMissing, match="DGC_KERNELS_ISA=mmx: expected portable, avx2 or avx512"):
+        Native()
+
+
+def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch):
+    monkeypatch.setenv("DGC_KERNELS_ISA", "avx512")
+    limited = library._open().dgc_limit_isa
+    limited(0)
+    try:
+        assert supported_isas() == ("portable",)
+        with pytest.raises(KernelsMissing, match="this CPU has only portable"):
+            Native()
+    finally:
+        limited(2)
+
+
+def test_a_library_that_was_never_built(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "libdgc_kernels.so")
+    with pytest.raises(KernelsMissing, match=r"not built: run `python -m dgc\.kernels\.build`"):
+        library._open.__wrapped__()
+
+
+def test_a_library_of_other_sources(monkeypatch):
+    monkeypatch.setattr(library, "sources_digest", lambda: "0" * 20)
+    with pytest.raises(KernelsMissing, match=r"from other sources: run `python -m dgc\.kernels\.build`"):
+        library._open.__wrapped__()
+
+
+def test_a_file_that_is_no_library(monkeypatch, tmp_path):
+    (tmp_path / "libdgc_kernels.so").write_bytes(b"nothing of the kind")
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "libdgc_kernels.so")
+    with pytest.raises(KernelsMissing, match="do not load"):
+        library._open.__wrapped__()
+
+
+def test_building_needs_a_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler: no-such-compiler was not found"):
+        build.build()
+
+
+def test_building_again_does_nothing(monkeypatch, tmp_path):
+    for name, text in {"isa.cpp": 'extern "C" const char* stamp() { return DGC_STAMP; }', "x.h": ""}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "lib.so")
+    assert build.build() and not build.build()
+    (tmp_path / "x.h").write_text("// changed")
+    assert build.build() and not build.build()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["isa.cpp", "lib.so", "x.h"]
+
+
+def test_a_build_that_fails_leaves_the_library_alone(monkeypatch, tmp_path):
+    (tmp_path / "broken.cpp").write_text("no C++")
+    (tmp_path / "lib.so").write_bytes(b"before")
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "lib.so")
+    with pytest.raises(RuntimeError, match=r"broken\.cpp"):
+        build.build()
+    assert (tmp_path / "lib.so").read_bytes() == b"before"
+
+
+@pytest.mark.skipif("avx512" not in ISAS, reason="needs no CPU of its own, but a machine that compiles for x86-64")
+def test_no_file_lends_its_instructions_to_others(tmp_path):
+    """What a file of one instruction set exports is its table; every function in it is its own."""
+    for source in sorted(build.SOURCES.glob("*_avx*.cpp")):
+        target = tmp_path / (source.stem + ".o")
+        words = [*build.compiler(), *build.flags_of(source), "-c", str(source), "-o", str(target)]
+        subprocess.run(words, check=True, timeout=100)
+        symbols = subprocess.run(["nm", "-C", str(target)], check=True, capture_output=True, text=True).stdout
+        functions = [line for line in symbols.splitlines() if line.split()[-2:-1] != ["U"] and " W " in line]
+        assert functions == [], f"{source.name} has functions that the linker may pick for others"
+        dump = subprocess.run(["objdump", "-d", str(target)], check=True, capture_output=True, text=True).stdout
+        assert "fmadd" not in dump and "fmsub" not in dump

@@ -1,0 +1,446 @@
+"""The Triton tier against the reference, bit for bit; in Triton's interpreter where there is no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+with pytest.MonkeyPatch.context() as patch:
+    if DEVICE == "cpu":
+        patch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from dgc.kernels.protocol import Accumulation, Quotas, Selection
+    from dgc.kernels.reference import Reference
+    from dgc.kernels.triton import INTERPRETED, Triton
+
+assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
+REFERENCE = Reference()
+TILE = 64
+SLOTS = 8
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Of these tests alone."""
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def kernels():
+    return Triton(TILE, SLOTS)
+
+
+def random(n, seed):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def quotas_of(lengths, ks):
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE)
+    return Quotas(bounds, torch.tensor(ks).to(DEVICE), sum(ks))
+
+
+def same_bits(a, b):
+    if a is None or b is None:
+        return a is b
+    wide = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(wide), b.view(wide))
+
+
+def assert_same_choice(ours, theirs):
+    assert int(ours.selection.count) == int(theirs.selection.count)
+    assert same_bits(ours.selection.indices, theirs.selection.indices)
+    assert same_bits(ours.selection.values, theirs.selection.values)
+    assert same_bits(ours.thresholds, theirs.thresholds)
+    assert int(ours.first_nonfinite) == int(theirs.first_nonfinite)
+    assert ours.missed.dtype == torch.int32 and ours.missed.shape == ()
+
+
+def split(g, lengths):
+    return tuple(part.clone() for part in g.split(lengths))
+
+
+def accumulated(kernels, pieces, u, v, momentum=0.9, nesterov=False, quotas=None, floors=None):
+    """Results, u and v of one pass over copies of u and v."""
+    u, v = None if u is None else u.clone(), v.clone()
+    due = Accumulation(pieces, u, v, momentum, nesterov)
+    if quotas is None:
+        return kernels.accumulate_(due), u, v
+    return kernels.accumulate_and_select_(due, quotas, floors), u, v
+
+
+# --- accumulate_ -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 500])
+def test_accumulate(kernels, n, nesterov):
+    g, u, v = random(n, 1), random(n, 2), random(n, 3)
+    ours = accumulated(kernels, (g,), u, v, 0.9, nesterov)
+    theirs = accumulated(REFERENCE, (g,), u, v, 0.9, nesterov)
+    assert all(map(same_bits, ours, theirs))
+    assert kernels.launches == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_accumulate_pieces(kernels, dtype):
+    """Pieces that begin and end within tiles, empty ones, and one that is shorter than a tile."""
+    lengths = [3, 0, 130, 64, 1, 0]
+    g, u, v = random(198, 1).to(dtype), random(198, 2), random(198, 3)
+    ours = accumulated(kernels, split(g, lengths), u, v)
+    assert all(map(same_bits, ours, accumulated(REFERENCE, (g,), u, v)))
+
+
+def test_accumulate_without_momentum(kernels):
+    g, v = random(200, 1), random(200, 2)
+    assert all(map(same_bits, accumulated(kernels, (g,), None, v), accumulated(REFERENCE, (g,), None, v)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels, bad):
+    g, u, v = random(300, 1), random(300, 2), random(300, 3)
+    g[[299, 131, 190]] = bad
+    ours = accumulated(kernels, split(g, [100, 200]), u, v)
+    assert int(ours[0]) == 131
+    assert all(map(same_bits, ours, accumulated(REFERENCE, (g,), u, v)))
+
+
+def test_denormals_and_negative_zeros_survive(kernels):
+    g, u, v = random(100, 1) * 1e-42, random(100, 2) * 1e-41, random(100, 3) * 1e-42
+    g[::3], u[::3], v[::3] = -0.0, -0.0, -0.0
+    ours = accumulated(kernels, (g,), u, v)
+    assert all(map(same_bits, ours, accumulated(REFERENCE, (g,), u, v)))
+    assert (ours[2] != 0).any()
+
+
+# --- select ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n, k", [(1, 0), (1, 1), (63, 6), (64, 64), (65, 30), (200, 1), (200, 199)])
+def test_select(kernels, n, k):
+    v, quotas = random(n, n), quotas_of([n], [k])
+    assert_same_choice(kernels.select(v, quotas), REFERENCE.select(v, quotas))
+    assert kernels.launches == 9
+
+
+def test_select_of_nothing(kernels):
+    v, quotas = random(0, 0), quotas_of([0], [0])
+    assert_same_choice(kernels.select(v, quotas), REFERENCE.select(v, quotas))
+
+
+RANGES = {
+    "straddling": ([70, 1, 120, 59], [7, 1, 12, 6]),
+    "tiny": ([1, 2, 3] * 4, [1, 1, 2] * 4),
+    "empty": ([0, 50, 0, 0, 80, 0], [0, 5, 0, 0, 9, 0]),
+    "none wanted": ([100, 100], [0, 3]),
+    "more than there are": ([10, 70], [12, 90]),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges(kernels, name):
+    quotas = quotas_of(*RANGES[name])
+    v = random(int(quotas.bounds[-1]), 4)
+    assert_same_choice(kernels.select(v, quotas), REFERENCE.select(v, quotas))
+
+
+def awkward(n):
+    """Kinds of n values: where ties, zeros, denormals or the low digits of the magnitude decide."""
+    x = random(n, 5)
+    most = torch.full_like(x, 0.7)
+    most[-1] = 0.8
+    return {
+        "equal": torch.full_like(x, -0.7),
+        "equal but for the last": most,
+        "zeros of both signs": x.sign() * 0.0,
+        "mostly zeros": torch.where(x > 1.5, x, 0.0),
+        "few values": x.round(),
+        "denormal": x * 1e-41,
+        "of many magnitudes": x.sign() * torch.exp(x * 25),
+        "neighbours": 1 + x.abs() * 2**-22,
+    }
+
+
+@pytest.fixture(scope="module")
+def awkward_bucket():
+    """A range of each kind, of a full tile and a part of one: v, its quotas and what is right."""
+    kinds = awkward(90)
+    v, quotas = torch.cat(list(kinds.values())), quotas_of([90] * len(kinds), [11] * len(kinds))
+    return v, quotas, REFERENCE.select(v, quotas)
+
+
+def test_awkward_values(kernels, awkward_bucket):
+    v, quotas, expected = awkward_bucket
+    assert_same_choice(kernels.select(v, quotas), expected)
+
+
+# --- accumulate_and_select_ ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.9, 1.0, 1.1])
+def test_floors_never_change_the_choice(awkward_bucket, scale):
+    """Too low, right, too high. A range that is mostly zeros has a threshold, and so a floor, of 0."""
+    g, quotas, expected = awkward_bucket
+    kernels, zeros = Triton(TILE, 32), torch.zeros_like(g)
+    floors = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
+    chosen, u, v = accumulated(kernels, split(g, [33, g.numel() - 33]), zeros, zeros, quotas=quotas, floors=floors)
+    assert_same_choice(chosen, expected)
+    assert torch.equal(u, g) and torch.equal(v, g)
+    assert kernels.launches == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gradients(kernels, dtype):
+    g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
+    g[200] = float("nan")
+    quotas, floors = quotas_of([133, 200], [10, 10]), torch.full((2,), 1.5, device=DEVICE)
+    ours, theirs = (accumulated(k, (g,), u, v, 0.9, True, quotas, floors) for k in (kernels, REFERENCE))
+    assert_same_choice(ours[0], theirs[0])
+    assert same_bits(ours[1], theirs[1]) and same_bits(ours[2], theirs[2])
+
+
+@pytest.mark.parametrize(
+    "floors, missed",
+    [([1.5, 1.5], 0), ([9.0, 1.5], 1), ([9.0, float("inf")], 2), ([0.0, 1.5], 1), ([0.0, 0.0], 2)],
+)
+def test_missed(kernels, floors, missed):
+    """A floor of 0 passes more than the slots hold; one of 9 passes nothing."""
+    g, quotas = random(1000, 7), quotas_of([500, 500], [10, 10])
+    floors = torch.tensor(floors, device=DEVICE)
+    chosen, _, _ = accumulated(Triton(256, 64), (g,), None, torch.zeros_like(g), quotas=quotas, floors=floors)
+    assert int(chosen.missed) == missed
+    assert_same_choice(chosen, REFERENCE.select(g, quotas))
+
+
+def test_a_full_tile_among_empty_ones_is_noticed(kernels):
+    """Enough candidates in all, but one tile had no room for its own."""
+    g = torch.full((640,), 0.01, device=DEVICE)
+    g[64:128] = random(64, 8).abs() + 2
+    quotas, floors = quotas_of([640], [20]), torch.ones(1, device=DEVICE)
+    chosen, _, _ = accumulated(kernels, (g,), None, torch.zeros_like(g), quotas=quotas, floors=floors)
+    assert int(chosen.missed) == 1
+    assert_same_choice(chosen, REFERENCE.select(g, quotas))
+
+
+def test_all_non_zeros_as_candidates_are_no_miss(kernels):
+    g = torch.zeros(640, device=DEVICE)
+    g[[5, 100, 639]] = torch.tensor([1.0, -2.0, 3.0], device=DEVICE)
+    quotas, floors = quotas_of([640], [20]), torch.zeros(1, device=DEVICE)
+    chosen, _, _ = accumulated(kernels, (g,), None, torch.zeros_like(g), quotas=quotas, floors=floors)
+    assert int(chosen.missed) == 0
+    assert_same_choice(chosen, REFERENCE.select(g, quotas))
+
+
+def test_other_gradients_in_the_same_bucket(kernels):
+    """Tables that are kept from the step before must not point at its gradients."""
+    quotas = quotas_of([100, 100], [5, 5])
+    for step in range(3):
+        g, u, v = random(200, step), random(200, 10 + step), random(200, 20 + step)
+        ours, theirs = (
+            accumulated(k, split(g, [150, 50] if step == 1 else [60, 140]), u, v, quotas=quotas)
+            for k in (kernels, REFERENCE)
+        )
+        assert_same_choice(ours[0], theirs[0])
+        assert same_bits(ours[2], theirs[2])
+
+
+# --- take_ and put_back_ ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("ks", [[0, 0], [5, 9], [100, 150]])
+def test_take_and_put_back(kernels, ks, masked):
+    u, v, quotas = random(250, 1) if masked else None, awkward(250)["mostly zeros"], quotas_of([100, 150], ks)
+    selection = REFERENCE.select(v, quotas).selection
+    sent = selection.values.half().float()
+    mine = None if u is None else u.clone()
+    ours, theirs, own = v.clone(), v.clone(), None if u is None else u.clone()
+    taken, expected = kernels.take_(selection, sent, mine, ours), REFERENCE.take_(selection, sent, own, theirs)
+    assert same_bits(ours, theirs) and same_bits(mine, own)
+    assert same_bits(taken.v, expected.v) and same_bits(taken.u, expected.u)
+    kernels.put_back_(selection, taken, mine, ours)
+    assert same_bits(ours, v) and same_bits(mine, u)
+
+
+# --- merge_mean ------------------------------------------------------------------------------------
+
+
+def sparse(n, k, seed, capacity):
+    indices = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values.to(DEVICE)
+    padded = torch.zeros(2, capacity, device=DEVICE)
+    padded[0, :k], padded[1, :k] = indices, random(k, seed)
+    return Selection(padded[0].int(), padded[1].clone(), torch.tensor(k, dtype=torch.int32, device=DEVICE))
+
+
+@pytest.mark.parametrize("counts", [[5], [0], [7, 7], [40, 0, 33], [60, 60, 1, 60, 0], [0, 0]])
+def test_merge_mean(kernels, counts):
+    parts = [sparse(90, k, seed, max(k, 9)) for seed, k in enumerate(counts)]
+    ours, theirs = (k.merge_mean(parts, len(parts), 90) for k in (kernels, REFERENCE))
+    assert ours[0].dtype == torch.int64
+    assert torch.equal(ours[0], theirs[0]) and same_bits(ours[1], theirs[1])
+
+
+def test_merge_mean_adds_in_the_order_of_the_parts(kernels):
+    parts = [sparse(1, 1, 0, 1) for _ in range(4)]
+    for part, value in zip(parts, [1e8, 1.0, -1e8, 1.0], strict=True):
+        part.values.fill_(value)
+    _, means = kernels.merge_mean(parts, 3, 1)
+    assert float(means) == float(torch.tensor(1.0) / 3)
+
+
+def test_merge_mean_of_no_capacity(kernels):
+    indices, means = kernels.merge_mean([sparse(4, 0, 0, 0)] * 2, 2, 4)
+    assert indices.shape == means.shape == (0,) and indices.dtype == torch.int64
+
+
+# --- subtract_at_ and decay_ -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("k", [0, 1, 200])
+def test_subtract_at(kernels, dtype, k):
+    lengths = [3, 0, 130, 64, 1, 0, 70]
+    bounds = quotas_of(lengths, [0] * 7).bounds
+    targets = [random(n, seed).to(dtype) for seed, n in enumerate(lengths)]
+    indices, values, factors = sparse(268, k, 1, k).indices.long(), random(k, 2), [0.1 * s for s in range(7)]
+    ours, theirs = [t.clone() for t in targets], [t.clone() for t in targets]
+    kernels.subtract_at_(ours, bounds, indices, values, factors)
+    REFERENCE.subtract_at_(theirs, bounds, indices, values, factors)
+    assert all(map(same_bits, ours, theirs))
+    assert kernels.launches == (k > 0)
+
+
+def test_subtract_at_targets_of_two_dtypes(kernels):
+    bounds = quotas_of([50, 50, 50], [0] * 3).bounds
+    dtypes = [torch.float32, torch.float16, torch.float32]
+    targets = [random(50, seed).to(dtype) for seed, dtype in enumerate(dtypes)]
+    indices, values = sparse(150, 90, 1, 90).indices.long(), random(90, 2)
+    ours, theirs = [t.clone() for t in targets], [t.clone() for t in targets]
+    kernels.subtract_at_(ours, bounds, indices, values, [0.1, 0.2, 0.3])
+    REFERENCE.subtract_at_(theirs, bounds, indices, values, [0.1, 0.2, 0.3])
+    assert all(map(same_bits, ours, theirs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_decay(kernels, dtype, nesterov):
+    for n in (0, 1, 1025):
+        p, buffer = random(n, 1).to(dtype), random(n, 2).to(dtype)
+        ours, theirs = (p.clone(), buffer.clone()), (p.clone(), buffer.clone())
+        kernels.decay_(*ours, 0.1, 5e-4, 0.9, nesterov)
+        REFERENCE.decay_(*theirs, 0.1, 5e-4, 0.9, nesterov)
+        assert all(map(same_bits, ours, theirs))
+
+
+# --- what it promises beside the results -----------------------------------------------------------
+
+
+class Synchronized(Exception):
+    pass
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what waits for a GPU. Those of `allowed` pass once each."""
+
+    WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
+
+    def __init__(self, allowed=()):
+        super().__init__()
+        self.allowed = list(allowed)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        where = args[1] if name in ("index", "index_put", "index_put_") else ()
+        masked = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in where)
+        if name in self.allowed:
+            self.allowed.remove(name)
+        elif name in self.WAITS or masked:
+            raise Synchronized(name)
+        return func(*args, **(kwargs or {}))
+
+
+def step(kernels, floors, numel=250):
+    """Every operation once, as a training step calls them."""
+    lengths, ks = [100, numel - 100], [5, 9]
+    g, u, v = random(numel, 1), random(numel, 2), random(numel, 3)
+    bounds = torch.tensor([0, 100, numel], device=DEVICE)
+    quotas = Quotas(bounds, torch.tensor(ks, device=DEVICE), sum(ks))
+    with NoWaiting():
+        kernels.accumulate_(Accumulation(split(g, lengths), None, v))
+        chosen = kernels.accumulate_and_select_(Accumulation((g,), u, v, 0.9), quotas, floors)
+        kernels.select(v, quotas)
+        taken = kernels.take_(chosen.selection, chosen.selection.values, u, v)
+        kernels.put_back_(chosen.selection, taken, u, v)
+        kernels.decay_(g, u, 0.1, 1e-4, 0.9, False)
+    with NoWaiting(allowed=["_local_scalar_dense"]):
+        indices, means = kernels.merge_mean([chosen.selection] * 2, 2, numel)
+    with NoWaiting():
+        kernels.subtract_at_(split(g, lengths), bounds, indices, means, [0.1, 0.2])
+
+
+@pytest.fixture
+def no_lists(monkeypatch):
+    """tolist reads a CPU tensor without the dispatcher."""
+
+    def refuse(tensor):
+        raise Synchronized("tolist")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", refuse)
+
+
+@pytest.mark.parametrize("floors", [None, [0.5, 99.0]])
+def test_nothing_waits_for_the_device(kernels, floors, no_lists):
+    step(kernels, None if floors is None else torch.tensor(floors, device=DEVICE))
+
+
+@pytest.mark.parametrize("wait", [lambda x: int(x[0]), torch.nonzero, lambda x: x[x > 0], lambda x: x.tolist()])
+def test_the_waiting_that_is_looked_for_is_noticed(wait, no_lists):
+    with pytest.raises(Synchronized), NoWaiting():
+        wait(torch.ones(3, device=DEVICE))
+
+
+def test_launches_do_not_grow_with_the_number_of_tensors(kernels):
+    launches = []
+    for tensors in (1, 7):
+        before = kernels.launches
+        g, quotas = random(30 * tensors, 1), quotas_of([30] * tensors, [1] * tensors)
+        due = Accumulation(split(g, [30] * tensors), torch.zeros_like(g), torch.zeros_like(g), 0.9)
+        kernels.accumulate_and_select_(due, quotas, torch.ones(tensors, device=DEVICE))
+        launches.append(kernels.launches - before)
+    assert launches == [10, 10]
+
+
+def test_importing_dgc_does_not_import_triton():
+    rooms = "dgc, dgc.compression, dgc.kernels, dgc.memory, dgc.optim, dgc.selection, dgc.wire"
+    code = f"import sys, {rooms}; assert 'dgc.kernels.triton' not in sys.modules, 'dgc imports its Triton tier'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FLOATS = "float16", "bfloat16", "float32", "float64"
+GPUS = "cuda:75", "cuda:90", "cuda:100", "hip:gfx942"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("cuda:90", "bfloat16"),
+        *(pytest.param((target, *FLOATS), marks=pytest.mark.proof) for target in GPUS),
+    ],
+)
+def test_every_kernel_compiles_for_gpus(arguments, tmp_path):
+    """The interpreter accepts programs that the compiler refuses. No GPU is needed to compile."""
+    script, root = Path(__file__).with_name("compile_triton.py"), Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "error", str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(done.stdout.split()) == {
+        "accumulate", "count_digits", "pick_digits", "tally", "offsets", "write", "take", "put_back", "hide_tails",
+        "mark_heads", "sum_runs", "subtract_at", "decay",
+    }  # fmt: skip

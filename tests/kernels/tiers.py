@@ -1,0 +1,31 @@
+"""The tiers of kernels that this machine can run, for tests that hold for each of them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dgc.kernels.library import supported_isas
+from dgc.kernels.native import Native
+from dgc.kernels.reference import Reference
+
+NAMES = ("reference", *(f"native-{isa}-{threads}" for isa in supported_isas() for threads in (1, 2)))
+
+
+@contextmanager
+def tier(name: str) -> Iterator[Reference | Native]:
+    if name == "reference":
+        yield Reference()
+        return
+    _, isa, threads = name.split("-")
+    threads_before, isa_before = torch.get_num_threads(), os.environ.get("DGC_KERNELS_ISA")
+    torch.set_num_threads(int(threads))
+    os.environ["DGC_KERNELS_ISA"] = isa
+    try:
+        yield Native()
+    finally:
+        torch.set_num_threads(threads_before)
+        os.environ.pop("DGC_KERNELS_ISA")
+        if isa_before is not None:
+            os.environ["DGC_KERNELS_ISA"] = isa_before

@@ -1,0 +1,91 @@
+"""Gradients that are read where backward left them, in place of being copied into buckets."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import alone, assert_same, dgc_sgd, loss_of, net, run, wrap  # noqa: E402
+
+from dgc.compression import DGCCompressor  # noqa: E402
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory  # noqa: E402
+
+
+def buffers(optimizer):
+    """Of the compressed buckets, those that have memory of their own."""
+    planned = [p for p in optimizer.exchange.planned if isinstance(p.compressor, DGCCompressor)]
+    assert planned
+    return [p for p in planned if "_flat" in p.bucket.__dict__]
+
+
+def test_a_compressed_bucket_has_no_memory_of_its_own():
+    model = net()
+    optimizer = wrap(model, alone(), dgc_sgd, compression=DGCCompressor(0.05, DGCSGDMemory(0.9)))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        own = model.first.weight.grad
+        optimizer.step()
+        assert model.first.weight.grad is own and not buffers(optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    assert buffers(optimizer)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("clipping", [None, 0.5])
+@pytest.mark.parametrize("ratio", [0.05, 1.0])
+def test_where_gradients_lie_plays_no_part(passes, clipping, ratio):
+    """In pieces, in the buckets, or some here and some there: the same parameters bit for bit."""
+
+    def train(prepare):
+        def body(model, transport):
+            memory = DGCSGDMemory(0.9, gradient_clipping=clipping and ClipByGlobalNorm(clipping))
+            compression = DGCCompressor(ratio, memory)
+            optimizer = wrap(
+                model,
+                transport,
+                dgc_sgd,
+                compression=compression,
+                bucket_mb=2e-4,
+                backward_passes_per_step=passes,
+            )
+            for step in range(4):
+                prepare(optimizer, model, step)
+                for part in range(passes):
+                    loss_of(model, 10 * step + part, transport.rank).backward()
+                optimizer.step()
+
+        return run(2, body)[0]
+
+    def mixed(optimizer, model, step):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        if step == 1:
+            model.first.weight.grad = None
+        if step == 2:
+            model.last.weight.grad = torch.zeros_like(model.last.weight)
+
+    pieces = train(lambda optimizer, model, step: optimizer.zero_grad())
+    views = train(lambda optimizer, model, step: optimizer.zero_grad(set_to_none=False))
+    assert_same(pieces, views, exactly=True)
+    assert_same(pieces, train(mixed), exactly=True)
+
+
+def test_gradients_laid_out_in_another_way_are_copied():
+    """A hook may leave a transposed gradient behind; its elements still go to their own places."""
+    results = []
+    for transpose in (False, True):
+
+        def body(model, transport, transpose=transpose):
+            if transpose:
+                model.first.weight.register_hook(lambda g: g.t().contiguous().t())
+            compression = DGCCompressor(0.05, DGCSGDMemory(0.9))
+            optimizer = wrap(model, transport, dgc_sgd, compression=compression)
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, step, transport.rank).backward()
+                optimizer.step()
+
+        results.append(run(2, body)[0])
+    assert_same(*results, exactly=True)

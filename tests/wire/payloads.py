@@ -1,0 +1,72 @@
+"""Selections, and every format, for the tests of payloads."""
+
+import torch
+
+from dgc.kernels.bits import TorchCodec
+from dgc.kernels.protocol import Quotas, Selection
+from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
+
+VALUES = {
+    "fp32": CastValues(),
+    "fp16": CastValues("fp16"),
+    "bf16": CastValues("bf16"),
+    "int8": Int8Values(),
+    "sign": SignValues(),
+}
+INDICES = {
+    "int64": PlainIndices(),
+    "int32": PlainIndices("int32"),
+    "packed": PackedIndices(),
+    "rice": RiceIndices(),
+}
+FORMATS = {f"{v} {i}": SparseFormat(VALUES[v], INDICES[i]) for v in VALUES for i in INDICES}
+# Every value format and every index format at least once.
+SOME = {name: FORMATS[name] for name in ("fp32 int64", "fp16 int32", "bf16 packed", "int8 rice", "sign rice")}
+CODEC = TorchCodec()
+
+
+def selection_of(indices, values=None, capacity=None, seed=0):
+    """Ascending indices, and values (normal ones where none are given), filled up to the capacity."""
+    count = len(indices)
+    capacity = count if capacity is None else capacity
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator) if values is None else values
+    padded = torch.zeros(capacity, dtype=torch.int32)
+    padded[:count] = indices
+    slots = torch.zeros(capacity)
+    slots[:count] = values
+    return Selection(padded, slots, torch.tensor(count, dtype=torch.int32))
+
+
+def quotas_of(capacity, *bounds):
+    bounds = torch.tensor(bounds)
+    return Quotas(bounds, torch.zeros(bounds.numel() - 1, dtype=torch.int64), capacity)
+
+
+def scattered(numel, count, seed=0):
+    return torch.randperm(numel, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+
+
+def clustered(numel, count, seed=0):
+    """Half of them in a hundredth of the bucket, the rest in runs."""
+    dense = scattered(max(count // 2, numel // 100), count // 2, seed)
+    runs = (scattered(numel // 8, count // 8 + 1, seed) * 8).unsqueeze(1) + torch.arange(5)
+    both = torch.cat([dense, runs.view(-1)]).unique()
+    return both[both < numel][:count]
+
+
+def encode(form, selection, quotas, numel, first_nonfinite=None, codec=CODEC, result=torch.float32):
+    first = torch.tensor(numel if first_nonfinite is None else first_nonfinite)
+    return form.encode(codec, selection, quotas, numel, first, result)
+
+
+def decode(form, payloads, quotas, numel, codec=CODEC):
+    return form.decode(codec, payloads, quotas, numel)
+
+
+def seal_(payload):
+    """Make the checksum that of the bytes, as a sender would that does not know better."""
+    total = sum(int(w) * (2 * i + 1) for i, w in enumerate(payload.view(torch.int64).tolist()))
+    total -= 3 * (int(payload[8:12].view(torch.int32)) & 0xFFFFFFFF)
+    folded = ((total >> 32) ^ total) & 0xFFFFFFFF ^ 0x44474331
+    payload[8:12] = torch.tensor(list(folded.to_bytes(4, "little")), dtype=torch.uint8)

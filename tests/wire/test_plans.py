@@ -1,0 +1,156 @@
+"""What is planned for packed and Rice codes, and what stays behind where they are longer."""
+
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from wire.payloads import CODEC, clustered, encode, quotas_of, scattered, selection_of
+
+from dgc.kernels.bit_streams import packed_bits, thin
+from dgc.wire import PackedIndices, RiceIndices, SignValues, SparseFormat
+from dgc.wire.indices import PackedSection, PlainSection, RiceSection
+from dgc.wire.lengths import packed_longest, plan_packed, plan_rice
+
+CODES = {"packed": PackedIndices(), "rice": RiceIndices()}
+every_code = pytest.mark.parametrize("indices", CODES.values(), ids=CODES)
+
+
+def entropy(density):
+    """Bits per element of an iid support of this density."""
+    rest = 1 - density
+    return -(density * math.log2(density) + rest * math.log2(rest)) / density
+
+
+def send(indices, support, numel):
+    """(elements sent, indices of these)"""
+    form, quotas = SparseFormat(SignValues(), indices), quotas_of(support.numel(), 0, numel)
+    sent = encode(form, selection_of(support), quotas, numel).sent
+    return int(sent.count), sent.indices[: int(sent.count)].long()
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01])
+@pytest.mark.parametrize("numel", [1_500_000, 6_500_000, 50_000_000])
+def test_rice_plans_within_a_fifth_of_a_bit_of_the_entropy(numel, density):
+    """With the header and all rounding up."""
+    capacity = math.ceil(numel * density)
+    bits = 8 * (16 + RiceIndices().plan(capacity, numel).nbytes) / capacity
+    assert entropy(density) < bits < entropy(density) + 0.2
+
+
+def test_sign_and_rice_take_less_than_14_bits():
+    for numel in (400_000, 1_000_000, 6_500_000):
+        capacity = numel // 1000
+        planned = SparseFormat(SignValues(), RiceIndices()).nbytes(quotas_of(capacity, 0, numel), numel)
+        assert 8 * planned < 14 * capacity
+
+
+def test_the_expected_length_is_that_of_random_supports():
+    """The mean of ten; the planned deviation is about that of one."""
+    numel, capacity = 200_000, 2000
+    room = 8 * plan_packed(capacity, numel).nbytes
+    supports = [selection_of(scattered(numel, capacity, seed)) for seed in range(10)]
+    lengths = [float(packed_bits(support.indices, support.count)) for support in supports]
+    mean = sum(lengths) / 10
+    deviation = (sum((x - mean) ** 2 for x in lengths) / 9) ** 0.5
+    assert 0.2 * deviation < room - mean < 2.5 * deviation
+
+
+@every_code
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
+def test_nearly_all_of_a_random_support_is_sent(indices, density):
+    numel = 100_000
+    capacity = math.ceil(numel * density)
+    sent = [send(indices, scattered(numel, capacity, seed), numel)[0] for seed in range(10)]
+    assert sum(sent) > 0.99 * 10 * capacity and max(sent) == capacity
+
+
+@every_code
+def test_no_plan_exceeds_int32_and_all_of_them_admit_an_element(indices):
+    for numel in (1, 2, 3, 17, 100, 128, 1000, 10**6, 2**31 - 1):
+        for capacity in {1, 2, 3, 100, 128, 129, 513, numel // 1000, numel // 3}:
+            if 0 < capacity <= min(numel, 10**6):
+                section = indices.plan(capacity, numel)
+                assert section.nbytes <= 4 * capacity and section.nbytes % 4 == 0
+                if isinstance(section, PackedSection):
+                    assert 0 < section.code.sure <= capacity
+
+
+def test_tiny_supports_in_large_buckets_are_int32():
+    assert isinstance(RiceIndices().plan(1, 2**31 - 1), PlainSection)
+    assert isinstance(RiceIndices().plan(100, 10**5), RiceSection)
+
+
+@every_code
+def test_small_buckets_send_every_support_there_is(indices):
+    """Where a support of few elements is coded, the longest code there is has room."""
+    for numel, capacity in ((9, 2), (9, 5), (8, 7), (8, 8)):
+        for support in combinations(range(numel), capacity):
+            assert send(indices, torch.tensor(support), numel)[0] == capacity
+
+
+def test_the_longest_packed_code_is():
+    for numel in (200, 2000):
+        for count in (1, 5, 128, 129, 150):
+            for seed in range(20):
+                support = scattered(numel, count, seed)
+                bits = int(packed_bits(selection_of(support).indices, torch.tensor(count)))
+                assert bits <= 8 * -(-count // 128) + packed_longest(count, numel)
+
+
+def worst_for_rice(capacity, numel):
+    """All low bits zero, so that the high parts, in unary, are as long as can be."""
+    step = 2 ** plan_rice(capacity, numel).parameter
+    multiples = torch.arange(capacity + 1) * ((numel - capacity) // step) // capacity
+    return (step * torch.diff(multiples) + 1).cumsum(0) - 1
+
+
+def worst_for_packed(capacity, numel):
+    """One wide gap in every block."""
+    gaps = torch.zeros(capacity, dtype=torch.int64)
+    blocks = -(-capacity // 128)
+    gaps[::128] = (numel - capacity) // blocks
+    return (gaps + 1).cumsum(0) - 1
+
+
+@pytest.mark.parametrize(("numel", "capacity"), [(10**5, 1000), (10**6, 1000), (10**5, 10**4), (50_000, 20_000)])
+@pytest.mark.parametrize(("name", "worst"), [("rice", worst_for_rice), ("packed", worst_for_packed)])
+def test_of_a_support_that_does_not_fit_evenly_spaced_elements_are_sent(name, worst, numel, capacity):
+    support = worst(capacity, numel)
+    kept, sent = send(CODES[name], support, numel)
+    assert 0.3 * capacity < kept <= capacity
+    assert torch.equal(sent, support[torch.arange(kept) * capacity // max(kept, 1)])
+    if kept < capacity:
+        places = torch.searchsorted(support, sent)
+        steps = torch.diff(places, prepend=torch.tensor([-1]))
+        assert steps.max() <= capacity // kept + 1, "no run of elements stays behind"
+
+
+def test_these_supports_do_not_fit():
+    assert send(CODES["rice"], worst_for_rice(1000, 10**6), 10**6)[0] < 1000
+    assert send(CODES["packed"], worst_for_packed(1000, 10**6), 10**6)[0] < 1000
+
+
+@every_code
+def test_clusters_fit(indices):
+    support = clustered(10**6, 5000)
+    assert send(indices, support, 10**6)[0] == support.numel()
+
+
+def test_thinning():
+    selection = selection_of(torch.arange(0, 100, 10), torch.arange(1.0, 11.0), capacity=12)
+    some = thin(selection, torch.tensor(4))
+    assert some.indices.tolist() == [0, 20, 50, 70] + [0] * 8 and some.values[:4].tolist() == [1, 3, 6, 8]
+    assert int(some.count) == 4
+    for kept in (0, 10):
+        assert torch.equal(thin(selection, torch.tensor(kept)).values[:kept], selection.values[:kept])
+
+
+def test_rice_parameters_follow_the_blocks():
+    """A dense block after a sparse one has a smaller parameter, so both take fewer bits than with b*."""
+    numel, capacity = 10**6, 1024
+    support = torch.cat([torch.arange(512) * 1800, torch.arange(512) * 2 + 919_801])
+    code = plan_rice(capacity, numel)
+    section = torch.zeros(code.nbytes, dtype=torch.uint8)
+    CODEC.rice_encode_(selection_of(support), code, section)
+    assert section[0] >= 10 and section[1] <= 1
