@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+import datasets.torchvision_compat  # noqa: F401  (before torchvision)
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm import Transport, all_gather_object, barrier
@@ -60,10 +61,10 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
 
 
 def parameters_of(model: str) -> list[tuple[str, torch.nn.Parameter]]:
-    import torchvision
+    from torchvision import models
 
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in torchvision.models.get_model(model).named_parameters()}
+        shapes = {name: p.shape for name, p in models.get_model(model).named_parameters()}
     return [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
 
 

@@ -34,13 +34,19 @@ class Talk(Generic[T]):
             self._resume(self._transport.wait(self._flight))
         return self.done
 
-    def finish(self) -> T:
-        """Wait for all that is left and return the algorithm's result."""
-        while not self.done:
+    def finish_round(self) -> bool:
+        """Wait for the replies that are due and go on; whether the conversation has ended."""
+        if not self.done:
             start = perf_counter()
             replies = self._transport.wait(self._flight)
             self._meter.spent("wait", self.name, start, perf_counter())
             self._resume(replies)
+        return self.done
+
+    def finish(self) -> T:
+        """Wait for all that is left and return the algorithm's result."""
+        while not self.finish_round():
+            pass
         return self._result
 
     def _resume(self, replies: tuple[Any, ...] | None) -> None:

@@ -113,10 +113,14 @@ class GradientExchange:
                     for i in range(len(plan.parameters)):
                         plan.collect(i)
                     self._start(b)
-            results = []
-            for b in range(len(self.planned)):
-                with self._side(b).beside_caller():
-                    results.append(self._talks[b].finish())
+            # a round of every bucket in turn: while one waits, the others' next rounds are on their way
+            left = list(range(len(self.planned)))
+            while left:
+                for b in left:
+                    with self._side(b).beside_caller():
+                        self._talks[b].finish_round()
+                left = [b for b in left if not self._talks[b].done]
+            results = [self._talks[b].finish() for b in range(len(self.planned))]
             for side in self._sides.values():
                 side.join()
             for plan in self.planned:

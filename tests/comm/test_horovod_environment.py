@@ -9,6 +9,7 @@ from dgc.comm.horovod import prepare_environment
 
 NAMES = (
     "HOROVOD_FUSION_THRESHOLD",
+    "HOROVOD_CYCLE_TIME",
     "OPAL_PREFIX",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -23,12 +24,15 @@ def clean(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_fusion_is_off_unless_the_user_chose(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"), [("HOROVOD_FUSION_THRESHOLD", "0", "1024"), ("HOROVOD_CYCLE_TIME", "0.2", "5")]
+)
+def test_what_the_user_chose_is_kept(monkeypatch, name, ours, theirs):
     prepare_environment()
-    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
-    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1024")
+    assert os.environ[name] == ours
+    monkeypatch.setenv(name, theirs)
     prepare_environment()
-    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "1024"
+    assert os.environ[name] == theirs
 
 
 def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch, tmp_path):

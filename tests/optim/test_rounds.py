@@ -1,0 +1,75 @@
+"""In what order the rounds of several buckets are launched and waited for."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import alone, dgc_sgd, loss_of, net, wrap  # noqa: E402
+
+from dgc.comm import AllReduce  # noqa: E402
+from dgc.compression.protocol import DenseResult, Stateless  # noqa: E402
+
+
+class ThreeRounds(Stateless):
+    def reduce(self, bucket):
+        for _ in range(3):
+            (mean,) = yield (AllReduce(bucket.flat.clone()),)
+        bucket.flat.copy_(mean)
+        return DenseResult()
+
+
+class Slow:
+    """A transport whose replies are never there before they are waited for, and that tells what happened."""
+
+    def __init__(self):
+        self._transport, self.events = alone(), []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def launch(self, name, requests):
+        self.events.append(("launch", name))
+        return name, self._transport.launch(name, requests)
+
+    def poll(self, flight):
+        return False
+
+    def wait(self, flight):
+        self.events.append(("wait", flight[0]))
+        return self._transport.wait(flight[1])
+
+
+class Prompt(Slow):
+    def poll(self, flight):
+        return True
+
+
+def events_of(transport):
+    model = net()
+    optimizer = wrap(model, transport, dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
+    names = [plan.bucket.name for plan in optimizer.exchange.planned]
+    assert len(names) > 2
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    transport.events.clear()
+    optimizer.synchronize()
+    return names, transport.events
+
+
+def test_while_one_bucket_waits_the_others_rounds_are_on_their_way():
+    """A round each in turn: every bucket's second round leaves before anybody waits for a third."""
+    names, events = events_of(Slow())
+    for name, other in zip(names, names[1:], strict=False):
+        assert events.index(("launch", f"{other}.1")) < events.index(("wait", f"{name}.2"))
+
+
+def test_replies_that_are_there_are_taken_up_in_backward():
+    transport = Prompt()
+    model = net()
+    optimizer = wrap(model, transport, dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
+    loss_of(model, 0).backward()
+    names = [plan.bucket.name for plan in optimizer.exchange.planned]
+    assert ("wait", f"{names[0]}.2") in transport.events
+    optimizer.step()
