@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import train
+from dgc import kernels
 from dgc.comm.lockstep import LockstepWorld
 from training.arguments import parse_arguments
 from training.checkpoint import fingerprint, read_tensors
@@ -25,6 +26,8 @@ QUICK = [
     "--configs.data.num_threads_per_worker=1",
     "--configs.model.width=8",
 ]
+
+BRIEF = ["--configs.train.num_epochs=1", "--configs.train.checkpoint_every=null"]
 
 
 def run(words, size=2):
@@ -55,7 +58,7 @@ def assert_equal(a, b, where=""):
 def finished(tmp_path_factory) -> Path:
     """The directory of a finished run; tests copy it."""
     directory = tmp_path_factory.mktemp("finished") / "run"
-    run(["--run-dir", str(directory)])
+    run(["--run-dir", str(directory), "--configs.train.trace", "True"])
     return directory
 
 
@@ -84,13 +87,38 @@ def test_curves(finished):
     tags = set(events.Tags()["scalars"])
     assert {"loss/train", "lr", "acc/test_top1", "acc/test_top5", "compress_ratio", "error_norm"} <= tags
     assert {f"bytes_per_step/{kind}" for kind in ("payload", "wire", "dense")} <= tags
-    phases = ("data", "forward_backward", "compress", "wait", "decode", "step")
+    phases = ("data", "forward_backward", "compress", "launch", "wait", "decode", "step")
     assert {f"seconds/{phase}" for phase in phases} <= tags
     accuracy = events.Scalars("acc/test_top1")
     assert [point.step for point in accuracy] == [1438, 2876]
     assert [point.step for point in events.Scalars("loss/train")] == [1280, 1438, 2718, 2876]
     dense = events.Scalars("bytes_per_step/dense")[0].value
     assert dense == 4 * sum(p.numel() for p in __import__("models").DigitsCNN(width=8).parameters())
+
+
+def test_a_traced_run_has_a_timeline_of_each_rank(tmp_path):
+    run(["--run-dir", str(tmp_path / "run"), "--configs.train.trace", "True", "--configs.train.num_epochs", "1"])
+    for rank in range(2):
+        events = json.loads((tmp_path / "run" / "trace" / f"rank{rank}.json").read_text())["traceEvents"]
+        rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        assert "training" in rows and any(row.endswith("(network)") for row in rows)
+        phases = {event["name"] for event in events if event["ph"] == "X"}
+        assert {"data", "forward_backward", "compress", "launch", "decode", "step", "in flight"} <= phases
+
+
+def test_a_run_says_which_kernels_it_uses_and_uses_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "_asked", "auto")
+    run(["--run-dir", str(tmp_path / "run"), "--configs.train.kernels", "reference", *BRIEF])
+    assert "reference (plain PyTorch)" in capsys.readouterr().out
+    assert kernels.describe(torch.device("cpu")) == "reference (plain PyTorch)"
+
+
+def test_kernels_that_cannot_run_here_are_one_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels, "_asked", "auto")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name, words in (("triton", "run on a GPU"), ("fast", "auto, reference, native, triton")):
+        with pytest.raises(ConfigError, match=words):
+            run(["--run-dir", str(tmp_path / "run"), "--configs.train.kernels", name])
 
 
 @pytest.mark.parametrize("start", ["e0001s00005", "e0001s00010"])

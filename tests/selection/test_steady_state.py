@@ -1,0 +1,66 @@
+"""What selectors send in a real run: scikit-learn's digits, two ranks, DGC at 1 %."""
+
+import pytest
+import torch
+
+from datasets import Digits
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DGCCompressor
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.selection import Exact, Histogram, Predicted
+from dgc.wire import PackedIndices, RiceIndices
+from models import DigitsCNN
+
+WARM, STEPS = 20, 40
+
+
+class Counting(DGCSGDMemory):
+    """Keeps (elements planned, elements sent) of every bucket and step."""
+
+    def __init__(self):
+        super().__init__(0.9)
+        self.sent = []
+
+    def sent_(self, bucket, sent):
+        self.sent.append((sent.indices.numel(), int(sent.count)))
+        super().sent_(bucket, sent)
+
+
+def counts(steps, **settings):
+    """Of rank 1, by step: elements sent for each one planned."""
+    data = Digits()["train"]
+
+    def body(transport):
+        torch.manual_seed(0)
+        model = DigitsCNN(width=8)
+        memory = Counting()
+        inner = DGCSGD(model.parameters(), lr=0.02, momentum=0.9)
+        compression = DGCCompressor(0.01, memory, **{k: make() for k, make in settings.items()})
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+        generator = torch.Generator().manual_seed(transport.rank)
+        for _ in range(steps):
+            chosen = torch.randint(len(data), (16,), generator=generator).tolist()
+            images = torch.stack([data[i][0] for i in chosen])
+            labels = torch.tensor([data[i][1] for i in chosen])
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        return memory.sent
+
+    return [done / planned for planned, done in LockstepWorld(2).run(body)[1]]
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("selector", [Predicted, Histogram, Exact, lambda: Predicted(per_bucket=True)])
+def test_as_many_elements_as_planned(selector):
+    steady = counts(STEPS, selector=selector)[WARM:]
+    assert len(steady) >= STEPS - WARM and all(abs(share - 1) <= 0.02 for share in steady)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("indices", [RiceIndices, PackedIndices])
+def test_codes_of_any_length_leave_few_behind(indices):
+    """Their plan has room for what is likely: now and then some elements wait for the next step."""
+    steady = counts(STEPS, indices=indices)[WARM:]
+    assert 0.98 <= sum(steady) / len(steady) <= 1
