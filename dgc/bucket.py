@@ -23,6 +23,10 @@ class Segment:
         """This segment of a flat buffer of the bucket's length, with the parameter's shape and strides."""
         return flat[self.offset : self.offset + self.numel].as_strided(self.shape, self.stride)
 
+    def orders(self, tensor: Tensor) -> bool:
+        """Whether a parameter's elements are still in the order that was laid out for it."""
+        return _stride_in_bucket(tensor) == self.stride
+
     def is_laid_out_as(self, tensor: Tensor) -> bool:
         """Whether a tensor's elements lie in memory as this segment's do, one after another."""
         if tensor.shape != self.shape:
@@ -53,7 +57,7 @@ class Bucket:
         """[numel], with all gradients in it."""
         for i, gradient in self._elsewhere.items():
             self._slice(i).copy_(gradient)
-        self._elsewhere.clear()
+        self.release()
         return self._flat
 
     @property
@@ -71,6 +75,9 @@ class Bucket:
 
     def release(self) -> None:
         """Forget the gradients that lie elsewhere."""
+        for gradient in self._elsewhere.values():
+            if gradient.is_cuda:  # work of this stream may not be done with memory that belongs to backward's
+                gradient.record_stream(torch.cuda.current_stream(gradient.device))
         self._elsewhere.clear()
 
     @property
@@ -96,7 +103,7 @@ def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
     offset = 0
     for name, tensor in named_tensors:
         shape = tuple(tensor.shape)
-        stride = tuple(tensor.stride()) if fills_a_block(tensor) else _contiguous_stride(shape)
+        stride = _stride_in_bucket(tensor)
         segments.append(Segment(name, offset, tensor.numel(), shape, stride))
         offset += tensor.numel()
     return tuple(segments)
@@ -108,8 +115,10 @@ def make_bucket(name: str, named_tensors: Sequence[tuple[str, Tensor]]) -> Bucke
     return Bucket(name, lay_out(named_tensors), first.dtype, first.device)
 
 
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+def _stride_in_bucket(tensor: Tensor) -> tuple[int, ...]:
+    if fills_a_block(tensor):
+        return tuple(tensor.stride())
+    return tuple(prod(tensor.shape[i + 1 :]) for i in range(tensor.dim()))
 
 
 def fills_a_block(tensor: Tensor) -> bool:

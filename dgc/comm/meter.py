@@ -86,4 +86,4 @@ class Meter:
     def in_flight(self, on: str, launched: float, taken_up: float) -> None:
         """A message travelled or lay ready between these two readings of time.perf_counter()."""
         if self.trace is not None:
-            self.trace.add("in flight", f"{on} (network)", launched, taken_up)
+            self.trace.add("in flight", on, launched, taken_up, network=True)

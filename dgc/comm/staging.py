@@ -1,7 +1,8 @@
 """Messages of GPU tensors over a transport that needs host memory, by way of pinned buffers.
 
 A message is copied to the host behind what the GPU has queued; the transport gets it once the copy is done,
-which `poll` finds out without waiting. Replies go back to the GPU as they come.
+which `poll` finds out without waiting; whoever waits hands over all that was launched. Replies go back to the GPU
+as they come.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class StagedFlight:
     """inner: the carrier's flight, from when the copies in `requests` are `ready`. device: where replies go."""
 
@@ -48,6 +49,7 @@ class Staged:
         make_event: Callable[[], Event] = torch.cuda.Event,
     ):
         self._carrier, self._is_remote, self._make_event = carrier, is_remote, make_event
+        self._held: list[StagedFlight] = []  # launched and not yet handed over
         self.rank, self.size = carrier.rank, carrier.size
         self.local_rank, self.local_size = carrier.local_rank, carrier.local_size
 
@@ -67,6 +69,7 @@ class Staged:
             ready = self._make_event()
             ready.record()
             flight = StagedFlight(name, copies, ready, device)
+        self._held.append(flight)
         self._depart(flight)
         return flight
 
@@ -74,9 +77,11 @@ class Staged:
         return self._depart(flight) and self._carrier.poll(flight.inner)
 
     def wait(self, flight: StagedFlight) -> tuple[Reply, ...]:
-        if flight.ready is not None:
-            flight.ready.synchronize()
-        self._depart(flight)
+        # all that was launched, or two ranks could wait for what the other still holds back
+        for other in list(self._held):
+            if other.ready is not None:
+                other.ready.synchronize()
+            self._depart(other)
         replies = self._carrier.wait(flight.inner)
         return replies if flight.ready is None else tuple(_sent_to(reply, flight.device) for reply in replies)
 
@@ -84,6 +89,7 @@ class Staged:
         """Hand the messages over as soon as they lie in host memory; whether that has happened."""
         if flight.inner is None and (flight.ready is None or flight.ready.query()):
             flight.inner = self._carrier.launch(flight.name, flight.requests)
+            self._held.remove(flight)
         return flight.inner is not None
 
     @staticmethod

@@ -19,9 +19,9 @@ class Trace:
         self._events: list[tuple[str, int, float, float]] = []
         self.dropped = 0
 
-    def add(self, phase: str, on: str, start: float, end: float) -> None:
-        """A phase of the row `on`, between two readings of time.perf_counter()."""
-        row = self._rows.setdefault(on, len(self._rows))
+    def add(self, phase: str, on: str, start: float, end: float, network: bool = False) -> None:
+        """A phase of the row `on`, or of the one below it, between two readings of time.perf_counter()."""
+        row = 2 * self._rows.setdefault(on, len(self._rows)) + network
         if len(self._events) < self._limit:
             self._events.append((phase, row, start - self._zero, end - start))
         else:
@@ -30,7 +30,9 @@ class Trace:
     def save(self, path: Path) -> None:
         """Write all events so far. Times become microseconds since the trace began."""
         events = [_name("process_name", self._rank, 0, f"rank {self._rank}")]
-        events += [_name("thread_name", self._rank, row, name) for name, row in self._rows.items()]
+        for name, row in self._rows.items():
+            events.append(_name("thread_name", self._rank, 2 * row, name))
+            events.append(_name("thread_name", self._rank, 2 * row + 1, f"{name} (network)"))
         for phase, row, start, duration in self._events:
             times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * duration, 3)}
             events.append({"ph": "X", "name": phase, "pid": self._rank, "tid": row, **times})

@@ -3,7 +3,7 @@
 On each of N ranks, with local gradient g, momentum u, velocity v and ratio D:
 
     g = clip(g);  u = m u + g;  v = v + u          memory: momentum correction, accumulation
-    S = the D n largest |v_i| of every tensor      selection: sampled threshold
+    S = the D n largest |v_i| of every tensor      selection: exact, or a sampled threshold
     send v_S;  v_S = 0;  u_S = 0                   memory: momentum factor masking
     result = 1/N * sum over ranks                  the optimizer's step adds no momentum of its own
 
@@ -32,7 +32,7 @@ from dgc.bucket import Bucket, Segment
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.dense import FP16, Dense
-from dgc.compression.finite import blame
+from dgc.compression.finite import blame, probe
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
 from dgc.memory import Memory, NoMemory
@@ -144,18 +144,20 @@ class DGCCompressor:
         self.memory.sent_(bucket, encoded.sent)
         (payloads,) = yield (AllGather(encoded.payload),)
         parts, flags = self._format.decode(codec, payloads, plan.per_tensor, bucket.numel)
-        return SparseResult(*kernel.merge_mean(parts, len(parts), bucket.numel), _first_blame(bucket, flags))
+        indices, values = kernel.merge_mean(parts, len(parts), bucket.numel)
+        return SparseResult(indices, values, _first_blame(bucket, flags) or _overflow(bucket, indices, values))
 
     def _reduce_dense(self, bucket: Bucket, v: Tensor, first_nonfinite: Tensor) -> Conversation[Result]:
         values = self._format.values.dense.quantize(v, self._size, bucket.dtype)
         self.memory.sent_all_(bucket, values.float())
         # the reply may overwrite its message, and the memory keeps v until the step is known to be good
+        bucket.release()  # taken in: no need to copy them
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
         (mean, firsts) = yield (AllReduce(message), AllGather(first_nonfinite.view(1)))
         bucket.flat.copy_(mean)
         offsets = [segment.offset for segment in bucket.segments]
         numbers = [bisect_right(offsets, i) if i < bucket.numel else 0 for i in torch.cat(firsts).tolist()]
-        return DenseResult(_first_blame(bucket, numbers))
+        return DenseResult(_first_blame(bucket, numbers) or _overflow(bucket, None, bucket.flat))
 
     def take_back(self, bucket: Bucket) -> None:
         self.memory.take_back_(bucket)
@@ -202,6 +204,16 @@ def _selector_of(selector: Selector | None, sample_ratio: float | None, sampling
     if sampling != tuple(getattr(unsampled, f.name) for f in fields(unsampled) if f.name != "sample_ratio"):
         raise ValueError("strided_sample, compress_*_bound, max_adaptation_iters and resample need a sample_ratio")
     return Predicted() if selector is None else selector
+
+
+def _overflow(bucket: Bucket, indices: Tensor | None, mean: Tensor) -> str | None:
+    """Finite numbers may add up to inf. indices: where in the bucket the mean's elements are; None: one by one."""
+    if bool(probe(mean).isfinite()):
+        return None
+    bad = mean.isfinite().logical_not().nonzero().view(-1)[:1]
+    offsets = [segment.offset for segment in bucket.segments]
+    where = (bad if indices is None else indices[bad]).tolist()
+    return blame(bucket, bisect_right(offsets, where[0]), []) if where else None
 
 
 def _first_blame(bucket: Bucket, numbers: Sequence[int]) -> str | None:

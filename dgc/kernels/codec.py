@@ -77,7 +77,6 @@ class Header:
 
 
 @runtime_checkable
-@runtime_checkable
 class Codec(Protocol):
     """Sections are parts of a payload, contiguous; those to be written are zero before.
 

@@ -1,6 +1,7 @@
 """What every tier of kernels does. `reference` defines the meaning; the others give the same bits, faster.
 
-No operation waits for the device: what is only known there (a count, a flag) stays a tensor of no dimensions.
+What is only known on the device (a count, a flag) stays a tensor of no dimensions there. No operation waits for it
+but `merge_mean`, whose result is as long as the union it finds.
 Indices count elements of a bucket's flat buffer, which has fewer than 2**31 of them.
 """
 

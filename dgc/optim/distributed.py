@@ -1,7 +1,7 @@
 """DistributedOptimizer: Horovod's interface, with compression that holds conversations.
 
-Gradients are views into flat buckets; a bucket starts its conversation during backward, as soon as it is full;
-`step()` finishes them all and lets the wrapped optimizer step on the averaged gradients.
+A bucket of gradients starts its conversation during backward, as soon as it has them all; `step()` finishes all
+conversations and lets the wrapped optimizer step on the averages.
 """
 
 import warnings
@@ -111,8 +111,7 @@ class DistributedOptimizer(Wrapper):
                 flat.fill_(float("nan"))
                 continue
             if isinstance(result, SparseResult):
-                flat.zero_()
-                flat[result.indices] = result.values.to(flat.dtype)
+                plan.make_dense(result)
             if self._factor != 1:
                 flat.mul_(self._factor)
             self._loss_scale.multiply_(flat)
@@ -200,12 +199,15 @@ class DistributedOptimizer(Wrapper):
         self.meter.spent("step", "optimizer", start, perf_counter())
 
     def _synchronize_sparse(self) -> list[SparseUpdate]:
-        """As synchronize(), but sparse results are returned in place of being made dense."""
-        return [
-            plan.sparse_update(result.indices, result.values)
-            for plan, result in zip(self.exchange.planned, self._finish(), strict=True)
-            if isinstance(result, SparseResult)
-        ]
+        """As synchronize(), but sparse results that need no momentum are returned in place of being made dense."""
+        updates = []
+        for plan, result in zip(self.exchange.planned, self._finish(), strict=True):
+            if isinstance(result, SparseResult) and not self._dropped:
+                if plan.takes_sparse_updates:
+                    updates.append(plan.sparse_update(result.indices, result.values))
+                else:
+                    plan.make_dense(result)
+        return updates
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; with set_to_none=False gradients are views into the buckets afterwards, and those of frozen

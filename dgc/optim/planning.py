@@ -10,7 +10,7 @@ from torch import Tensor
 from dgc.bucket import Bucket, Segment, lay_out, make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor
+from dgc.compression.protocol import Compressor, SparseResult
 from dgc.optim.sgd import SparseUpdate
 
 MEGABYTE = 1024 * 1024
@@ -51,6 +51,21 @@ class PlannedBucket:
         """Let every .grad be its view into `bucket.flat`."""
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
+
+    def make_dense(self, result: SparseResult) -> None:
+        """Write a sparse mean into the bucket and let every .grad be its view there."""
+        self.bucket.release()
+        self.bucket.flat.zero_()
+        self.bucket.flat[result.indices] = result.values.to(self.bucket.dtype)
+        self.attach()
+
+    @property
+    def takes_sparse_updates(self) -> bool:
+        """Whether a mean is all that a step needs: momentum is in it, and the parameters lie as they were laid out
+        (`model.to(memory_format=...)` after wrapping changes that).
+        """
+        ordered = all(s.orders(p) for s, p in zip(self.bucket.segments, self.parameters, strict=True))
+        return self.compressor.correction is not None and ordered
 
     def sparse_update(self, indices: Tensor, values: Tensor) -> SparseUpdate:
         """A sparse gradient of the bucket as an update of its parameters."""

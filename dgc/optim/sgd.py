@@ -120,6 +120,8 @@ class DGCSGD(Optimizer):
         buffer = self.state[p].get("momentum_buffer")
         if buffer is None:
             buffer = self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        elif buffer.stride() != p.stride():  # loaded from a checkpoint of another memory format
+            buffer = self.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(buffer)
         settings = (group["lr"], group["weight_decay"], group["momentum"], group["nesterov"])
         kernels.of(p).decay_(_in_memory_order(p), _in_memory_order(buffer), *settings)
 

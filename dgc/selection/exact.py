@@ -1,11 +1,12 @@
 """Exact top-k by magnitude, in the passes that each engine needs over the n elements of a bucket.
 
 exact        u, v updated; then v searched: at least two more reads of v
-histogram    the pass that updates u, v counts float bits as well: bin = bits(|v|) >> 16, 8 exponent and 7
-             mantissa bits; the bin of rank k gives a floor, a second pass over v takes the elements above it, and
-             the k-th largest of those is exact. 24 bytes of traffic per element.
-predicted    the floor is known before the pass, which takes the elements above it at once. 20 bytes, the same as
-             updating u and v alone. With t1, t2 the last two exact thresholds:
+histogram    no history. The bits of |v| of a float, which order as the numbers do, are counted: first the upper
+             ones, then the lower ones of those equal in these, until the k-th largest is known. On a CPU a sample
+             of cache lines is counted first; its k-th largest, less five deviations, is a floor for the pass that
+             updates u, v, and only where that proves wrong all of v is counted.
+predicted    the floor is known before the pass, which takes the elements above it at once, so that traffic is that
+             of updating u and v alone: 20 bytes per element. With t1, t2 the last two exact thresholds:
                  floor = 0.98 * t1 * min(max(t1 / t2, 0.97), 1.2)
              Where that was too high, or nothing is known yet, the tensor is searched as by `histogram`.
 

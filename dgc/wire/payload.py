@@ -113,7 +113,7 @@ class SparseFormat:
             if not good:
                 raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
             if not fine:
-                raise PayloadError(f"rank {rank} sent values that are not finite")
+                raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
         return selections, known[1::5]
 
 

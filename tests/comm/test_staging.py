@@ -87,6 +87,17 @@ def test_what_is_sent_is_what_it_was_at_the_launch():
     assert torch.equal(transport.wait(flight)[0], torch.ones(3))
 
 
+def test_ranks_that_wait_in_another_order_do_not_wait_for_ever():
+    """Whoever waits hands over everything it holds: the others may be waiting for just that."""
+
+    def body(transport):
+        own = staged(transport)
+        flights = {name: own.launch(name, (AllReduce(torch.ones(1), "sum"),)) for name in "ab"}
+        return [own.wait(flights[name])[0].item() for name in ("ab" if transport.rank else "ba")]
+
+    assert LockstepWorld(2).run(body) == [[2.0, 2.0]] * 2
+
+
 REQUESTS = {
     "all-reduce": lambda rank: AllReduce(torch.arange(4.0) + rank),
     "all-gather": lambda rank: AllGather(torch.arange(4.0) + rank),

@@ -327,3 +327,17 @@ def test_it_takes_matrices_unless_told_otherwise():
     assert [compressor.accepts(s) for s in segments] == [True, False, False]
     compressor.initialize([named[1]])
     assert [compressor.accepts(s) for s in segments] == [False, True, False]
+
+
+# --- numbers at the end of the range ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0.05, 1.0])
+def test_finite_gradients_whose_mean_is_not_are_named(ratio):
+    """Each is in range, their sum is not: the step must not reach the parameters."""
+    ranks = Ranks(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.0)))
+    for bucket in ranks.buckets:
+        bucket.flat.fill_(3e38)
+    reduced = [c.reduce(b) for c, b in zip(ranks.compressors, ranks.buckets, strict=True)]
+    for result in ranks.world.converse("b", reduced):
+        assert result.nonfinite is not None and "of first is beyond the range" in result.nonfinite

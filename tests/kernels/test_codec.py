@@ -62,6 +62,7 @@ def test_codecs_agree_bit_for_bit(form):
 
 
 @pytest.mark.parametrize("form", SOME.values(), ids=SOME)
+@pytest.mark.usefixtures("no_type_checks")
 def test_codecs_agree_on_what_is_broken(form):
     """On noise behind the header with a true checksum."""
     generator = torch.Generator().manual_seed(3)

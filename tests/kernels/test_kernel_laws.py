@@ -1,5 +1,7 @@
 """Every tier gives the reference's bits, whatever the sizes, the numbers and the floors."""
 
+from functools import cache
+
 import pytest
 import torch
 from kernels.tiers import NAMES, tier
@@ -75,13 +77,34 @@ def assert_same_choice(ours: Chosen, expected: Chosen):
     assert int(ours.first_nonfinite) == int(expected.first_nonfinite)
 
 
+@cache
+def selected(kind, n):
+    """v, and for each of QUOTAS what the reference chooses: it is the same for every tier."""
+    v = DATA[kind](n)
+    plans = [quotas_for(n, ratio, pieces) for ratio, pieces in QUOTAS]
+    return v, [(quotas, REFERENCE.select(v, quotas)) for quotas in plans]
+
+
 @pytest.mark.parametrize("kind", DATA)
 def test_select(kernels, kind):
     for n in SIZES:
-        v = DATA[kind](n)
-        for ratio, pieces in QUOTAS:
-            quotas = quotas_for(n, ratio, pieces)
-            assert_same_choice(kernels.select(v, quotas), REFERENCE.select(v, quotas))
+        v, choices = selected(kind, n)
+        for quotas, expected in choices:
+            assert_same_choice(kernels.select(v, quotas), expected)
+
+
+@cache
+def accumulated(kind, n, number):
+    """Plan and inputs of case `number`, the state that the reference leaves and its choice.
+
+    They depend neither on the floors nor on the tier.
+    """
+    nesterov = number % 2 == 1
+    quotas = quotas_for(n, *QUOTAS[number])
+    g, u, v = random(n, 11 if nesterov else 10), random(n, 12), DATA[kind](n)
+    theirs = Accumulation((g,), u.clone(), v.clone(), 0.9, nesterov)
+    expected = REFERENCE.accumulate_and_select_(theirs, quotas, None)
+    return quotas, Accumulation((g,), u, v, 0.9, nesterov), theirs, expected
 
 
 @pytest.mark.parametrize("kind", ["normal", "wall", "heavy", "zeros", "levels"])
@@ -89,12 +112,9 @@ def test_select(kernels, kind):
 def test_accumulate_and_select(kernels, kind, floor):
     """Floors that fit (0.98 of the threshold), are too low, too high or nonsense choose the same."""
     for n in (0, 1, 17, 4097, 70001):
-        for (ratio, pieces), nesterov in zip(QUOTAS, [False, True] * 4, strict=False):
-            quotas = quotas_for(n, ratio, pieces)
-            g = (random(n, 10), random(n, 11))[nesterov]
-            theirs = Accumulation((g,), random(n, 12), DATA[kind](n), 0.9, nesterov)
-            ours = Accumulation((g,), theirs.u.clone(), theirs.v.clone(), 0.9, nesterov)
-            expected = REFERENCE.accumulate_and_select_(theirs, quotas, None)
+        for number in range(len(QUOTAS)):
+            quotas, start, theirs, expected = accumulated(kind, n, number)
+            ours = Accumulation(start.g, start.u.clone(), start.v.clone(), 0.9, start.nesterov)
             floors = None if floor is None else expected.thresholds * floor
             assert_same_choice(kernels.accumulate_and_select_(ours, quotas, floors), expected)
             assert same(ours.u, theirs.u) and same(ours.v, theirs.v)

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from nets import alone, assert_same, dgc_sgd, loss_of, net, run, wrap  # noqa: E402
 
 from dgc.compression import DGCCompressor  # noqa: E402
-from dgc.memory import ClipByGlobalNorm, DGCSGDMemory  # noqa: E402
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory  # noqa: E402
 
 
 def buffers(optimizer):
@@ -89,3 +89,53 @@ def test_gradients_laid_out_in_another_way_are_copied():
 
         results.append(run(2, body)[0])
     assert_same(*results, exactly=True)
+
+
+def by_step_and_by_synchronize(body):
+    """The models after `body(optimizer, model, rank, step)`, which is step() or synchronize() and then a step."""
+
+    def direct(optimizer):
+        optimizer.step()
+
+    def through_gradients(optimizer):
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    return [body(step) for step in (direct, through_gradients)]
+
+
+@pytest.mark.parametrize("memory", [ResidualMemory, lambda: None])
+def test_momentum_of_the_optimizers_own_applies_to_sparse_means(memory):
+    """Where the memory does not correct momentum, DGCSGD is SGD: a sparse mean is a gradient like others."""
+
+    def train(finish):
+        def body(model, transport):
+            compression = DGCCompressor(0.05, memory())
+            optimizer = wrap(model, transport, dgc_sgd, compression=compression)
+            for step in range(5):
+                optimizer.zero_grad()
+                loss_of(model, step, transport.rank).backward()
+                finish(optimizer)
+            assert all("momentum_buffer" in optimizer.state[p] for p in model.parameters())
+
+        return run(2, body)[0]
+
+    assert_same(*by_step_and_by_synchronize(train), exactly=True)
+
+
+def test_a_memory_format_that_changes_after_wrapping():
+    """The bucket keeps its order of elements; the parameters' own no longer is the same."""
+
+    def train(finish):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+        optimizer = wrap(model, alone(), dgc_sgd, compression=DGCCompressor(0.05, DGCSGDMemory(0.9)))
+        model.to(memory_format=torch.channels_last)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 8, 3, 3), 1.0 + step)).square().sum().backward()
+            finish(optimizer)
+        return model
+
+    assert_same(*by_step_and_by_synchronize(train))

@@ -155,6 +155,24 @@ def test_sparse_updates_equal_dense_ones(layout, decay):
     torch.testing.assert_close(*whole, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_decay_with_a_buffer_of_another_memory_format(nesterov):
+    """torch.optim loads a checkpoint's buffers with the strides that they had there."""
+    results = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
+        optimizer = DGCSGD([p], lr=0.1, momentum=0.9, weight_decay=0.5, nesterov=nesterov)
+        optimizer.leave_momentum_of([p])
+        buffer = torch.randn(4, 3, 5, 5).contiguous(memory_format=memory_format)
+        optimizer.state[p]["momentum_buffer"] = buffer
+        for _ in range(2):
+            p.grad = torch.zeros_like(p)
+            optimizer.step()
+        results.append(p.detach().clone())
+    assert torch.equal(*results)
+
+
 def test_an_empty_sparse_update_still_decays():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = DGCSGD([p], lr=0.1, weight_decay=0.5)

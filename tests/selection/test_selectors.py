@@ -338,6 +338,7 @@ def test_fit_gives_all_free_slots_where_they_suffice():
     assert kept.tolist() == [2, 10, 11, 12]
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_fit_never_exceeds_the_capacity():
     generator = rng(0)
     for _ in range(200):
@@ -382,9 +383,11 @@ def cut_in_index_order(v, plan, seed):
 
 
 @pytest.mark.parametrize("selector", [Sampled(), Sampled(strided_sample=False), WidePlan()])
+@pytest.mark.usefixtures("no_type_checks")
 def test_no_positional_bias(selector):
     assert chi_square(selector.indices) < LIMIT
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_the_cut_in_index_order_would_fail():
     assert chi_square(cut_in_index_order) > 10 * LIMIT

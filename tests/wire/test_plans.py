@@ -58,6 +58,7 @@ def test_the_expected_length_is_that_of_random_supports():
 
 @every_code
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
+@pytest.mark.usefixtures("no_type_checks")
 def test_nearly_all_of_a_random_support_is_sent(indices, density):
     numel = 100_000
     capacity = math.ceil(numel * density)
@@ -82,6 +83,7 @@ def test_tiny_supports_in_large_buckets_are_int32():
 
 
 @every_code
+@pytest.mark.usefixtures("no_type_checks")
 def test_small_buckets_send_every_support_there_is(indices):
     """Where a support of few elements is coded, the longest code there is has room."""
     for numel, capacity in ((9, 2), (9, 5), (8, 7), (8, 8)):
@@ -89,6 +91,7 @@ def test_small_buckets_send_every_support_there_is(indices):
             assert send(indices, torch.tensor(support), numel)[0] == capacity
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_the_longest_packed_code_is():
     for numel in (200, 2000):
         for count in (1, 5, 128, 129, 150):

@@ -1,4 +1,5 @@
-// Threads of the native kernels. One pool per process; a child of fork gets a pool of its own.
+// Threads of the native kernels: torch's own OpenMP team where there is one, else a pool of the process. In a child
+// of fork OpenMP is unusable; if this library was loaded before the fork, the child gets a pool.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +8,11 @@
 
 namespace dgc {
 
-// work(context, thread) for thread = 0 .. threads - 1, the caller being thread 0. One region at a time:
-// callers from several threads wait for each other, and a region must not start another.
+// work(context, thread) for thread = 0 .. threads - 1, each exactly once, by any thread and in any order: one
+// may do several in turn. A region must not wait for parts of itself, nor start another.
 void run_threads(int threads, void (*work)(void*, int), void* context);
 
-// Calls work(thread) for thread = 0 .. threads - 1 at once and returns when all have returned.
+// Calls work(thread) for thread = 0 .. threads - 1 and returns when all have returned.
 // Static, as every helper in a header here: a copy compiled for AVX-512 must never serve another file.
 template <class Work>
 static void parallel_for(int threads, Work&& work) {
