@@ -58,7 +58,7 @@ def assert_equal(a, b, where=""):
 def finished(tmp_path_factory) -> Path:
     """The directory of a finished run; tests copy it."""
     directory = tmp_path_factory.mktemp("finished") / "run"
-    run(["--run-dir", str(directory), "--configs.train.trace", "True"])
+    run(["--run-dir", str(directory)])
     return directory
 
 
