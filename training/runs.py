@@ -16,10 +16,12 @@ FREE_KEYS = (
     "data.num_threads_per_worker",
     "data.num_workers",
     "train.bucket_mb",
+    "train.kernels",
     "train.timeout",
     "train.log_every",
     "train.checkpoint_every",
     "train.check_replicas_every",
+    "train.trace",
 )
 
 Tree = dict[str, "Tree"]

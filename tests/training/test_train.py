@@ -282,8 +282,10 @@ def test_values_that_cannot_be_are_told_in_one_line(tmp_path, word, message):
     assert "\n" not in str(told.value) and list(tmp_path.iterdir()) == []
 
 
-def test_settings_that_train_the_same_may_change(copy, capsys):
-    run(["--run-dir", str(copy), "--configs.train.bucket_mb=1", "--configs.train.log_every=3"])
+def test_settings_that_train_the_same_may_change(copy, capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "_asked", "auto")
+    free = ["train.bucket_mb=1", "train.log_every=3", "train.trace=True", "train.kernels=reference"]
+    run(["--run-dir", str(copy), *(f"--configs.{setting}" for setting in free)])
     assert "resumed" in capsys.readouterr().out
 
 
