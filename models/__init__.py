@@ -1,8 +1,15 @@
 """Models for small images; those for ImageNet are torchvision's."""
 
+from models.alexnet_cifar import alexnet as alexnet
+from models.densenet_cifar import densenet121 as densenet121
+from models.densenet_cifar import densenet169 as densenet169
 from models.digits_cnn import DigitsCNN as DigitsCNN
 from models.resnet_cifar import resnet18 as resnet18
 from models.resnet_cifar import resnet20 as resnet20
+from models.resnet_cifar import resnet50 as resnet50
 from models.resnet_cifar import resnet56 as resnet56
+from models.resnet_cifar import resnet101 as resnet101
 from models.resnet_cifar import resnet110 as resnet110
+from models.senet_cifar import senet18 as senet18
 from models.vgg_cifar import vgg16_bn as vgg16_bn
+from models.vgg_cifar import vgg19_bn as vgg19_bn

@@ -4,8 +4,9 @@ https://arxiv.org/abs/1512.03385. Depth 6n+2: a 3x3 convolution, three stages of
 channels, global average pooling, one linear layer. Shortcuts are the paper's option A: where a stage changes
 size, every second pixel of the input with zero-padded channels, so shortcuts have no parameters.
 
-ResNet-18 is the ImageNet network of the paper's table 1 for such images: the same 3x3 convolution in place of
-the 7x7 one and its pooling, four stages of two blocks from 64 to 512 channels, and shortcuts of option B.
+ResNet-18, 50 and 101 are the ImageNet networks of the paper's table 1 for such images: a 3x3 convolution with 64
+channels in place of the 7x7 one and its pooling, four stages, and shortcuts of option B. ResNet-18 has two basic
+blocks in each stage, from 64 to 512 channels; the deeper two have bottleneck blocks, from 256 to 2048 channels.
 """
 
 from collections.abc import Callable
@@ -62,32 +63,67 @@ class BasicBlock(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions with batch norm, added to the shortcut; inside, a quarter of the channels."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int,
+        resize: Callable[[int, int, int], nn.Module] = Projection,
+    ) -> None:
+        super().__init__()
+        width = out_channels // 4
+        self.body = nn.Sequential(
+            nn.Conv2d(in_channels, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            # The stride is here, as in most implementations: in the first 1x1 convolution, where the paper had
+            # it, three quarters of the pixels would not be read at all.
+            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, out_channels, 1, bias=False),
+            nn.BatchNorm2d(out_channels),
+        )
+        same = stride == 1 and in_channels == out_channels
+        self.shortcut: nn.Module = nn.Identity() if same else resize(in_channels, out_channels, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
 class ResNet(nn.Module):
     """Input [n, in_channels, h, w], h and w at least 4 (32 in the paper); output logits [n, num_classes].
 
-    stages: channels of each; all but the first halve the image. blocks: in each stage. resize: the shortcut
-    where a stage changes size, made from (channels before, channels after, stride).
+    stages: channels of each; all but the first halve the image. blocks: in each stage, or in all alike. resize:
+    the shortcut where a block changes size, made from (channels before, channels after, stride). block: their
+    kind. stem: channels of the first convolution, the first stage's unless given.
     """
 
     def __init__(
         self,
         stages: tuple[int, ...],
-        blocks: int,
+        blocks: int | tuple[int, ...],
         resize: Callable[[int, int, int], nn.Module],
         num_classes: int = 10,
         in_channels: int = 3,
+        block: type[BasicBlock] | type[Bottleneck] = BasicBlock,
+        stem: int | None = None,
     ) -> None:
         super().__init__()
-        channels = stages[0]
+        counts = (blocks,) * len(stages) if isinstance(blocks, int) else blocks
+        channels = stages[0] if stem is None else stem
         layers: list[nn.Module] = [
             nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
             nn.BatchNorm2d(channels),
             nn.ReLU(inplace=True),
         ]
-        for stage, stage_channels in enumerate(stages):
-            for block in range(blocks):
-                stride = 2 if stage and block == 0 else 1
-                layers.append(BasicBlock(channels, stage_channels, stride, resize))
+        for stage, (stage_channels, count) in enumerate(zip(stages, counts, strict=True)):
+            for index in range(count):
+                stride = 2 if stage and index == 0 else 1
+                layers.append(block(channels, stage_channels, stride, resize))
                 channels = stage_channels
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         self.features = nn.Sequential(*layers)
@@ -114,7 +150,7 @@ def resnet20(num_classes: int = 10, in_channels: int = 3) -> ResNet:
 
 
 def resnet56(num_classes: int = 10, in_channels: int = 3) -> ResNet:
-    """853,018 parameters at 3 input channels and 10 classes."""
+    """853,018 parameters in 167 tensors at 3 input channels and 10 classes."""
     return resnet_of_depth(56, num_classes, in_channels)
 
 
@@ -126,3 +162,15 @@ def resnet110(num_classes: int = 10, in_channels: int = 3) -> ResNet:
 def resnet18(num_classes: int = 10, in_channels: int = 3) -> ResNet:
     """11,173,962 parameters in 62 tensors at 3 input channels and 10 classes."""
     return ResNet((64, 128, 256, 512), 2, Projection, num_classes, in_channels)
+
+
+def resnet50(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """23,520,842 parameters in 161 tensors at 3 input channels and 10 classes."""
+    stages, blocks = (256, 512, 1024, 2048), (3, 4, 6, 3)
+    return ResNet(stages, blocks, Projection, num_classes, in_channels, Bottleneck, stem=64)
+
+
+def resnet101(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """42,512,970 parameters in 314 tensors at 3 input channels and 10 classes."""
+    stages, blocks = (256, 512, 1024, 2048), (3, 4, 23, 3)
+    return ResNet(stages, blocks, Projection, num_classes, in_channels, Bottleneck, stem=64)

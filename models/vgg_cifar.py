@@ -1,26 +1,27 @@
-"""VGG-16 with batch norm for small images: Simonyan and Zisserman, https://arxiv.org/abs/1409.1556, column D.
+"""VGG with batch norm for small images: Simonyan and Zisserman, https://arxiv.org/abs/1409.1556, columns D and E.
 
-The thirteen convolutions are the paper's. Its three linear layers, made for 7x7 features, are one here: a 32x32
-image is a single position with 512 channels after the fifth pooling.
+The thirteen or sixteen convolutions are the paper's. Its three linear layers, made for 7x7 features, are one
+here: a 32x32 image is a single position with 512 channels after the fifth pooling.
 """
 
 from torch import Tensor, nn
 
 # Channels of each 3x3 convolution, stage by stage; each stage ends with a 2x2 pooling.
-STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+COLUMN_D = ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3)
+COLUMN_E = ((64,) * 2, (128,) * 2, (256,) * 4, (512,) * 4, (512,) * 4)
 
 
-class VGG16BN(nn.Module):
+class VGGBN(nn.Module):
     """Input [n, in_channels, h, w], h and w at least 32; output logits [n, num_classes].
 
-    14,728,266 parameters in 54 tensors at 3 input channels and 10 classes.
+    stages: channels of each one's convolutions; every stage halves the image.
     """
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 3) -> None:
+    def __init__(self, stages: tuple[tuple[int, ...], ...], num_classes: int = 10, in_channels: int = 3) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         channels = in_channels
-        for stage in STAGES:
+        for stage in stages:
             for wide in stage:
                 layers += [nn.Conv2d(channels, wide, 3, padding=1), nn.BatchNorm2d(wide), nn.ReLU(inplace=True)]
                 channels = wide
@@ -38,6 +39,11 @@ class VGG16BN(nn.Module):
         return logits
 
 
-def vgg16_bn(num_classes: int = 10, in_channels: int = 3) -> VGG16BN:
-    """14,728,266 parameters at 3 input channels and 10 classes."""
-    return VGG16BN(num_classes, in_channels)
+def vgg16_bn(num_classes: int = 10, in_channels: int = 3) -> VGGBN:
+    """14,728,266 parameters in 54 tensors at 3 input channels and 10 classes."""
+    return VGGBN(COLUMN_D, num_classes, in_channels)
+
+
+def vgg19_bn(num_classes: int = 10, in_channels: int = 3) -> VGGBN:
+    """20,040,522 parameters in 66 tensors at 3 input channels and 10 classes."""
+    return VGGBN(COLUMN_E, num_classes, in_channels)

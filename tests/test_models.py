@@ -3,8 +3,24 @@
 import pytest
 import torch
 
-from models import DigitsCNN, resnet18, resnet20, resnet56, resnet110, vgg16_bn
-from models.resnet_cifar import resnet_of_depth
+from models import (
+    DigitsCNN,
+    alexnet,
+    densenet121,
+    densenet169,
+    resnet18,
+    resnet20,
+    resnet50,
+    resnet56,
+    resnet101,
+    resnet110,
+    senet18,
+    vgg16_bn,
+    vgg19_bn,
+)
+from models.densenet_cifar import DenseLayer
+from models.resnet_cifar import Bottleneck, Projection, ResNet, resnet_of_depth
+from models.senet_cifar import PreActivationBlock, SqueezeExcitation
 
 
 @pytest.mark.parametrize(
@@ -14,11 +30,19 @@ from models.resnet_cifar import resnet_of_depth
         (resnet56, 853_018, 167, 56),
         (resnet110, 1_727_962, 329, 110),
         (resnet18, 11_173_962, 62, 21),
+        (resnet50, 23_520_842, 161, 54),
+        (resnet101, 42_512_970, 314, 105),
         (vgg16_bn, 14_728_266, 54, 14),
+        (vgg19_bn, 20_040_522, 66, 17),
+        (alexnet, 2_472_266, 12, 6),
+        (densenet121, 6_956_298, 362, 121),
+        (densenet169, 12_493_322, 506, 169),
+        (senet18, 11_260_354, 88, 37),
     ],
 )
 def test_sizes(make, parameters, tensors, matrices):
-    model = make()
+    with torch.device("meta"):
+        model = make()
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert len(list(model.parameters())) == tensors
     assert sum(p.dim() > 1 for p in model.parameters()) == matrices
@@ -31,14 +55,79 @@ def test_cifar_resnet_shapes(channels, edge, classes):
     assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
 
 
-@pytest.mark.parametrize("make", [resnet18, vgg16_bn])
-def test_the_larger_cifar_models(make):
-    """Shapes, and that the scale of the features neither explodes nor dies on the way."""
+@pytest.mark.parametrize(
+    ("make", "features"),
+    [
+        (resnet18, 512),
+        (resnet50, 2048),
+        (resnet101, 2048),
+        (vgg16_bn, 512),
+        (vgg19_bn, 512),
+        (alexnet, 256),
+        (densenet121, 1024),
+        (densenet169, 1664),
+        (senet18, 512),
+    ],
+)
+def test_the_larger_cifar_models(make, features):
+    """Shapes, and that the scale of the features neither explodes nor dies on the way, there and back."""
     torch.manual_seed(0)
     model = make(num_classes=100)
-    logits = model(torch.randn(4, 3, 32, 32))
-    assert logits.shape == (4, 100) and 0.05 < logits.std() < 5
-    assert model.classifier.weight.shape == (100, 512)
+    logits = model(torch.randn(2, 3, 32, 32))
+    assert logits.shape == (2, 100) and 0.05 < logits.std() < 5
+    assert model.classifier.weight.shape == (100, features)
+    logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+
+
+@pytest.mark.parametrize(
+    ("make", "edge"), [(resnet50, 8), (densenet121, 8), (senet18, 8), (vgg19_bn, 48), (alexnet, 48)]
+)
+def test_other_images(make, edge):
+    model = make(num_classes=7, in_channels=1)
+    assert model(torch.randn(2, 1, edge, edge)).shape == (2, 7)
+    assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
+
+
+def test_alexnet_tells_images_apart():
+    """Without batch norm only the initialisation keeps the logits from being the same for every image."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert alexnet()(torch.randn(32, 3, 32, 32)).std(0).mean() > 0.03
+
+
+def test_bottlenecks_and_their_stride():
+    block = Bottleneck(64, 256, 2)
+    assert [tuple(p.shape[:2]) for p in block.body.parameters() if p.dim() == 4] == [(64, 64), (64, 64), (256, 64)]
+    assert isinstance(block.shortcut, Projection) and block(torch.randn(2, 64, 8, 8)).shape == (2, 256, 4, 4)
+    assert isinstance(Bottleneck(256, 256, 1).shortcut, torch.nn.Identity)
+
+
+def test_every_stage_needs_its_number_of_blocks():
+    with pytest.raises(ValueError):
+        ResNet((16, 32), (1, 1, 1), Projection)
+
+
+def test_dense_layers_keep_what_they_read():
+    x = torch.randn(2, 6, 4, 4)
+    before = x.clone()
+    y = DenseLayer(6, 5)(x)
+    assert y.shape == (2, 11, 4, 4) and torch.equal(y[:, :6], before) and torch.equal(x, before)
+
+
+def test_squeeze_and_excitation_scales_channels():
+    scale, x = SqueezeExcitation(32), torch.randn(2, 32, 4, 4)
+    factors = scale(x) / x
+    assert torch.allclose(factors, factors[:, :, :1, :1].expand_as(x), atol=1e-4)
+    assert ((factors > 0) & (factors < 1)).all() and factors[0].std() > 0
+
+
+def test_pre_activation_blocks_pass_their_input_on_untouched():
+    block, x = PreActivationBlock(16, 16, 1), torch.randn(2, 16, 4, 4)
+    torch.nn.init.zeros_(block.body[3].weight)
+    before = x.clone()
+    assert torch.equal(block(x), before)
 
 
 @pytest.mark.parametrize("depth", [2, 7, 21])

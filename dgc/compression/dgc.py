@@ -41,6 +41,8 @@ from dgc.selection import Exact, Plan, Predicted, Sampled, Selector, plan_select
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
 
 FLAG_BYTES = 8
+# Of the selector, as loaded: each tensor's rows by name, and the ratio that they belong to.
+NO_HISTORY: dict[str, Any] = {"ratio": None, "tensors": {}}
 
 
 class DGCCompressor:
@@ -97,6 +99,7 @@ class DGCCompressor:
         self._seed = seed
         self._steps: dict[str, int] = {}
         self._plans: dict[str, Plan] = {}
+        self._history = NO_HISTORY
         self._size = 1
         self.begin_epoch(0)
 
@@ -166,6 +169,9 @@ class DGCCompressor:
         plan = self._plans.get(bucket.name)
         if plan is None or plan.ratio != self.compress_ratio:
             plan = plan_selection(bucket.segments, self.compress_ratio, bucket.device)
+            if self._history["ratio"] != plan.ratio:
+                self._history = NO_HISTORY
+            plan.take_history(self._history["tensors"])
             self._plans[bucket.name] = plan
         return plan
 
@@ -185,13 +191,23 @@ class DGCCompressor:
         return self.memory.errors()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"memory": self.memory.state_dict(), "steps": max(self._steps.values(), default=0)}
+        tensors = dict(self._history["tensors"]) if self._history["ratio"] == self.compress_ratio else {}
+        if self._selector.remembers:
+            for plan in self._plans.values():
+                tensors |= plan.rows_of_history()
+        return {
+            "memory": self.memory.state_dict(),
+            "steps": max(self._steps.values(), default=0),
+            "history": {"ratio": self.compress_ratio, "tensors": tensors},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != {"memory", "steps"}:
+        if state.keys() != {"memory", "steps", "history"}:
             raise ValueError(f"state of another compressor: {sorted(state)}")
         self.memory.load_state_dict(state["memory"])
         self._steps = dict.fromkeys(self._steps, state["steps"])
+        self._plans.clear()
+        self._history = state["history"]
 
 
 def _selector_of(selector: Selector | None, sample_ratio: float | None, sampling: tuple[Any, ...]) -> Selector:

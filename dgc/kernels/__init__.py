@@ -14,8 +14,10 @@ from dgc.kernels.codec import Codec as Codec
 from dgc.kernels.protocol import Accumulation as Accumulation
 from dgc.kernels.protocol import Chosen as Chosen
 from dgc.kernels.protocol import Kernels as Kernels
+from dgc.kernels.protocol import Moments as Moments
 from dgc.kernels.protocol import Quotas as Quotas
 from dgc.kernels.protocol import Selection as Selection
+from dgc.kernels.protocol import Tail as Tail
 from dgc.kernels.protocol import Taken as Taken
 
 TIERS = ("auto", "reference", "native", "triton")

@@ -14,7 +14,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.kernels.library import load
-from dgc.kernels.protocol import Accumulation, Chosen, Quotas, Selection, Taken
+from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail, Taken
 from dgc.kernels.reference import Reference
 
 PLAIN, NESTEROV, RESIDUAL, NONE = range(4)
@@ -25,6 +25,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "dgc_isa": (c_char_p, ()),
     "dgc_update": (c_int64, _PASS),
     "dgc_update_and_choose": (c_int64, (*_PASS, *_CHOICE)),
+    "dgc_moments": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 4, c_int)),
+    "dgc_tail": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, c_int)),
     "dgc_take": (None, (c_void_p, c_void_p, c_void_p, c_int64, *(c_void_p,) * 4, c_int)),
     "dgc_put": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
     "dgc_merge_mean": (c_int64, (*(c_void_p,) * 3, c_int, c_float, c_int64, c_void_p, c_void_p, c_int)),
@@ -62,8 +64,10 @@ class Native:
     ) -> Chosen:
         return self._choose(_form(due), _fp32(due.g), due.u, due.v, due.momentum, quotas, floors)
 
-    def select(self, v: Float32[Tensor, "n"], quotas: Quotas) -> Chosen:
-        return self._choose(NONE, (), None, v, 0.0, quotas, None)
+    def select(
+        self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
+    ) -> Chosen:
+        return self._choose(NONE, (), None, v, 0.0, quotas, floors)
 
     def _choose(
         self,
@@ -94,6 +98,38 @@ class Native:
             missed.data_ptr(),
         )
         return Chosen(Selection(indices, values, count), thresholds, torch.full((), first), missed)
+
+    def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
+        ranges = bounds.numel() - 1
+        sums, magnitudes, squares = torch.empty(3, ranges, dtype=torch.float64)
+        largest = torch.empty(ranges)
+        self._library.dgc_moments(
+            v.data_ptr(),
+            bounds.data_ptr(),
+            ranges,
+            sums.data_ptr(),
+            magnitudes.data_ptr(),
+            squares.data_ptr(),
+            largest.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return Moments(sums, magnitudes, squares, largest)
+
+    def tail(
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
+    ) -> Tail:
+        ranges = floors.numel()
+        counts, sums = torch.empty(ranges, dtype=torch.int64), torch.empty(ranges, dtype=torch.float64)
+        self._library.dgc_tail(
+            v.data_ptr(),
+            bounds.data_ptr(),
+            ranges,
+            floors.data_ptr(),
+            counts.data_ptr(),
+            sums.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return Tail(counts, sums)
 
     def take_(
         self,

@@ -1,5 +1,7 @@
 """What every tier of kernels does. `reference` defines the meaning; the others give the same bits, faster.
 
+Only the sums in `moments` and `tail` may differ between tiers, by the rounding of fp64.
+
 What is only known on the device (a count, a flag) stays a tensor of no dimensions there. No operation waits for it
 but `merge_mean`, whose result is as long as the union it finds.
 Indices count elements of a bucket's flat buffer, which has fewer than 2**31 of them.
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Float32, Float64, Int32, Int64
 from torch import Tensor
 
 
@@ -73,6 +75,31 @@ class Chosen:
 
 
 @dataclass(frozen=True, eq=False)
+class Moments:
+    """Sums over the elements of each range, in fp64: of v, of |v| and of its square; and the largest |v|.
+
+    The order of addition is each tier's own, but the same in every call, whatever the number of threads. An empty
+    range has zeros.
+    """
+
+    sums: Float64[Tensor, "S"]
+    magnitudes: Float64[Tensor, "S"]
+    squares: Float64[Tensor, "S"]
+    largest: Float32[Tensor, "S"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """Of each range the elements with |v| at or above a floor, zeros left out: how many, and the sum of |v|.
+
+    In fp64; the order of addition is as for Moments.
+    """
+
+    counts: Int64[Tensor, "S"]
+    sums: Float64[Tensor, "S"]
+
+
+@dataclass(frozen=True, eq=False)
 class Taken:
     """What `take_` overwrote, so that it can be put back bit for bit. u is None where u was left alone."""
 
@@ -98,8 +125,26 @@ class Kernels(Protocol):
         """
         ...
 
-    def select(self, v: Float32[Tensor, "n"], quotas: Quotas) -> Chosen:
-        """Choose from v as it is. v has no NaN or inf; first_nonfinite is n."""
+    def select(
+        self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
+    ) -> Chosen:
+        """Choose from v as it is. v has no NaN or inf; first_nonfinite is n.
+
+        floors: as in accumulate_and_select_. They may make the choice cheaper and never change it.
+        """
+        ...
+
+    def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
+        """Sums over each range bounds[s] .. bounds[s+1] - 1. v has no NaN or inf."""
+        ...
+
+    def tail(
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
+    ) -> Tail:
+        """What of each range is at or above its floor. v has no NaN or inf.
+
+        A floor of 0 leaves out nothing but zeros. A range whose floor is inf is not read.
+        """
         ...
 
     def take_(

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.protocol import Accumulation, Chosen, Quotas, Selection, Taken
+from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail, Taken
 
 
 class Reference:
@@ -40,7 +40,9 @@ class Reference:
         chosen = self.select(due.v, quotas)
         return Chosen(chosen.selection, chosen.thresholds, first, chosen.missed)
 
-    def select(self, v: Float32[Tensor, "n"], quotas: Quotas) -> Chosen:
+    def select(
+        self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
+    ) -> Chosen:
         bounds, parts = quotas.bounds.tolist(), []
         thresholds = torch.zeros(len(bounds) - 1, device=v.device)
         for s, k in enumerate(quotas.ks.tolist()):
@@ -51,6 +53,25 @@ class Reference:
         selection = as_selection(torch.cat(parts), v, quotas.capacity)
         none = torch.zeros((), dtype=torch.int32, device=v.device)
         return Chosen(selection, thresholds, none.long() + v.numel(), none)
+
+    def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
+        parts = ranges_of(v, bounds)
+        wide = [part.double() for part in parts]
+        return Moments(
+            sums=torch.stack([part.sum() for part in wide]),
+            magnitudes=torch.stack([part.abs().sum() for part in wide]),
+            squares=torch.stack([part.square().sum() for part in wide]),
+            largest=torch.stack([part.abs().max() if part.numel() else part.sum() for part in parts]),
+        )
+
+    def tail(
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
+    ) -> Tail:
+        found = [part[above(part, floor)] for part, floor in zip(ranges_of(v, bounds), floors, strict=True)]
+        return Tail(
+            counts=torch.tensor([part.numel() for part in found], device=v.device),
+            sums=torch.stack([part.double().abs().sum() for part in found]),
+        )
 
     def take_(
         self,
@@ -119,6 +140,11 @@ class Reference:
         decay = p * weight_decay
         buffer.mul_(momentum).add_(decay)
         p.sub_((decay.add_(buffer * momentum) if nesterov else buffer) * lr)
+
+
+def ranges_of(v: Float[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> tuple[Float[Tensor, "_"], ...]:
+    """Views of the ranges, which cover v."""
+    return v.split(bounds.diff().tolist())
 
 
 def as_selection(indices: Int64[Tensor, "count"], v: Float32[Tensor, "n"], capacity: int) -> Selection:

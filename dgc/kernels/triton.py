@@ -2,8 +2,9 @@
 
 Each operation is a fixed number of launches per bucket, whatever the number of tensors in it, and none but
 `merge_mean`, whose result has a size that only the device knows, waits for the device. Launches: accumulate_ 1,
-select 9, accumulate_and_select_ 10, take_ 1, put_back_ 1, merge_mean 3, subtract_at_ 1 per dtype of the
-targets, decay_ 1; beside them a few of torch's own (zeros; in merge_mean a stable sort and a cumulative sum).
+select 9, accumulate_and_select_ 10, moments 2, tail 2, take_ 1, put_back_ 1, merge_mean 3, subtract_at_ 1 per
+dtype of the targets, decay_ 1; beside them a few of torch's own (zeros; in merge_mean a stable sort and a
+cumulative sum).
 
 Same bits: kernels are compiled without contraction to FMA, which would skip the rounding of a product; floats are
 never added atomically; division is the correctly rounded one. Without a GPU they run in Triton's interpreter, if
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from dgc.kernels import triton_passes as passes
 from dgc.kernels import triton_sparse as sparse
-from dgc.kernels.protocol import Accumulation, Chosen, Quotas, Selection, Taken
+from dgc.kernels import triton_statistics as statistics
+from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail, Taken
 from dgc.kernels.triton_select import Candidates, choose, room_for_candidates
 from dgc.kernels.triton_tables import Launcher, Tiling, Tilings, on_device, pointers
 
@@ -73,10 +75,22 @@ class Triton:
         first = self._accumulate(due, tiling, candidates)
         return choose(self._launch, due.v, tiling, quotas, candidates, first, self.tile)
 
-    def select(self, v: Float32[Tensor, "n"], quotas: Quotas) -> Chosen:
+    def select(
+        self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
+    ) -> Chosen:
+        # Floors never change the choice, so it is right to leave them: to collect candidates would be another read
+        # of v, which only pays where a pass reads it anyway.
         first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
         tiling = self._tilings.of(quotas.bounds, (v.numel(),))
         return choose(self._launch, v, tiling, quotas, None, first, self.tile)
+
+    def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
+        return statistics.moments(self._launch, v, self._tilings.of(bounds, (v.numel(),)), self.tile)
+
+    def tail(
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
+    ) -> Tail:
+        return statistics.tail(self._launch, v, self._tilings.of(bounds, (v.numel(),)), floors, self.tile)
 
     def take_(
         self,

@@ -13,14 +13,13 @@ predicted    the floor is known before the pass, which takes the elements above 
 All three choose the same elements; history changes the time alone, so a resumed run needs none of it.
 """
 
-from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
 
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.kernels import Accumulation, Quotas
+from dgc.kernels import Accumulation, Quotas, Selection
 from dgc.selection.plan import Plan
 from dgc.selection.selector import Selected, Selector
 
@@ -34,9 +33,8 @@ class Exact(Selector):
     def quotas(self, plan: Plan) -> Quotas:
         return plan.per_bucket if self.per_bucket else plan.per_tensor
 
-    def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
-        selection = kernels.of(v).select(v, self.quotas(plan)).selection
-        return selection.indices[: int(selection.count)].long()
+    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Selection:
+        return kernels.of(v).select(v, self.quotas(plan)).selection
 
 
 @dataclass(frozen=True)
@@ -53,24 +51,19 @@ class Predicted(Exact):
     """
 
     margin: float = 0.98
-    _history: "WeakKeyDictionary[Plan, tuple[Tensor, Tensor]]" = field(
-        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if not 0 < self.margin <= 1:
             raise ValueError(f"margin is a fraction in (0, 1], not {self.margin}")
 
     def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
-        quotas, past = self.quotas(plan), self._history.get(plan)
-        floors = None if past is None else floors_from(*past, self.margin)
+        quotas, history = self.quotas(plan), plan.history
+        floors = floors_from(history["t1"], history["t2"], self.margin) if history else None
         chosen = kernels.of(due.v).accumulate_and_select_(due, quotas, floors)
-        self._history[plan] = (chosen.thresholds, chosen.thresholds if past is None else past[0])
+        plan.history.update(t1=chosen.thresholds, t2=history.get("t1", chosen.thresholds))
         return Selected(chosen.selection, chosen.first_nonfinite)
 
 
-def floors_from(
-    t1: Float32[Tensor, "S"], t2: Float32[Tensor, "S"], margin: float = 0.98
-) -> Float32[Tensor, "S"]:
+def floors_from(t1: Float32[Tensor, "S"], t2: Float32[Tensor, "S"], margin: float = 0.98) -> Float32[Tensor, "S"]:
     """t1, t2: exact thresholds of the last step and the one before. A threshold of 0 predicts nothing: 0."""
     return t1 * (t1 / t2).nan_to_num_(1.0).clamp_(0.97, 1.2) * margin

@@ -1,30 +1,34 @@
 """How many elements each tensor of a bucket sends, and what is done when a selection holds more."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from dgc.bucket import Segment
 from dgc.kernels import Quotas
-from dgc.kernels.reference import largest
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Parallel tables, one entry per tensor of the bucket; `capacity` elements fit into the payload."""
+    """Parallel tables, one entry per tensor of the bucket; `capacity` elements fit into the payload.
 
+    history: what a selector leaves for its next step. Where it `remembers`, each entry has one row per tensor.
+    """
+
+    names: tuple[str, ...]
     offsets: tuple[int, ...]
     numels: tuple[int, ...]
     ks: tuple[int, ...]
     ratio: float
     device: torch.device = CPU
+    history: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def capacity(self) -> int:
@@ -43,6 +47,28 @@ class Plan:
     def split(self, v: Tensor) -> list[Tensor]:
         return [v[o : o + n] for o, n in zip(self.offsets, self.numels, strict=True)]
 
+    def shared(self, counts: Int64[Tensor, "S"]) -> Quotas:
+        """How many of `counts` candidates each tensor may send: its k, and slots that others leave free.
+
+        Those are shared in proportion to what each has beyond its k.
+        """
+        ks = self.per_tensor.ks
+        kept = counts.minimum(ks)
+        surplus = counts - kept
+        free, wanted = self.capacity - kept.sum(), surplus.sum()
+        extra = surplus.where(wanted <= free, free * surplus // wanted.clamp(min=1))
+        return Quotas(self.per_tensor.bounds, kept + extra, self.capacity)
+
+    def rows_of_history(self) -> dict[str, dict[str, Tensor]]:
+        """By tensor, so that it fits any buckets."""
+        return {name: {key: h[i].clone() for key, h in self.history.items()} for i, name in enumerate(self.names)}
+
+    def take_history(self, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Rows of `rows_of_history`, used if all tensors have theirs."""
+        own = [rows.get(name, {}) for name in self.names]
+        for key in own[0] if own and all(row.keys() == own[0].keys() for row in own) else ():
+            self.history[key] = torch.stack([row[key].to(self.device) for row in own])
+
     def _quotas(self, bounds: Sequence[int], ks: Sequence[int]) -> Quotas:
         return Quotas(
             torch.tensor(bounds, dtype=torch.int64, device=self.device),
@@ -59,31 +85,10 @@ def share(numel: int, ratio: float) -> int:
 def plan_selection(segments: Sequence[Segment], ratio: float, device: torch.device = CPU) -> Plan:
     """k = ceil(ratio * numel) of each tensor, so at least one of every tensor that has any element."""
     return Plan(
+        names=tuple(s.name for s in segments),
         offsets=tuple(s.offset for s in segments),
         numels=tuple(s.numel for s in segments),
         ks=tuple(share(s.numel, ratio) for s in segments),
         ratio=ratio,
         device=device,
     )
-
-
-def fit(
-    v: Float32[Tensor, "n"], candidates: Sequence[Int64[Tensor, "_"]], plan: Plan
-) -> Int64[Tensor, "count"]:
-    """Cut candidates (ascending indices within each tensor) to what the payload holds, as bucket indices.
-
-    A tensor with more candidates than its k may use slots that other tensors leave free, shared in proportion
-    to its surplus. Beyond that its smallest magnitudes stay behind; its position in the tensor plays no part.
-    """
-    surplus = [max(0, c.numel() - k) for c, k in zip(candidates, plan.ks, strict=True)]
-    free = plan.capacity - sum(min(c.numel(), k) for c, k in zip(candidates, plan.ks, strict=True))
-    wanted = sum(surplus)
-    kept = []
-    for part, own, offset, k, extra in zip(
-        plan.split(v), candidates, plan.offsets, plan.ks, surplus, strict=True
-    ):
-        quota = k + (extra if wanted <= free else free * extra // wanted)
-        if own.numel() > quota:
-            own = own[largest(part[own], quota)]
-        kept.append(own + offset)
-    return torch.cat(kept)

@@ -9,25 +9,26 @@ With n elements of which k = ceil(D n) are due, m = max(ceil(s n), ceil(2/D)) sa
         |S| < lower * k:  t = lower * t
         otherwise done
 
+One pass for each count, beside the sample.
+
 Differences from the original: a selection between k and upper * k is cut by magnitude, where the original
 keeps its first k in the order of positions and starves the end of every tensor; slots that one tensor leaves
-free serve another; zeros are not sent; the random start comes from a seed, so that a run repeats.
+free serve another; zeros are not sent; a threshold is not raised beyond the largest element; the random start
+comes from a seed, so that a run repeats.
 """
 
 import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.reference import above, largest
-from dgc.selection.plan import Plan, fit, share
-from dgc.selection.selector import Selector
+from dgc.selection.plan import share
+from dgc.selection.threshold import Counts, Estimator, Ranges, Thresholds
 
 
 @dataclass(frozen=True)
-class Sampled(Selector):
+class Sampled(Estimator):
     sample_ratio: float = 0.01
     strided_sample: bool = True
     compress_upper_bound: float = 1.3
@@ -46,28 +47,37 @@ class Sampled(Selector):
         if self.max_adaptation_iters < 0:
             raise ValueError(f"max_adaptation_iters must not be negative, not {self.max_adaptation_iters}")
 
-    def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
-        generator = torch.Generator(v.device).manual_seed(seed)
-        parts = zip(plan.split(v), plan.ks, strict=True)
-        return fit(v, [self._select_one(part, k, plan.ratio, generator) for part, k in parts], plan)
-
-    def _select_one(self, v: Tensor, k: int, ratio: float, generator: torch.Generator) -> Tensor:
-        samples = self._sample(v, ratio, generator)
-        if samples.numel() == v.numel():
-            return largest(v, k)
-        threshold = samples.abs().topk(share(samples.numel(), ratio), sorted=False).values.min()
-        indices = above(v, threshold)
+    def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
+        k, (t, whole) = ranges.k, self._from_samples(ranges)
+        counts = ranges.count(t, k > 0)
+        cut = whole
         for _ in range(self.max_adaptation_iters):
-            if indices.numel() > self.compress_upper_bound * k:
-                if self.resample:
-                    return indices[largest(v[indices], k)]
-                threshold = threshold * self.compress_upper_bound
-            elif indices.numel() < self.compress_lower_bound * k and threshold > 0:
-                threshold = threshold * self.compress_lower_bound
-            else:
+            over, under = ~cut & (counts > self.compress_upper_bound * k), counts < self.compress_lower_bound * k
+            if self.resample:
+                cut, over = cut | over, torch.zeros_like(over)
+            adapted = over | (under & ~cut & (t > 0))
+            if not bool(adapted.any()):
                 break
-            indices = above(v, threshold)
-        return indices
+            moved = t * torch.where(over, self.compress_upper_bound, self.compress_lower_bound)
+            reached = ranges.count(moved, adapted)
+            cut = cut | (over & (reached == 0))
+            t, counts = moved.where(adapted & ~cut, t), reached.where(adapted & ~cut, counts)
+        return t, counts.minimum(k).where(cut, counts)
+
+    def _from_samples(self, ranges: Ranges) -> tuple[Thresholds, Tensor]:
+        """The first thresholds; and which tensors are no larger than their sample: their threshold is 0."""
+        plan = ranges.plan
+        generator = torch.Generator(ranges.v.device).manual_seed(ranges.seed)
+        thresholds, whole = [], []
+        for part in plan.split(ranges.v):
+            samples = self._sample(part, plan.ratio, generator)
+            whole.append(samples.numel() == part.numel())
+            if whole[-1]:
+                thresholds.append(part.new_zeros(()))
+            else:
+                wanted = share(samples.numel(), plan.ratio)
+                thresholds.append(samples.abs().topk(wanted, sorted=False).values.min())
+        return torch.stack(thresholds), torch.tensor(whole, device=plan.device)
 
     def _sample(self, v: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
         """A random part of v [n]; v itself where a sample would be no smaller."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.kernels import Accumulation, Selection
-from dgc.kernels.reference import as_selection
 from dgc.selection.plan import Plan
 
 
@@ -21,17 +20,25 @@ class Selected:
 
 
 class Selector(ABC):
-    """Chooses what a bucket sends. A selector that keeps history keeps it apart for every plan."""
+    """Chooses what a bucket sends: at most `plan.capacity` elements, never a zero.
+
+    remembers: whether what the selector leaves in `plan.history` has a part in what it chooses, so that it must
+    outlive the run's end.
+    """
+
+    remembers = False
 
     @abstractmethod
-    def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
-        """Indices into v, ascending, at most `plan.capacity`, never of a zero.
-
-        `seed` is all the randomness that a selector may use.
-        """
+    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Selection:
+        """Elements of v as it is. `seed` is all the randomness that a selector may use."""
         ...
 
     def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
         """Do the pass over the gradient that is due, then choose from the new v."""
         first = kernels.of(due.v).accumulate_(due)
-        return Selected(as_selection(self.indices(due.v, plan, seed), due.v, plan.capacity), first)
+        return Selected(self.choose(due.v, plan, seed), first)
+
+    def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
+        """Those of `choose`, ascending."""
+        selection = self.choose(v, plan, seed)
+        return selection.indices[: int(selection.count)].long()

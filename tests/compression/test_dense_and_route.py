@@ -30,9 +30,7 @@ def gradients(size, scale=1.0):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    ("make", "rtol", "bytes_each"), [(Dense, 1e-6, 4), (FP16, 2e-3, 2), (BF16, 1e-2, 2)]
-)
+@pytest.mark.parametrize(("make", "rtol", "bytes_each"), [(Dense, 1e-6, 4), (FP16, 2e-3, 2), (BF16, 1e-2, 2)])
 def test_mean(size, make, rtol, bytes_each):
     own = gradients(size)
     mean, meter = reduce_all(make, own)

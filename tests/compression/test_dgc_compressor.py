@@ -8,6 +8,7 @@ from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseResult, DGCCompressor, SparseResult
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, DGCSGDMemory, ResidualMemory
+from dgc.selection import Laplace
 
 SHAPES = {"first": (20, 10), "second": (6, 5, 2), "third": (3, 1)}
 NUMEL = 200 + 60 + 3
@@ -76,17 +77,13 @@ def algorithm_1(own_by_step, size, ratio, momentum, nesterov=False, masking=True
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    ("nesterov", "masking"), [(False, True), (False, False), (True, True), (True, False)]
-)
+@pytest.mark.parametrize(("nesterov", "masking"), [(False, True), (False, False), (True, True), (True, False)])
 @pytest.mark.parametrize("int32", [False, True])
 def test_algorithm_1(size, nesterov, masking, int32):
     steps = [gradients(size, step) for step in range(8)]
     ranks = Ranks(
         size,
-        lambda: DGCCompressor(
-            0.05, DGCSGDMemory(0.9, nesterov, momentum_masking=masking), 1, int32_indices=int32
-        ),
+        lambda: DGCCompressor(0.05, DGCSGDMemory(0.9, nesterov, momentum_masking=masking), 1, int32_indices=int32),
     )
     for own, expected in zip(steps, algorithm_1(steps, size, 0.05, 0.9, nesterov, masking), strict=True):
         results, mean = ranks.step(own)
@@ -278,6 +275,35 @@ def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first():
         kinds, expected = step(compressor, buckets, number)
         assert kinds == [SparseResult, SparseResult]
         assert torch.equal(step(other, other_buckets, number)[1], expected)
+
+
+def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio():
+    """A threshold that is remembered is the first one tried, and the one found depends on that."""
+
+    def make(**others):
+        return Ranks(1, lambda: DGCCompressor(0.1, ResidualMemory(), selector=Laplace(warm_start=True), **others))
+
+    def steps(ranks, numbers):
+        return [ranks.step(gradients(1, number))[1] for number in numbers]
+
+    def reloaded(compressor, state=None, **others):
+        other = make(**others)
+        other.compressors[0].load_state_dict(state or compressor.state_dict())
+        return other
+
+    whole = make()
+    steps(whole, range(4))
+    state = whole.compressors[0].state_dict()
+    assert set(state["history"]["tensors"]) == set(SHAPES) and state["history"]["ratio"] == 0.1
+    forgetful = {**state, "history": {"ratio": 0.1, "tensors": {}}}
+    again = reloaded(reloaded(whole.compressors[0]).compressors[0])
+    expected = steps(whole, range(4, 10))
+    assert all(map(torch.equal, steps(again, range(4, 10)), expected))
+    assert not all(map(torch.equal, steps(reloaded(None, forgetful), range(4, 10)), expected))
+    warm = {"warmup_epochs": 1, "warmup_coeff": [0.2]}
+    assert all(
+        map(torch.equal, steps(reloaded(None, state, **warm), [4]), steps(reloaded(None, forgetful, **warm), [4]))
+    )
 
 
 def test_another_compressors_state():

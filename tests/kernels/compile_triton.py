@@ -73,6 +73,8 @@ def every_operation(kernels, dtypes):
         kernels.decay_(p, p, 0.1, 0.1, 0.9, True)
         kernels.subtract_at_([p[:2500], p[2500:]], bounds, x.long(), x, [0.1, 0.1])
     kernels.select(v, quotas)
+    kernels.moments(v, bounds)
+    kernels.tail(v, bounds, floors)
     for own_u in (u, None):
         kernels.put_back_(part, kernels.take_(part, x, own_u, v), own_u, v)
     kernels.merge_mean([part, part], 2, n)

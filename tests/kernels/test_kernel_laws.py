@@ -93,6 +93,15 @@ def test_select(kernels, kind):
             assert_same_choice(kernels.select(v, quotas), expected)
 
 
+@pytest.mark.parametrize("kind", ["wall", "levels"])
+@pytest.mark.parametrize("floor", [0.5, 0.98, 1.0, 1.001, float("inf")])
+def test_floors_do_not_change_what_is_selected(kernels, kind, floor):
+    for n in (17, 70001):
+        v, choices = selected(kind, n)
+        for quotas, expected in choices:
+            assert_same_choice(kernels.select(v, quotas, expected.thresholds * floor), expected)
+
+
 @cache
 def accumulated(kind, n, number):
     """Plan and inputs of case `number`, the state that the reference leaves and its choice.

@@ -249,6 +249,75 @@ def test_other_gradients_in_the_same_bucket(kernels):
         assert same_bits(ours[2], theirs[2])
 
 
+# --- moments and tail ------------------------------------------------------------------------------
+
+
+def ranges_of(v, bounds):
+    """In fp64."""
+    return [part.cpu().double() for part in v.split(bounds.diff().tolist())]
+
+
+def assert_close(ours, expected):
+    torch.testing.assert_close(ours.cpu(), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0)
+
+
+STATISTICS = {
+    **{name: (sizes, 1.0) for name, (sizes, _) in RANGES.items()},
+    "nothing": ([0], 1.0),
+    "one tile": ([64], 1.0),
+    "huge": ([65, 64, 200], 1e37),
+    "denormal": ([65, 64, 200], 1e-40),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_moments(kernels, name):
+    sizes, scale = STATISTICS[name]
+    bounds = quotas_of(sizes, [0] * len(sizes)).bounds
+    v = random(sum(sizes), 9) * scale
+    found, parts = kernels.moments(v, bounds), ranges_of(v, bounds)
+    assert kernels.launches == 2
+    assert_close(found.magnitudes, [float(part.abs().sum()) for part in parts])
+    assert_close(found.squares, [float(part.square().sum()) for part in parts])
+    errors = (found.sums.cpu() - torch.stack([part.sum() for part in parts])).abs()
+    assert (errors <= 1e-9 * found.magnitudes.cpu()).all()
+    assert found.largest.tolist() == [float(part.abs().max()) if part.numel() else 0.0 for part in parts]
+    again = Triton(TILE, SLOTS).moments(v, bounds)
+    assert same_bits(again.sums, found.sums) and same_bits(again.squares, found.squares)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("floor", [0.0, 1.0, 9.0])
+def test_tail(kernels, name, floor):
+    """The floor of the first range is a magnitude in it, which is counted; that of the last range is inf."""
+    sizes, scale = STATISTICS[name]
+    bounds = quotas_of(sizes, [0] * len(sizes)).bounds
+    v = random(sum(sizes), 9) * scale
+    v[::5] = -0.0
+    floors = torch.full((len(sizes),), floor, device=DEVICE) * scale
+    if sizes[0]:
+        floors[0] = v[: sizes[0]].abs().max()
+    floors[-1] = float("inf")
+    v[v.numel() - sizes[-1] :] = float("nan")
+    found, parts = kernels.tail(v, bounds, floors), ranges_of(v, bounds)
+    assert kernels.launches == 2
+    chosen = [
+        part[(part.abs() >= floor) & (part != 0)].abs() for part, floor in zip(parts, floors.tolist(), strict=True)
+    ]
+    assert found.counts.tolist() == [part.numel() for part in chosen]
+    assert_close(found.sums, [float(part.sum()) for part in chosen])
+
+
+def test_statistics_of_more_tiles_than_a_block(kernels, monkeypatch):
+    monkeypatch.setattr("dgc.kernels.triton_statistics.BLOCK", 4)
+    for sizes in ([1200], [1, 0, 0, 1000, 130, 0]):
+        bounds, v = quotas_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 3)
+        parts, floors = ranges_of(v, bounds), torch.ones(len(sizes), device=DEVICE)
+        found, tail = kernels.moments(v, bounds), kernels.tail(v, bounds, floors)
+        assert_close(found.squares, [float(part.square().sum()) for part in parts])
+        assert tail.counts.tolist() == [int((part.abs() >= 1).sum()) for part in parts]
+
+
 # --- take_ and put_back_ ---------------------------------------------------------------------------
 
 
@@ -373,7 +442,9 @@ def step(kernels, floors, numel=250):
     with NoWaiting():
         kernels.accumulate_(Accumulation(split(g, lengths), None, v))
         chosen = kernels.accumulate_and_select_(Accumulation((g,), u, v, 0.9), quotas, floors)
-        kernels.select(v, quotas)
+        kernels.select(v, quotas, floors)
+        kernels.moments(v, bounds)
+        kernels.tail(v, bounds, torch.ones(2, device=DEVICE))
         taken = kernels.take_(chosen.selection, chosen.selection.values, u, v)
         kernels.put_back_(chosen.selection, taken, u, v)
         kernels.decay_(g, u, 0.1, 1e-4, 0.9, False)
@@ -442,5 +513,6 @@ def test_every_kernel_compiles_for_gpus(arguments, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(done.stdout.split()) == {
         "accumulate", "count_digits", "pick_digits", "tally", "offsets", "write", "take", "put_back", "hide_tails",
-        "mark_heads", "sum_runs", "subtract_at", "decay",
+        "mark_heads", "sum_runs", "subtract_at", "decay", "moments_of_tiles", "moments_of_ranges", "tail_of_tiles",
+        "tail_of_ranges",
     }  # fmt: skip

@@ -11,7 +11,17 @@ from dgc.bucket import Bucket
 from dgc.compression import BF16, FP16, Compressor, Dense, DGCCompressor
 from dgc.compression.dense import Cast
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
-from dgc.selection import Histogram, Predicted, plan_selection
+from dgc.selection import (
+    Bisection,
+    Exponential,
+    Gaussian,
+    Histogram,
+    Laplace,
+    MSTopk,
+    Predicted,
+    Trimmed,
+    plan_selection,
+)
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 
 
@@ -116,6 +126,15 @@ TABLE = [
         dense_limit=dgc(ResidualMemory, compress_ratio=1.0, fp16_values=True),
         tolerance=HALF,
     ),
+    *(
+        Row(
+            f"{type(selector).__name__.lower()}-residual",
+            dgc(ResidualMemory, selector=selector),
+            sparse_bytes(0.05, 4, 8),
+            dense_limit=dgc(ResidualMemory, compress_ratio=1.0),
+        )
+        for selector in (Trimmed(), Bisection(), MSTopk(), Laplace(warm_start=True), Exponential(), Gaussian())
+    ),
     Row("sampled-no-memory", dgc(lambda: None, sample_ratio=0.01), sparse_bytes(0.05, 4, 8), conserves=False),
     Row(
         "histogram-residual",
@@ -159,6 +178,13 @@ TABLE = [
         dgc(lambda: DGCSGDMemory(momentum=0.0)),
         sparse_bytes(0.05, 4, 8),
         dense_limit=dgc(lambda: DGCSGDMemory(momentum=0.0), compress_ratio=1.0),
+    ),
+    Row(
+        "dgc-laplace",
+        dgc(DGCSGDMemory, selector=Laplace()),
+        sparse_bytes(0.05, 4, 8),
+        conserves=False,
+        momentum=0.9,
     ),
     Row("dgc", dgc(DGCSGDMemory), sparse_bytes(0.05, 4, 8), conserves=False, momentum=0.9),
     Row(

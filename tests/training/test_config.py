@@ -118,12 +118,15 @@ def shipped() -> list[str]:
 def test_the_shipped_files_are_all_there() -> None:
     digits = [f"configs/digits/{name}.py" for name in ("cnn", "resnet20")]
     dgc = [f"configs/dgc/{name}.py" for name in ("fp16", "int32", "mm", "nm", "wm0", "wm5", "wm5o")]
-    assert {*digits, *dgc} <= set(shipped())
+    ways = ("exact", "histogram", "predicted", "sampled", "trimmed", "bisection", "mstopk", "laplace", "gaussian")
+    selection = [f"configs/selection/{name}.py" for name in (*ways, "exponential")]
+    assert {*digits, *dgc, *selection} <= set(shipped())
 
 
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_file_stacks_and_builds(name: str) -> None:
-    tree = load([name] if name.startswith("configs/digits/") else [CNN, name])
+    before = {"configs/digits": [], "configs/selection": [CNN, WM5]}.get(str(Path(name).parent), [CNN])
+    tree = load([*before, name])
     for key in ("compression", "criterion"):
         instantiate(tree.train[key])
     model = instantiate(tree.model)

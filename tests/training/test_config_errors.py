@@ -76,6 +76,11 @@ def test_dgc_wants_sgd(file: Path) -> None:
     assert message.startswith("configs/dgc/__init__.py, line ") and "torch.optim.Adam" in message
 
 
+def test_a_selection_without_dgc_says_what_to_stack():
+    message = refusal(CNN, "configs/selection/laplace.py")
+    assert "stack a file of configs/dgc before it" in message and "dgc.compression.Dense" in message
+
+
 def test_a_stack_without_an_experiment_names_those_there_are(file: Path) -> None:
     file.write_text("train: {batch_size: 3}")
     for stack in ([], [WM5], [file], ["configs/digits"]):

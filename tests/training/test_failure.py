@@ -69,7 +69,9 @@ def test_a_refusal_has_no_traceback(error):
 )
 def test_signals_end_cleanly(signum, status, name):
     body = f"os.kill(os.getpid(), signal.{signum})\n    time.sleep(9)"
-    result = run_block(f"import signal, time\nwith ending_all_ranks():\n    {body}")
+    # a shell's background jobs begin with SIGINT ignored
+    begin = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    result = run_block(f"{begin}\nwith ending_all_ranks():\n    {body}")
     assert result.returncode == status
     assert "Traceback" not in result.stderr and f"Stopped by {name}" in result.stderr
 

@@ -9,6 +9,7 @@ import ast
 import operator
 from collections.abc import Callable
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -27,6 +28,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
+# CPython before 3.12 keeps one depth of recursion for all threads that make syntax trees (gh-106905).
+_PARSING = Lock()
 _LARGEST_POWER = 4096  # bits: 9**9**9 in a config is an error, not a machine without memory
 
 
@@ -62,7 +65,8 @@ def _parse(formula: str) -> ast.expr:
         f"{formula!r} is not made of config keys, numbers, + - * / // % **, min(...) and max(...)"
     )
     try:
-        expression = ast.parse(formula.strip(), mode="eval").body
+        with _PARSING:
+            expression = ast.parse(formula.strip(), mode="eval").body
         _value(expression, lambda key: 1, dry=True)
     except (SyntaxError, TypeError, RecursionError, MemoryError):
         raise wrong from None

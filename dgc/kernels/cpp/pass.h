@@ -45,6 +45,18 @@ static inline float float_of(uint32_t bits) {
 
 static inline uint32_t magnitude(float x) { return bits_of(x) & magnitude_bits; }
 
+// Sums in fp64 over some elements: of v, of |v| and of its square, which has room in it for that of any float.
+struct Sums {
+    double values, magnitudes, squares;
+    float largest;  // |v|
+};
+
+// Of the elements at or above a floor.
+struct Above {
+    int64_t count;
+    double magnitudes;
+};
+
 struct PassKernels {
     // Both return the index of the first element of g that is NaN or inf, -1 where there is none.
     int64_t (*update[updates])(const Stretch&);
@@ -57,6 +69,10 @@ struct PassKernels {
     int64_t (*magnitudes_within)(const float* values, int64_t n, uint32_t low, uint32_t high, uint32_t* found);
     // b = m b + wd p, p -= lr (b, or wd p + m b if nesterov)
     void (*decay)(float* p, float* b, int64_t n, float lr, float weight_decay, float momentum, int nesterov);
+    // Both give the same bits with all instructions and at any address. v has no NaN or inf, n is below 2**31.
+    Sums (*moments)(const float* v, int64_t n);
+    // Of the elements whose magnitude has at least the bits `floor` >= 1.
+    Above (*above)(const float* v, int64_t n, uint32_t floor);
 };
 
 extern const PassKernels pass_portable;

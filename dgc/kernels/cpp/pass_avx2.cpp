@@ -55,6 +55,42 @@ struct Lanes {
             found.count += lanes >> lane & 1;
         }
     }
+
+    struct D {
+        __m256d low, high;
+    };
+    using Counts = __m256i;
+
+    static D zero() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
+    static D add(D a, D b) { return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)}; }
+    static D mul(D a, D b) { return {_mm256_mul_pd(a.low, b.low), _mm256_mul_pd(a.high, b.high)}; }
+    static D max(D a, D b) { return {_mm256_max_pd(a.low, b.low), _mm256_max_pd(a.high, b.high)}; }
+    static D abs(D x) {
+        const __m256d sign = _mm256_set1_pd(-0.0);
+        return {_mm256_andnot_pd(sign, x.low), _mm256_andnot_pd(sign, x.high)};
+    }
+    static void spread(D x, double* lanes) {
+        _mm256_storeu_pd(lanes, x.low);
+        _mm256_storeu_pd(lanes + 4, x.high);
+    }
+    static D widen(const float* p) {
+        return {_mm256_cvtps_pd(_mm_loadu_ps(p)), _mm256_cvtps_pd(_mm_loadu_ps(p + 4))};
+    }
+    static Counts none() { return _mm256_setzero_si256(); }
+    static int64_t count(Counts counts) {
+        alignas(32) int32_t lanes[8];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), counts);
+        int64_t sum = 0;
+        for (int32_t lane : lanes) sum += lane;
+        return sum;
+    }
+    static D widen_at_least(const float* p, uint32_t floor, Counts& counts) {
+        const __m256i size = bits(_mm256_loadu_ps(p));
+        const __m256i lanes = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(static_cast<int>(floor - 1)));
+        counts = _mm256_sub_epi32(counts, lanes);
+        const __m256 kept = _mm256_castsi256_ps(_mm256_and_si256(size, lanes));
+        return {_mm256_cvtps_pd(_mm256_castps256_ps128(kept)), _mm256_cvtps_pd(_mm256_extractf128_ps(kept, 1))};
+    }
 };
 
 }  // namespace

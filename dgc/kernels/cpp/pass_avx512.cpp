@@ -41,6 +41,32 @@ struct Lanes {
         _mm512_storeu_ps(found.values + found.count, _mm512_maskz_compress_ps(mask, x));
         found.count += __builtin_popcount(lanes);
     }
+
+    using D = __m512d;
+    using Counts = __m256i;
+
+    static D zero() { return _mm512_setzero_pd(); }
+    static D add(D a, D b) { return _mm512_add_pd(a, b); }
+    static D mul(D a, D b) { return _mm512_mul_pd(a, b); }
+    static D abs(D x) { return _mm512_abs_pd(x); }
+    static D max(D a, D b) { return _mm512_max_pd(a, b); }
+    static void spread(D x, double* lanes) { _mm512_storeu_pd(lanes, x); }
+    static D widen(const float* p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
+    static Counts none() { return _mm256_setzero_si256(); }
+    static int64_t count(Counts counts) {
+        alignas(32) int32_t lanes[8];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), counts);
+        int64_t sum = 0;
+        for (int32_t lane : lanes) sum += lane;
+        return sum;
+    }
+    static D widen_at_least(const float* p, uint32_t floor, Counts& counts) {
+        const __m256i bits = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+                                              _mm256_set1_epi32(magnitude_bits));
+        const __mmask8 lanes = _mm256_cmpge_epu32_mask(bits, _mm256_set1_epi32(static_cast<int>(floor)));
+        counts = _mm256_mask_add_epi32(counts, lanes, counts, _mm256_set1_epi32(1));
+        return _mm512_maskz_cvtps_pd(lanes, _mm256_castsi256_ps(bits));
+    }
 };
 
 }  // namespace

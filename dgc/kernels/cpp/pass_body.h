@@ -8,6 +8,13 @@
 //   collect_from(indices, F, lanes, candidates)   append them; lane j is element indices[j]
 // The last two may write a vector beyond what they append.
 //
+// And for sums, whatever the width, eight lanes of fp64:
+//
+//   D; zero, add, mul, abs, max, spread(D, double[8])
+//   widen(p)                           p[0] .. p[7]
+//   Counts; none, count(Counts)        how many there were, kept by lane until the end
+//   widen_at_least(p, floor, counts)   of p[0] .. p[7] the magnitudes of at least the bits `floor`, else 0
+//
 // Everything is in an anonymous namespace, so that no other file can end up with this file's instructions.
 #include "pass.h"
 
@@ -157,6 +164,65 @@ void decay(float* p, float* b, int64_t n, float lr, float weight_decay, float mo
     }
 }
 
+// Element i of a sum is added in lane i % 8, and the lanes in one order: no instruction set has bits of its own.
+constexpr int sum_lanes = 8;
+
+inline double sum_of(const double* lanes) {
+    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
+// Calls take(p) for eight elements at a time, the last of them filled up with zeros.
+template <class Take>
+inline void for_eights(const float* v, int64_t n, Take&& take) {
+    constexpr int step = Lanes::width > sum_lanes ? Lanes::width : sum_lanes;
+    int64_t i = 0;
+    for (; i + step <= n; i += step) {
+        __builtin_prefetch(v + i + 512);
+        for (int k = 0; k < step; k += sum_lanes) take(v + i + k);
+    }
+    if (step > sum_lanes && i + sum_lanes <= n) {
+        take(v + i);
+        i += sum_lanes;
+    }
+    if (i < n) {
+        float rest[sum_lanes] = {};
+        for (int lane = 0; i < n; ++i, ++lane) rest[lane] = v[i];
+        take(rest);
+    }
+}
+
+Sums moments(const float* v, int64_t n) {
+    Lanes::D values = Lanes::zero(), magnitudes = values, squares = values, largest = values;
+    auto take = [&](const float* p) {
+        const Lanes::D x = Lanes::widen(p), size = Lanes::abs(x);
+        values = Lanes::add(values, x);
+        magnitudes = Lanes::add(magnitudes, size);
+        squares = Lanes::add(squares, Lanes::mul(x, x));
+        largest = Lanes::max(largest, size);
+    };
+    for_eights(v, n, take);
+    double lanes[4][sum_lanes];
+    Lanes::spread(values, lanes[0]);
+    Lanes::spread(magnitudes, lanes[1]);
+    Lanes::spread(squares, lanes[2]);
+    Lanes::spread(largest, lanes[3]);
+    double most = 0.0;
+    for (double x : lanes[3]) most = x > most ? x : most;
+    return {sum_of(lanes[0]), sum_of(lanes[1]), sum_of(lanes[2]), static_cast<float>(most)};
+}
+
+Above above(const float* v, int64_t n, uint32_t floor) {
+    Lanes::D magnitudes = Lanes::zero();
+    Lanes::Counts counts = Lanes::none();
+    // No branch on whether any lane is chosen: with a tail of a few per cent it would be mispredicted often.
+    for_eights(v, n, [&](const float* p) {
+        magnitudes = Lanes::add(magnitudes, Lanes::widen_at_least(p, floor, counts));
+    });
+    double lanes[sum_lanes];
+    Lanes::spread(magnitudes, lanes);
+    return {Lanes::count(counts), sum_of(lanes)};
+}
+
 constexpr PassKernels table{
     {update_only<plain>, update_only<nesterov>, update_only<residual>, update_only<none>},
     {update_and_collect<plain>, update_and_collect<nesterov>, update_and_collect<residual>,
@@ -164,6 +230,8 @@ constexpr PassKernels table{
     keep,
     magnitudes_within,
     decay,
+    moments,
+    above,
 };
 
 }  // namespace

@@ -28,6 +28,34 @@ struct Lanes {
         found.values[found.count] = x;
         found.count += lanes;
     }
+
+    struct D {
+        double x[8];
+    };
+    using Counts = int64_t;
+
+    template <class Make>
+    static D each(Make make) {
+        D d;
+        for (int lane = 0; lane < 8; ++lane) d.x[lane] = make(lane);
+        return d;
+    }
+    static D zero() { return D{}; }
+    static D add(const D& a, const D& b) { return each([&](int i) { return a.x[i] + b.x[i]; }); }
+    static D mul(const D& a, const D& b) { return each([&](int i) { return a.x[i] * b.x[i]; }); }
+    static D abs(const D& a) { return each([&](int i) { return __builtin_fabs(a.x[i]); }); }
+    static D max(const D& a, const D& b) { return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; }); }
+    static void spread(const D& a, double* lanes) { __builtin_memcpy(lanes, a.x, sizeof a.x); }
+    static D widen(const float* p) { return each([&](int i) { return static_cast<double>(p[i]); }); }
+    static Counts none() { return 0; }
+    static int64_t count(Counts counts) { return counts; }
+    static D widen_at_least(const float* p, uint32_t floor, Counts& counts) {
+        return each([&](int i) {
+            const uint32_t bits = magnitude(p[i]), reached = bits >= floor;
+            counts += reached;
+            return static_cast<double>(float_of(bits & (0 - reached)));
+        });
+    }
 };
 
 }  // namespace

@@ -1,0 +1,9 @@
+"""DenseNet-169 for 32x32 images (Huang et al. 2017, table 1), 12,493,322 parameters.
+
+Not among the original's files; the weight decay of its others is the paper's too.
+"""
+
+from models import densenet169
+from training.config import Config, configs, derived
+
+configs.model = Config(densenet169, num_classes=derived("dataset.num_classes"))

@@ -1,0 +1,10 @@
+"""ResNet-50 for 32x32 images (He et al. 2016, table 1), 23,520,842 parameters.
+
+Not among the original's files; the weight decay is the one that is usual for this width.
+"""
+
+from models import resnet50
+from training.config import Config, configs, derived
+
+configs.model = Config(resnet50, num_classes=derived("dataset.num_classes"))
+configs.train.optimizer.weight_decay = 5e-4

@@ -1,0 +1,10 @@
+"""SENet-18 for 32x32 images (Hu et al. 2018), 11,260,354 parameters.
+
+Not among the original's files; the weight decay is the one that is usual for this width.
+"""
+
+from models import senet18
+from training.config import Config, configs, derived
+
+configs.model = Config(senet18, num_classes=derived("dataset.num_classes"))
+configs.train.optimizer.weight_decay = 5e-4

@@ -1,0 +1,9 @@
+"""Which elements DGC sends: one file for each way, stacked after one of `configs/dgc`."""
+
+from training.config import configs
+
+if configs.train.compression._target_ != "dgc.compression.DGCCompressor":
+    raise ValueError(
+        "configs/selection says what DGC sends, but train.compression is "
+        f"{configs.train.compression._target_}; stack a file of configs/dgc before it"
+    )

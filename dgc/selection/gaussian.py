@@ -1,0 +1,41 @@
+"""GaussianK (Shi, Chu, Cheung, See 2019, arXiv 1911.08772): a normal distribution is fitted.
+
+    t = mean(v) + std(v) * z,   z = the standard normal quantile of 1 - D/2
+    at most 4 times:  c = #{|v| >= t};   c < 2/3 k:  t = t / 2;    c > 4/3 k:  t = 1.5 t;    otherwise done
+
+One pass for mean and deviation and one for each count.
+
+Differences from the paper: once one threshold was too high and one too low, the next lies between them, where
+halving and multiplying by 1.5 may go to and fro for ever; where no count is accepted, the last threshold with too
+many is cut by magnitude, and if there was none, all elements are candidates.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dgc.selection.threshold import Bracket, Counts, Estimator, Ranges, Thresholds, narrow
+
+
+@dataclass(frozen=True)
+class Gaussian(Estimator):
+    """passes: counts at most."""
+
+    passes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.passes < 1:
+            raise ValueError(f"passes must be at least 1, not {self.passes}")
+
+    def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
+        n, moments = ranges.n.clamp(min=1), ranges.moments
+        mean = moments.sums / n
+        deviation = (moments.squares / n - mean**2).clamp(min=0).sqrt()
+        t = ranges.threshold(mean + deviation * torch.special.ndtri(1 - ranges.density / 2))
+
+        def propose(bracket: Bracket) -> Thresholds:
+            too_low, too_high = bracket.low > 0, bracket.high < ranges.largest
+            outside = (1.5 * bracket.low).where(too_low, bracket.high / 2)
+            return bracket.middle.where((too_low & too_high) | (outside >= bracket.high), outside)
+
+        return narrow(ranges, t, torch.zeros_like(t), 2 / 3, 4 / 3, self.passes, propose)

@@ -1,0 +1,131 @@
+"""Sums over ranges: of every tier against fp64, and the same bits whatever the threads and instructions."""
+
+from functools import cache
+
+import pytest
+import torch
+from kernels.test_kernel_laws import DATA, SIZES, random, same
+from kernels.tiers import NAMES, tier
+
+INF = float("inf")
+# of the largest magnitude in a range; 1 reaches it, more does not
+FLOORS = (0.0, 1e-3, 0.3, 1.0, 1.01)
+
+
+@pytest.fixture(params=NAMES, scope="module")
+def kernels(request):
+    with tier(request.param) as chosen:
+        yield chosen
+
+
+@cache
+def case(n):
+    """A buffer of all kinds of data, n elements each. A range is one kind, or a part of one, maybe empty."""
+    v = torch.cat([make(n) for make in DATA.values()])
+    whole = torch.arange(0, n * len(DATA) + 1, n) if n else torch.zeros(len(DATA) + 1, dtype=torch.int64)
+    cuts = torch.randint(n * len(DATA) + 1, (20,), generator=torch.Generator().manual_seed(n))
+    cut = [whole, torch.cat([whole, cuts]).msort()]
+    return [(v, bounds, v.double().split(bounds.diff().tolist())) for bounds in cut]
+
+
+@cache
+def moments_of(n):
+    """For each way to cut the buffer: of v, of |v| and of its square, and the largest |v|."""
+    return [
+        [
+            torch.stack([part.sum() for part in parts]),
+            torch.stack([part.abs().sum() for part in parts]),
+            torch.stack([part.square().sum() for part in parts]),
+            torch.stack([part.abs().max() if part.numel() else part.sum() for part in parts]),
+        ]
+        for _, _, parts in case(n)
+    ]
+
+
+@cache
+def tails_of(n):
+    """For each way to cut the buffer and each of FLOORS: the floors, the counts and the sums."""
+    tails = []
+    for (_, _, parts), (*_, largest) in zip(case(n), moments_of(n), strict=True):
+        for factor in FLOORS:
+            floors = largest.float() * factor
+            over = [
+                part.abs()[(part.abs() >= floor) & (part != 0)]
+                for part, floor in zip(parts, floors.tolist(), strict=True)
+            ]
+            counts = [part.numel() for part in over]
+            tails.append((floors, counts, torch.stack([part.sum() for part in over])))
+    return tails
+
+
+def assert_near(sums, expected, scale=None):
+    """Within 1e-9 of the sum, or of the scale that a sum of terms of both signs is judged by."""
+    assert ((sums - expected).abs() <= 1e-9 * (expected if scale is None else scale)).all()
+
+
+def test_moments(kernels):
+    for n in SIZES:
+        for (v, bounds, _), (values, magnitudes, squares, largest) in zip(case(n), moments_of(n), strict=True):
+            found = kernels.moments(v, bounds)
+            assert_near(found.sums, values, magnitudes)
+            assert_near(found.magnitudes, magnitudes)
+            assert_near(found.squares, squares)
+            assert torch.equal(found.largest.double(), largest)
+
+
+def test_tail(kernels):
+    """A floor of 0 leaves out zeros alone; one that is the magnitude of an element lets it through."""
+    for n in SIZES:
+        tails = iter(tails_of(n))
+        for v, bounds, _ in case(n):
+            for _ in FLOORS:
+                floors, counts, sums = next(tails)
+                found = kernels.tail(v, bounds, floors)
+                assert found.counts.tolist() == counts
+                assert_near(found.sums, sums)
+
+
+def test_every_lane_counts(kernels):
+    """Ranges of n elements, each with one that is not zero, in a place of its own."""
+    for n in range(1, 40):
+        v, bounds = torch.eye(n).view(-1) * -3, torch.arange(0, n * n + 1, n)
+        found = kernels.moments(v, bounds)
+        for result, each in ((found.sums, -3), (found.magnitudes, 3), (found.squares, 9), (found.largest, 3)):
+            assert result.tolist() == [each] * n
+        tail = kernels.tail(v, bounds, torch.full((n,), 3.0))
+        assert tail.counts.tolist() == [1] * n and tail.sums.tolist() == [3] * n
+        assert not kernels.tail(v, bounds, torch.full((n,), 3.0000002)).counts.any()
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e-45, -1e-40])
+def test_squares_neither_overflow_nor_vanish(kernels, value):
+    v, wide = torch.full((1000,), value), float(torch.tensor(value))
+    found = kernels.moments(v, torch.tensor([0, 1000]))
+    assert_near(found.sums, 1000 * wide, 1000 * abs(wide))
+    assert_near(found.squares, 1000 * wide * wide)
+    assert float(found.largest) == abs(wide)
+
+
+def test_ranges_whose_floor_is_inf_are_not_read(kernels):
+    v = torch.cat([random(40_000, 1), torch.full((40_000,), float("nan")), random(40_000, 2)])
+    bounds = torch.tensor([0, 40_000, 80_000, 120_000])
+    found = kernels.tail(v, bounds, torch.tensor([1.0, INF, 0.5]))
+    assert found.counts.tolist() == [int((v[:40_000].abs() >= 1).sum()), 0, int((v[80_000:].abs() >= 0.5).sum())]
+    assert found.sums[1] == 0
+    nothing = kernels.tail(v, bounds, torch.full((3,), INF))
+    assert not nothing.counts.any() and not nothing.sums.any()
+
+
+def test_threads_addresses_and_instructions_change_no_bit():
+    """Several units of a range, in different threads; another range before it shifts its address."""
+    v = DATA["heavy"](200_003)
+    results = []
+    for name in NAMES[1:]:
+        with tier(name) as native:
+            for shift in (0, 1, 5):
+                shifted = torch.cat([random(shift, 3), v])
+                bounds, floors = torch.tensor([0, shift, len(shifted)]), torch.tensor([0.0, 0.7])
+                found, tail = native.moments(shifted, bounds), native.tail(shifted, bounds, floors)
+                results.append((found.sums, found.magnitudes, found.squares, tail.sums))
+    for result in results:
+        assert all(same(ours[1:], first[1:]) for ours, first in zip(result, results[0], strict=True))

@@ -1,0 +1,168 @@
+"""The sampled threshold: its sample, its adaptation, and what that selects."""
+
+import math
+
+import pytest
+import torch
+from selection.shapes import SHAPES, laplace, plan_of, rng, wall
+
+from dgc.kernels.reference import largest
+from dgc.selection import Sampled
+from dgc.selection.threshold import Ranges
+
+
+def estimate(selector, v, ratio, seed=0):
+    """How many elements reach the threshold of one tensor, before anything is cut to fit."""
+    return int(selector.estimate(Ranges(v, plan_of(v.numel(), ratio=ratio), seed))[1])
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
+@pytest.mark.parametrize("strided", [True, False])
+def test_count_on_laplace_data(ratio, strided):
+    n = 100_000
+    plan = plan_of(n, ratio=ratio)
+    for seed in range(5):
+        count = Sampled(strided_sample=strided).indices(laplace(n, seed), plan, seed).numel()
+        assert 0.8 * plan.capacity <= count <= plan.capacity
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
+def test_candidates_before_the_cut_lie_within_the_bounds(ratio):
+    n = 100_000
+    for seed in range(5):
+        assert 0.8 * n * ratio <= estimate(Sampled(), laplace(n, seed), ratio, seed) <= 1.3 * math.ceil(n * ratio)
+
+
+def test_count_on_the_wall():
+    """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k."""
+    n, plan = 100_000, plan_of(100_000, ratio=0.001)
+    counts = [Sampled().indices(wall(n, seed), plan, seed).numel() for seed in range(10)]
+    assert all(80 <= count <= 100 for count in counts)
+
+
+def test_a_single_outlier_is_found():
+    """A sample that misses it gives threshold 0, which takes what is not zero and no more."""
+    v, plan = SHAPES["outlier"](30_000), plan_of(30_000, ratio=0.001)
+    for seed in range(5):
+        assert Sampled().indices(v, plan, seed).tolist() == [10_000]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 100, 1999])
+def test_tiny_tensors_send_at_least_one(n):
+    """Where the sample would be the whole tensor, the selection is exact."""
+    v = laplace(n) + 0.01
+    chosen = Sampled().indices(v, plan_of(n, ratio=0.001), 0)
+    assert torch.equal(chosen, largest(v, math.ceil(n / 1000)))
+
+
+def test_seeds_differ():
+    v, plan = laplace(60_000), plan_of(60_000, ratio=0.005)
+    different = {tuple(Sampled().indices(v, plan, seed).tolist()) for seed in range(6)}
+    assert len(different) > 1
+
+
+def test_torchs_global_generator_is_left_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    for selector in (Sampled(), Sampled(strided_sample=False)):
+        selector.indices(laplace(20_000), plan_of(20_000, ratio=0.01), 1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("n", [2001, 4096, 10_000, 65_536, 99_999, 300_001])
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.25])
+@pytest.mark.parametrize("sample_ratio", [0.01, 0.3])
+def test_strided_samples(n, ratio, sample_ratio):
+    """Enough of them, an odd stride, and a start that varies."""
+    v = torch.arange(n, dtype=torch.float64)
+    wanted = max(math.ceil(n * sample_ratio), math.ceil(2 / ratio))
+    starts = set()
+    for seed in range(8):
+        samples = Sampled(sample_ratio=sample_ratio)._sample(v, ratio, rng(seed))
+        strides = samples.diff()
+        assert samples.numel() >= min(wanted, n)
+        assert (strides == strides[0]).all() and strides[0] % 2 == 1
+        starts.add(samples[0].item())
+    assert len(starts) > 1 or strides[0] == 1
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many elements each pass counted."""
+    found, count = [], Ranges.count
+
+    def noted(self, t, where):
+        counts = count(self, t, where)
+        found.append(int(counts))
+        return counts
+
+    monkeypatch.setattr(Ranges, "count", noted)
+    return found
+
+
+class FixedSample(Sampled):
+    """Its sample is a constant, so that the first threshold is known."""
+
+    def _sample(self, v, ratio, generator):
+        return torch.full((10,), getattr(self, "threshold", 1.0))
+
+
+class High(FixedSample):
+    threshold = 9.95
+
+
+class Low(FixedSample):
+    threshold = 0.5
+
+
+def ramp(n=1000):
+    """Magnitudes 0.005, 0.015, ... 9.995: |v| >= t holds 100 (10 - t) elements."""
+    return torch.arange(n) * 0.01 + 0.005
+
+
+def test_too_few_lowers_the_threshold_step_by_step(counted):
+    """9.95, 7.96, 6.368: 5, 204, 363 elements for k = 400, where 320 are enough."""
+    assert estimate(High(), ramp(), 0.4) == 363
+    assert counted == [5, 204, 363]
+
+
+def test_too_many_are_resampled_at_once(counted):
+    plan = plan_of(1000, ratio=0.1)
+    assert Low().indices(ramp(), plan, 0).tolist() == list(range(900, 1000))
+    assert counted == [950]
+
+
+def test_too_many_raise_the_threshold_without_resampling(counted):
+    assert estimate(Low(resample=False), ramp(), 0.6) == counted[-1]
+    assert counted == pytest.approx([100 * (10 - 0.5 * 1.3**i) for i in range(7)], abs=1)
+    assert counted[-2] > 1.3 * 600 >= counted[-1]
+
+
+def test_adaptation_ends_after_its_iterations(counted):
+    estimate(Low(resample=False, max_adaptation_iters=3), ramp(), 0.001)
+    assert len(counted) == 4
+    counted.clear()
+    estimate(High(max_adaptation_iters=0), ramp(), 0.4)
+    assert counted == [5]
+
+
+def test_within_the_bounds_nothing_adapts(counted):
+    estimate(FixedSample(), ramp(), 0.85)
+    assert counted == [900]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sample_ratio": 0.0},
+        {"sample_ratio": 1.1},
+        {"compress_upper_bound": 0.9},
+        {"compress_lower_bound": 1.1},
+        {"compress_lower_bound": 0.0},
+        {"max_adaptation_iters": -1},
+    ],
+)
+def test_bad_options(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Sampled(**options)
