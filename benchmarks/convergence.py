@@ -31,6 +31,16 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dgc-bf16-packed": (*DGC[:1], "configs/dgc/bf16.py", "configs/dgc/packed.py"),
     "dgc-int8-rice": (*DGC[:1], "configs/dgc/int8.py", "configs/dgc/rice.py"),
     "dgc-sign-rice": (*DGC[:1], "configs/dgc/sign.py", "configs/dgc/rice.py"),
+    "exact": (*DGC, "configs/selection/exact.py"),
+    "histogram": (*DGC, "configs/selection/histogram.py"),
+    "predicted": (*DGC, "configs/selection/predicted.py"),
+    "sampled": (*DGC, "configs/selection/sampled.py"),
+    "trimmed": (*DGC, "configs/selection/trimmed.py"),
+    "bisection": (*DGC, "configs/selection/bisection.py"),
+    "mstopk": (*DGC, "configs/selection/mstopk.py"),
+    "laplace": (*DGC, "configs/selection/laplace.py"),
+    "exponential": (*DGC, "configs/selection/exponential.py"),
+    "gaussian": (*DGC, "configs/selection/gaussian.py"),
 }
 
 

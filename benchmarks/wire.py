@@ -22,19 +22,18 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import models
+from benchmarks.recordings import Learner, endless
 from datasets import Digits
-from dgc.bucket import Bucket, make_bucket
-from dgc.kernels import Accumulation, Codec, Quotas, Selection, of
+from dgc.kernels import Codec, Quotas, Selection
 from dgc.kernels.bits import TorchCodec
 from dgc.kernels.native_codec import NativeCodec
-from dgc.selection import plan_selection
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 from dgc.wire.indices import IndexFormat
 from dgc.wire.values import ValueFormat
@@ -53,57 +52,27 @@ VALUES: dict[str, ValueFormat] = {
     "int8": Int8Values(),
     "sign": SignValues(),
 }
-BUCKET_ELEMENTS = 25 * 10**6 // 4
-LR, MOMENTUM, BATCH = 0.025, 0.9, 32
+LR, BATCH = 0.025, 32
 RECORDED = 5  # steps, the last ones
 
 # A bucket's quotas, number of elements, and selections of the recorded steps.
 Recording = tuple[Quotas, int, list[Selection]]
 
 
-def buckets_of(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[Bucket]:
-    """Tensors of two or more dimensions, last ones first, about 25 MB together."""
-    pending: list[tuple[str, Tensor]] = []
-    for name, parameter in reversed([p for p in parameters if p[1].dim() > 1]):
-        if pending and sum(t.numel() for _, t in pending) + parameter.numel() > BUCKET_ELEMENTS:
-            yield make_bucket("bucket", pending)
-            pending = []
-        pending.append((name, parameter))
-    yield make_bucket("bucket", pending)
-
-
 def record(name: str, density: float, steps: int) -> list[Recording]:
     torch.manual_seed(0)
     model: nn.Module = getattr(models, name)(in_channels=1)
-    parameters = dict(model.named_parameters())
-    buckets = list(buckets_of(list(parameters.items())))
-    quotas = [plan_selection(bucket.segments, density).per_tensor for bucket in buckets]
-    states = [(torch.zeros(bucket.numel), torch.zeros(bucket.numel)) for bucket in buckets]
-    dense = torch.optim.SGD([p for p in parameters.values() if p.dim() <= 1], lr=LR, momentum=MOMENTUM)
-    loader = torch.utils.data.DataLoader(Digits()["train"], BATCH, shuffle=True)
-    recordings: list[Recording] = [(q, b.numel, []) for q, b in zip(quotas, buckets, strict=True)]
-    kernels, step = of(states[0][0]), 0
-    while step < steps:
-        for images, labels in loader:
-            model.zero_grad()
-            larger = nn.functional.interpolate(images, scale_factor=2.0)
-            nn.functional.cross_entropy(model(larger), labels).backward()
-            dense.step()
-            for bucket, (u, v), recording in zip(buckets, states, recordings, strict=True):
-                own = [parameters[segment.name] for segment in bucket.segments]
-                g = tuple(p.grad.reshape(-1) for p in own if p.grad is not None)
-                chosen = kernels.accumulate_and_select_(Accumulation(g, u, v, MOMENTUM), recording[0], None)
-                selection = chosen.selection
-                kernels.take_(selection, selection.values, u, v)
-                count = int(selection.count)
-                bucket.flat.zero_()[selection.indices[:count].long()] = selection.values[:count]
-                for segment, parameter in zip(bucket.segments, own, strict=True):
-                    parameter.data.sub_(segment.of(bucket.flat), alpha=LR)
-                if step >= steps - RECORDED:
-                    recording[2].append(selection)
-            step += 1
-            if step == steps:
-                break
+    batches = endless(Digits()["train"], BATCH)
+    larger = ((nn.functional.interpolate(images, scale_factor=2.0), labels) for images, labels in batches)
+    learner = Learner(model, larger, density, LR)
+    recordings: list[Recording] = [
+        (plan.per_tensor, bucket.numel, []) for plan, bucket in zip(learner.plans, learner.buckets, strict=True)
+    ]
+    for step in range(steps):
+        learner.differentiate()
+        for recording, selection in zip(recordings, learner.update(), strict=True):
+            if step >= steps - RECORDED:
+                recording[2].append(selection)
     return recordings
 
 

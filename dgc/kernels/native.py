@@ -18,6 +18,7 @@ from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selectio
 from dgc.kernels.reference import Reference
 
 PLAIN, NESTEROV, RESIDUAL, NONE = range(4)
+WORTH_A_THREAD = 65536  # elements
 
 _PASS = (c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_float, c_int)
 _CHOICE = (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
@@ -255,8 +256,13 @@ def _pass_arguments(
         v.data_ptr(),
         v.numel(),
         momentum,
-        torch.get_num_threads(),
+        useful_threads(v.numel()),
     )
+
+
+def useful_threads(n: int) -> int:
+    """To wake others for a few elements takes longer than to do without them, much longer on a busy machine."""
+    return min(torch.get_num_threads(), 1 + n // WORTH_A_THREAD)
 
 
 def _address(tensor: Tensor | None) -> int | None:

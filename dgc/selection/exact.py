@@ -1,6 +1,7 @@
 """Exact top-k by magnitude, in the passes that each engine needs over the n elements of a bucket.
 
-exact        u, v updated; then v searched: at least two more reads of v
+exact        u, v updated; then v searched: a sample of it suggests a floor for one more read, and only where that
+             proves wrong all of it is counted
 histogram    no history. The bits of |v| of a float, which order as the numbers do, are counted: first the upper
              ones, then the lower ones of those equal in these, until the k-th largest is known. On a CPU a sample
              of cache lines is counted first; its k-th largest, less five deviations, is a floor for the pass that

@@ -1,0 +1,185 @@
+"""Steps of DGC as training takes them, for benchmarks whose numbers depend on what gradients look like.
+
+`Learner` trains a model on one rank: momentum correction, accumulation, the exact choice of the largest of every
+tensor of two or more dimensions, masking; all other tensors by plain SGD. `record` keeps of such a training what a
+benchmark of selection needs, `Gradients` makes endless gradients of the kind recorded.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import dgc.kernels as kernels
+import models
+from benchmarks import step_overhead
+from datasets import CIFAR, Digits
+from dgc.bucket import Bucket, Segment, make_bucket
+from dgc.kernels import Accumulation, Selection
+from dgc.selection import plan_selection
+
+BUCKET_ELEMENTS = 25 * 10**6 // 4
+MOMENTUM = 0.9
+EDGE = 32
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+def buckets_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Bucket]:
+    """Tensors of two or more dimensions, last ones first, about 25 MB together."""
+    pending: list[tuple[str, Tensor]] = []
+    for name, parameter in reversed([p for p in parameters if p[1].dim() > 1]):
+        if pending and sum(t.numel() for _, t in pending) + parameter.numel() > BUCKET_ELEMENTS:
+            yield make_bucket("bucket", pending)
+            pending = []
+        pending.append((name, parameter))
+    yield make_bucket("bucket", pending)
+
+
+def endless(data: Dataset[Any], size: int) -> Batches:
+    """Batches of (images, labels), shuffled anew each time the data end."""
+    loader = DataLoader(data, size, shuffle=True, drop_last=True)
+    while True:
+        yield from loader
+
+
+def small_images(root: Path = Path("data/cifar10")) -> tuple[str, Dataset[Any]]:
+    """Colour images of 32x32 in 10 classes to train on, and what they are: CIFAR-10 where `root` holds it."""
+    if (root / "cifar-10-batches-py").is_dir() or (root / "cifar-10-python.tar.gz").is_file():
+        return "CIFAR-10", CIFAR(str(root))["train"]
+    digits: Any = Digits()["train"]
+    images, labels = digits.tensors
+    larger = nn.functional.interpolate(images, size=(EDGE, EDGE), mode="bilinear").expand(-1, 3, -1, -1)
+    return "digits, enlarged to 32x32 and repeated to 3 channels", TensorDataset(larger, labels)
+
+
+class Learner:
+    """A model and its u and v by bucket. After a step, `gradients` are its, by bucket."""
+
+    def __init__(self, model: nn.Module, batches: Batches, density: float, lr: float, device: str = "cpu"):
+        self.model, self.batches, self.lr, self.device = model.to(device), batches, lr, device
+        self.parameters = dict(model.named_parameters())
+        self.buckets = list(buckets_of(self.parameters.items()))
+        self.plans = [plan_selection(bucket.segments, density, torch.device(device)) for bucket in self.buckets]
+        self.u, self.v = ([torch.zeros(b.numel, device=device) for b in self.buckets] for _ in range(2))
+        self.gradients: list[tuple[Tensor, ...]] = []
+        self.dense = torch.optim.SGD([p for p in self.parameters.values() if p.dim() <= 1], lr, MOMENTUM)
+
+    def differentiate(self) -> float:
+        """Forward and backward on the next batch; the loss."""
+        images, labels = next(self.batches)
+        self.model.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(images.to(self.device)), labels.to(self.device))
+        loss.backward()
+        self.gradients = [
+            tuple(g.reshape(-1) for s in bucket.segments if (g := self.parameters[s.name].grad) is not None)
+            for bucket in self.buckets
+        ]
+        return float(loss.detach())
+
+    def update(self) -> list[Selection]:
+        """The step of DGC with these gradients; what each bucket sent."""
+        self.dense.step()
+        sent = []
+        for bucket, plan, g, u, v in zip(
+            self.buckets, self.plans, self.gradients, self.u, self.v, strict=True
+        ):
+            kernel = kernels.of(v)
+            due = Accumulation(g, u, v, MOMENTUM)
+            selection = kernel.accumulate_and_select_(due, plan.per_tensor, None).selection
+            kernel.take_(selection, selection.values, u, v)
+            count = int(selection.count)
+            bucket.flat.zero_()[selection.indices[:count].long()] = selection.values[:count]
+            for segment in bucket.segments:
+                parameter = self.parameters[segment.name]
+                parameter.data.sub_(segment.of(bucket.flat), alpha=self.lr)
+            sent.append(selection)
+        return sent
+
+
+@dataclass
+class Recording:
+    """By bucket: u and v before the last step, its gradient, the v that it made; of the last half of all steps
+    the mean of every element's gradient and its standard deviation. seconds: one forward and backward pass.
+    """
+
+    model: str
+    segments: list[tuple[Segment, ...]]
+    u: list[Tensor]
+    v: list[Tensor]
+    gradient: list[Tensor]
+    accumulated: list[Tensor]
+    mean: list[Tensor]
+    deviation: list[Tensor]
+    loss: float
+    seconds: float
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numel = sum(g.numel() for g in self.gradient)
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        return [[s.numel for s in segments] for segments in self.segments]
+
+
+def record(
+    name: str, data: Dataset[Any], batch: int, density: float, steps: int, lr: float, device: str = "cpu"
+) -> Recording:
+    """The last of `steps` steps from a seed that is always the same."""
+    torch.manual_seed(0)
+    learner = Learner(getattr(models, name)(), endless(data, batch), density, lr, device)
+    total, square = ([torch.zeros_like(v) for v in learner.v] for _ in range(2))
+    seconds, losses, first = [], [], steps // 2
+    for step in range(steps):
+        start = time.perf_counter()
+        losses.append(learner.differentiate())  # which waits for the device
+        seconds.append(time.perf_counter() - start)
+        if step >= first:
+            for t, s, g in zip(total, square, learner.gradients, strict=True):
+                flat = torch.cat(g)
+                t += flat
+                s.addcmul_(flat, flat)
+        if step < steps - 1:
+            learner.update()
+    count = steps - first
+    means = [t.div_(count) for t in total]
+    for s, m in zip(square, means, strict=True):
+        s.div_(count).addcmul_(m, m, value=-1).clamp_(min=0).sqrt_()
+    gradient = [torch.cat(g) for g in learner.gradients]
+    return Recording(
+        name,
+        [bucket.segments for bucket in learner.buckets],
+        learner.u,
+        learner.v,
+        gradient,
+        [v + (MOMENTUM * u + g) for u, v, g in zip(learner.u, learner.v, gradient, strict=True)],
+        means,
+        square,
+        mean(losses[first:]),
+        median(seconds),
+    )
+
+
+class Gradients(step_overhead.Gradients):
+    """Gradients whose every element has its recorded mean and deviation, normal and independent of the others.
+
+    Each is valid until the next one.
+    """
+
+    def __init__(self, recording: Recording):
+        super().__init__(recording.segments, str(recording.gradient[0].device))
+        self.recording = recording
+        # instead of the heavy tails of one step's gradients, which here come from the elements' deviations
+        self.pool.normal_(generator=torch.Generator(self.pool.device).manual_seed(1))
+        self.buffers = [torch.empty_like(g) for g in recording.gradient]
+
+    def next(self) -> list[Tensor]:
+        rows = zip(self.recording.mean, self.recording.deviation, super().next(), self.buffers, strict=True)
+        return [torch.addcmul(mean, deviation, noise, out=out) for mean, deviation, noise, out in rows]

@@ -1,0 +1,110 @@
+"""What selectors read, find and send, for `benchmarks.selectors`."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import dgc.kernels as kernels
+from benchmarks.selector_methods import SelectorStep
+from dgc.kernels import Accumulation, Chosen, Kernels, Moments, Quotas, Selection, Tail
+from dgc.selection import Plan, Selector
+
+
+@dataclass
+class Counts:
+    """Sums over buckets and steps; `reads`, in elements, beyond the update of u and v.
+
+    reached: elements at or above the thresholds or floors that were handed to the kernels, before any cut.
+    """
+
+    reads: float = 0.0
+    reached: float = 0.0
+    sent: float = 0.0
+    due: float = 0.0
+    numel: float = 0.0
+    shares: list[float] = field(default_factory=list)
+
+    def add(self, v: Tensor, plan: Plan, selection: Selection) -> None:
+        """What was chosen from one bucket's v."""
+        self.sent += int(selection.count)
+        self.due += plan.capacity
+        self.numel += v.numel()
+        self.shares.append(energy(selection.values) / max(energy(v), 1e-300) * v.numel())
+
+    def row(self) -> dict[str, float]:
+        return {
+            "passes": self.reads / self.numel,
+            "reached": self.reached / self.due,
+            "sent": self.sent / self.due,
+            "energy": sum(self.shares) / self.numel,
+        }
+
+
+def energy(x: Tensor) -> float:
+    return float(x.norm(dtype=torch.float64)) ** 2
+
+
+class Counting:
+    """Kernels that do what others do, and count. A choice counts as one read, where it is not part of the pass
+    over u and v. Not counted are samples, and ranges that are read again because a floor did not fit.
+    """
+
+    def __init__(self, kernel: Kernels, counts: Counts):
+        self.kernel, self.counts = kernel, counts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def moments(self, v: Tensor, bounds: Tensor) -> Moments:
+        self.counts.reads += v.numel()
+        return self.kernel.moments(v, bounds)
+
+    def tail(self, v: Tensor, bounds: Tensor, floors: Tensor) -> Tail:
+        self.counts.reads += int(bounds.diff()[~floors.isinf()].sum())
+        return self.kernel.tail(v, bounds, floors)
+
+    def select(self, v: Tensor, quotas: Quotas, floors: Tensor | None = None) -> Chosen:
+        self.counts.reads += v.numel()
+        return self._reached(v, quotas, floors, self.kernel.select(v, quotas, floors))
+
+    def accumulate_and_select_(self, due: Accumulation, quotas: Quotas, floors: Tensor | None) -> Chosen:
+        return self._reached(due.v, quotas, floors, self.kernel.accumulate_and_select_(due, quotas, floors))
+
+    def _reached(self, v: Tensor, quotas: Quotas, floors: Tensor | None, chosen: Chosen) -> Chosen:
+        if floors is None:
+            self.counts.reached += int(chosen.selection.count)
+        else:
+            self.counts.reached += int(self.kernel.tail(v, quotas.bounds, floors).counts.sum())
+        return chosen
+
+
+def counting(v: Tensor, counts: Counts) -> AbstractContextManager[Any]:
+    """While it lasts, all kernels are those of v, and counted."""
+    return patch.object(kernels, "of", return_value=Counting(kernels.of(v), counts))
+
+
+def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) -> None:
+    """`method.step`, counted."""
+    for i, g in enumerate(gradients):
+        with counting(g, counts):
+            selected = method.select(i, g)
+        counts.add(method.v[i], method.plans[i], selected.selection)
+        method.send(i, selected)
+    method.steps += 1
+
+
+def count_choice(selector: Selector, buckets: Sequence[Tensor], plans: Sequence[Plan], steps: int) -> Counts:
+    """Of what the selector chooses from these numbers as they are, the last time of `steps`."""
+    counts = Counts()
+    for v, plan in zip(buckets, plans, strict=True):
+        for step in range(steps - 1 if selector.remembers else 0):
+            selector.choose(v, plan, step)
+        with counting(v, counts):
+            selection = selector.choose(v, plan, steps)
+        counts.add(v, plan, selection)
+    return counts

@@ -1,0 +1,102 @@
+"""What `benchmarks.selectors` compares: every selector in a step of DGC."""
+
+import torch
+from torch import Tensor
+
+import dgc.kernels as kernels
+from benchmarks.radix_select import RadixSelect
+from benchmarks.recordings import MOMENTUM
+from benchmarks.step_methods import Layout, Stateful
+from dgc.kernels import Accumulation
+from dgc.selection import (
+    Bisection,
+    Exact,
+    Exponential,
+    Gaussian,
+    Histogram,
+    Laplace,
+    MSTopk,
+    Predicted,
+    Sampled,
+    Selected,
+    Selector,
+    Trimmed,
+    plan_selection,
+)
+from dgc.wire import CastValues, PlainIndices, SparseFormat
+
+SELECTORS: dict[str, Selector] = {
+    "radix": RadixSelect(),
+    "exact": Exact(),
+    "histogram": Histogram(),
+    "predicted": Predicted(),
+    "sampled": Sampled(),
+    "trimmed": Trimmed(),
+    "bisection": Bisection(),
+    "mstopk": MSTopk(),
+    "laplace": Laplace(),
+    "laplace-redsync": Laplace(stop="redsync"),
+    "laplace-secant": Laplace(method="secant"),
+    "laplace-warm": Laplace(warm_start=True),
+    "exponential": Exponential(),
+    "gaussian": Gaussian(),
+}
+# Table 3: how many times as fast as radixSelect.
+PUBLISHED_AS = {"radix": 0, "sampled": 1, "trimmed": 2, "laplace": 3}
+PUBLISHED = {
+    "resnet101": (1.00, 1.54, 1.53, 1.62),
+    "densenet169": (1.00, 0.98, 1.08, 1.18),
+    "resnet50": (1.00, 1.48, 1.53, 1.55),
+    "densenet121": (1.00, 0.84, 1.01, 1.12),
+}
+WIRE = SparseFormat(CastValues("fp16"), PlainIndices("int32"))
+
+
+def published(model: str, method: str) -> float | None:
+    return PUBLISHED[model][PUBLISHED_AS[method]] if model in PUBLISHED and method in PUBLISHED_AS else None
+
+
+def needs_history(selector: Selector) -> bool:
+    """Whether a first step is no measure of later ones."""
+    return selector.remembers or isinstance(selector, Predicted)
+
+
+class SelectorStep(Stateful):
+    """Gradient in, payload out, what was sent taken out of u and v."""
+
+    def __init__(self, name: str, buckets: Layout, ratio: float, device: str):
+        super().__init__(buckets, device)
+        self.name, self.selector = name, SELECTORS[name]
+        self.plans = [plan_selection(bucket, ratio, torch.device(device)) for bucket in buckets]
+        self.steps = 0
+
+    def step(self, gradients: list[Tensor]) -> None:
+        for i, g in enumerate(gradients):
+            self.send(i, self.select(i, g))
+        self.steps += 1
+
+    def select(self, i: int, g: Tensor) -> Selected:
+        """From bucket i, whose gradient is g."""
+        due = Accumulation(g.split(self.sizes[i]), self.u[i], self.v[i], MOMENTUM)
+        return self.selector.select(due, self.plans[i], self.steps)
+
+    def send(self, i: int, selected: Selected) -> None:
+        u, v, plan = self.u[i], self.v[i], self.plans[i]
+        encoded = WIRE.encode(
+            kernels.codec_of(v), selected.selection, plan.per_tensor, v.numel(), selected.first_nonfinite
+        )
+        kernels.of(v).take_(encoded.sent, encoded.sent.values, u, v)
+
+
+class SelectAlone(Stateful):
+    """The exact choice from a v that stays as it is."""
+
+    name = "exact, select alone"
+
+    def __init__(self, buckets: Layout, ratio: float, device: str):
+        super().__init__(buckets, device)
+        self.quotas = [plan_selection(bucket, ratio, torch.device(device)).per_tensor for bucket in buckets]
+
+    def step(self, gradients: list[Tensor]) -> None:
+        for v, quotas in zip(self.v, self.quotas, strict=True):
+            kernels.of(v).select(v, quotas)

@@ -1,0 +1,143 @@
+"""What benchmarks compute beside times."""
+
+import math
+
+import pytest
+import torch
+
+import dgc.kernels as kernels
+from benchmarks.radix_select import RadixSelect
+from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
+from benchmarks.selector_counts import Counts, count_choice, count_step, counting
+from benchmarks.selector_fit import fit, fit_tensors
+from benchmarks.selector_methods import SELECTORS, SelectorStep
+from dgc.bucket import lay_out
+from dgc.selection import Bisection, Exact, Predicted, plan_selection
+
+SEGMENTS = lay_out([("a", torch.empty(100, 200, device="meta")), ("b", torch.empty(30, 100, device="meta"))])
+N = 23_000
+
+
+def laplace(n: int, seed: int = 0) -> torch.Tensor:
+    u = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5
+    return (-3 * u.sign() * torch.log1p(-2 * u.abs())).float()
+
+
+def normal(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_distribution_fits_its_own_samples():
+    assert fit(laplace(50_000)).ratio < 0.2
+    assert fit(5 + normal(50_000)).ratio > 5
+
+
+def test_the_distance_is_that_between_the_distributions():
+    """Of a standard normal to the Laplace of its mean distance: by midpoints, in fp64, without samples."""
+    p = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
+    width = math.sqrt(2 / math.pi)
+    other = -width * (p - 0.5).sign() * torch.log1p(-2 * (p - 0.5).abs())
+    expected = float((torch.special.ndtri(p) - other).abs().mean())
+    assert fit(normal(200_000)).laplace == pytest.approx(expected, rel=0.03)
+
+
+def test_zeros_and_scales_do_not_change_a_fit():
+    x = laplace(20_000)
+    assert fit(torch.cat([x, torch.zeros(5000)])) == fit(x)
+    assert fit(1000 * x).laplace == pytest.approx(fit(x).laplace)
+    assert fit(torch.zeros(1000)) is None
+
+
+def test_tensors_weigh_by_their_size():
+    large, small = laplace(30_000), normal(10_000)
+    found = fit_tensors([torch.cat([large, small])], [[30_000, 10_000]])
+    assert found.gauss == pytest.approx((3 * fit(large).gauss + fit(small).gauss) / 4)
+
+
+def test_reads_of_an_estimator_are_counted_by_tensor():
+    """The first tensor is found in one count; the second, nothing but equal numbers, is counted once more."""
+    v = torch.cat([torch.full((20_000,), 0.1), torch.ones(3000)])
+    v[:30] = torch.linspace(0.9, 1.0, 30)
+    plan, counts = plan_selection(SEGMENTS, 0.001), Counts()
+    before = kernels.of
+    with counting(v, counts):
+        selection = Bisection().choose(v, plan, 0)
+    counts.add(v, plan, selection)
+    assert kernels.of is before
+    row = counts.row()
+    # moments, one count of both tensors, one of the second, the choice
+    assert row["passes"] == pytest.approx(3 + 3000 / N)
+    assert row["reached"] == pytest.approx((30 + 3000) / 23)
+    assert row["sent"] == 1
+
+
+def test_exact_reads_once_and_sends_the_largest():
+    v, plan = laplace(N), plan_selection(SEGMENTS, 0.001)
+    row = count_choice(Exact(), [v], [plan], 1).row()
+    largest = torch.cat([v[:20_000].abs().topk(20).values, v[20_000:].abs().topk(3).values])
+    assert (row["passes"], row["sent"], row["reached"]) == (1, 1, 1)
+    assert row["energy"] == pytest.approx(float(largest.square().sum() / v.square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in SELECTORS if name != "radix"])  # it asks no kernels
+def test_a_counted_step_is_a_step(name):
+    counted, plain = (SelectorStep(name, [SEGMENTS], 0.001, "cpu") for _ in range(2))
+    counts = Counts()
+    for seed in range(6):
+        g = [laplace(N, seed)]
+        plain.step(g)
+        count_step(counted, g, counts)
+    assert torch.equal(counted.v[0], plain.v[0])
+    assert torch.equal(counted.u[0], plain.u[0])
+    assert 0 < counts.row()["sent"] <= 1
+    assert (counts.row()["passes"] > 0) == (name not in ("histogram", "predicted"))
+
+
+def test_a_prediction_reaches_no_less_than_it_sends():
+    method, counts = SelectorStep("predicted", [SEGMENTS], 0.001, "cpu"), Counts()
+    for seed in range(8):
+        count_step(method, [laplace(N, seed)], counts)
+    assert isinstance(method.selector, Predicted)
+    assert counts.row()["sent"] == 1
+    assert counts.row()["reached"] > 0
+
+
+def test_made_gradients_have_the_recorded_mean_and_deviation():
+    mean, deviation = laplace(N), laplace(N, 1).abs()
+    zeros = [torch.zeros(N)]
+    gradients = Gradients(Recording("", [SEGMENTS], zeros, zeros, zeros, zeros, [mean], [deviation], 0.0, 0.0))
+    made = torch.stack([gradients.next()[0].clone() for _ in range(30)])
+    assert torch.allclose(made.mean(0), mean, atol=float(deviation.max()))
+    scores = (made - mean) / deviation
+    assert float(scores.mean()) == pytest.approx(0, abs=0.01)
+    assert float(scores.std()) == pytest.approx(1, rel=0.02)
+
+
+def test_a_learner_takes_steps_of_dgc():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 10)
+    batches = iter([(torch.randn(8, 20), torch.randint(10, (8,))) for _ in range(2)])
+    learner = Learner(model, batches, 0.05, lr=0.5)
+    before = model.weight.detach().clone()
+    learner.differentiate()
+    g = learner.gradients[0][0].clone()
+    (sent,) = learner.update()
+    assert int(sent.count) == 10
+    changed = (model.weight != before).flatten()
+    assert int(changed.sum()) == 10
+    assert torch.allclose((before - model.weight).flatten()[changed], 0.5 * g[changed])
+    assert torch.equal(learner.v[0] == 0, changed)
+    kept = ~changed
+    learner.differentiate()
+    expected = g + MOMENTUM * g + learner.gradients[0][0]
+    learner.update()
+    still = kept & (learner.v[0] != 0)
+    assert torch.allclose(learner.v[0][still], expected[still])
+
+
+def test_radix_selection_is_exact():
+    plan = plan_selection(SEGMENTS, 0.003)
+    for v in (laplace(N), torch.full((N,), -0.5), torch.zeros(N), (normal(N) * 2).round(), normal(N) * 1e-40):
+        radix, ours = RadixSelect().choose(v, plan, 0), Exact().choose(v, plan, 0)
+        assert int(radix.count) == int(ours.count)
+        assert torch.equal(radix.indices, ours.indices) and torch.equal(radix.values, ours.values)
