@@ -1,13 +1,26 @@
 """One small file per algorithm, each beside its paper."""
 
+from dgc.compression.blockwise import Blockwise as Blockwise
 from dgc.compression.dense import BF16 as BF16
 from dgc.compression.dense import FP16 as FP16
 from dgc.compression.dense import Dense as Dense
 from dgc.compression.dgc import DGCCompressor as DGCCompressor
+from dgc.compression.natural import Natural as Natural
+from dgc.compression.onebit import OneBit as OneBit
+from dgc.compression.powersgd import PowerSGDCompressor as PowerSGDCompressor
 from dgc.compression.protocol import Compressor as Compressor
 from dgc.compression.protocol import DenseResult as DenseResult
 from dgc.compression.protocol import NonFiniteGradientError as NonFiniteGradientError
 from dgc.compression.protocol import Result as Result
 from dgc.compression.protocol import SparseResult as SparseResult
+from dgc.compression.qsgd import QSGD as QSGD
+from dgc.compression.random_k import RandomBlock as RandomBlock
+from dgc.compression.random_k import RandomK as RandomK
 from dgc.compression.route import Route as Route
 from dgc.compression.route import Rule as Rule
+from dgc.compression.scaled_sign import ScaledSign as ScaledSign
+from dgc.compression.signsgd import SignSGD as SignSGD
+from dgc.compression.svd import SVD as SVD
+from dgc.compression.svd import Atomo as Atomo
+from dgc.compression.terngrad import TernGrad as TernGrad
+from dgc.compression.threshold import Threshold as Threshold

@@ -118,7 +118,7 @@ class DGCCompressor:
     def accepts(self, segment: Segment) -> bool:
         return len(segment.shape) > 1 if self._names is None else segment.name in self._names
 
-    def plan(self, bucket: Bucket, size: int) -> None:
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
         self._format.indices.plan(0, bucket.numel)  # refuses a bucket too large to be numbered
         self.memory.plan(bucket)
         self._size = size

@@ -65,8 +65,8 @@ class Compressor(Protocol):
         """Whether this compressor is meant for such a tensor."""
         ...
 
-    def plan(self, bucket: Bucket, size: int) -> None:
-        """Get ready for a bucket, with `size` ranks. Called once per bucket."""
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        """Get ready for a bucket, as rank `rank` of `size`. Called once per bucket."""
         ...
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
@@ -105,7 +105,7 @@ class Stateless(ABC):
     def accepts(self, segment: Segment) -> bool:
         return True
 
-    def plan(self, bucket: Bucket, size: int) -> None:
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
         return None
 
     @abstractmethod

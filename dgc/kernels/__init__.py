@@ -19,6 +19,7 @@ from dgc.kernels.protocol import Quotas as Quotas
 from dgc.kernels.protocol import Selection as Selection
 from dgc.kernels.protocol import Tail as Tail
 from dgc.kernels.protocol import Taken as Taken
+from dgc.kernels.quantizers import Quantizers as Quantizers
 
 TIERS = ("auto", "reference", "native", "triton")
 _asked = os.environ.get("DGC_KERNELS", "auto")
@@ -49,13 +50,18 @@ def codec_of(tensor: Tensor) -> Codec:
     return _tier(_asked, tensor.device.type)[1]
 
 
+def quantizers_of(tensor: Tensor) -> Quantizers:
+    """The quantizers for tensors on this one's device."""
+    return _tier(_asked, tensor.device.type)[2]
+
+
 def describe(device: torch.device) -> str:
     """The tier that serves this device, in words for a log."""
     return str(_tier(_asked, device.type)[0])
 
 
 @cache
-def _tier(asked: str, device: str) -> tuple[Kernels, Codec]:
+def _tier(asked: str, device: str) -> tuple[Kernels, Codec, Quantizers]:
     if asked not in TIERS:
         raise ValueError(f"DGC_KERNELS must be one of {', '.join(TIERS)}, not {asked!r}")
     wanted = asked if asked != "auto" else ("native" if device == "cpu" else "triton")
@@ -69,31 +75,34 @@ def _tier(asked: str, device: str) -> tuple[Kernels, Codec]:
             raise
         warnings.warn(f"{missing}. Until then plain PyTorch does the work, more slowly", stacklevel=3)
     from dgc.kernels.bits import TorchCodec
+    from dgc.kernels.quantizers import TorchQuantizers
     from dgc.kernels.reference import Reference
 
-    return Reference(), TorchCodec()
+    return Reference(), TorchCodec(), TorchQuantizers()
 
 
-def _native(device: str) -> tuple[Kernels, Codec]:
+def _native(device: str) -> tuple[Kernels, Codec, Quantizers]:
     if device != "cpu":
         raise KernelsUnavailable(f"the native kernels run on a CPU, not on {device}")
     from dgc.kernels.library import KernelsMissing
     from dgc.kernels.native import Native
     from dgc.kernels.native_codec import NativeCodec
+    from dgc.kernels.native_quantizers import NativeQuantizers
 
     try:
-        return Native(), NativeCodec()
+        return Native(), NativeCodec(), NativeQuantizers()
     except KernelsMissing as error:
         raise KernelsUnavailable(str(error)) from error
 
 
-def _triton(device: str) -> tuple[Kernels, Codec]:
+def _triton(device: str) -> tuple[Kernels, Codec, Quantizers]:
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
     try:
         from dgc.kernels.triton import Triton
+        from dgc.kernels.triton_quantizers import TritonQuantizers
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     from dgc.kernels.bits import TorchCodec
 
-    return Triton(), TorchCodec()
+    return Triton(), TorchCodec(), TritonQuantizers()

@@ -69,9 +69,12 @@ class Undo:
 
     def subtract(self, state: FlatState, bucket: Bucket, values: Tensor) -> None:
         """state -= values, in a new tensor: the old one stays as it is."""
-        old = state[bucket]
-        self._whole[bucket.name] = (state, old)
-        state.replace(bucket, old - values)
+        self.replace(state, bucket, state[bucket] - values)
+
+    def replace(self, state: FlatState, bucket: Bucket, tensor: Tensor) -> None:
+        """Let `tensor` be the state; the old one stays as it is."""
+        self._whole[bucket.name] = (state, state[bucket])
+        state.replace(bucket, tensor)
 
     def take_back(self, bucket: Bucket) -> None:
         if bucket.name in self._elements:

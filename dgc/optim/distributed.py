@@ -90,7 +90,7 @@ class DistributedOptimizer(Wrapper):
         check_agreement(planned, self.transport)
         take_compressors(self._compressors)
         for plan in planned:
-            plan.compressor.plan(plan.bucket, self.transport.size)
+            plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
         self.exchange = GradientExchange(
             planned, backward_passes_per_step, self.transport, self.meter, self._loss_scale
         )

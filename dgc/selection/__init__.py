@@ -5,6 +5,7 @@ from dgc.selection.exact import Exact as Exact
 from dgc.selection.exact import Histogram as Histogram
 from dgc.selection.exact import Predicted as Predicted
 from dgc.selection.exponential import Exponential as Exponential
+from dgc.selection.fixed import Fixed as Fixed
 from dgc.selection.gaussian import Gaussian as Gaussian
 from dgc.selection.laplace import Laplace as Laplace
 from dgc.selection.mstopk import MSTopk as MSTopk

@@ -27,8 +27,8 @@ class Ranks:
         self.world = LockstepWorld(size, seed=seed)
         self.compressors = [make() for _ in range(size)]
         self.buckets = [make_bucket("b", named) for _ in range(size)]
-        for compressor, bucket in zip(self.compressors, self.buckets, strict=True):
-            compressor.plan(bucket, size)
+        for rank, (compressor, bucket) in enumerate(zip(self.compressors, self.buckets, strict=True)):
+            compressor.plan(bucket, size, rank)
 
     def step(self, own):
         """Results of one step, by rank, and the mean gradient as a dense vector."""
@@ -252,7 +252,7 @@ def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first():
         compressor = DGCCompressor(0.01, DGCSGDMemory(0.9), warmup_epochs=1, warmup_coeff=[0.3])
         buckets = [make_bucket(f"b{i}", named) for i, named in enumerate((large, mixed))]
         for bucket in buckets:
-            compressor.plan(bucket, 2)
+            compressor.plan(bucket, 2, 0)
         return compressor, buckets
 
     def step(compressor, buckets, number):

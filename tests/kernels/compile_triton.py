@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from dgc.kernels import triton as tier
 from dgc.kernels.protocol import Accumulation, Quotas, Selection
+from dgc.kernels.triton_quantizers import TritonQuantizers
 from dgc.kernels.triton_tables import WARPS
 
 POINTERS = {
@@ -21,6 +22,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -52,7 +54,7 @@ class Compile:
         self.done.add(variant)
         options = {"num_warps": WARPS, "enable_fp_fusion": False}
         compiled = triton.compile(ASTSource(kernel, signature, constants, {}), target=self.target, options=options)
-        if name in ("accumulate", "decay", "subtract_at"):
+        if name in ("accumulate", "decay", "subtract_at", "uniform_encode", "uniform_add"):
             assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             # AMD's fma_mix also stands for a product alone whose operands or result are fp16
             contracted = re.search("fma(?!_mix)|fmac", assembly)
@@ -80,10 +82,28 @@ def every_operation(kernels, dtypes):
     kernels.merge_mean([part, part], 2, n)
 
 
+def every_quantizer(quantizers):
+    n, bounds, each = 6000, torch.tensor([0, 2500, 6000]), torch.ones(2)
+    v = torch.zeros(n)
+    codes, _ = quantizers.sign_encode(v, bounds, each, each, each)
+    quantizers.sign_add_(codes, bounds, each, each, v)
+    quantizers.tern_add_(quantizers.tern_encode(v, bounds, each)[0], bounds, each, v)
+    for seed in (None, 2**32 - 1):
+        for bits in (2, 4, 8):
+            codes, _ = quantizers.uniform_encode(v, bounds, each, 2 ** (bits - 1) - 1, bits, seed)
+            quantizers.uniform_add_(codes, bounds, each, 2 ** (bits - 1) - 1, bits, v)
+        quantizers.natural_add_(quantizers.natural_encode(v, seed)[0], v)
+    for bits in range(1, 9):
+        quantizers.unpack(quantizers.pack(codes[:n], bits), bits, n)
+
+
 if __name__ == "__main__":
     # nothing runs, so neither GPU nor interpreter is needed
     tier.INTERPRETED = True
     kernels = tier.Triton()
     kernels._launch = Compile(sys.argv[1])
     every_operation(kernels, [getattr(torch, name) for name in sys.argv[2:]])
+    quantizers = TritonQuantizers()
+    quantizers._launch = kernels._launch
+    every_quantizer(quantizers)
     print(*sorted({variant[0] for variant in kernels._launch.done}))

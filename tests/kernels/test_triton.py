@@ -15,8 +15,10 @@ with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
     from dgc.kernels.protocol import Accumulation, Quotas, Selection
+    from dgc.kernels.quantizers import TorchQuantizers
     from dgc.kernels.reference import Reference
     from dgc.kernels.triton import INTERPRETED, Triton
+    from dgc.kernels.triton_quantizers import TritonQuantizers
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
 REFERENCE = Reference()
@@ -406,6 +408,59 @@ def test_decay(kernels, dtype, nesterov):
         assert all(map(same_bits, ours, theirs))
 
 
+# --- quantizers ------------------------------------------------------------------------------------
+
+
+def quantized(quantizers, v, bounds, each):
+    """Of every operation the codes, the residual, and what adding gives to a buffer of its own."""
+    q, coded = quantizers, []
+    coded.append((*q.sign_encode(v, bounds, each - 0.5, -each, 2 * each), v.clone()))
+    q.sign_add_(coded[-1][0], bounds, -each, 2 * each, coded[-1][2])
+    coded.append((*q.tern_encode(v, bounds, each), v.clone()))
+    q.tern_add_(coded[-1][0], bounds, each, coded[-1][2])
+    for seed in (None, 2**32 - 3):
+        for bits in (2, 4, 8):
+            levels = 2 ** (bits - 1) - 1
+            coded.append((*q.uniform_encode(v, bounds, 2 * each, levels, bits, seed), v.clone()))
+            q.uniform_add_(coded[-1][0], bounds, 2 * each, levels, bits, coded[-1][2])
+        coded.append((*q.natural_encode(v, seed), v.clone()))
+        q.natural_add_(coded[-1][0], coded[-1][2])
+    return coded
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [64], [33, 0, 130, 64, 1, 0, 70, 0]])
+def test_quantizers(sizes):
+    bounds, n = quotas_of(sizes, [0] * len(sizes)).bounds, sum(sizes)
+    each = random(len(sizes), 4).abs()
+    each[1:3] = torch.tensor([0.0, float("inf")], device=DEVICE)[: len(sizes) - 1]
+    for scale in (1.0, 1e37, 1e-40):
+        v = random(n, 9) * scale
+        v[::7] = -0.0
+        ours, theirs = (quantized(q, v, bounds, scale * each) for q in (TritonQuantizers(TILE), TorchQuantizers()))
+        for mine, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(mine[0], expected[0])
+            assert same_bits(mine[1], expected[1]) and same_bits(mine[2], expected[2])
+
+
+def test_small_integers():
+    for n in (0, 1, 8, 1003):
+        levels = torch.arange(n, device=DEVICE).mul(37).byte()
+        for bits in range(1, 9):
+            packed = TritonQuantizers().pack(levels, bits)
+            assert torch.equal(packed, TorchQuantizers().pack(levels, bits))
+            assert torch.equal(TritonQuantizers().unpack(packed, bits, n), levels & 2**bits - 1)
+
+
+def test_quantizers_wait_for_nothing_but_the_bounds(no_lists):
+    bounds, v = quotas_of([100, 28], [0, 0]).bounds, random(128, 1)
+    quantizers, each = TritonQuantizers(TILE), torch.ones(2, device=DEVICE)
+    quantized(quantizers, v, bounds, each)
+    before = quantizers.launches
+    with NoWaiting():
+        quantized(quantizers, v, bounds, each)
+    assert quantizers.launches - before == 2 + 2 + 6 * 2 + 2 * 3
+
+
 # --- what it promises beside the results -----------------------------------------------------------
 
 
@@ -514,5 +569,6 @@ def test_every_kernel_compiles_for_gpus(arguments, tmp_path):
     assert set(done.stdout.split()) == {
         "accumulate", "count_digits", "pick_digits", "tally", "offsets", "write", "take", "put_back", "hide_tails",
         "mark_heads", "sum_runs", "subtract_at", "decay", "moments_of_tiles", "moments_of_ranges", "tail_of_tiles",
-        "tail_of_ranges",
+        "tail_of_ranges", "sign_encode", "sign_add", "tern_encode", "tern_add", "uniform_encode", "uniform_add",
+        "natural_largest", "natural_encode", "natural_add", "pack", "unpack",
     }  # fmt: skip

@@ -16,9 +16,9 @@ class Fleet:
         self.compressors = [make() for _ in range(size)]
         self.buckets: list[Bucket] = []
         self.nonfinite: list[str | None] = []
-        for compressor in self.compressors:
+        for rank, compressor in enumerate(self.compressors):
             bucket = make_bucket("bucket", [(f"p{i}", tensor) for i, tensor in enumerate(like)])
-            compressor.plan(bucket, size)
+            compressor.plan(bucket, size, rank)
             self.buckets.append(bucket)
 
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:

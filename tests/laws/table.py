@@ -1,5 +1,6 @@
 """Every compressor, and what it promises. The laws in test_laws.py hold for every row."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.compression import BF16, FP16, Compressor, Dense, DGCCompressor
 from dgc.compression.dense import Cast
+from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.selection import (
     Bisection,
@@ -42,7 +44,10 @@ class Row:
     """conserves: mean of (gradient + old error) = result + mean of new error, within `tolerance` of the largest
     number involved. dense_limit: the compressor where it becomes dense, with the same tolerance.
     payload: bytes that one rank contributes for a bucket in one step. first_step: the mean gradient's factor in
-    the first result, where all is sent.
+    the first result, where all is sent. by_shape: what it sends depends on a tensor's shape, not on the order of
+    its elements in memory. payload_at: in place of payload where the number of ranks matters. feedback: whether it
+    has an error state though no setting makes it dense. at_zero: zeros stay zeros. one_element: a tensor of a
+    single element is sent as it is. left: the share of the distance to a quadratic's minimum that may be left.
     """
 
     name: str
@@ -53,11 +58,17 @@ class Row:
     tolerance: float = 4 * 2.0**-24
     momentum: float = 0.0
     first_step: float = 1.0
+    by_shape: bool = False
+    payload_at: Callable[[Bucket, int], int] | None = None
+    feedback: bool = False
+    at_zero: bool = True
+    one_element: bool = True
+    left: float | None = None
 
     @property
     def keeps(self) -> bool:
         """Whether it conserves by an error state of its own: what a dropped step has sent must return there."""
-        return self.conserves and self.dense_limit is not None
+        return self.conserves and (self.feedback or self.dense_limit is not None)
 
 
 def sparse_bytes(ratio: float, value: int, index: int) -> Callable[[Bucket], int]:
@@ -83,6 +94,31 @@ def two_bytes(bucket: Bucket) -> int:
 def dgc(memory: Callable[[], Any], **settings: Any) -> Callable[[], Compressor]:
     settings = {"compress_ratio": 0.05, **settings}
     return lambda: DGCCompressor(memory=memory(), **settings)
+
+
+def powersgd(**settings: Any) -> Callable[[], Compressor]:
+    return lambda: PowerSGDCompressor(**settings)
+
+
+def low_rank_bytes(
+    rank: int, mode: str, num_iters_per_step: int = 2, min_compression_rate: float = 2, wire: str = "", **_: Any
+) -> Callable[[Bucket], int]:
+    """Of an even number of half steps."""
+
+    def formula(bucket: Bucket) -> int:
+        floats = 0
+        side = -int(-math.sqrt(bucket.numel) // 1)
+        matrices: list[tuple[tuple[int, ...], int]] = [(s.shape, s.numel) for s in bucket.segments]
+        if mode == "square":
+            matrices = [((side, side), bucket.numel)]
+        for shape, numel in matrices:
+            n = shape[0]
+            m = numel // n if mode != "square" else side
+            cost = min(rank, n, m) * (n + m) * num_iters_per_step // 2
+            floats += cost if len(shape) > 1 and numel > min_compression_rate * cost else numel
+        return (2 if wire else 4) * floats + 8
+
+    return formula
 
 
 HALF = 2.0**-10  # rounding of fp16 over a sum of a few ranks
@@ -135,7 +171,13 @@ TABLE = [
         )
         for selector in (Trimmed(), Bisection(), MSTopk(), Laplace(warm_start=True), Exponential(), Gaussian())
     ),
-    Row("sampled-no-memory", dgc(lambda: None, sample_ratio=0.01), sparse_bytes(0.05, 4, 8), conserves=False),
+    Row(
+        "sampled-no-memory",  # small elements never travel: it comes closer, not home
+        dgc(lambda: None, sample_ratio=0.01),
+        sparse_bytes(0.05, 4, 8),
+        conserves=False,
+        left=0.9,
+    ),
     Row(
         "histogram-residual",
         dgc(ResidualMemory, selector=Histogram()),
@@ -215,6 +257,25 @@ TABLE = [
         lambda bucket: own_bytes(bucket) + 8,
         conserves=False,
         momentum=0.9,
+    ),
+    *(
+        Row(
+            f"powersgd-{name}",
+            powersgd(**settings),
+            low_rank_bytes(**settings),
+            dense_limit=powersgd(**{**settings, "rank": 10**6, "min_compression_rate": 0}),
+            # at full rank these are sums of up to 64 products, and random Q have a condition
+            tolerance=HALF if settings.keys() & {"wire", "warm_start"} else 32 * 2.0**-24,
+            by_shape=settings["mode"] != "square",
+        )
+        for name, settings in {
+            "residual": {"rank": 2, "mode": "residual", "num_iters_per_step": 2},
+            "residual-4": {"rank": 1, "mode": "residual", "num_iters_per_step": 4, "min_compression_rate": 1},
+            "paper": {"rank": 2, "mode": "paper"},
+            "paper-cold": {"rank": 1, "mode": "paper", "warm_start": False},
+            "paper-fp16": {"rank": 1, "mode": "paper", "wire": "fp16"},
+            "square": {"rank": 2, "mode": "square"},
+        }.items()
     ),
 ]
 

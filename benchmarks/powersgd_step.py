@@ -1,0 +1,179 @@
+"""What a step of PowerSGD costs without the wire: gradient in, averaged gradient and error out.
+
+    python -m benchmarks.powersgd_step --ranks 1 2 4 --threads 1
+
+ours       mode="paper": error feedback, P = M Q, orthonormalize, Q = M^T P, result P Q^T; and "residual" with two
+           half steps, which sends as much
+torch      torch.distributed's powerSGD_hook, tensor by tensor, and with batch_tensors_with_same_shape; it does the
+           same, and orthonormalizes Q as well
+
+The gradients of ResNet-18 for CIFAR, all tensors, in buckets of 25 MB, flat, fp32; all methods get the same ones.
+One process: every all-reduce is answered at once with what was sent, by a stand-in also under torch's hooks. What
+they keep between steps is warm after --warmup steps. Methods take turns within each round; ratios are medians over
+rounds of the ratio within a round. Prints a table and, last, one line of JSON.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
+
+from dgc.bucket import Bucket
+from dgc.comm.requests import AllGather
+from dgc.compression import PowerSGDCompressor
+from dgc.compression.dense import Dense
+from dgc.optim.planning import plan_buckets
+from models import resnet18
+
+OURS, RESIDUAL, DEFAULT, BATCHED = "ours, paper", "ours, residual", "torch", "torch, batched"
+
+
+class Method(Protocol):
+    def step(self, gradients: Sequence[Tensor]) -> float:
+        """Seconds. gradients: one flat tensor per bucket."""
+        ...
+
+
+class Ours:
+    def __init__(self, buckets: Sequence[Bucket], rank: int, mode: str, half_steps: int):
+        self.compressor = PowerSGDCompressor(rank, mode=mode, num_iters_per_step=half_steps)
+        self.buckets = [Bucket(b.name, b.segments, b.dtype, b.device) for b in buckets]
+        for bucket in self.buckets:
+            self.compressor.plan(bucket, 1, 0)
+
+    def step(self, gradients: Sequence[Tensor]) -> float:
+        for bucket, gradient in zip(self.buckets, gradients, strict=True):
+            bucket.flat.copy_(gradient)
+        start = time.perf_counter()
+        for bucket in self.buckets:
+            talk = self.compressor.reduce(bucket)
+            requests = next(talk)
+            try:
+                while True:
+                    replies = [(r.tensor,) if isinstance(r, AllGather) else r.tensor for r in requests]  # type: ignore[union-attr]
+                    requests = talk.send(tuple(replies))
+            except StopIteration as stop:
+                assert stop.value.nonfinite is None
+        return time.perf_counter() - start
+
+
+class Answered:
+    """The handle of an all-reduce of one process that is over at once."""
+
+    def __init__(self, tensor: Tensor):
+        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self.future.set_result([tensor])
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self.future
+
+
+class GradBucket:
+    """The parts of torch.distributed.GradBucket that the hook uses."""
+
+    def __init__(self, bucket: Bucket, index: int, last: bool):
+        self.flat = torch.zeros(bucket.numel)
+        self._index, self._last = index, last
+        self._views = [segment.of(self.flat) for segment in bucket.segments]
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return self._views
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+class Hook:
+    def __init__(self, buckets: Sequence[Bucket], rank: int, batched: bool):
+        self.state = hooks.PowerSGDState(
+            dist.group.WORLD, rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batched
+        )
+        self.state.iter = 2
+        self.buckets: list[Any] = [GradBucket(b, i, i == len(buckets) - 1) for i, b in enumerate(buckets)]
+
+    def step(self, gradients: Sequence[Tensor]) -> float:
+        for bucket, gradient in zip(self.buckets, gradients, strict=True):
+            bucket.flat.copy_(gradient)
+        with patch.object(dist, "all_reduce", lambda tensor, **_: Answered(tensor)):
+            start = time.perf_counter()
+            for bucket in self.buckets:
+                hooks.powerSGD_hook(self.state, bucket).wait()
+            return time.perf_counter() - start
+
+
+def methods(buckets: Sequence[Bucket], rank: int) -> dict[str, Method]:
+    return {
+        OURS: Ours(buckets, rank, "paper", 1),
+        RESIDUAL: Ours(buckets, rank, "residual", 2),
+        DEFAULT: Hook(buckets, rank, False),
+        BATCHED: Hook(buckets, rank, True),
+    }
+
+
+def measure(buckets: Sequence[Bucket], rank: int, rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds per step of each method by round, which begin with another method each."""
+    generator = torch.Generator().manual_seed(rank)
+    pool = [[torch.randn(b.numel, generator=generator) for b in buckets] for _ in range(3)]
+    compared = methods(buckets, rank)
+    times: dict[str, list[float]] = {name: [] for name in compared}
+    names = list(compared)
+    for number in range(warmup + rounds):
+        names = names[1:] + names[:1]
+        for name in names:
+            seconds = compared[name].step(pool[number % len(pool)])
+            if number >= warmup:
+                times[name].append(seconds)
+    return times
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(above, below, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    named = list(resnet18(num_classes=10).named_parameters())
+    dense = Dense()
+    buckets = [plan.bucket for plan in plan_buckets(named, lambda segment: dense, 25.0, "bucket")]
+    numel = sum(bucket.numel for bucket in buckets)
+    print(f"{numel} parameters in {len(buckets)} buckets, {args.threads} threads, {args.rounds} rounds")
+    print(f"\n{'':<16} {'rank':>4} {'median ms':>10} {'least':>8} {'/ ours':>7}")
+    result: dict[str, Any] = {"benchmark": "powersgd_step", "threads": args.threads, "ranks": {}}
+    with torch.no_grad():
+        for rank in args.ranks:
+            times = measure(buckets, rank, args.rounds, args.warmup)
+            for name, row in times.items():
+                against = ratio(row, times[OURS])
+                print(f"{name:<16} {rank:>4} {1e3 * median(row):10.2f} {1e3 * min(row):8.2f} {against:7.2f}")
+            result["ranks"][str(rank)] = {
+                "ms": {name: round(1e3 * median(row), 3) for name, row in times.items()},
+                "torch_to_ours": round(ratio(times[DEFAULT], times[OURS]), 3),
+                "batched_to_ours": round(ratio(times[BATCHED], times[OURS]), 3),
+            }
+    dist.destroy_process_group()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

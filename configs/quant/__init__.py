@@ -1,0 +1,1 @@
+"""Quantized gradients: one file for each way, stacked after an experiment."""

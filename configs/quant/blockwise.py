@@ -1,0 +1,11 @@
+"""8 bits by blocks, rounded to the nearest level, with error feedback."""
+
+from dgc.compression import Blockwise
+from training.config import Config, configs
+
+configs.train.compression = Config(Blockwise)
+configs.train.compression.bits = 8  # or 4
+configs.train.compression.block = 2048  # elements with a scale of their own; null: a tensor's
+configs.train.compression.error_feedback = True
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,0 +1,10 @@
+"""Natural compression (Horvath et al. 2019): random rounding to powers of two."""
+
+from dgc.compression import Natural
+from training.config import Config, configs
+
+configs.train.compression = Config(Natural)
+configs.train.compression.random = True  # False: to the nearer one
+configs.train.compression.error_feedback = False
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

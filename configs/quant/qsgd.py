@@ -1,0 +1,12 @@
+"""QSGD (Alistarh et al. 2017): random rounding to a few levels of each block."""
+
+from dgc.compression import QSGD
+from training.config import Config, configs
+
+configs.train.compression = Config(QSGD)
+configs.train.compression.bits = 4  # 2, 4 or 8, with the sign
+configs.train.compression.block = 512  # elements with a scale of their own; null: a tensor's
+configs.train.compression.norm = "max"  # or l2
+configs.train.compression.error_feedback = False
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,0 +1,11 @@
+"""Signum with majority vote (Bernstein et al. 2019): signSGD of averages of gradients."""
+
+from dgc.compression import SignSGD
+from training.config import Config, configs
+
+configs.train.compression = Config(SignSGD)
+configs.train.compression.momentum = 0.9
+configs.train.optimizer.lr = 1e-4  # every element moves by this much
+configs.train.optimizer.momentum = 0.0
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

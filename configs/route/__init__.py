@@ -1,0 +1,1 @@
+"""Which method takes which tensor: the first rule that matches."""

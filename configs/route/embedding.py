@@ -1,0 +1,19 @@
+"""Embeddings send their largest gradients, other matrices travel with low rank, all else dense.
+
+A rule's name is a shell pattern for the parameter's name.
+"""
+
+from dgc.compression import Dense, DGCCompressor, PowerSGDCompressor, Route, Rule
+from dgc.memory import ResidualMemory
+from training.config import Config, configs
+
+sparse = Config(DGCCompressor, compress_ratio=0.01, memory=Config(ResidualMemory))
+
+configs.train.compression = Config(Route)
+configs.train.compression.rules = [
+    Config(Rule, compressor=sparse, name="*embed*", min_dim=2),
+    Config(Rule, compressor=Config(PowerSGDCompressor, rank=4), min_dim=2),
+    Config(Rule, compressor=Config(Dense)),
+]
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,0 +1,13 @@
+"""The method stacked before this file takes tensors of two and more dimensions; all others travel dense."""
+
+from dgc.compression import Dense, Route, Rule
+from training.config import Config, configs
+
+method = configs.train.compression
+configs.train.compression = Config(Route)
+configs.train.compression.rules = [
+    Config(Rule, compressor=method, min_dim=2),
+    Config(Rule, compressor=Config(Dense)),
+]
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,0 +1,10 @@
+"""Atomo (Wang et al. 2018): singular vectors at random, unbiased. Slow."""
+
+from dgc.compression import Atomo
+from training.config import Config, configs, derived
+
+configs.train.compression = Config(Atomo)
+configs.train.compression.rank = 2
+configs.train.compression.seed = derived("seed")
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

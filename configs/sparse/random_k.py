@@ -1,0 +1,12 @@
+"""Random-k: the same random elements on every rank, so that values alone travel."""
+
+from dgc.compression import RandomK
+from training.config import Config, configs, derived
+
+configs.train.compression = Config(RandomK)
+configs.train.compression.compress_ratio = 0.05  # share of a tensor's elements that is sent
+configs.train.compression.error_feedback = True
+configs.train.compression["values"] = "fp32"  # or fp16
+configs.train.compression.seed = derived("seed")
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,0 +1,10 @@
+"""The best low-rank approximation of each rank's gradient, by singular value decomposition. Slow."""
+
+from dgc.compression import SVD
+from training.config import Config, configs
+
+configs.train.compression = Config(SVD)
+configs.train.compression.rank = 2
+configs.train.compression.error_feedback = True
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

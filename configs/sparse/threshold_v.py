@@ -1,0 +1,14 @@
+"""Threshold-v: elements of a given magnitude are sent, as far as the ratio leaves room."""
+
+from dgc.compression import DGCCompressor
+from dgc.memory import ResidualMemory
+from dgc.selection import Fixed
+from training.config import Config, configs
+
+configs.train.compression = Config(DGCCompressor)
+configs.train.compression.compress_ratio = 0.05  # share of a tensor's elements that is sent at most
+configs.train.compression.memory = Config(ResidualMemory)
+configs.train.compression.selector = Config(Fixed)
+configs.train.compression.selector.threshold = 0.01  # in units of the gradient
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,0 +1,14 @@
+"""Plain top-k with error feedback (Stich et al. 2018): DGC without its momentum correction."""
+
+from dgc.compression import DGCCompressor
+from dgc.memory import ResidualMemory
+from training.config import Config, configs
+
+configs.train.compression = Config(DGCCompressor)
+configs.train.compression.compress_ratio = 0.01  # share of a tensor's elements that is sent
+configs.train.compression.memory = Config(ResidualMemory)
+configs.train.compression.selector = None  # as in configs/selection
+configs.train.compression["values"] = None  # as in configs/dgc
+configs.train.compression.indices = None
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,0 +1,128 @@
+"""What compressors with a dense result share: error feedback, seeds, steps that can be taken back.
+
+    v = g + e                 e: what earlier steps kept back; NaN and inf in g count as zero and are flagged
+    (mean, e) = exchange(v)   the mean over ranks of what each sent, and what this rank kept back
+"""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Any
+from zlib import crc32
+
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket, Segment
+from dgc.comm.requests import Conversation
+from dgc.compression.dense import Dense
+from dgc.compression.finite import blame, probe
+from dgc.compression.protocol import Compressor, DenseResult, Result
+from dgc.kernels.reference import first_tensor_nonfinite
+from dgc.memory.protocol import MomentumCorrection
+from dgc.memory.state import FlatState, Undo, load_parts
+
+
+class Feedback(ABC):
+    """error_feedback: keep what a step does not send and add it to the next gradient. seed: of all that is random.
+
+    Tensors that a method is not meant for go to `fallback`.
+    """
+
+    correction: MomentumCorrection | None = None
+    fallback: Compressor = Dense()
+
+    def __init__(self, error_feedback: bool = True, seed: int = 0):
+        self.error_feedback, self._seed = error_feedback, seed
+        self._error, self._undo = FlatState("error"), Undo()
+        self._steps: dict[str, int] = {}
+        self._bounds: dict[str, Tensor] = {}
+        self.size, self.rank = 1, 0
+
+    @property
+    @abstractmethod
+    def compress_ratio(self) -> float: ...
+
+    @abstractmethod
+    def exchange(
+        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+        """(mean [n] fp32, kept back [n] fp32, by rank the first tensor, from 1, that was not finite, or 0).
+
+        v must stay as it is; what is kept back is a tensor of its own. first_nonfinite: index of the first element
+        of the gradient that was NaN or inf, n where there was none.
+        """
+        ...
+
+    def accepts(self, segment: Segment) -> bool:
+        return True
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+        if self.error_feedback:
+            self._error.add(bucket)
+        self._steps[bucket.name] = 0
+        self._bounds[bucket.name] = torch.tensor(
+            [*(s.offset for s in bucket.segments), bucket.numel], device=bucket.device
+        )
+
+    def bounds(self, bucket: Bucket) -> Int64[Tensor, "bounds"]:
+        """Where each tensor of the bucket begins, and n."""
+        return self._bounds[bucket.name]
+
+    def begin_epoch(self, epoch: int) -> None:
+        return None
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        self._undo.forget(bucket)
+        v = self._error[bucket] if self.error_feedback else torch.zeros(bucket.numel, device=bucket.device)
+        first = kernels.of(v).accumulate_(kernels.Accumulation(bucket.pieces, None, v))
+        bucket.release()
+        mean, kept, numbers = yield from self.exchange(bucket, v, first)
+        self._steps[bucket.name] += 1
+        if self.error_feedback:
+            self._undo.replace(self._error, bucket, kept)
+        bucket.flat.copy_(mean)
+        return DenseResult(first_blame(bucket, numbers) or overflow(bucket))
+
+    def take_back(self, bucket: Bucket) -> None:
+        self._undo.take_back(bucket)
+
+    def noise(self, bucket: Bucket, *, shared: bool = False) -> int:
+        """A seed of 32 bits for this bucket and step, each rank's own, or the same on all."""
+        whose = "all" if shared else self.rank
+        return crc32(f"{self._seed} {whose} {bucket.segments[0].name} {self._steps[bucket.name]}".encode())
+
+    def errors(self) -> Iterator[Tensor]:
+        return iter(self._error)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"errors": self._error.state_dict(), "steps": max(self._steps.values(), default=0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.keys() != {"errors", "steps"}:
+            raise ValueError(f"state of another compressor: {sorted(state)}")
+        load_parts({"errors": self._error}, {"errors": state["errors"]})
+        self._steps = dict.fromkeys(self._steps, state["steps"])
+
+
+def first_blame(bucket: Bucket, numbers: Iterable[int]) -> str | None:
+    """numbers: by rank, the first tensor (from 1) that was not finite, or 0."""
+    return next((blame(bucket, number, [rank]) for rank, number in enumerate(numbers) if number), None)
+
+
+def number_of(bucket: Bucket, first_nonfinite: int) -> int:
+    """The tensor, from 1, that holds this element; 0 for n, which is behind the last."""
+    if first_nonfinite >= bucket.numel:
+        return 0
+    return bisect_right([s.offset for s in bucket.segments], first_nonfinite)
+
+
+def overflow(bucket: Bucket) -> str | None:
+    """What is wrong with a mean in `bucket.flat` that is not finite though every gradient was."""
+    if bool(probe(bucket.flat).isfinite()):
+        return None
+    number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
+    return blame(bucket, number, []) if number else None

@@ -1,0 +1,171 @@
+"""What a low-rank method keeps of one bucket, and how it is saved: under names, whatever the buckets."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float32, Float64
+from torch import Tensor
+
+from dgc.bucket import Bucket
+from dgc.compression.lowrank import (
+    Batch,
+    Layout,
+    Matrices,
+    Taken,
+    columns_to_logical,
+    columns_to_memory,
+    settle_,
+)
+from dgc.compression.orthogonal import orthonormalize
+
+Draw = Callable[[str, int, int], Tensor]  # (what for, r, length) -> [r, length], the same on all ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """The same on every rank. P [B, r, n] and Q [B, r, m] by batch; sums [B, 2] by batch: of the squared norms of
+    what was applied since Accordion's last choice, and of the steps. half_steps: h. steps: taken so far.
+    """
+
+    P: tuple[Float32[Tensor, "_ _ _"], ...]
+    Q: tuple[Float32[Tensor, "_ _ _"], ...]
+    sums: tuple[Float64[Tensor, "_ 2"], ...]
+    half_steps: int = 0
+    steps: int = 0
+
+
+@dataclass(eq=False)
+class Named:
+    """The same by name, as it is saved: errors in the tensors' shapes, P [n, r], Q [m, r] in the shapes' order."""
+
+    errors: dict[str, Tensor] = field(default_factory=dict)
+    P: dict[str, Tensor] = field(default_factory=dict)
+    Q: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    half_steps: int = 0
+    steps: int = 0
+
+    def add(self, other: "Named") -> None:
+        for mine, theirs in (
+            (self.errors, other.errors),
+            (self.P, other.P),
+            (self.Q, other.Q),
+            (self.sums, other.sums),
+        ):
+            mine.update(theirs)
+        self.half_steps, self.steps = other.half_steps, other.steps
+
+
+@dataclass(eq=False)
+class Own:
+    """v: gradient + error as of the last step. taken: what that step sent of it. before: factors before it."""
+
+    layout: Layout
+    v: Float32[Tensor, "V"]
+    factors: Factors
+    taken: Taken | None = None
+    before: Factors | None = None
+
+    def __post_init__(self) -> None:
+        self.matrices = [Matrices(batch, self.v) for batch in self.layout.batches]
+
+    def take_back(self) -> None:
+        """The last step has not been."""
+        if self.before is not None:
+            self.factors, self.taken, self.before = self.before, None, None
+
+    def error(self) -> Float32[Tensor, "V"]:
+        """What the last step left; v stays as it is, so that the step can still be taken back."""
+        return self.v.clone() if self.taken is None else settle_(self.layout, self.taken, self.v.clone())
+
+    def keys(self, batch: Batch) -> list[str]:
+        """A name for each of its matrices. A square's is that of the bucket's first and last tensors."""
+        names = [self.layout.segments[i].name for i in batch.members]
+        return [f"{names[0]}..{names[-1]}"] if self.layout.square else names
+
+    def in_memory_order(self, batch: Batch, Q: Sequence[Float32[Tensor, "r m"]]) -> list[Tensor]:
+        """Factors whose columns are in the order of the shapes, by matrix, as products with v need them."""
+        if self.layout.square:
+            return list(Q)
+        segments = [self.layout.segments[i] for i in batch.members]
+        return [columns_to_memory(segment, q) for segment, q in zip(segments, Q, strict=True)]
+
+    def named(self, with_errors: bool) -> Named:
+        layout, factors = self.layout, self.factors
+        named = Named(half_steps=factors.half_steps, steps=factors.steps)
+        if with_errors:
+            error = self.error()
+            named.errors = {s.name: layout.part_of(error, i).clone() for i, s in enumerate(layout.segments)}
+        for b, batch in enumerate(layout.batches):
+            for j, key in enumerate(self.keys(batch)):
+                Q = factors.Q[b][j]
+                if not layout.square:
+                    Q = columns_to_logical(layout.segments[batch.members[j]], Q)
+                named.P[key], named.Q[key] = factors.P[b][j].T.contiguous(), Q.T.contiguous()
+                named.sums[key] = factors.sums[b][j].clone()
+        return named
+
+
+def make(layout: Layout, draw: Draw, saved: Named | None = None) -> Own:
+    """saved: what to go on from. Factors that are not in it, or of a lower rank, are drawn; of a higher, cut."""
+    saved = saved or Named()
+    device = layout.bucket.device
+    own = Own(layout, torch.zeros(layout.numel, device=device), Factors((), (), ()))
+    if saved.errors:
+        for i, s in enumerate(layout.segments):
+            layout.part_of(own.v, i).copy_(saved.errors[s.name])
+    P, Q, sums = [], [], []
+    for batch in layout.batches:
+        keys = own.keys(batch)
+        P.append(
+            torch.stack([_grown(saved.P.get(k), batch.rank, batch.n, draw, f"{k} P") for k in keys]).to(device)
+        )
+        columns = [_grown(saved.Q.get(k), batch.rank, batch.m, draw, f"{k} Q") for k in keys]
+        Q.append(torch.stack(own.in_memory_order(batch, columns)).to(device))
+        none = torch.zeros(2, dtype=torch.float64)
+        sums.append(torch.stack([saved.sums.get(k, none).to(device) for k in keys]))
+    own.factors = Factors(tuple(P), tuple(Q), tuple(sums), saved.half_steps, saved.steps)
+    return own
+
+
+def _grown(saved: Tensor | None, r: int, length: int, draw: Draw, what: str) -> Float32[Tensor, "r length"]:
+    """saved: [length, old r] or None."""
+    if saved is not None and saved.shape[0] == length and saved.shape[1] >= r:
+        return saved[:, :r].T
+    rows = draw(what, r, length)
+    if saved is not None and saved.shape[0] == length:
+        rows = torch.cat([saved.T.cpu(), rows[saved.shape[1] :]])
+    return orthonormalize(rows[None])[0]
+
+
+def check_errors(named: Named, buckets: Sequence[Bucket]) -> None:
+    """ValueError unless there is an error for each of these tensors and no other."""
+    shapes = {s.name: s.shape for bucket in buckets for s in bucket.segments}
+    if shapes.keys() != named.errors.keys():
+        missing, unknown = sorted(shapes.keys() - named.errors.keys()), sorted(named.errors.keys() - shapes.keys())
+        raise ValueError(f"error of another model: missing {missing}, unknown {unknown}")
+    for name, shape in shapes.items():
+        if tuple(named.errors[name].shape) != shape:
+            raise ValueError(f"error of {name} has shape {tuple(named.errors[name].shape)}, not {shape}")
+
+
+def as_dict(named: Named) -> dict[str, Any]:
+    return {
+        "errors": named.errors,
+        "P": named.P,
+        "Q": named.Q,
+        "sums": named.sums,
+        "half_steps": named.half_steps,
+        "steps": named.steps,
+    }
+
+
+def from_dict(state: Mapping[str, Any]) -> Named:
+    """ValueError for another compressor's state."""
+    names = {"errors", "P", "Q", "sums", "half_steps", "steps"}
+    if state.keys() != names:
+        raise ValueError(f"state of another compressor: {sorted(state)}")
+    errors, P, Q, sums = (dict(state[key]) for key in ("errors", "P", "Q", "sums"))
+    return Named(errors, P, Q, sums, state["half_steps"], state["steps"])

@@ -1,0 +1,376 @@
+"""PowerSGD: low-rank gradients by power iteration (Vogels, Karimireddy, Jaggi: NeurIPS 2019, arXiv 1905.13727).
+
+On each of N ranks, with local gradient g and error e; M [n, m] is the matrix of a tensor, shape[0] x rest:
+
+    M = g + e
+    paper      P = mean(M Q); P = orth(P); Q_i = M^T P; Q = mean(Q_i);  result P Q^T;  e = M - P Q_i^T
+    residual   h-th half step, K of them per step:
+               even   X = orth(P);  Y_i = M^T X;  M -= X Y_i^T;  Q = mean(Y_i);  result += X Q^T
+               odd    X = orth(Q);  Y_i = M X;    M -= Y_i X^T;  P = mean(Y_i);  result += P X^T
+               e = M;  h goes on from step to step (Vogels et al. 2020, arXiv 2008.01425, Algorithm 2)
+    square     as paper, with the whole bucket as one matrix [s, s], s = ceil(sqrt(numel)), padded with zeros
+
+In `residual` every second half step after the second adds r directions; 2 half steps cost what a step of `paper`
+costs. A tensor is compressed where n m / (rho (n + m) K / 2) > min_compression_rate, rho = min(r, n, m), and K = 2
+except in `residual`; others, and vectors, are sent whole in the first round.
+
+Payload of a bucket in bytes: w times (the sum over compressed tensors of rho n or rho m in each half step, and the
+elements of the other tensors) and 8 for a flag, w = 4, or 2 with wire="fp16".
+
+Differences from the paper: the error is local, what this rank's own gradient lacks, where the paper has M - P Q^T
+with the mean Q: there only the mean of e over the ranks stays bounded, and each rank's e grows with the difference
+between its data and the others'. Either way the sum of what is applied and of what waits is the sum of all
+gradients. Matrices that a factor says nothing about get random directions (see `orthogonal`).
+
+As arithmetic M is never changed within a step: Y_i = M^T X - W (U^T X), where U W^T is what was taken so far. The
+next step's pass over memory takes it from M, so that a step that is dropped leaves nothing to repair.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isfinite, isqrt, prod
+from typing import Any, Literal, get_args
+from zlib import crc32
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from dgc.bucket import Bucket, Segment
+from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.compression.accordion import Accordion
+from dgc.compression.dense import Dense
+from dgc.compression.feedback import first_blame, overflow
+from dgc.compression.lowrank import Batch, Layout, Taken, accumulate_, matrix_shape
+from dgc.compression.lowrank_state import Factors, Named, Own, as_dict, check_errors, from_dict, make
+from dgc.compression.orthogonal import check_orthogonalization, orthonormalize
+from dgc.compression.protocol import Compressor, DenseResult, Result
+from dgc.memory.protocol import MomentumCorrection
+from dgc.wire import CastValues
+
+Mode = Literal["residual", "paper", "square"]
+Side = Literal["P", "Q"]
+Factor = tuple[Tensor, ...]  # P or Q, by batch
+
+
+def compresses(numel: int, n: int, m: int, r: int, half_steps: int, min_compression_rate: float) -> bool:
+    """Whether factors of rank r save more than min_compression_rate. half_steps: K."""
+    return numel > min_compression_rate * (min(r, n, m) * (n + m) * half_steps / 2) and min(r, n, m) > 0
+
+
+def correct_(
+    Y: Float32[Tensor, "B r y"],
+    X: Float32[Tensor, "B r x"],
+    U: Float32[Tensor, "B R n"],
+    W: Float32[Tensor, "B R m"],
+    even: bool,
+) -> None:
+    """Y as if U W^T had been taken from M before: Y -= W (U^T X), or U (W^T X)."""
+    along, across = (U, W) if even else (W, U)
+    Y.baddbmm_(X.bmm(along.mT), across, alpha=-1)
+
+
+class _Step:
+    """One step's products by batch: `own` (U, W) is what this rank takes from M, `mean` that over the ranks."""
+
+    def __init__(self) -> None:
+        self.own: list[tuple[Tensor, Tensor]] = []
+        self.mean: list[tuple[Tensor, Tensor]] = []
+        self.kept = torch.empty(0)  # of the tensors that are sent as they are, what rounding took
+        self.numbers: list[int] = []
+        self.largest: list[float] = []
+
+    def add(self, X: Factor, Y: Factor, Y_mean: Factor, even: bool) -> None:
+        for products, other in ((self.own, Y), (self.mean, Y_mean)):
+            new = list(zip(X, other, strict=True) if even else zip(other, X, strict=True))
+            if products:
+                new = [
+                    (torch.cat([a, U], 1), torch.cat([b, W], 1))
+                    for (a, b), (U, W) in zip(products, new, strict=True)
+                ]
+            products[:] = new
+
+    @property
+    def finite(self) -> bool:
+        return all(map(isfinite, self.largest))
+
+    def square_norms(self, b: int) -> Tensor:
+        """[B, 2]: |mean|^2 of a batch's matrices, and 1 for the step."""
+        U, W = self.mean[b]
+        squares = (U.bmm(U.mT) * W.bmm(W.mT)).sum(dim=(1, 2), dtype=torch.float64)
+        return torch.stack([squares, torch.ones_like(squares)], dim=1)
+
+
+class PowerSGDCompressor:
+    """rank: r. min_compression_rate: what compressing a tensor must save, or it is sent whole; 0: always.
+    num_iters_per_step: half steps per step of mode "residual". warm_start: begin with the last step's factors, not
+    with random ones. error_feedback: keep what a step does not send and add it to the next gradient. epsilon,
+    orthogonalization: see `dgc.compression.orthogonal`. start_compressing_after_num_steps: send everything until
+    then (the reference implementation's default is 100). wire: "fp32", or "fp16": factors, and all that is sent
+    whole, travel in 2 bytes per number, and what rounding takes is kept back. seed: of the first factors.
+
+    high_rank: adapt the rank, from `rank` to this one, to how much the norm of a tensor's gradient changed
+    (rank_change) in intervals of rank_every epochs: see `dgc.compression.accordion`. None: always `rank`. It needs
+    begin_epoch to be called, as train.py does.
+    """
+
+    correction: MomentumCorrection | None = None
+    fallback: Compressor = Dense()
+
+    def __init__(
+        self,
+        rank: int,
+        min_compression_rate: float = 2,
+        num_iters_per_step: int = 1,
+        mode: str = "residual",
+        warm_start: bool = True,
+        error_feedback: bool = True,
+        epsilon: float = 1e-8,
+        orthogonalization: str = "auto",
+        start_compressing_after_num_steps: int = 0,
+        wire: str = "fp32",
+        high_rank: int | None = None,
+        rank_change: float = 0.5,
+        rank_every: int = 1,
+        seed: int = 0,
+    ):
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, not {mode!r}")
+        if rank < 1 or num_iters_per_step < 1:
+            raise ValueError(f"rank and num_iters_per_step must be at least 1, not {rank}, {num_iters_per_step}")
+        if mode != "residual" and num_iters_per_step != 1:
+            raise ValueError(f"num_iters_per_step belongs to mode='residual'; {mode!r} sends P and Q once")
+        if not min_compression_rate >= 0 or start_compressing_after_num_steps < 0:
+            raise ValueError("min_compression_rate and start_compressing_after_num_steps must be at least 0")
+        if wire not in ("fp32", "fp16"):
+            raise ValueError(f"wire must be 'fp32' or 'fp16', not {wire!r}")
+        if high_rank is not None and mode == "square":
+            raise ValueError("high_rank is chosen for each tensor, and mode='square' has one matrix for all")
+        check_orthogonalization(orthogonalization, epsilon)
+        self.rank, self.min_compression_rate, self.mode = rank, min_compression_rate, mode
+        self.num_iters_per_step = num_iters_per_step
+        self.warm_start, self.error_feedback = warm_start, error_feedback
+        self.epsilon, self.orthogonalization = epsilon, orthogonalization
+        self.start_compressing_after_num_steps, self.seed = start_compressing_after_num_steps, seed
+        self._wire = CastValues(wire)
+        self._accordion = None if high_rank is None else Accordion(rank, high_rank, rank_change, rank_every)
+        self._own: dict[str, Own] = {}
+        self._stale: set[str] = set()  # buckets whose ranks may have changed
+        self._size = 1
+
+    # --- which tensors, at which rank -------------------------------------------------------------
+
+    def accepts(self, segment: Segment) -> bool:
+        return True
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        self._size = size
+        self._own[bucket.name] = make(self._layout(bucket, 0), self._draw)
+
+    def _rank_of(self, segment: Segment) -> int:
+        if len(segment.shape) < 2:
+            return 0
+        n, m = matrix_shape(segment.shape)
+        K = self.num_iters_per_step if self.mode == "residual" else 2
+        ranks = [self.rank] if self._accordion is None else [self._accordion.rank(segment.name), self.rank]
+        worth = (r for r in ranks if compresses(segment.numel, n, m, r, K, self.min_compression_rate))
+        return min(next(worth, 0), n, m)
+
+    def _layout(self, bucket: Bucket, steps: int) -> Layout:
+        """As after so many steps."""
+        if steps < self.start_compressing_after_num_steps:
+            return Layout(bucket, {})
+        if self.mode == "square":
+            side = isqrt(max(0, bucket.numel - 1)) + 1
+            worth = compresses(bucket.numel, side, side, self.rank, 2, self.min_compression_rate)
+            return Layout(bucket, {}, square=min(self.rank, side) if worth else 0)
+        return Layout(bucket, {s.name: self._rank_of(s) for s in bucket.segments})
+
+    def _due(self, bucket: Bucket) -> Own:
+        """The bucket's state, laid out as this step needs it."""
+        own = self._own[bucket.name]
+        steps = own.factors.steps
+        if steps == self.start_compressing_after_num_steps or bucket.name in self._stale:
+            self._stale.discard(bucket.name)
+            layout = self._layout(bucket, steps)
+            if (layout.ranks, layout.square) != (own.layout.ranks, own.layout.square):
+                own = self._own[bucket.name] = make(layout, self._draw, own.named(self.error_feedback))
+        return own
+
+    def _draw(self, what: str, r: int, length: int) -> Float32[Tensor, "r length"]:
+        generator = torch.Generator().manual_seed(crc32(f"{self.seed} {what}".encode()))
+        return torch.randn(r, length, generator=generator)
+
+    def _noise(self, own: Own, batch: Batch, side: Side, k: int) -> Float32[Tensor, "B r d"]:
+        """Random factors of a batch's matrices for this step's k-th half step, the same on all ranks."""
+        length = batch.m if side == "Q" else batch.n
+        keys = [f"{key} {side} {own.factors.steps} {k}" for key in own.keys(batch)]
+        factors = [self._draw(key, batch.rank, length) for key in keys]
+        if side == "Q":
+            factors = own.in_memory_order(batch, factors)
+        return torch.stack(factors).to(own.v.device)
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        own = self._due(bucket)
+        layout, old = own.layout, own.factors
+        own.before, taken, own.taken = old, own.taken, None
+        if not self.error_feedback:
+            own.v.zero_()
+            taken = None
+        step = _Step()
+        P, Q = yield from (self._residual if self.mode == "residual" else self._paper)(own, taken, step)
+        sums = old.sums
+        if self._accordion is not None:
+            sums = tuple(s + step.square_norms(b) for b, s in enumerate(sums))
+        h = old.half_steps + (self.num_iters_per_step if self.mode == "residual" and layout.batches else 0)
+        own.factors = Factors(P, Q, sums, h, old.steps + 1)
+        own.taken = Taken(step.own, step.kept)
+        for b, (U, W) in enumerate(step.mean):
+            layout.write_product(b, U, W)
+        # an element is a sum of R products with one factor of at most 1: mostly there is nothing to look for
+        R = max((U.shape[1] for U, _ in step.mean), default=1)
+        in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)
+        return DenseResult(first_blame(bucket, step.numbers) or (None if in_range else overflow(bucket)))
+
+    def _residual(self, own: Own, taken: Taken | None, step: _Step) -> Conversation[tuple[Factor, Factor]]:
+        P, Q, h = own.factors.P, own.factors.Q, own.factors.half_steps
+        for k in range(self.num_iters_per_step if own.layout.batches else 1):
+            even = (h + k) % 2 == 0
+            X = P if even else Q
+            if k == 0 and not self.warm_start:
+                X = self._orthonormal(own, self._random(own, "P" if even else "Q"), "P" if even else "Q")
+            Y, Y_mean = yield from self._half_step(own, taken, step, X, even, first=k == 0)
+            step.add(X, Y, Y_mean, even)
+            if even:
+                Q = self._orthonormal(own, Y_mean, "Q", k, step.finite)
+            else:
+                P = self._orthonormal(own, Y_mean, "P", k, step.finite)
+        return P, Q
+
+    def _paper(self, own: Own, taken: Taken | None, step: _Step) -> Conversation[tuple[Factor, Factor]]:
+        Q = own.factors.Q if self.warm_start else self._random(own, "Q")
+        _, P = yield from self._half_step(own, taken, step, Q, even=False, first=True)
+        if not own.layout.batches:
+            return P, Q
+        P = self._orthonormal(own, P, "P", 0, step.finite)
+        Q_own, Q = yield from self._half_step(own, taken, step, P, even=True, first=False)
+        step.add(P, Q_own, Q, even=True)
+        return P, Q
+
+    def _half_step(
+        self, own: Own, taken: Taken | None, step: _Step, X: Factor, even: bool, first: bool
+    ) -> Conversation[tuple[Factor, Factor]]:
+        """(Y as this rank has sent it, its mean over the ranks). The first reads the gradients."""
+        layout, v = own.layout, own.v
+        shapes = [(batch.count, batch.rank, batch.m if even else batch.n) for batch in layout.batches]
+        flat = torch.empty(sum(map(prod, shapes)), device=v.device)
+        Y = _views(flat, shapes)
+
+        def product(b: int) -> None:
+            own.matrices[b].multiply_(Y[b], X[b], even)
+
+        message, requests = [], []
+        if first:
+            nonfinite = accumulate_(layout, v, own.matrices, taken, product)
+            whole = v[layout.begin_dense :]
+            message = [self._wire.quantize(whole, self._size, layout.bucket.dtype)]
+            step.kept = whole - message[0]
+            requests = [AllGather(nonfinite.view(1))]
+        else:
+            for b in range(len(X)):
+                product(b)
+                if step.own:
+                    correct_(Y[b], X[b], *step.own[b], even)
+        wire = self._wire.quantize(flat, self._size)
+        # cat copies: what is sent belongs to the transport
+        replies = yield (AllReduce(torch.cat([wire, *message])), *requests)
+        mean = replies[0].float()
+        if first:
+            step.numbers = [layout.number_of(int(position)) for position in torch.cat(replies[1]).tolist()]
+            layout.write_dense(mean[flat.numel() :])
+        if mean.numel():
+            step.largest.append(float(mean.abs().max()))
+        sent = Y if wire is flat else _views(wire.float(), shapes)
+        return sent, _views(mean[: flat.numel()], shapes)
+
+    def _orthonormal(self, own: Own, Y: Factor, side: Side, k: int = 0, finite: bool = True) -> Factor:
+        bases = []
+        for batch, y in zip(own.layout.batches, Y, strict=True):
+            noise = partial(self._noise, own, batch, side, k)
+            if not finite:  # it is found in the result; until then it may not stop the ranks
+                y = y.nan_to_num(0.0, 0.0, 0.0)
+            bases.append(orthonormalize(y, self.orthogonalization, self.epsilon, noise))
+        return tuple(bases)
+
+    def _random(self, own: Own, side: Side) -> Factor:
+        return tuple(self._noise(own, batch, side, -1) for batch in own.layout.batches)
+
+    # --- between steps ----------------------------------------------------------------------------
+
+    def take_back(self, bucket: Bucket) -> None:
+        self._own[bucket.name].take_back()
+
+    def begin_epoch(self, epoch: int) -> None:
+        if self._accordion is None or not self._accordion.ends_interval(epoch):
+            return
+        sums: dict[str, tuple[float, float]] = {}
+        for own in self._own.values():
+            for batch, rows in zip(own.layout.batches, own.factors.sums, strict=True):
+                sums |= {key: (row[0], row[1]) for key, row in zip(own.keys(batch), rows.tolist(), strict=True)}
+            own.factors = replace(own.factors, sums=tuple(map(torch.zeros_like, own.factors.sums)))
+            own.before = None
+        self._accordion.choose(sums)
+        self._stale.update(self._own)
+
+    @property
+    def compress_ratio(self) -> float:
+        numel = sum(own.layout.bucket.numel for own in self._own.values())
+        return sum(self._floats(own.layout) for own in self._own.values()) / numel if numel else 1.0
+
+    def floats_per_step(self, bucket: Bucket) -> float:
+        """Numbers that a rank sends of a bucket, on average over two steps, once it compresses."""
+        return self._floats(self._layout(bucket, self.start_compressing_after_num_steps))
+
+    def _floats(self, layout: Layout) -> float:
+        K = self.num_iters_per_step if self.mode == "residual" else 2
+        factors = sum(batch.count * batch.rank * (batch.n + batch.m) for batch in layout.batches)
+        return factors * K / 2 + layout.numel - layout.begin_dense
+
+    def errors(self) -> Iterator[Tensor]:
+        """In the order of the bucket's tensors and their memory, as copies."""
+        if self.error_feedback:
+            for own in self._own.values():
+                layout, error = own.layout, own.error()
+                flat = torch.empty(layout.bucket.numel, device=error.device)
+                for i, s in enumerate(layout.segments):
+                    s.of(flat).copy_(layout.part_of(error, i))
+                yield flat
+
+    def state_dict(self) -> dict[str, Any]:
+        named = Named()
+        for own in self._own.values():
+            named.add(own.named(self.error_feedback))
+        accordion = {} if self._accordion is None else self._accordion.state_dict()
+        return {**as_dict(named), "accordion": accordion}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rest = dict(state)
+        accordion = rest.pop("accordion", None)
+        named = from_dict(rest)
+        if accordion is None or bool(accordion) != (self._accordion is not None):
+            raise ValueError(f"state of another compressor: {sorted(state)}, or of one with another high_rank")
+        if self.error_feedback:
+            check_errors(named, [own.layout.bucket for own in self._own.values()])
+        if self._accordion is not None:
+            self._accordion.load_state_dict(accordion)
+        for name, own in self._own.items():
+            layout = self._layout(own.layout.bucket, named.steps)
+            self._own[name] = make(layout, self._draw, named)
+
+
+def _views(flat: Float32[Tensor, "F"], shapes: Sequence[tuple[int, int, int]]) -> Factor:
+    parts = flat.split([prod(shape) for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))

@@ -1,0 +1,80 @@
+"""Random-k and random block with a shared seed (Stich, Cordonnier, Jaggi 2018, arXiv 1809.07599; Vogels,
+Karimireddy, Jaggi 2019, arXiv 1905.13727, appendix on other compressors).
+
+Of each tensor of d elements all ranks send the same k = ceil(D d), chosen without looking at them, so that their
+values alone travel, and are added on the way:
+
+    random k      one of each of k stretches as equal as can be
+    random block  k that follow one another, from a random start, around the end
+
+What is not sent is kept, or, without error feedback, what is sent is divided by its probability, which makes it v
+on average.
+
+Payload of a bucket in bytes: 4 sum of k (fp16: 2), and 8 for a flag.
+
+Differences from the paper: random k takes one element of each stretch, not any k, which needs no list of all.
+"""
+
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from dgc.bucket import Bucket
+from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.compression.feedback import Feedback, number_of
+from dgc.selection.plan import share
+from dgc.wire import CastValues
+
+
+class RandomK(Feedback):
+    """compress_ratio: D, or above 1 the factor saved. values: fp32 or fp16."""
+
+    def __init__(self, compress_ratio: float, error_feedback: bool = True, values: str = "fp32", seed: int = 0):
+        if not compress_ratio > 0:
+            raise ValueError(f"compress_ratio must be positive, not {compress_ratio}")
+        if values not in ("fp32", "fp16"):
+            raise ValueError(f"values travel as fp32 or fp16, not {values!r}")
+        super().__init__(error_feedback, seed)
+        self._ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
+        self._cast = CastValues(values)
+
+    @property
+    def compress_ratio(self) -> float:
+        return self._ratio
+
+    def choose(
+        self, numel: int, k: int, generator: torch.Generator
+    ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:
+        """(indices into a tensor of `numel` elements, ascending; one over the probability of each)"""
+        edges = torch.arange(k + 1) * numel // k
+        lengths = edges.diff()
+        within = (torch.rand(k, generator=generator, dtype=torch.float64) * lengths).long()
+        return edges[:-1] + within.minimum(lengths - 1), lengths
+
+    def exchange(
+        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+        generator = torch.Generator().manual_seed(self.noise(bucket, shared=True))
+        parts, factors = [torch.empty(0, dtype=torch.int64)], [torch.empty(0)]
+        for s in bucket.segments:
+            if s.numel:
+                k = share(s.numel, self._ratio)
+                chosen, factor = self.choose(s.numel, k, generator)
+                parts.append(chosen + s.offset)
+                factors.append(torch.ones(k) if self.error_feedback else torch.ones(k) * factor)
+        indices, scale = torch.cat(parts).to(v.device), torch.cat(factors).to(v.device)
+        values = self._cast.quantize(v[indices] * scale, self.size, bucket.dtype)
+        kept = v.clone()
+        kept[indices] -= values.float()
+        mean, firsts = yield (AllReduce(values), AllGather(first_nonfinite.view(1)))
+        dense = torch.zeros_like(v)
+        dense[indices] = mean.float()
+        return dense, kept, [number_of(bucket, int(first)) for first in firsts]
+
+
+class RandomBlock(RandomK):
+    def choose(
+        self, numel: int, k: int, generator: torch.Generator
+    ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:
+        start = int(torch.randint(numel, (), generator=generator))
+        return ((start + torch.arange(k)) % numel).sort().values, numel / k

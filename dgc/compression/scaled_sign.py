@@ -1,0 +1,36 @@
+"""EF-signSGD: scaled signs with error feedback (Karimireddy, Rebjock, Stich, Jaggi 2019, arXiv 1901.09847,
+Algorithm 1; Sign+Norm in Vogels et al. 2019).
+
+    p = g + e;  send (|p|_1 / d) sign(p) of each tensor of d elements;  e = p - what was sent
+
+Codes: 4 bytes of scale for each tensor, then its signs, 4 ceil(d/32) bytes.
+
+Differences from the paper: e is in the units of gradients, not scaled by the learning rate; an element of 0 is
+sent as a negative one.
+"""
+
+from jaxtyping import Float32
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.compression.coded import Coded, Codes, join, split
+
+
+class ScaledSign(Coded):
+    bits = 1
+
+    def nbytes(self, bucket: Bucket) -> int:
+        return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
+
+    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+        bounds = self.bounds(bucket)
+        scales = (kernels.of(v).moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
+        cuts = scales.new_zeros(scales.shape)
+        codes, kept = kernels.quantizers_of(v).sign_encode(v, bounds, cuts, -scales, scales)
+        return join(scales, codes), kept
+
+    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
+        bounds = self.bounds(bucket)
+        scales, signs = split(codes, len(bucket.segments))
+        kernels.quantizers_of(total).sign_add_(signs, bounds, -scales, scales, total)

@@ -1,0 +1,50 @@
+"""signSGD and Signum with majority vote (Bernstein, Wang, Azizzadenesheli, Anandkumar 2018, arXiv 1802.04434;
+Bernstein, Zhao, Azizzadenesheli, Anandkumar 2019, arXiv 1810.05291).
+
+    signSGD   send sign(g);  result = sign(sum over ranks)
+    Signum    m = beta m + (1 - beta) g;  send sign(m)
+
+The state kept is e = beta v with v = g + e: v is m / (1 - beta), and its signs are those of m. The result is -1, 0
+(a tie) or 1 for every element, so that learning rates are much smaller than SGD's: the papers have 1e-4.
+
+Codes: for each tensor of d elements 4 bytes, a 1 unless all of them are 0, and its signs, 4 ceil(d/32) bytes.
+
+Differences from the papers: an element of 0 votes as a negative one, unless all of its tensor is 0 on that rank,
+which then does not vote.
+"""
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.compression.coded import Coded, Codes, join, split
+
+
+class SignSGD(Coded):
+    """momentum: beta of Signum; 0 is signSGD, which keeps no state."""
+
+    bits = 1
+
+    def __init__(self, momentum: float = 0.0):
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is from 0 to below 1, not {momentum}")
+        super().__init__(error_feedback=momentum > 0)
+        self.momentum = momentum
+
+    def nbytes(self, bucket: Bucket) -> int:
+        return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
+
+    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+        bounds = self.bounds(bucket)
+        one = (kernels.of(v).moments(v, bounds).largest > 0).float()
+        codes, _ = kernels.quantizers_of(v).sign_encode(v, bounds, torch.zeros_like(one), -one, one)
+        return join(one, codes), v * self.momentum
+
+    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
+        one, signs = split(codes, len(bucket.segments))
+        kernels.quantizers_of(total).sign_add_(signs, self.bounds(bucket), -one, one, total)
+
+    def mean(self, total: Float32[Tensor, "n"]) -> Float32[Tensor, "n"]:
+        return total.sign_()

@@ -1,0 +1,168 @@
+"""Threshold quantization as MXNet's key-value store defines it, of 2 bits or 1, and with thresholds from the data.
+
+    2 bits   v = g + e;   v >= t: send t,   v <= -t: send -t,   else 0;    e = v - what was sent
+    1 bit    v = g + e;   v > t: send 1,    else -1;                       e = v - what was sent
+
+An element never sends more than t (1) in a step. Codes of each tensor, byte for byte MXNet's: 2 bits, the first
+element in the most significant ones of each byte, 11 for t, 10 for -t, in words of 16; 1 bit, likewise, in words
+of 32. With `threshold` None (2 bits), t is the mean over the ranks of `factor` times the mean |v| of each tensor,
+so that a gradient c g sends c times what g sends.
+
+What travels (size: number of ranks N; C: bytes of the codes of a bucket):
+
+    gather   all ranks gather all codes                                               C to each rank
+    scatter  rank r adds up its share of all codes, in whole numbers, and all gather the sums, packed into
+             b = ceil(log2(2 N + 1)) bits (1 bit: ceil(log2(N + 1))): the volume does not grow with N
+    server   the same with the mean in fp32 in place of the sums: compressed one way, full precision back, which is
+             what a worker and a parameter server exchange
+    auto     gather with two ranks, scatter with more
+
+All three give the same bits. Payload of a bucket in bytes: gather 16 + C, rounded up to 8; scatter C + 8 + the
+share in b bits; server C + 8 + 4 per element of the share; thresholds from the data 4 per tensor more.
+
+Differences from MXNet: all ranks get the mean, where its servers add up (a learning rate N times as large is the
+same); tensors of any size and dtype are taken; fixed thresholds of 1 bit send 1 whatever t is, as there.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float32, Int64, UInt8
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation
+from dgc.compression.feedback import Feedback, number_of
+from dgc.wire.sealed import seal, unseal
+
+WIRES = ("auto", "gather", "scatter", "server")
+WORD = 4
+
+
+class Threshold(Feedback):
+    """bits: 2 or 1. threshold: t, for 2 bits positive or None: from the data. factor: of mean |v|, then.
+
+    wire: see above.
+    """
+
+    def __init__(
+        self,
+        bits: int = 2,
+        threshold: float | None = 0.5,
+        factor: float = 2.0,
+        wire: str = "auto",
+        error_feedback: bool = True,
+    ):
+        if bits not in (1, 2):
+            raise ValueError(f"bits must be 1 or 2, not {bits}")
+        if bits == 2 and threshold is not None and not (0 < threshold < math.inf):
+            raise ValueError(f"threshold must be positive, or None to take it from the data, not {threshold}")
+        if bits == 1 and (threshold is None or not math.isfinite(threshold)):
+            raise ValueError(f"with 1 bit threshold must be a number, not {threshold}; 0 is usual")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor must be positive, not {factor}")
+        if wire not in WIRES:
+            raise ValueError(f"wire is one of {', '.join(WIRES)}, not {wire!r}")
+        super().__init__(error_feedback)
+        self.bits, self.threshold, self.factor, self.wire = bits, threshold, factor, wire
+
+    @property
+    def compress_ratio(self) -> float:
+        return self.bits / 32
+
+    def nbytes(self, bucket: Bucket) -> int:
+        """C"""
+        return sum(WORD * -(-s.numel * self.bits // 32) for s in bucket.segments)
+
+    def exchange(
+        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+        bounds = self.bounds(bucket)
+        t = yield from self._thresholds(v, bounds)
+        codes, kept = self._encode(v, bounds, t)
+        gather = self.wire == "gather" or (self.wire == "auto" and self.size <= 2)
+        if gather:
+            codec = kernels.codec_of(v)
+            (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds)),)
+            parts, numbers = unseal(codec, payloads, self.nbytes(bucket), bounds.numel() - 1)
+            sums = self._sum(parts)
+        else:
+            sums, numbers = yield from self._scatter(bucket, codes, first_nonfinite)
+        unit = t if self.bits == 2 else torch.ones_like(t)
+        return self._mean(sums, bounds, unit), kept, numbers
+
+    def _thresholds(self, v: Tensor, bounds: Tensor) -> Conversation[Float32[Tensor, "S"]]:
+        if self.threshold is not None:
+            return torch.full((bounds.numel() - 1,), self.threshold, device=v.device)
+        means = kernels.of(v).moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)
+        (t,) = yield (AllReduce((self.factor * means).float()),)
+        # a threshold of 0 is that of a tensor of zeros, on every rank; a mean beyond fp32 sends nothing
+        return t.nan_to_num(torch.inf)
+
+    def _encode(self, v: Tensor, bounds: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        if self.bits == 2:
+            return kernels.quantizers_of(v).tern_encode(v, bounds, t)
+        one = torch.ones_like(t)
+        return kernels.quantizers_of(v).sign_encode(v, bounds, t, -one, one)
+
+    def _sum(self, parts: list[UInt8[Tensor, "nbytes"]]) -> Float32[Tensor, "fields"]:
+        """Over ranks, field by field, the ones that fill words included: whole numbers, so no order matters."""
+        fields = parts[0].numel() * 8 // self.bits
+        total = torch.zeros(fields, device=parts[0].device)
+        quantizers, one = kernels.quantizers_of(total), torch.ones(1, device=total.device)
+        whole = torch.tensor([0, fields], device=total.device)
+        for part in parts:
+            if self.bits == 2:
+                quantizers.tern_add_(part, whole, one, total)
+            else:
+                quantizers.sign_add_(part, whole, -one, one, total)
+        return total
+
+    def _scatter(
+        self, bucket: Bucket, codes: Tensor, first_nonfinite: Tensor
+    ) -> Conversation[tuple[Float32[Tensor, "fields"], list[int]]]:
+        share = WORD * -(-codes.numel() // (WORD * self.size))  # bytes of each rank's; the last ones are padded
+        padded = torch.zeros(share * self.size, dtype=torch.uint8, device=codes.device)
+        padded[: codes.numel()] = codes
+        request = AllToAll(padded, (share,) * self.size)
+        parts, firsts = yield (request, AllGather(first_nonfinite.view(1)))
+        own = self._sum([part.clone() for part in parts])
+        if self.wire == "server":
+            (shares,) = yield (AllGather(own),)
+            total = torch.cat(tuple(shares))
+        else:
+            (shares,) = yield (AllGather(self._pack(own)),)
+            total = torch.cat([self._unpack(packed, own.numel()) for packed in shares])
+        numbers = [number_of(bucket, int(first)) for first in firsts]
+        return total[: codes.numel() * 8 // self.bits], numbers
+
+    @property
+    def _sum_bits(self) -> int:
+        """Of a sum: -N .. N, with 1 bit every other one of them."""
+        values = 2 * self.size + 1 if self.bits == 2 else self.size + 1
+        return math.ceil(math.log2(values))
+
+    def _pack(self, sums: Float32[Tensor, "fields"]) -> UInt8[Tensor, "nbytes"]:
+        levels = sums + self.size if self.bits == 2 else (sums + self.size) / 2
+        if self._sum_bits > 8:
+            return levels.to(torch.int16).view(torch.uint8)
+        return kernels.quantizers_of(sums).pack(levels.to(torch.uint8), self._sum_bits)
+
+    def _unpack(self, packed: UInt8[Tensor, "nbytes"], fields: int) -> Float32[Tensor, "fields"]:
+        if self._sum_bits > 8:
+            levels = packed.clone().view(torch.int16).float()
+        else:
+            levels = kernels.quantizers_of(packed).unpack(packed, self._sum_bits, fields).float()
+        return levels - self.size if self.bits == 2 else levels * 2 - self.size
+
+    def _mean(
+        self, sums: Float32[Tensor, "fields"], bounds: Int64[Tensor, "bounds"], unit: Float32[Tensor, "S"]
+    ) -> Float32[Tensor, "n"]:
+        """Elements without the fields that fill words, in units of each tensor, over the ranks."""
+        numels, word = bounds.diff(), 32 // self.bits
+        starts = torch.cat([bounds.new_zeros(1), ((numels + word - 1) // word * word).cumsum(0)])[:-1]
+        place = torch.arange(int(bounds[-1]), device=sums.device)
+        place += torch.repeat_interleave(starts - bounds[:-1], numels, output_size=place.numel())
+        factor = torch.repeat_interleave(unit.nan_to_num(0.0, posinf=0.0), numels, output_size=place.numel())
+        return sums[place] * factor / self.size

@@ -1,0 +1,68 @@
+"""What compressors that round to evenly spaced levels share.
+
+    level = floor(L |v| / s + r),  value = sign(v) s level / L
+
+with s a scale of each block, r random in [0, 1) (then the value is v on average) or 1/2 (then it is the nearest).
+
+Codes: 4 bytes of scale for each block of d elements, then ceil(bits d / 8) bytes, bits = 2, 4 or 8 with the sign.
+"""
+
+from abc import abstractmethod
+
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.compression.coded import Coded, Codes, join, split
+from dgc.kernels import Moments
+
+
+class Uniform(Coded):
+    """block: elements that share a scale; None: those of a tensor. A tensor's last block may be shorter."""
+
+    bits = 8
+
+    def __init__(self, bits: int, levels: int, block: int | None, random: bool, error_feedback: bool, seed: int):
+        if bits not in (2, 4, 8):
+            raise ValueError(f"bits must be 2, 4 or 8, not {bits}")
+        if block is not None and block < 1:
+            raise ValueError(f"block must be at least 1, not {block}")
+        super().__init__(error_feedback, seed)
+        self.bits, self.levels, self.block, self.random = bits, levels, block, random
+        self._blocks: dict[str, Int64[Tensor, "blocks"]] = {}
+
+    @abstractmethod
+    def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
+        """Of each block; no magnitude beyond it survives."""
+        ...
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        super().plan(bucket, size, rank)
+        edges: list[int] = []
+        for s in bucket.segments:
+            edges += range(s.offset, s.offset + s.numel, self.block or max(1, s.numel))
+        self._blocks[bucket.name] = torch.tensor([*edges, bucket.numel], device=bucket.device)
+
+    def nbytes(self, bucket: Bucket) -> int:
+        total = 0
+        for s in bucket.segments:
+            block = self.block or max(1, s.numel)
+            whole, rest = divmod(s.numel, block)
+            total += whole * (4 + -(-block * self.bits // 8)) + (4 + -(-rest * self.bits // 8) if rest else 0)
+        return total
+
+    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+        blocks = self._blocks[bucket.name]
+        scales = self.scales(kernels.of(v).moments(v, blocks), blocks.diff()).float()
+        seed = self.noise(bucket) if self.random else None
+        quantizers = kernels.quantizers_of(v)
+        codes, kept = quantizers.uniform_encode(v, blocks, scales, self.levels, self.bits, seed)
+        return join(scales, codes), kept
+
+    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
+        blocks = self._blocks[bucket.name]
+        scales, fields = split(codes, blocks.numel() - 1)
+        quantizers = kernels.quantizers_of(total)
+        quantizers.uniform_add_(fields, blocks, scales, self.levels, self.bits, total)

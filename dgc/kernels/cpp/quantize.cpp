@@ -1,0 +1,181 @@
+// Codes of few bits for every element: the buffer cut into units, each within one range, for threads to take in
+// turn. A unit's codes depend on nothing outside it, so threads and their number have no part in the result.
+#include "quantize.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "choice.h"
+#include "isa.h"
+#include "pool.h"
+
+namespace dgc {
+
+const QuantizeKernels& quantize_kernels() {
+#if defined(__x86_64__)
+    if (isa() == Isa::avx512) return quantize_avx512;
+    if (isa() == Isa::avx2) return quantize_avx2;
+#endif
+    return quantize_portable;
+}
+
+namespace {
+
+constexpr int64_t unit = 32768;  // elements
+static_assert(unit % quantize_grain == 0, "the codes of a unit begin at a byte");
+
+// Calls visit(begin, end) for the units of n elements.
+template <class Visit>
+void for_units(int64_t n, int threads, Visit&& visit) {
+    const int64_t count = (n + unit - 1) / unit;
+    share_out(count, static_cast<int>(std::min<int64_t>(threads, count)),
+              [&](int64_t i, int) { visit(i * unit, std::min(n, (i + 1) * unit)); });
+}
+
+// The ranges of a buffer, and where the codes of each begin.
+struct Ranges {
+    const int64_t* bounds;
+    const int64_t* starts;
+    int64_t count;
+};
+
+// Calls visit(range, begin, n, place of their codes) for the units of all ranges, codes being `width` bits wide.
+template <class Visit>
+void for_units(const Ranges& ranges, int width, int threads, Visit&& visit) {
+    struct Unit {
+        int64_t range, begin, end;
+    };
+    std::vector<Unit> units;
+    for (int64_t s = 0; s < ranges.count; ++s)
+        for (int64_t i = ranges.bounds[s]; i < ranges.bounds[s + 1]; i += unit)
+            units.push_back({s, i, std::min(i + unit, ranges.bounds[s + 1])});
+    const int64_t count = static_cast<int64_t>(units.size());
+    share_out(count, static_cast<int>(std::min<int64_t>(threads, count)), [&](int64_t i, int) {
+        const auto [s, begin, end] = units[i];
+        visit(s, begin, end - begin, ranges.starts[s] + (begin - ranges.bounds[s]) * width / 8);
+    });
+}
+
+Random at(Random random, int64_t first) {
+    random.first = static_cast<uint32_t>(first);
+    return random;
+}
+
+// E, from the bits of the largest magnitude.
+int32_t natural_top(int32_t largest) { return std::min(127, std::max(0, (largest >> 23) - 126)); }
+
+// E, the first word of a natural code.
+int32_t top_in(const uint8_t* codes) {
+    int32_t top;
+    std::memcpy(&top, codes, sizeof top);
+    return std::min(127, std::max(0, top));
+}
+
+}  // namespace
+}  // namespace dgc
+
+using namespace dgc;
+
+// Everywhere: bounds [ranges + 1], starts and what else there is of each range [ranges].
+DGC_EXPORT void dgc_quantize_signs(const float* v, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+                                   const float* cuts, const float* lows, const float* highs, uint8_t* codes,
+                                   float* residual, int threads) {
+    const auto kernel = quantize_kernels().sign_encode;
+    for_units({bounds, starts, ranges}, 1, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+        kernel(v + i, n, cuts[s], lows[s], highs[s], codes + place, residual + i);
+    });
+}
+
+DGC_EXPORT void dgc_add_signs(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+                              const float* lows, const float* highs, float* total, int threads) {
+    const auto kernel = quantize_kernels().sign_add;
+    for_units({bounds, starts, ranges}, 1, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+        kernel(codes + place, n, lows[s], highs[s], total + i);
+    });
+}
+
+// A threshold of inf: nothing is sent. To add, it must be zero instead.
+DGC_EXPORT void dgc_quantize_ternary(const float* v, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+                                     const float* thresholds, uint8_t* codes, float* residual, int threads) {
+    const auto kernel = quantize_kernels().tern_encode;
+    for_units({bounds, starts, ranges}, 2, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+        kernel(v + i, n, thresholds[s], codes + place, residual + i);
+    });
+}
+
+DGC_EXPORT void dgc_add_ternary(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+                                const float* thresholds, float* total, int threads) {
+    const auto kernel = quantize_kernels().tern_add;
+    for_units({bounds, starts, ranges}, 2, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+        kernel(codes + place, n, thresholds[s], total + i);
+    });
+}
+
+DGC_EXPORT void dgc_quantize_levels(const float* v, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+                                    const float* inverses, const float* steps, int levels, int bits, int randomly,
+                                    uint32_t key, uint32_t inner_key, uint8_t* codes, float* residual,
+                                    int threads) {
+    const auto kernel = quantize_kernels().uniform_encode;
+    const Random random{0, key, inner_key, randomly != 0};
+    for_units({bounds, starts, ranges}, bits, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+        const float most = static_cast<float>(levels);
+        kernel(v + i, n, inverses[s], steps[s], most, bits, at(random, i), codes + place, residual + i);
+    });
+}
+
+DGC_EXPORT void dgc_add_levels(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+                               const float* steps, int bits, float* total, int threads) {
+    const auto kernel = quantize_kernels().uniform_add;
+    for_units({bounds, starts, ranges}, bits, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+        kernel(codes + place, n, steps[s], bits, total + i);
+    });
+}
+
+// codes [4 + n]
+DGC_EXPORT void dgc_quantize_natural(const float* v, int64_t n, int randomly, uint32_t key, uint32_t inner_key,
+                                     uint8_t* codes, float* residual, int threads) {
+    const QuantizeKernels& kernels = quantize_kernels();
+    const Random random{0, key, inner_key, randomly != 0};
+    // One read of v: a unit, once in the cache, is encoded for the largest E known by then, mostly the final one.
+    std::atomic<int32_t> known{0};
+    std::vector<int32_t> tops((n + unit - 1) / unit);
+    for_units(n, threads, [&](int64_t begin, int64_t end) {
+        const int32_t own = natural_top(kernels.largest(v + begin, end - begin));
+        int32_t top = known.load(std::memory_order_relaxed);
+        while (top < own && !known.compare_exchange_weak(top, own, std::memory_order_relaxed)) continue;
+        tops[begin / unit] = top = std::max(top, own);
+        kernels.natural_encode(v + begin, end - begin, top, at(random, begin), codes + 4 + begin,
+                               residual + begin);
+    });
+    const int32_t top = known.load();
+    for_units(n, threads, [&](int64_t begin, int64_t end) {
+        if (tops[begin / unit] == top) return;
+        kernels.natural_encode(v + begin, end - begin, top, at(random, begin), codes + 4 + begin,
+                               residual + begin);
+    });
+    std::memcpy(codes, &top, sizeof top);
+}
+
+DGC_EXPORT void dgc_add_natural(const uint8_t* codes, int64_t n, float* total, int threads) {
+    const auto kernel = quantize_kernels().natural_add;
+    const int32_t top = top_in(codes);
+    for_units(n, threads, [&](int64_t begin, int64_t end) {
+        kernel(codes + 4 + begin, end - begin, top, total + begin);
+    });
+}
+
+DGC_EXPORT void dgc_pack(const uint8_t* levels, int64_t n, int bits, uint8_t* codes, int threads) {
+    const auto kernel = quantize_kernels().pack;
+    for_units(n, threads, [&](int64_t begin, int64_t end) {
+        kernel(levels + begin, end - begin, bits, codes + begin / 8 * bits);
+    });
+}
+
+DGC_EXPORT void dgc_unpack(const uint8_t* codes, int64_t n, int bits, uint8_t* levels, int threads) {
+    const auto kernel = quantize_kernels().unpack;
+    for_units(n, threads, [&](int64_t begin, int64_t end) {
+        kernel(codes + begin / 8 * bits, end - begin, bits, levels + begin);
+    });
+}

@@ -1,0 +1,124 @@
+// Fields of few bits, eight at a time, and loops over elements whose fields are held in bytes, a block of them,
+// before they are packed or after they are unpacked. Included into each instruction set's own file.
+//
+// Everything is in an anonymous namespace, so that no other file can end up with this file's instructions.
+#pragma once
+
+#include <cstring>
+
+#include "quantize.h"
+
+namespace dgc {
+namespace {
+
+constexpr int64_t block = 512;
+constexpr uint32_t sign_bit = 0x80000000u;
+static_assert(block % quantize_grain == 0, "a block begins at a byte");
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline uint64_t every(int distance, int bits) {  // a field of ones, again and again
+    return ~uint64_t{0} / ((uint64_t{1} << distance) - 1) * ((uint64_t{1} << bits) - 1);
+}
+
+// Eight fields of `width` bits, one in each byte, together in the lowest bits; and back. Bits beyond are lost.
+inline uint64_t squeeze(uint64_t x, int width) {
+    const uint64_t one = every(16, width), two = every(32, 2 * width), four = (uint64_t{1} << 4 * width) - 1;
+    x = (x & one) | (x >> (8 - width) & one << width);
+    x = (x & two) | (x >> (16 - 2 * width) & two << 2 * width);
+    return (x & four) | (x >> (32 - 4 * width) & four << 4 * width);
+}
+
+inline uint64_t stretch(uint64_t x, int width) {
+    const uint64_t one = every(16, width), two = every(32, 2 * width), four = (uint64_t{1} << 4 * width) - 1;
+    x = (x & four) | (x & four << 4 * width) << (32 - 4 * width);
+    x = (x & two) | (x & two << 2 * width) << (16 - 2 * width);
+    return (x & one) | (x & one << width) << (8 - width);
+}
+
+enum Order { lowest_first, highest_first };
+
+// Fields of 1, 2, 4 or 8 bits in the other order within each byte that they will share.
+template <int width, Order order>
+inline uint64_t ordered(uint64_t x) {
+    if (order == lowest_first) return x;
+    x = __builtin_bswap64(x);
+    return width == 1 ? x : x >> 32 | x << 32;
+}
+
+template <int width, Order order>
+inline void pack_fields(const uint8_t* fields, int64_t n, uint8_t* codes) {
+    for (int64_t i = 0; i < n; i += 8, codes += width) {
+        uint64_t x;
+        std::memcpy(&x, fields + i, sizeof x);
+        x = squeeze(ordered<width, order>(x), width);
+        std::memcpy(codes, &x, width);
+    }
+}
+
+template <int width, Order order>
+inline void unpack_fields(const uint8_t* codes, int64_t n, uint8_t* fields) {
+    for (int64_t i = 0; i < n; i += 8, codes += width) {
+        uint64_t x = 0;
+        std::memcpy(&x, codes, width);
+        x = ordered<width, order>(stretch(x, width));
+        std::memcpy(fields + i, &x, sizeof x);
+    }
+}
+
+// codes of n elements, which are a last block
+template <int width, Order order>
+inline int64_t bytes_of(int64_t n) {
+    constexpr int64_t unit = order == highest_first ? 4 : 1;
+    return (n * width + 8 * unit - 1) / (8 * unit) * unit;
+}
+
+// field(i) for every element: returns the field, and writes what else there is to write.
+template <int width, Order order, class Field>
+inline void encode(int64_t n, uint8_t* codes, Field&& field) {
+    uint8_t fields[block];
+    int64_t i = 0;
+    for (; i + block <= n; i += block, codes += block / 8 * width) {
+#pragma GCC ivdep
+        for (int64_t k = 0; k < block; ++k) fields[k] = field(i + k);
+        pack_fields<width, order>(fields, block, codes);
+    }
+    if (i == n) return;
+    uint8_t rest[block / 8 * width];
+    std::memset(fields, 0, sizeof fields);
+#pragma GCC ivdep
+    for (int64_t k = 0; k < n - i; ++k) fields[k] = field(i + k);
+    pack_fields<width, order>(fields, block, rest);
+    std::memcpy(codes, rest, bytes_of<width, order>(n - i));
+}
+
+// take(i, field) for every element.
+template <int width, Order order, class Take>
+inline void decode(const uint8_t* codes, int64_t n, Take&& take) {
+    uint8_t fields[block];
+    int64_t i = 0;
+    for (; i + block <= n; i += block, codes += block / 8 * width) {
+        unpack_fields<width, order>(codes, block, fields);
+#pragma GCC ivdep
+        for (int64_t k = 0; k < block; ++k) take(i + k, fields[k]);
+    }
+    if (i == n) return;
+    uint8_t rest[block / 8 * width] = {};
+    std::memcpy(rest, codes, bytes_of<width, order>(n - i));
+    unpack_fields<width, order>(rest, block, fields);
+#pragma GCC ivdep
+    for (int64_t k = 0; k < n - i; ++k) take(i + k, fields[k]);
+}
+
+}  // namespace
+}  // namespace dgc

@@ -1,0 +1,54 @@
+"""Codes of any kind as one uint8 buffer of planned size.
+
+    bytes 0-15   header as in `payload`: count 0, the first tensor whose gradient was not finite, checksum, scale 1
+    then         codes; zeros fill up to a multiple of 8 bytes
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int64, UInt8
+from torch import Tensor
+
+from dgc.kernels.codec import HEADER_BYTES, Codec
+from dgc.wire.payload import PayloadError
+
+
+def sealed_bytes(nbytes: int) -> int:
+    """Size of the buffer for so many bytes of codes."""
+    return HEADER_BYTES + -(-nbytes // 8) * 8
+
+
+def seal(
+    codec: Codec,
+    codes: UInt8[Tensor, "nbytes"],
+    first_nonfinite: Int64[Tensor, ""],
+    bounds: Int64[Tensor, "bounds"],
+) -> UInt8[Tensor, "total"]:
+    """first_nonfinite: index of the first element of the gradient that was not finite; bounds[-1]: all were."""
+    payload = torch.zeros(sealed_bytes(codes.numel()), dtype=torch.uint8, device=codes.device)
+    payload[HEADER_BYTES : HEADER_BYTES + codes.numel()] = codes
+    none = torch.zeros((), dtype=torch.int32, device=codes.device)
+    codec.seal_(payload, none, first_nonfinite, bounds, torch.ones((), device=codes.device))
+    return payload
+
+
+def unseal(
+    codec: Codec, payloads: Sequence[UInt8[Tensor, "total"]], nbytes: int, ranges: int
+) -> tuple[list[UInt8[Tensor, "nbytes"]], list[int]]:
+    """(codes, numbers from 1 of each rank's first tensor that was not finite, or 0), in rank order.
+
+    PayloadError, naming the rank, for what `seal` did not make.
+    """
+    codes, numbers = [], []
+    for rank, payload in enumerate(payloads):
+        if payload.numel() != sealed_bytes(nbytes):
+            raise PayloadError(f"rank {rank} sent {payload.numel()} bytes, {sealed_bytes(nbytes)} were planned")
+        whole = payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
+        header = codec.unseal(whole)
+        number = int(header.number)
+        if not bool(header.sealed) or int(header.count) or not 0 <= number <= ranges:
+            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
+        codes.append(whole[HEADER_BYTES : HEADER_BYTES + nbytes])
+        numbers.append(number)
+    return codes, numbers

@@ -1,0 +1,80 @@
+"""Orthonormal rows, for each matrix of a batch by itself."""
+
+import pytest
+import torch
+
+from dgc.compression.orthogonal import check_orthogonalization, orthonormalize
+
+every_way = pytest.mark.parametrize("way", ["auto", "qr", "gram_schmidt", "cholesky_qr"])
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_orthonormal(x, tolerance=2e-6):
+    eye = torch.eye(x.shape[1]).expand(len(x), -1, -1)
+    torch.testing.assert_close(x @ x.mT, eye, rtol=0, atol=tolerance)
+
+
+@every_way
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 7), (3, 2, 50), (2, 5, 5), (5, 7, 1000)], ids=str)
+def test_rows_are_orthonormal_and_span_the_same(way, shape):
+    x = normal(*shape) * torch.logspace(-6, 6, shape[0])[:, None, None]
+    basis = orthonormalize(x, way)
+    assert_orthonormal(basis)
+    for k in range(1, shape[1] + 1):
+        part, first = basis[:, :k], x[:, :k]
+        outside = first - first @ part.mT @ part
+        norms = first.flatten(1).norm(dim=1)
+        assert bool((outside.flatten(1).norm(dim=1) <= 1e-5 * norms).all())
+
+
+@every_way
+def test_a_matrix_does_not_depend_on_the_others_of_its_batch(way):
+    x = normal(6, 1, 40) * torch.tensor([1e-8, 1.0, 1e8, 3.0, 0.1, 7.0])[:, None, None]
+    together = orthonormalize(x, way)
+    for i in range(6):
+        torch.testing.assert_close(together[i : i + 1], orthonormalize(x[i : i + 1], way))
+
+
+@every_way
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_scale_plays_no_part(way, scale):
+    assert_orthonormal(orthonormalize(normal(3, 1, 20) * scale, way))
+
+
+@every_way
+@pytest.mark.parametrize("r", [1, 3])
+def test_zeros_become_random_directions(way, r):
+    x = normal(3, r, 30)
+    x[1] = 0
+    basis = orthonormalize(x, way)
+    assert_orthonormal(basis)
+    noise = normal(3, r, 30, seed=5)
+    found = orthonormalize(x, way, noise=lambda: noise)
+    assert_orthonormal(found)
+    torch.testing.assert_close((found[1] @ noise[1].T @ noise[1]).norm() > 1, torch.tensor(True))
+    torch.testing.assert_close(found[0], basis[0])
+
+
+@every_way
+def test_dependent_rows_keep_what_there_is(way):
+    x = normal(2, 4, 30)
+    x[0, 1] = 2 * x[0, 0]
+    x[0, 2] = x[0, 0] + 1e-5 * x[0, 3]
+    x[1, 0] = 0
+    basis = orthonormalize(x, way, epsilon=1e-6)
+    assert_orthonormal(basis)
+    for i in range(2):
+        rows = x[i] / x[i].norm(dim=1, keepdim=True).clamp(min=1e-30)
+        outside = rows - rows @ basis[i].T @ basis[i]
+        assert float(outside.norm(dim=1)[[0, 1, 3]].max()) < 1e-4
+
+
+def test_what_it_refuses():
+    with pytest.raises(ValueError, match="orthogonalization must be one of auto, qr, gram_schmidt, cholesky_qr"):
+        check_orthogonalization("svd", 1e-8)
+    for epsilon in (0.0, -1.0, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="epsilon must lie between 0 and 1"):
+            check_orthogonalization("qr", epsilon)

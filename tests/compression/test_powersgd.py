@@ -1,0 +1,434 @@
+"""PowerSGD: what it recovers, loses and keeps."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "laws"))
+from fleet import Fleet  # noqa: E402
+
+from dgc.bucket import make_bucket  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld  # noqa: E402
+from dgc.compression import NonFiniteGradientError, PowerSGDCompressor  # noqa: E402
+from dgc.compression.accordion import Accordion  # noqa: E402
+from dgc.compression.aggregate import Config, PowerSGD, optimizer_step  # noqa: E402
+from dgc.compression.powersgd import compresses  # noqa: E402
+from models import resnet18  # noqa: E402
+from training.reshard import blend, shares  # noqa: E402
+
+MODES = {
+    "half step": {},
+    "residual": {"num_iters_per_step": 2},
+    "residual 5": {"num_iters_per_step": 5},
+    "paper": {"mode": "paper"},
+    "cold": {"mode": "paper", "warm_start": False},
+    "square": {"mode": "square"},
+    "gram-schmidt": {"num_iters_per_step": 2, "orthogonalization": "gram_schmidt"},
+    "cholesky": {"mode": "paper", "orthogonalization": "cholesky_qr"},
+}
+every_mode = pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def low_rank(r, n, m, seed):
+    return normal(n, r, seed=seed) @ normal(r, m, seed=seed + 1000)
+
+
+def vector(tensors):
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def fleet_of(shapes, size=1, rank=2, **settings):
+    return Fleet(lambda: PowerSGDCompressor(rank, **settings), size, [torch.zeros(s) for s in shapes])
+
+
+# What arrives
+
+
+@every_mode
+@pytest.mark.parametrize("size", [1, 3])
+def test_nothing_is_lost_within_rounding(settings, size):
+    shapes = [(30, 40), (8,), (30, 40), (16, 3, 3, 3), ()]
+    fleet = fleet_of(shapes, size, **settings)
+    for step in range(5):
+        own = [[normal(*s, seed=100 * step + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
+        before = fleet.errors()
+        due = sum(e + vector(g).double() for e, g in zip(before, own, strict=True)) / size
+        largest = max(float((e + vector(g)).abs().max()) for e, g in zip(before, own, strict=True))
+        mean = fleet.step(own)[0].double()
+        assert float((mean + sum(fleet.errors()) / size - due).abs().max()) <= 4 * 2.0**-24 * largest
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 8, 32])
+@pytest.mark.parametrize("settings", [{"num_iters_per_step": 2}, {"num_iters_per_step": 4}, {"mode": "paper"}])
+def test_matrices_of_low_rank_arrive_whole(r, count, settings):
+    """Also many of one shape: the original normalises rank-1 factors by the whole batch's norm."""
+    matrices = [10.0 ** (i % 5) * low_rank(r, 40, 60, i) for i in range(count)]
+    fleet = fleet_of([(40, 60)] * count, rank=r, **settings)
+    mean = fleet.step([matrices])[0]
+    for found, expected in zip(mean.view(count, 40, 60), matrices, strict=True):
+        assert float((found - expected).norm()) < 2e-4 * float(expected.norm())
+
+
+@pytest.mark.parametrize(("half_steps", "expected"), [(1, 1), (2, 1), (4, 2), (6, 3)])
+def test_rank_grows_with_half_steps(half_steps, expected):
+    fleet = fleet_of([(20, 30)], rank=1, num_iters_per_step=half_steps, min_compression_rate=0)
+    found = fleet.step([[normal(20, 30)]])[0].view(20, 30)
+    assert int(torch.linalg.matrix_rank(found, rtol=1e-5)) == expected
+
+
+def test_the_paper_s_numbers():
+    """Algorithm 1 in fp64, from the same Q."""
+    fleet = fleet_of([(30, 50)], size=2, rank=3, mode="paper", error_feedback=False)
+    Q = fleet.compressors[0].state_dict()["Q"]["p0"].double()
+    for step in range(3):
+        own = [normal(30, 50, seed=2 * step + r) for r in range(2)]
+        P, _ = torch.linalg.qr(sum(M.double() @ Q for M in own) / 2)
+        Q = sum(M.double().T @ P for M in own) / 2
+        found = fleet.step([[M] for M in own])[0].view(30, 50)
+        torch.testing.assert_close(found.double(), P @ Q.T, rtol=0, atol=1e-5)
+
+
+def test_warm_factors_find_the_best_approximation():
+    M = low_rank(10, 40, 60, 0) + normal(40, 60, seed=3)
+    fleet = fleet_of([(40, 60)], mode="paper", error_feedback=False)
+    for _ in range(30):
+        found = fleet.step([[M]])[0].view(40, 60)
+    U, s, V = torch.linalg.svd(M)
+    torch.testing.assert_close(found, U[:, :2] * s[:2] @ V[:2], rtol=0, atol=0.05)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_each_rank_s_error_stays_bounded_where_the_global_form_s_grows():
+    """Ranks with different data. e = M - mean(P Q^T), as the paper and torch's hook have it, collects g_i - g."""
+    targets = [normal(20, 20, seed=r) for r in range(2)]
+    fleet = fleet_of([(20, 20)], 2, rank=1, num_iters_per_step=2)
+    x, norms = torch.zeros(20, 20), []
+    y, Q, e, contrast = torch.zeros(20, 20), normal(20, 1, seed=9), [torch.zeros(20, 20)] * 2, []
+    for _ in range(400):
+        x = x - 0.05 * fleet.step([[x - t] for t in targets])[0].view(20, 20)
+        norms.append(float(fleet.errors()[0].norm()))
+        M = [y - t + old for t, old in zip(targets, e, strict=True)]
+        P, _ = torch.linalg.qr(sum(m @ Q for m in M) / 2)
+        Q = sum(m.T @ P for m in M) / 2
+        e = [m - P @ Q.T for m in M]
+        y = y - 0.05 * P @ Q.T
+        contrast.append(float(e[0].norm()))
+    assert max(norms[200:]) < 1.5 * max(norms[50:200])
+    assert contrast[-1] > 1.8 * contrast[199] and contrast[-1] > 20 * norms[-1]
+
+
+# Difficult gradients
+
+
+@every_mode
+def test_zeros_give_zeros_and_training_goes_on(settings):
+    """A factor that a zero gradient made zero would let nothing through ever after."""
+    fleet = fleet_of([(30, 40), (30, 40)], **settings)
+    for _ in range(3):
+        assert not fleet.step([[torch.zeros(30, 40)] * 2])[0].any()
+    M = low_rank(1, 30, 40, 0)
+    M[0] = 0
+    total = sum(fleet.step([[M, torch.zeros(30, 40)]])[0] for _ in range(4))
+    share = 0.3 if settings.get("mode") == "square" else 0.9
+    assert float(total[:1200] @ M.view(-1)) > share * 4 * float(M.square().sum())
+
+
+@every_mode
+def test_odd_shapes(settings):
+    shapes = [(), (1,), (0, 3), (1, 1), (5, 0), (1, 700), (700, 1), (17, 2, 3, 2)]
+    fleet = fleet_of(shapes, 2, min_compression_rate=1, **settings)
+    own = [[normal(*s, seed=r) for s in shapes] for r in range(2)]
+    mean = fleet.step(own)[0]
+    assert mean.isfinite().all() and fleet.nonfinite == [None, None]
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_multiplied_in_fp32(settings, dtype):
+    M = low_rank(1, 40, 60, 0).to(dtype)
+    half = Fleet(lambda: PowerSGDCompressor(2, **settings), 1, [torch.zeros(40, 60, dtype=dtype)])
+    full = fleet_of([(40, 60)], **settings)
+    for _ in range(3):
+        found, expected = half.step([[M]])[0], full.step([[M.float()]])[0]
+        torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0)
+    assert torch.equal(half.errors()[0], full.errors()[0])
+
+
+@every_mode
+def test_a_mean_beyond_the_range_is_named(settings):
+    fleet = fleet_of([(30, 40)], 2, **settings)
+    fleet.step([[3e38 * torch.ones(30, 40)]] * 2)
+    assert fleet.nonfinite[0] is not None and "p0" in fleet.nonfinite[0]
+    assert fleet.nonfinite[0] == fleet.nonfinite[1]
+
+
+@every_mode
+def test_a_dropped_step_never_was(settings):
+    shapes = [(30, 40), (8,), (16, 3, 3, 3)]
+    fleet = fleet_of(shapes, 2, **settings)
+    for step in range(3):
+        fleet.step([[normal(*s, seed=step + r) for s in shapes] for r in range(2)])
+    before = [c.state_dict() for c in fleet.compressors]
+    zeros, bad = ([torch.zeros(s) for s in shapes] for _ in range(2))
+    bad[2][3] = float("inf")
+    fleet.step([zeros, bad])
+    assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf"] * 2
+    for old, new in zip(before, [c.state_dict() for c in fleet.compressors], strict=True):
+        assert_same(old, new)
+
+
+def assert_same(a, b, exactly=True):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key], exactly)
+    elif isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=0 if exactly else 1e-4)
+    else:
+        assert a == b
+
+
+# Bytes
+
+
+def test_the_rule_counts_the_flattened_matrix():
+    assert compresses(512 * 512 * 9, 512, 4608, 4, 1, 230) and not compresses(512 * 512 * 9, 512, 4608, 4, 1, 231)
+    assert not compresses(16, 4, 4, 1, 2, 2) and compresses(17, 4, 4, 1, 2, 2), "strictly more"
+    powersgd = PowerSGD([torch.zeros(512, 512, 3, 3)], Config(rank=4, num_iters_per_step=1), alone())
+    assert (powersgd.uncompressed_num_floats, powersgd.compressed_num_floats) == (2359296, 10240)
+    assert int(powersgd.compression_rate) == 230
+
+
+@pytest.mark.parametrize(("rank", "mib"), [(1, 4.2), (2, 7.5), (4, 14.2), (7, 24.2)])
+@pytest.mark.parametrize("settings", [{"mode": "paper"}, {"num_iters_per_step": 2}], ids=str)
+def test_bytes_of_resnet18_are_the_paper_s(rank, mib, settings):
+    """Table 3 of the paper: MiB in an epoch of 24 steps, with all matrices compressed."""
+    compressor = PowerSGDCompressor(rank, min_compression_rate=0, **settings)
+    named = list(resnet18(num_classes=10).named_parameters())
+    compressor.plan(make_bucket("b", [(n, torch.zeros(p.shape, device="meta")) for n, p in named]), 1, 0)
+    total = compressor.compress_ratio * sum(p.numel() for _, p in named)
+    assert round(24 * 4 * total / 2**20, 1) == mib
+
+
+def test_fp16_sends_half_and_keeps_what_rounding_takes():
+    for settings in [settings for name, settings in MODES.items() if name != "square"]:
+        half, full = (fleet_of([(40, 60), (9,)], 2, wire=w, **settings) for w in ("fp16", "fp32"))
+        own = [[normal(40, 60, seed=r), 1 + normal(9, seed=r) / 10] for r in range(2)]
+        half.step(own), full.step(own)
+        sent = [fleet.world.meters[0].payload_bytes - 8 for fleet in (half, full)]
+        assert 2 * sent[0] == sent[1]
+        assert half.errors()[0][2400:].any() and not full.errors()[0][2400:].any()
+
+
+# State
+
+
+@every_mode
+def test_it_resumes_in_other_buckets(settings):
+    shapes = [(30, 40), (8,), (30, 40), (16, 3, 3, 3)]
+    named = [(f"p{i}", torch.zeros(s)) for i, s in enumerate(shapes)]
+
+    def run(compressor, groups, steps):
+        buckets = [make_bucket(f"b{i}", [named[j] for j in group]) for i, group in enumerate(groups)]
+        for bucket in buckets:
+            compressor.plan(bucket, 1, 0)
+        return buckets, compressor, steps
+
+    def step(buckets, compressor, number):
+        found = {}
+        for bucket in buckets:
+            for s in bucket.segments:
+                s.of(bucket.flat).copy_(normal(*s.shape, seed=10 * number + int(s.name[1:])))
+            LockstepWorld(1).converse(bucket.name, [compressor.reduce(bucket)])
+            found |= {s.name: s.of(bucket.flat).clone() for s in bucket.segments}
+        return found
+
+    one, two = PowerSGDCompressor(2, **settings), PowerSGDCompressor(2, seed=3, **settings)
+    first, *_ = run(one, [(0, 1, 2, 3)], 3)
+    for number in range(3):
+        step(first, one, number)
+    second, *_ = run(two, [(3, 2), (1, 0)], 3)
+    state = one.state_dict()
+    two.load_state_dict(state)
+    again = two.state_dict()
+    assert_same(state["errors"], again["errors"])
+    if settings.get("mode") != "square":  # its factors belong to a bucket
+        if settings.get("warm_start", True):
+            assert_same(state, again)
+            for number in range(3, 6):
+                assert_same(step(first, one, number), step(second, two, number), exactly=False)
+        else:
+            step(second, two, 3)
+
+
+def test_state_of_another_model_is_refused():
+    fleet, other = fleet_of([(30, 40)]), fleet_of([(30, 40), (5,)])
+    with pytest.raises(ValueError, match=r"error of another model: missing \['p1'\]"):
+        other.compressors[0].load_state_dict(fleet.compressors[0].state_dict())
+    with pytest.raises(ValueError, match=r"error of p0 has shape \(30, 40\), not \(40, 30\)"):
+        fleet_of([(40, 30)]).compressors[0].load_state_dict(fleet.compressors[0].state_dict())
+    with pytest.raises(ValueError, match="state of another compressor"):
+        other.compressors[0].load_state_dict({"errors": {}, "steps": 3})
+    with pytest.raises(ValueError, match="another high_rank"):
+        fleet_of([(30, 40)], high_rank=4).compressors[0].load_state_dict(fleet.compressors[0].state_dict())
+
+
+def test_a_resumed_run_may_have_another_rank():
+    fleet = fleet_of([(30, 40)], rank=2, num_iters_per_step=2)
+    fleet.step([[normal(30, 40)]])
+    state = fleet.compressors[0].state_dict()
+    for rank in (1, 4):
+        other = fleet_of([(30, 40)], rank=rank, num_iters_per_step=2)
+        other.compressors[0].load_state_dict(state)
+        assert other.compressors[0].state_dict()["P"]["p0"].shape == (30, rank)
+        P = other.compressors[0].state_dict()["P"]["p0"][:, :1]
+        torch.testing.assert_close(P.abs(), state["P"]["p0"][:, :1].abs())
+        assert other.step([[normal(30, 40, seed=1)]])[0].isfinite().all()
+
+
+def test_another_number_of_ranks_keeps_the_mean_error():
+    fleet = fleet_of([(30, 40), (7,)], 2, num_iters_per_step=2)
+    for step in range(3):
+        fleet.step([[normal(30, 40, seed=9 * step + r), normal(7)] for r in range(2)])
+    states = {r: c.state_dict() for r, c in enumerate(fleet.compressors)}
+    larger = fleet_of([(30, 40), (7,)], 3, num_iters_per_step=2)
+    for r, compressor in enumerate(larger.compressors):
+        compressor.load_state_dict(blend(states, shares(2, 3, r)))
+    torch.testing.assert_close(sum(larger.errors()) / 3, sum(fleet.errors()) / 2, rtol=0, atol=1e-6)
+    assert_same(larger.compressors[2].state_dict()["P"], states[0]["P"])
+    larger.step([[normal(30, 40), normal(7)]] * 3)
+
+
+def test_everything_is_sent_until_compression_starts():
+    fleet = fleet_of([(30, 40), (7,)], 2, start_compressing_after_num_steps=2, num_iters_per_step=2)
+    for step in range(4):
+        own = [[normal(30, 40, seed=9 * step + r), normal(7, seed=r)] for r in range(2)]
+        mean, expected = fleet.step(own)[0], sum(map(vector, own)) / 2
+        assert torch.equal(mean, expected) == (step < 2)
+        assert (fleet.compressors[0].compress_ratio == 1) == (step < 2)
+    assert fleet.world.meters[0].payload_bytes == 2 * (4 * 1207 + 8) + 2 * (4 * (2 * 70 + 7) + 8)
+
+
+def test_global_random_numbers_stay_as_they_are():
+    before = torch.get_rng_state()
+    fleet = fleet_of([(30, 40)], 2, mode="paper", warm_start=False)
+    fleet.step([[torch.zeros(30, 40)]] * 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Adaptive rank
+
+
+def test_accordion_chooses_by_the_change_of_the_norm():
+    accordion = Accordion(1, 4, change=0.5, every=2)
+    ends = [e for i, e in enumerate((0, 0, 1, 2, 2, 3, 4)) if accordion.ends_interval(e)]
+    assert ends == [2, 4]
+    chosen = []
+    for norm in (8.0, 3.0, 2.5, 2.4, 1.1, 4.0, 4.0):
+        accordion.choose({"w": (3 * norm**2, 3)})
+        chosen.append(accordion.rank("w"))
+    assert chosen == [4, 4, 1, 1, 4, 4, 1]
+    with pytest.raises(ValueError, match="high_rank must be at least rank = 4, not 2"):
+        Accordion(4, 2)
+
+
+def test_ranks_switch_at_the_ends_of_epochs():
+    make = {"rank": 1, "high_rank": 3, "num_iters_per_step": 2}
+    fleet, other = fleet_of([(30, 40), (40, 30)], 2, **make), fleet_of([(30, 40), (40, 30)], 2, **make)
+    ranks = []
+    for epoch in range(5):
+        for c in fleet.compressors:
+            c.begin_epoch(epoch)
+            c.begin_epoch(epoch)
+        for step in range(3):
+            seeds = [step + r for r in range(2)]
+            fleet.step([[normal(30, 40, seed=s), 3.0**epoch * normal(40, 30, seed=s)] for s in seeds])
+        factors = fleet.compressors[0].state_dict()["P"]
+        ranks.append((factors["p0"].shape[1], factors["p1"].shape[1]))
+    assert ranks[:2] == [(3, 3), (3, 3)] and ranks[4] == (1, 3)
+    for old, new in zip(fleet.compressors, other.compressors, strict=True):
+        new.load_state_dict(old.state_dict())
+        for c in (old, new):
+            c.begin_epoch(5)
+    assert_same(fleet.compressors[0].state_dict(), other.compressors[0].state_dict())
+    own = [[normal(30, 40, seed=r), normal(40, 30, seed=r)] for r in range(2)]
+    assert torch.equal(fleet.step(own)[0], other.step(own)[0])
+
+
+# Three lines
+
+
+def alone():
+    return LockstepWorld(1).transports[0]
+
+
+@pytest.mark.parametrize("zero_grad", [False, True])
+def test_three_lines_train(zero_grad):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    config = Config(rank=1, min_compression_rate=5, num_iters_per_step=2, start_compressing_after_num_steps=0)
+    powersgd = PowerSGD(model.parameters(), config=config, transport=alone())
+    inputs = normal(64, 20)
+    targets, losses = inputs[:, :1] * inputs[:, 1:2], []
+    for _ in range(200):
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        optimizer_step(optimizer, powersgd)
+        assert not any(p.grad.any() for p in model.parameters())
+        if zero_grad:
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    assert powersgd.state_dict()["errors"]["param0"].any()
+    other = torch.optim.SGD(list(model.parameters())[::-1], lr=0.1)
+    with pytest.raises(ValueError, match="built of other parameters"):
+        optimizer_step(other, powersgd)
+
+
+def test_aggregate_averages_over_ranks_and_refuses_nan():
+    def body(transport):
+        params = [torch.zeros(30, 40), torch.zeros(7), torch.zeros((), dtype=torch.float64)]
+        config = Config(rank=1, num_iters_per_step=2, start_compressing_after_num_steps=0)
+        powersgd = PowerSGD(params, config, transport)
+        g = [low_rank(1, 30, 40, 0), torch.full((7,), float(transport.rank)), None]
+        first, second, third = powersgd.aggregate(g)
+        torch.testing.assert_close(first, low_rank(1, 30, 40, 0), rtol=0, atol=1e-4)
+        assert second.tolist() == [0.5] * 7 and third.shape == () and third.dtype == torch.float64
+        assert not g[0].any() and not g[1].any()
+        with pytest.raises(NonFiniteGradientError, match="param1 on rank 1"):
+            powersgd.aggregate([first, second / (1 - transport.rank), third])
+        with pytest.raises(ValueError, match="1 gradients of 3 parameters"):
+            powersgd.aggregate(g[:1])
+        return powersgd.state_dict()["P"]["param0"]
+
+    P = LockstepWorld(2).run(body)
+    assert all(torch.equal(a, b) for a, b in pairwise(P))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "must be at least 1"),
+        ({"rank": 1, "mode": "fast"}, "mode must be one of residual, paper, square"),
+        ({"rank": 1, "mode": "paper", "num_iters_per_step": 2}, "belongs to mode='residual'"),
+        ({"rank": 1, "min_compression_rate": -1}, "must be at least 0"),
+        ({"rank": 1, "wire": "bf16"}, "wire must be 'fp32' or 'fp16'"),
+        ({"rank": 1, "mode": "square", "high_rank": 2}, "chosen for each tensor"),
+        ({"rank": 1, "epsilon": 0.0}, "epsilon must lie between 0 and 1"),
+        ({"rank": 1, "high_rank": 2, "rank_every": 0}, "rank_every at least 1"),
+    ],
+    ids=str,
+)
+def test_what_it_refuses(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PowerSGDCompressor(**settings)

@@ -1,0 +1,229 @@
+"""The small quantizing and sampling compressors, each against its definition."""
+
+import math
+
+import pytest
+import torch
+from compression.ranks import Ranks, normal
+
+from dgc.compression import (
+    QSGD,
+    SVD,
+    Atomo,
+    Blockwise,
+    Natural,
+    OneBit,
+    RandomBlock,
+    RandomK,
+    ScaledSign,
+    SignSGD,
+    TernGrad,
+)
+from dgc.compression.onebit import rows_of
+from dgc.compression.svd import inclusion
+
+N = 600
+
+
+def once(make, g, shape=None):
+    """What one rank alone gets for a gradient."""
+    return Ranks(1, make, [shape or tuple(g.shape)]).step([g.reshape(-1)]).view(g.shape)
+
+
+def average(make, g, draws, shape=None):
+    """Over many steps of the same gradient, without error feedback."""
+    ranks = Ranks(1, make, [shape or tuple(g.shape)])
+    return sum(ranks.step([g.reshape(-1)]).double() for _ in range(draws)).view(g.shape) / draws
+
+
+def test_scaled_signs():
+    g = normal(N, 0)
+    torch.testing.assert_close(once(ScaledSign, g), g.sign() * g.abs().mean())
+
+
+def test_the_scale_is_each_tensors_own():
+    ranks = Ranks(1, ScaledSign, [(4,), (4,)])
+    mean = ranks.step([torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])])
+    assert mean.tolist() == [1, -1, 1, 1, 8, 8, -8, 8]
+
+
+def test_the_majority_decides():
+    votes = [[1.0, -2, 3, 0.1], [-1.0, -5, 3, 0.1], [9.0, 1, 3, -7]]
+    ranks = Ranks(3, SignSGD, [(4,)])
+    assert ranks.step([torch.tensor(v) for v in votes]).tolist() == [1, -1, 1, 1]
+    even = Ranks(2, SignSGD, [(2,)])
+    assert even.step([torch.tensor([1.0, 1]), torch.tensor([-1.0, 1])]).tolist() == [0, 1]
+
+
+def test_a_rank_of_zeros_does_not_vote():
+    ranks = Ranks(3, SignSGD, [(2,)])
+    assert ranks.step([torch.tensor([1.0, -1]), torch.zeros(2), torch.zeros(2)]).tolist() == [1, -1]
+
+
+def test_signum_is_the_sign_of_the_average():
+    beta, m = 0.9, torch.zeros(N)
+    ranks = Ranks(1, lambda: SignSGD(momentum=beta), [(N,)])
+    for step in range(20):
+        g = normal(N, step)
+        m = beta * m + (1 - beta) * g
+        agree = ranks.step([g]) == m.sign()
+        assert agree[m.abs() > 1e-6].all()
+
+
+def test_one_bit_sends_the_mean_of_each_side_of_each_row():
+    g = normal(12 * 40, 1).view(12, 40)
+    sent = once(OneBit, g)
+    for row, got in zip(g, sent, strict=True):
+        torch.testing.assert_close(got[row > 0], row[row > 0].mean().expand(int((row > 0).sum())))
+        torch.testing.assert_close(got[row <= 0], row[row <= 0].mean().expand(int((row <= 0).sum())))
+    assert (g - sent).norm() < (g - g.sign() * g.abs().mean()).norm()
+
+
+def test_rows_are_the_outermost_dimension():
+    ranks = Ranks(1, OneBit, [(5, 3, 2), (7,), (), (0, 4)])
+    assert [rows_of(s) for s in ranks.buckets[0].segments] == [5, 1, 1, 1]
+
+
+STOCHASTIC = {
+    "qsgd, 4 bits": lambda: QSGD(),
+    "qsgd, 2 bits": lambda: QSGD(bits=2, block=None),
+    "qsgd, l2": lambda: QSGD(bits=8, norm="l2"),
+    "terngrad": lambda: TernGrad(clip=None),
+    "natural": lambda: Natural(),
+    "random k": lambda: RandomK(0.1, error_feedback=False),
+    "random block": lambda: RandomBlock(0.1, error_feedback=False),
+    "atomo": lambda: Atomo(3),
+}
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.usefixtures("no_type_checks")
+def test_unbiased(name):
+    """The mean over many steps is the gradient; its error falls as one over the root of their number."""
+    g, draws = normal(24 * 25, 2).view(24, 25), 600
+    few, many = (float((average(STOCHASTIC[name], g, d) - g).norm() / g.norm()) for d in (draws // 16, draws))
+    assert many < 0.25 and many < 0.5 * few
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_randomness_repeats_with_the_seed_and_differs_from_step_to_step(name):
+    g = normal(24 * 25, 2).view(24, 25)
+    first, second = (Ranks(1, STOCHASTIC[name], [(24, 25)]) for _ in range(2))
+    a, b = [first.step([g.reshape(-1)]) for _ in range(2)], [second.step([g.reshape(-1)]) for _ in range(2)]
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and not torch.equal(a[0], a[1])
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_torchs_generators_are_left_alone(name):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    once(STOCHASTIC[name], normal(24 * 25, 2).view(24, 25))
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("name", ["qsgd, 4 bits", "terngrad", "natural"])
+def test_ranks_round_on_their_own(name):
+    """The mean over ranks that hold the same gradient is better than what one of them sends."""
+    g = normal(N, 4)
+    alone, together = once(STOCHASTIC[name], g), Ranks(8, STOCHASTIC[name], [(N,)]).step([g] * 8)
+    assert (together - g).norm() < 0.6 * (alone - g).norm()
+
+
+def test_terngrads_levels_and_clipping():
+    g = normal(N, 5)
+    assert set(once(lambda: TernGrad(clip=None), g).abs().tolist()) == {0.0, float(g.abs().max())}
+    clipped = once(lambda: TernGrad(clip=2.5), g).abs().max()
+    torch.testing.assert_close(clipped, 2.5 * g.std(correction=0), rtol=1e-5, atol=0)
+
+
+def test_natural_sends_powers_of_two():
+    sent = once(lambda: Natural(), normal(N, 6))
+    assert (sent.abs().log2() == sent.abs().log2().round()).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_are_rounded_to_the_nearest_level(bits):
+    g, levels = normal(5000, 7), 2 ** (bits - 1) - 1
+    sent = once(lambda: Blockwise(bits=bits, block=512), g)
+    for part, got in zip(g.split(512), sent.split(512), strict=True):
+        assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
+
+
+def test_a_short_last_block_is_no_full_one():
+    ranks = Ranks(1, lambda: Blockwise(block=512), [(512,), (513,)])
+    ranks.step([normal(1025, 0)])
+    codes = 3 * 4 + 512 + 513
+    assert ranks.world.meters[0].payload_bytes == 16 + -(-codes // 8) * 8
+
+
+def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks():
+    ranks = Ranks(3, lambda: RandomK(0.1), [(100,), (7,)])
+    mean = ranks.step([torch.ones(107) * r for r in (1, 2, 3)])
+    chosen = mean.nonzero().view(-1)
+    assert [int(i) // 10 for i in chosen if i < 100] == list(range(10)) and int((chosen >= 100).sum()) == 1
+    assert (mean[chosen] == 2).all()
+
+
+def test_random_blocks_follow_one_another_around_the_end():
+    starts = set()
+    ranks = Ranks(1, lambda: RandomBlock(0.3, error_feedback=False), [(10,)])
+    for _ in range(60):
+        chosen = ranks.step([torch.ones(10)]).nonzero().view(-1).tolist()
+        start = next(i for i in range(10) if i in chosen and (i - 1) % 10 not in chosen)
+        assert sorted((start + j) % 10 for j in range(3)) == chosen
+        starts.add(start)
+    assert starts == set(range(10))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_svd_is_the_best_approximation(rank):
+    M = normal(20 * 30, 8).view(20, 30)
+    U, s, Vh = torch.linalg.svd(M)
+    best = U[:, :rank] * s[:rank] @ Vh[:rank]
+    torch.testing.assert_close(once(lambda: SVD(rank), M), best, rtol=1e-4, atol=1e-5)
+
+
+def test_svd_takes_what_it_makes_smaller():
+    svd = SVD(2)
+    shapes = [(3, 40), (2, 2), (40,), (), (0, 4), (30, 4, 5)]
+    segments = Ranks(1, SVD, shapes).buckets[0].segments
+    assert [svd.accepts(s) for s in segments] == [True, False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("s", "r", "expected"),
+    [
+        ([1.0, 1, 1, 1], 2, [0.5] * 4),
+        ([100.0, 1, 1], 2, [1, 0.5, 0.5]),
+        ([100.0, 10, 1, 1], 3, [1, 1, 0.5, 0.5]),
+        ([3.0, 2, 1], 3, [1, 1, 1]),
+        ([1.0, 0, 0], 2, [1, 0.5, 0.5]),
+        ([0.0, 0], 1, [0.5, 0.5]),
+    ],
+)
+def test_probabilities_add_up(s, r, expected):
+    assert inclusion(torch.tensor(s), r).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: QSGD(bits=3), "bits must be 2, 4 or 8"),
+        (lambda: QSGD(norm="l1"), "norm is one of l2, max"),
+        (lambda: QSGD(block=0), "block"),
+        (lambda: TernGrad(clip=0.0), "clip"),
+        (lambda: SignSGD(momentum=1.0), "momentum"),
+        (lambda: RandomK(0.0), "compress_ratio"),
+        (lambda: RandomK(0.1, values="bf16"), "fp32 or fp16"),
+        (lambda: SVD(0), "rank"),
+    ],
+)
+def test_bad_options(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_ratios_above_one_are_factors():
+    assert RandomK(20).compress_ratio == 1 / 20
+    assert math.isclose(QSGD(bits=4).compress_ratio, 1 / 8)

@@ -1,0 +1,273 @@
+"""Quantizers: all tiers, instruction sets and numbers of threads give the reference's bits, which are right."""
+
+from functools import cache
+
+import pytest
+import torch
+from kernels.tiers import NAMES, tier
+
+from dgc import kernels
+from dgc.kernels.native_quantizers import NativeQuantizers
+from dgc.kernels.quantizers import TorchQuantizers, layout_of, random_bits
+
+SIZES = (0, 1, 7, 8, 15, 16, 17, 31, 33, 100, 4097, 70_001)
+SEEDS = (None, 2**32 - 1)
+REFERENCE = TorchQuantizers()
+LARGEST = torch.finfo(torch.float32).max
+INF, NAN = float("inf"), float("nan")
+UNIFORM = [(2, 1, None), (2, 1, 0), (4, 5, None), (4, 7, 2), (8, 127, None), (8, 127, 3)]
+
+
+@pytest.fixture(params=NAMES, scope="module")
+def quantizers(request):
+    with tier(request.param):
+        yield REFERENCE if request.param == "reference" else NativeQuantizers()
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def random(n, seed):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def one_range(v):
+    return torch.tensor([0, v.numel()])
+
+
+def wild(n):
+    """All magnitudes there are, and zeros of both signs."""
+    exponents = torch.randint(-149, 128, (n,), generator=torch.Generator().manual_seed(n))
+    v = torch.ldexp(random(n, 1), exponents.float()).clamp(-LARGEST, LARGEST)
+    v[3::11], v[5::13], v[7::17] = 0.0, -0.0, LARGEST
+    return v
+
+
+def numbers(n):
+    """Buffers, and a unit for what their ranges need."""
+    return [(random(n, 2), 1.0), (random(n, 3) * 1e37, 1e37), (random(n, 4) * 1e-40, 1e-40), (wild(n), 1e-3)]
+
+
+@cache
+def cases(n):
+    """(v, bounds, a magnitude for each range): one range, and uneven ones, some of them empty."""
+    cuts = torch.randint(n + 1, (7,), generator=torch.Generator().manual_seed(n)).msort()
+    uneven = torch.tensor([0, 0, *cuts.tolist(), *cuts[3:4].tolist(), n, n]).msort()
+    ways = (torch.tensor([0, n]), uneven)
+    made = [(v, bounds, random(len(bounds) - 1, n).abs() * unit) for bounds in ways for v, unit in numbers(n)]
+    return made if n < 10_000 else [made[0], made[-1]]
+
+
+def operations(q, bounds, each):
+    """(encode(v), add_(codes, total)) of every kind."""
+    cuts, ends = each - each.mean(), (-each, each / 3)
+    yield lambda v: q.sign_encode(v, bounds, cuts, *ends), lambda c, t: q.sign_add_(c, bounds, *ends, t)
+    yield lambda v: q.tern_encode(v, bounds, each), lambda c, t: q.tern_add_(c, bounds, each, t)
+    scales = 3 * each
+    for bits, levels, seed in UNIFORM:
+        yield (
+            lambda v, s=(levels, bits, seed): q.uniform_encode(v, bounds, scales, *s),
+            lambda c, t, s=(levels, bits): q.uniform_add_(c, bounds, scales, *s, t),
+        )
+    for seed in SEEDS:
+        yield lambda v, seed=seed: q.natural_encode(v, seed), q.natural_add_
+
+
+@cache
+def results_of(n):
+    """For every case and operation: codes, residual, and the sum with v."""
+    results = []
+    for v, bounds, each in cases(n):
+        for encode, add_ in operations(REFERENCE, bounds, each):
+            codes, residual = encode(v)
+            total = v.clone()
+            add_(codes, total)
+            results.append((codes, residual, total))
+    return results
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("n", SIZES)
+def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers, n):
+    expected = iter(results_of(n))
+    for v, bounds, each in cases(n):
+        before = v.clone()
+        for encode, add_ in operations(quantizers, bounds, each):
+            codes, residual, total = next(expected)
+            ours, rest = encode(v)
+            assert same(ours, codes) and same(rest, residual) and same(v, before)
+            added, decoded = v.clone(), torch.zeros(n)
+            add_(codes, added)
+            add_(codes, decoded)
+            assert same(added, total) and same(residual, v - decoded)
+
+
+def test_mxnet_s_layouts(quantizers):
+    v = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
+    half, one, total = torch.tensor([0.5]), torch.ones(1), torch.zeros(6)
+    codes, residual = quantizers.tern_encode(v, one_range(v), half)
+    assert codes.tolist() == [0xCB, 0x80, 0, 0] and residual.tolist() == [0.25, 0.375, -0.375, 0, 0, 0.375]
+    quantizers.tern_add_(codes, one_range(v), half, total)
+    assert total.tolist() == [0.5, 0, -0.5, 0.5, -0.5, 0]
+    codes, residual = quantizers.sign_encode(v, one_range(v), 0 * one, -one, one)
+    assert codes.tolist() == [0xD4, 0, 0, 0]
+    quantizers.sign_add_(codes, one_range(v), -one, one, total)
+    assert total.tolist() == [1.5, 1, -1.5, 1.5, -1.5, 1]
+
+
+def test_the_field_01_of_a_ternary_code_is_zero(quantizers):
+    total = torch.ones(4)
+    quantizers.tern_add_(torch.tensor([0b01111001, 0, 0, 0]).byte(), one_range(total), torch.tensor([2.0]), total)
+    assert total.tolist() == [1, 3, -1, 1]
+
+
+def test_uniform_levels(quantizers):
+    v, scale = torch.tensor([0.0, -7.0, 2.49, -2.5, 9.0, -0.4]), torch.tensor([7.0])
+    codes, residual = quantizers.uniform_encode(v, one_range(v), scale, 7, 4, None)
+    assert codes.tolist() == [0xF0, 0xB2, 0x07]
+    assert same(v - residual, torch.tensor([0.0, -7, 2, -3, 7, 0]))
+    codes, _ = quantizers.uniform_encode(v, torch.tensor([0, 3, 3, 6]), scale.expand(3).clone(), 1, 2, None)
+    assert codes.tolist() == [0b001100, 0b000100]
+
+
+def test_every_range_begins_at_its_own_unit(quantizers):
+    bounds, v = torch.tensor([0, 33, 33, 34, 41]), torch.ones(41)
+    each = torch.ones(4)
+    signs, _ = quantizers.sign_encode(v, bounds, 0 * each, -each, each)
+    assert signs.tolist() == [255, 255, 255, 255, 128, 0, 0, 0, 128, 0, 0, 0, 254, 0, 0, 0]
+    assert layout_of(bounds, 1, 4).starts.tolist() == [0, 8, 8, 12]
+    ternary, _ = quantizers.tern_encode(v, bounds, each)
+    assert ternary.tolist() == [255] * 8 + [192, 0, 0, 0] + [192, 0, 0, 0] + [255, 252, 0, 0]
+    uniform, _ = quantizers.uniform_encode(v, bounds, each, 1, 2, None)
+    assert uniform.tolist() == [85] * 8 + [1] + [1] + [85, 21]
+
+
+@pytest.mark.parametrize("nothing", [0.0, INF, NAN, -1.0])
+def test_ranges_that_send_nothing(quantizers, nothing):
+    """Whatever the codes that arrive for them."""
+    v, each = torch.tensor([3.0, -1e38, 1e-40, 0.0, -0.0]), torch.tensor([nothing])
+    for code in (quantizers.tern_encode(v, one_range(v), each), *(
+        quantizers.uniform_encode(v, one_range(v), each, 7, 4, seed) for seed in SEEDS
+    )):  # fmt: skip
+        assert not code[0].any() and same(code[1], v)
+    noise, total = torch.arange(240, 248).byte(), v.clone()
+    quantizers.tern_add_(noise, one_range(v), each, total)
+    quantizers.uniform_add_(noise, one_range(v), each, 7, 4, total)
+    assert torch.equal(total, v)
+
+
+def test_scales_at_the_ends_of_fp32(quantizers):
+    v = torch.tensor([LARGEST, -LARGEST, 1e-40])
+    for bits in (2, 4, 8):
+        for levels in range(1, 2 ** (bits - 1)):
+            _, residual = quantizers.uniform_encode(v, one_range(v), torch.tensor([LARGEST]), levels, bits, None)
+            assert residual.isfinite().all() and (residual[:2].abs() <= 1e-6 * LARGEST).all()
+    _, residual = quantizers.uniform_encode(v, one_range(v), torch.tensor([1e-40]), 127, 8, 1)
+    assert same(residual, v), "levels / scale would be inf"
+
+
+def test_natural_powers(quantizers):
+    v = torch.tensor([1.0, -1.4375, 1.5, 3e-38, 0.0, -0.0, -1e-45, 8e-39, -(2.0**-126)])
+    codes, residual = quantizers.natural_encode(v, None)
+    assert codes[:4].tolist() == [1, 0, 0, 0]
+    power = torch.tensor([1.0, -1, 2, 2.0**-125, 0, 0, 0, 2.0**-126, -(2.0**-126)])
+    # E = 1 leaves 2^-126 out
+    assert same(residual, v - torch.where(power.abs() > 2.0**-126, power, 0.0))
+    codes, residual = quantizers.natural_encode(v[3:], None)
+    assert not codes[:4].any() and torch.equal(v[3:] - residual, power[3:])
+    codes, residual = quantizers.natural_encode(torch.tensor([LARGEST, -2.0, 1.0, -0.49]), None)
+    assert codes.tolist() == [127, 0, 0, 0, 127, 129, 0, 0]
+    assert same(residual, torch.tensor([LARGEST - 2.0**127, 0.0, 1.0, -0.49]))
+
+
+def test_powers_of_two_stay_what_they_are(quantizers):
+    v = torch.ldexp(torch.ones(126), torch.arange(-125.0, 1))
+    for seed in SEEDS:
+        _, residual = quantizers.natural_encode(v, seed)
+        assert not residual.any()
+
+
+def test_codes_at_any_address(quantizers):
+    v, each = random(100, 1), torch.ones(1)
+    bounds = one_range(v)
+    for encode, add_ in operations(quantizers, bounds, each):
+        codes, _ = encode(v)
+        moved = torch.cat([codes[:1], codes])[1:]
+        one, other = torch.zeros(100), torch.zeros(100)
+        add_(codes, one)
+        add_(moved, other)
+        assert same(one, other)
+
+
+def assert_unbiased(encode, v, below, above):
+    """The mean over many seeds, within 5 of its standard deviations; below <= |v| <= above are what is decoded."""
+    decoded = torch.stack([v - encode(seed)[1] for seed in range(1500)]).double()
+    error, size = decoded.mean(0) - v, v.abs().double()
+    variance = ((size - below) * (above - size)).clamp(min=0)
+    assert (error.abs() <= 5 * (variance / 1500).sqrt() + 1e-6 * size).all()
+    assert decoded.std(0).count_nonzero() > 0.9 * v.numel()
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_random_rounding_is_unbiased():
+    v = random(300, 5)
+    largest, quantizers = v.abs().max().view(1), NativeQuantizers()
+    for bits, levels in ((2, 1), (4, 7), (8, 100)):
+        step = largest.double() / levels
+        below = (v.abs() / step).floor() * step
+        given = (v, one_range(v), largest, levels, bits)
+        assert_unbiased(lambda s, given=given: quantizers.uniform_encode(*given, s), v, below, below + step)
+    below = v.abs().double().log2().floor().exp2()
+    assert_unbiased(lambda s: quantizers.natural_encode(v, s), v, below, 2 * below)
+    tiny = v.clamp(-5, 5) * 2e-39
+    assert_unbiased(lambda s: quantizers.natural_encode(tiny, s), tiny, 0.0, 2.0**-126)
+
+
+def test_random_numbers_are_uniform():
+    n = 1 << 16
+    for seed in (0, 1, 2, 12345, 2**31, 2**32 - 1):
+        bits = random_bits(n, seed, torch.device("cpu"))
+        for shift in (0, 8, 16, 24):
+            counts = torch.bincount(bits >> shift & 255, minlength=256)
+            chi_square = float((counts - n / 256).square().sum() / (n / 256))
+            assert 150 < chi_square < 380  # 255 degrees of freedom: within some five standard deviations
+
+
+def test_neighbours_are_uncorrelated():
+    n = 1 << 16
+    seeds = [0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1]
+    rows = torch.stack([random_bits(n, seed, torch.device("cpu")).double() for seed in seeds]) / 2**32
+    rows -= rows.mean(1, keepdim=True)
+    rows /= rows.square().sum(1, keepdim=True).sqrt()
+    for shift in (0, 1, 2, 3, 64, 1024):
+        correlations = rows @ rows.roll(shift, 1).T
+        if shift == 0:
+            correlations.fill_diagonal_(0.0)
+        assert correlations.abs().max() < 5 / n**0.5
+
+
+def test_torch_s_generator_is_left_alone(quantizers):
+    before, v = torch.get_rng_state(), random(50, 1)
+    for encode, _ in operations(quantizers, one_range(v), torch.ones(1)):
+        encode(v)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_small_integers(quantizers):
+    for n in SIZES:
+        levels = torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).byte()
+        for bits in range(1, 9):
+            packed, kept = quantizers.pack(levels, bits), levels & 2**bits - 1
+            assert torch.equal(packed, REFERENCE.pack(levels, bits))
+            assert torch.equal(quantizers.unpack(packed, bits, n), kept)
+            if n <= 100:
+                stream = sum(level << i * bits for i, level in enumerate(kept.tolist()))
+                assert bytes(packed.tolist()) == stream.to_bytes(-(-n * bits // 8), "little")
+
+
+def test_the_tier_follows_the_kernels(monkeypatch):
+    for name, kind in (("reference", TorchQuantizers), ("native", NativeQuantizers)):
+        monkeypatch.setattr(kernels, "_asked", name)
+        assert type(kernels.quantizers_of(torch.zeros(1))) is kind

@@ -1,0 +1,118 @@
+"""Rows of the compressors that quantize, sample and factorize."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from table import Row, sparse_bytes
+
+from dgc.bucket import Bucket
+from dgc.compression import (
+    QSGD,
+    SVD,
+    Atomo,
+    Blockwise,
+    DGCCompressor,
+    Natural,
+    OneBit,
+    RandomBlock,
+    RandomK,
+    ScaledSign,
+    SignSGD,
+    TernGrad,
+    Threshold,
+)
+from dgc.compression.coded import Coded
+from dgc.memory import ResidualMemory
+from dgc.selection import Fixed
+from dgc.wire.sealed import sealed_bytes
+
+
+def coded(make: Callable[[], Coded]) -> Callable[[Bucket], int]:
+    return lambda bucket: sealed_bytes(make().nbytes(bucket))
+
+
+def threshold_bytes(bits: int, per_tensor: int = 0) -> Callable[[Bucket, int], int]:
+    """With two ranks and one the codes are gathered, with more their sums are."""
+
+    def formula(bucket: Bucket, size: int) -> int:
+        codes = sum(4 * -(-s.numel * bits // 32) for s in bucket.segments)
+        thresholds = per_tensor * len(bucket.segments)
+        if size <= 2:
+            return sealed_bytes(codes) + thresholds
+        share = 4 * -(-codes // (4 * size))
+        values = 2 * size + 1 if bits == 2 else size + 1
+        fields = share * 8 // bits
+        return share * size + 8 + -(-fields * (values - 1).bit_length() // 8) + thresholds
+
+    return formula
+
+
+def sampled_bytes(ratio: float, itemsize: int) -> Callable[[Bucket], int]:
+    def formula(bucket: Bucket) -> int:
+        return itemsize * sum(-(-s.numel * int(1000 * ratio) // 1000) for s in bucket.segments) + 8
+
+    return formula
+
+
+def unbiased(name: str, make: Callable[[], Coded], left: float = 0.25) -> Row:
+    return Row(name, make, coded(make), conserves=False, one_element=False, left=left)
+
+
+def feedback(name: str, make: Callable[[], Coded]) -> Row:
+    return Row(name, make, coded(make), feedback=True)
+
+
+def threshold(
+    name: str,
+    make: Callable[[], Threshold],
+    at: Callable[[Bucket, int], int],
+    at_zero: bool = True,
+    left: float = 0.1,
+) -> Row:
+    settings = {"payload_at": at, "feedback": True, "at_zero": at_zero, "one_element": False, "left": left}
+    return Row(name, make, lambda bucket: 0, **settings)
+
+
+QUANTIZED = [
+    threshold("2bit", lambda: Threshold(threshold=2.0), threshold_bytes(2)),
+    threshold("2bit-adaptive", lambda: Threshold(threshold=None), threshold_bytes(2, per_tensor=4), left=0.35),
+    # a rank whose own gradient stays beyond 1, as here, can never send all of it
+    threshold("1bit", lambda: Threshold(bits=1, threshold=0.0), threshold_bytes(1), at_zero=False, left=0.5),
+    feedback("scaled-sign", ScaledSign),
+    feedback("onebit", OneBit),
+    feedback("blockwise", lambda: Blockwise(block=100)),
+    Row("signsgd", SignSGD, coded(SignSGD), conserves=False, one_element=False, left=0.9),
+    Row("signum", lambda: SignSGD(0.5), coded(SignSGD), conserves=False, one_element=False, left=0.9),
+    unbiased("qsgd", QSGD),
+    unbiased("terngrad", TernGrad),
+    unbiased("natural", Natural),
+    replace(unbiased("atomo", lambda: Atomo(2), left=0.9), by_shape=True),
+    Row(
+        "svd",
+        lambda: SVD(2),
+        coded(lambda: SVD(2)),
+        dense_limit=lambda: SVD(1000),
+        tolerance=64 * 2.0**-24,
+        by_shape=True,
+    ),
+    Row(
+        "random-k",
+        lambda: RandomK(0.5),
+        sampled_bytes(0.5, 4),
+        dense_limit=lambda: RandomK(1.0),
+        one_element=True,
+    ),
+    Row(
+        "random-block-fp16",
+        lambda: RandomBlock(0.5, values="fp16"),
+        sampled_bytes(0.5, 2),
+        dense_limit=lambda: RandomBlock(1.0, values="fp16"),
+        tolerance=2.0**-10,
+    ),
+    Row(
+        "threshold-v",
+        lambda: DGCCompressor(0.05, ResidualMemory(), selector=Fixed(0.01)),
+        sparse_bytes(0.05, 4, 8),
+        dense_limit=lambda: DGCCompressor(1.0, ResidualMemory(), selector=Fixed(0.01)),
+    ),
+]

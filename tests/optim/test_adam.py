@@ -1,0 +1,88 @@
+"""Adam after compression: what its moments see, as docs/methods.md says."""
+
+import math
+
+import pytest
+import torch
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import QSGD, DGCCompressor, ScaledSign
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import DistributedOptimizer
+
+STEPS = 240
+SHAPE = (20, 50)
+SLOPES = torch.logspace(-1, 0, SHAPE[0] * SHAPE[1]).view(SHAPE)
+
+
+def travel(make, optimizer=torch.optim.Adam, steps=STEPS, **settings):
+    """How far two ranks go, in units of the learning rate and step, on a plane of constant slopes."""
+
+    def body(transport):
+        p = torch.nn.Parameter(torch.zeros(SHAPE))
+        inner = optimizer([p], lr=1.0, **settings)
+        wrapped = DistributedOptimizer(inner, [("p", p)], make(), transport=transport)
+        for step in range(steps):
+            if step == steps // 2:
+                middle = p.detach().clone()
+            wrapped.zero_grad()
+            (p * SLOPES).sum().backward()
+            wrapped.step()
+        return (middle - p.detach()) / (steps - steps // 2)
+
+    first, second = LockstepWorld(2).run(body)
+    assert torch.equal(first, second)
+    return first
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.1])
+@pytest.mark.usefixtures("no_type_checks")
+def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio(ratio):
+    """An element sent every T steps comes T times as large: the first moment is g as before, the second T g^2."""
+    steps = travel(lambda: DGCCompressor(ratio, ResidualMemory()), betas=(0.9, 0.99))
+    assert float(steps.mean()) == pytest.approx(math.sqrt(ratio), rel=0.35)
+    assert float(steps.mean()) < 0.75
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_all_elements_get_there_though_few_are_sent():
+    steps = travel(lambda: DGCCompressor(0.25, ResidualMemory()), betas=(0.9, 0.99))
+    assert bool((steps > 0.1).all())
+
+
+@pytest.mark.parametrize("make", [lambda: QSGD(bits=8), lambda: DGCCompressor(1.0, ResidualMemory())])
+@pytest.mark.usefixtures("no_type_checks")
+def test_dense_gradients_leave_them_as_they_are(make):
+    assert float(travel(make, steps=200).mean()) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_scaled_signs_with_error_feedback_move_all_elements_alike():
+    """Of one scale for all, small slopes send both signs in turn: their second moment is the scale's."""
+    steps = travel(ScaledSign, betas=(0.9, 0.99))
+    assert bool((steps > 0).all()) and float(steps.max()) > 2 * float(steps.min())
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_weight_decay_of_adamw_is_not_compressed():
+    def body(transport):
+        p = torch.nn.Parameter(torch.ones(SHAPE))
+        inner = torch.optim.AdamW([p], lr=0.1, weight_decay=0.5)
+        optimizer = DistributedOptimizer(
+            inner, [("p", p)], DGCCompressor(0.01, ResidualMemory()), transport=transport
+        )
+        optimizer.zero_grad()
+        (p * 0).sum().backward()
+        optimizer.step()
+        return p.detach()
+
+    assert torch.equal(LockstepWorld(2).run(body)[0], torch.full(SHAPE, 1 - 0.1 * 0.5))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_momentum_correction_is_refused(kind):
+    p = torch.nn.Parameter(torch.zeros(SHAPE))
+    with pytest.raises(ValueError, match=f"{kind.__name__}.*ResidualMemory"):
+        DistributedOptimizer(
+            kind([p]), [("p", p)], DGCCompressor(0.01, DGCSGDMemory(0.9)), transport=LockstepWorld(1).transports[0]
+        )

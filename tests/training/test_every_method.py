@@ -1,0 +1,39 @@
+"""Every config file that names a method trains: a few steps on digits, two simulated ranks."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import train
+from dgc.comm.lockstep import LockstepWorld
+from training.arguments import parse_arguments
+from training.config import load
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FOLDERS = ("powersgd", "threshold", "quant", "sparse", "route")
+QUICK = [
+    "--configs.train.num_epochs=1",
+    "--configs.train.batch_size=180",
+    "--configs.train.warmup_lr_epochs=0",
+    "--configs.train.checkpoint_every=null",
+    "--configs.train.check_replicas_every=1",
+    "--configs.data.num_threads_per_worker=1",
+    "--configs.model.width=8",
+]
+BEFORE = {"server": ["configs/threshold/2bit.py"], "matrices_only": ["configs/quant/qsgd.py"]}
+FILES = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("*.py")) if path.stem != "__init__"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.usefixtures("no_type_checks")
+def test_it_trains(path, tmp_path):
+    stack = ["configs/digits/cnn.py", *BEFORE.get(path.stem, []), str(path.relative_to(CONFIGS.parent))]
+    words = ["--configs", *stack]
+    args, overrides = parse_arguments([*words, "--devices", "cpu", *QUICK, "--run-dir", str(tmp_path / "run")])
+    tree = load(args.configs, overrides)
+    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["dense_over_payload"] > 1.0
+    assert math.isfinite(summary["best"]["acc/test_top1"])
