@@ -18,7 +18,6 @@ is ordinary momentum by linearity; values are cut to the wire's range and what r
 sum is made in the order of ranks, so that replicas stay equal bit for bit.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -32,7 +31,7 @@ from dgc.bucket import Bucket, Segment
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.dense import FP16, Dense
-from dgc.compression.finite import blame, probe
+from dgc.compression.finite import first_blame, number_of, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
 from dgc.memory import Memory, NoMemory
@@ -148,7 +147,8 @@ class DGCCompressor:
         (payloads,) = yield (AllGather(encoded.payload),)
         parts, flags = self._format.decode(codec, payloads, plan.per_tensor, bucket.numel)
         indices, values = kernel.merge_mean(parts, len(parts), bucket.numel)
-        return SparseResult(indices, values, _first_blame(bucket, flags) or _overflow(bucket, indices, values))
+        nonfinite = first_blame(bucket, flags) or sparse_overflow(bucket, indices, values)
+        return SparseResult(indices, values, nonfinite)
 
     def _reduce_dense(self, bucket: Bucket, v: Tensor, first_nonfinite: Tensor) -> Conversation[Result]:
         values = self._format.values.dense.quantize(v, self._size, bucket.dtype)
@@ -158,9 +158,8 @@ class DGCCompressor:
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
         (mean, firsts) = yield (AllReduce(message), AllGather(first_nonfinite.view(1)))
         bucket.flat.copy_(mean)
-        offsets = [segment.offset for segment in bucket.segments]
-        numbers = [bisect_right(offsets, i) if i < bucket.numel else 0 for i in torch.cat(firsts).tolist()]
-        return DenseResult(_first_blame(bucket, numbers) or _overflow(bucket, None, bucket.flat))
+        numbers = [number_of(bucket, i) for i in torch.cat(firsts).tolist()]
+        return DenseResult(first_blame(bucket, numbers) or overflow(bucket))
 
     def take_back(self, bucket: Bucket) -> None:
         self.memory.take_back_(bucket)
@@ -220,18 +219,3 @@ def _selector_of(selector: Selector | None, sample_ratio: float | None, sampling
     if sampling != tuple(getattr(unsampled, f.name) for f in fields(unsampled) if f.name != "sample_ratio"):
         raise ValueError("strided_sample, compress_*_bound, max_adaptation_iters and resample need a sample_ratio")
     return Predicted() if selector is None else selector
-
-
-def _overflow(bucket: Bucket, indices: Tensor | None, mean: Tensor) -> str | None:
-    """Finite numbers may add up to inf. indices: where in the bucket the mean's elements are; None: one by one."""
-    if bool(probe(mean).isfinite()):
-        return None
-    bad = mean.isfinite().logical_not().nonzero().view(-1)[:1]
-    offsets = [segment.offset for segment in bucket.segments]
-    where = (bad if indices is None else indices[bad]).tolist()
-    return blame(bucket, bisect_right(offsets, where[0]), []) if where else None
-
-
-def _first_blame(bucket: Bucket, numbers: Sequence[int]) -> str | None:
-    """numbers: by rank, the first tensor (from 1) that was not finite, or 0."""
-    return next((blame(bucket, number, [rank]) for rank, number in enumerate(numbers) if number), None)

@@ -5,8 +5,7 @@
 """
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from zlib import crc32
 
@@ -18,9 +17,8 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import Dense
-from dgc.compression.finite import blame, probe
+from dgc.compression.finite import first_blame, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
-from dgc.kernels.reference import first_tensor_nonfinite
 from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import FlatState, Undo, load_parts
 
@@ -106,23 +104,3 @@ class Feedback(ABC):
             raise ValueError(f"state of another compressor: {sorted(state)}")
         load_parts({"errors": self._error}, {"errors": state["errors"]})
         self._steps = dict.fromkeys(self._steps, state["steps"])
-
-
-def first_blame(bucket: Bucket, numbers: Iterable[int]) -> str | None:
-    """numbers: by rank, the first tensor (from 1) that was not finite, or 0."""
-    return next((blame(bucket, number, [rank]) for rank, number in enumerate(numbers) if number), None)
-
-
-def number_of(bucket: Bucket, first_nonfinite: int) -> int:
-    """The tensor, from 1, that holds this element; 0 for n, which is behind the last."""
-    if first_nonfinite >= bucket.numel:
-        return 0
-    return bisect_right([s.offset for s in bucket.segments], first_nonfinite)
-
-
-def overflow(bucket: Bucket) -> str | None:
-    """What is wrong with a mean in `bucket.flat` that is not finite though every gradient was."""
-    if bool(probe(bucket.flat).isfinite()):
-        return None
-    number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
-    return blame(bucket, number, []) if number else None

@@ -1,5 +1,8 @@
 """Is a mean finite, and if not, whose gradient is to blame? One read of the data while all is well."""
 
+from bisect import bisect_right
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -38,3 +41,31 @@ def blame(bucket: Bucket, number: int, ranks: list[int]) -> str:
     if not ranks:
         return f"the mean gradient of {name} is beyond the range of what carries it (no rank has NaN or inf)"
     return f"the gradient of {name} on rank {ranks[0]} has NaN or inf"
+
+
+def first_blame(bucket: Bucket, numbers: Iterable[int]) -> str | None:
+    """numbers: by rank, the first tensor (from 1) that was not finite, or 0."""
+    return next((blame(bucket, number, [rank]) for rank, number in enumerate(numbers) if number), None)
+
+
+def number_of(bucket: Bucket, first_nonfinite: int) -> int:
+    """The tensor, from 1, that holds this element; 0 for n, which is behind the last."""
+    if first_nonfinite >= bucket.numel:
+        return 0
+    return bisect_right([s.offset for s in bucket.segments], first_nonfinite)
+
+
+def overflow(bucket: Bucket) -> str | None:
+    """What is wrong with a mean in `bucket.flat` that is not finite though every gradient was."""
+    if bool(probe(bucket.flat).isfinite()):
+        return None
+    number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
+    return blame(bucket, number, []) if number else None
+
+
+def sparse_overflow(bucket: Bucket, indices: Tensor, values: Tensor) -> str | None:
+    """The same of a mean that is zero but for `values` [k] at `indices` [k]."""
+    if bool(probe(values).isfinite()):
+        return None
+    bad = indices[values.isfinite().logical_not()].tolist()
+    return blame(bucket, number_of(bucket, bad[0]), []) if bad else None

@@ -41,7 +41,7 @@ from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.accordion import Accordion
 from dgc.compression.dense import Dense
-from dgc.compression.feedback import first_blame, overflow
+from dgc.compression.finite import first_blame, overflow
 from dgc.compression.lowrank import Batch, Layout, Taken, accumulate_, matrix_shape
 from dgc.compression.lowrank_state import Factors, Named, Own, as_dict, check_errors, from_dict, make
 from dgc.compression.orthogonal import check_orthogonalization, orthonormalize

@@ -33,7 +33,8 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation
-from dgc.compression.feedback import Feedback, number_of
+from dgc.compression.feedback import Feedback
+from dgc.compression.finite import number_of
 from dgc.wire.sealed import seal, unseal
 
 WIRES = ("auto", "gather", "scatter", "server")

@@ -10,7 +10,12 @@ from dgc.kernels.library import supported_isas
 from dgc.kernels.native import Native
 from dgc.kernels.reference import Reference
 
-NAMES = ("reference", *(f"native-{isa}-{threads}" for isa in supported_isas() for threads in (1, 2)))
+# every instruction set, and the best of them with one thread and with two
+NAMES = (
+    "reference",
+    *(f"native-{isa}-{i % 2 + 1}" for i, isa in enumerate(supported_isas())),
+    f"native-{supported_isas()[-1]}-{len(supported_isas()) % 2 + 1}",
+)
 
 
 @contextmanager

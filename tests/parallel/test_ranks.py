@@ -49,7 +49,7 @@ def test_horovodrun_with_gloo(tmp_path: Path) -> None:
     check_quick(findings(2, tmp_path, *QUICK, launch=horovodrun))
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.proof), 4])
 def test_200_steps_repeat_bit_for_bit_on_equal_replicas(ranks: int, tmp_path: Path) -> None:
     runs = [findings(ranks, tmp_path / str(i), "two_hundred_steps") for i in range(2)]
     models = {own["two_hundred_steps"]["model"] for run in runs for own in run}

@@ -53,7 +53,7 @@ def test_dense_training_has_no_error_to_watch():
     assert alarms([float(i) for i in range(1, 600)], ratio=1.0) == []
 
 
-@pytest.mark.parametrize("lr", [0.05, 1.5])
+@pytest.mark.parametrize("lr", [pytest.param(0.05, marks=pytest.mark.proof), 1.5])
 def test_real_training(lr):
     """A stable rate raises no alarm in 1000 steps of DGC; one that diverges does."""
 
