@@ -91,7 +91,7 @@ class Threshold(Feedback):
         else:
             sums, numbers = yield from self._scatter(bucket, codes, first_nonfinite)
         unit = t if self.bits == 2 else torch.ones_like(t)
-        return self._mean(sums, bounds, unit), kept, numbers
+        return self._mean(bucket, sums, unit), kept, numbers
 
     def _thresholds(self, v: Tensor, bounds: Tensor) -> Conversation[Float32[Tensor, "S"]]:
         if self.threshold is not None:
@@ -158,12 +158,13 @@ class Threshold(Feedback):
         return levels - self.size if self.bits == 2 else levels * 2 - self.size
 
     def _mean(
-        self, sums: Float32[Tensor, "fields"], bounds: Int64[Tensor, "bounds"], unit: Float32[Tensor, "S"]
+        self, bucket: Bucket, sums: Float32[Tensor, "fields"], unit: Float32[Tensor, "S"]
     ) -> Float32[Tensor, "n"]:
         """Elements without the fields that fill words, in units of each tensor, over the ranks."""
-        numels, word = bounds.diff(), 32 // self.bits
-        starts = torch.cat([bounds.new_zeros(1), ((numels + word - 1) // word * word).cumsum(0)])[:-1]
-        place = torch.arange(int(bounds[-1]), device=sums.device)
-        place += torch.repeat_interleave(starts - bounds[:-1], numels, output_size=place.numel())
-        factor = torch.repeat_interleave(unit.nan_to_num(0.0, posinf=0.0), numels, output_size=place.numel())
-        return sums[place] * factor / self.size
+        mean, word, at = sums.new_empty(bucket.numel), 32 // self.bits, 0
+        factors = unit.nan_to_num(0.0, posinf=0.0)
+        for segment, factor in zip(bucket.segments, factors, strict=True):
+            own = slice(segment.offset, segment.offset + segment.numel)
+            torch.mul(sums[at : at + segment.numel], factor, out=mean[own])
+            at += -(-segment.numel // word) * word
+        return mean.div_(self.size)
