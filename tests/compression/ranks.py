@@ -4,34 +4,49 @@ import torch
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import SparseResult
 
 
 class Ranks:
-    def __init__(self, size, make, shapes, seed=0):
-        named = [(f"p{i}", torch.zeros(shape)) for i, shape in enumerate(shapes)]
+    """shapes: a list of them, or by name."""
+
+    def __init__(self, size, make, shapes, dtype=torch.float32, seed=0):
+        if not isinstance(shapes, dict):
+            shapes = {f"p{i}": shape for i, shape in enumerate(shapes)}
+        named = [(name, torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()]
         self.world = LockstepWorld(size, seed=seed)
         self.compressors = [make() for _ in range(size)]
         self.buckets = [make_bucket("b", named) for _ in range(size)]
         for rank, (compressor, bucket) in enumerate(zip(self.compressors, self.buckets, strict=True)):
             compressor.plan(bucket, size, rank)
 
-    def step(self, own):
-        """own: each rank's gradient as a vector. Returns the mean, the same on every rank."""
+    def exchange(self, own):
+        """own: each rank's gradient as a vector. Returns the results by rank, and the mean as a dense vector."""
         for bucket, gradient in zip(self.buckets, own, strict=True):
             bucket.flat.copy_(gradient)
         talks = [c.reduce(b) for c, b in zip(self.compressors, self.buckets, strict=True)]
         results = self.world.converse("b", talks)
-        means = []
-        for result, bucket in zip(results, self.buckets, strict=True):
-            assert result.nonfinite is None
-            if hasattr(result, "indices"):
-                bucket.flat.zero_()[result.indices] = result.values
-            means.append(bucket.flat.clone())
+        means = [dense(result, bucket) for result, bucket in zip(results, self.buckets, strict=True)]
         assert all(torch.equal(mean, means[0]) for mean in means)
-        return means[0]
+        return results, means[0]
+
+    def step(self, own):
+        """The mean of finite gradients."""
+        results, mean = self.exchange(own)
+        assert all(result.nonfinite is None for result in results)
+        return mean
 
     def errors(self):
         return [next(iter(c.errors())) for c in self.compressors]
+
+
+def dense(result, bucket):
+    """A result as a dense vector."""
+    if not isinstance(result, SparseResult):
+        return bucket.flat.clone()
+    mean = torch.zeros(bucket.numel)
+    mean[result.indices] = result.values
+    return mean
 
 
 def normal(n, seed):

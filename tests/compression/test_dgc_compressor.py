@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from compression.ranks import Ranks, dense
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
@@ -19,34 +20,8 @@ def gradients(size, step, scale=1.0):
     return [scale * torch.randn(NUMEL, generator=generator) for _ in range(size)]
 
 
-class Ranks:
-    """One compressor and bucket per rank."""
-
-    def __init__(self, size, make, shapes=None, dtype=torch.float32, seed=0):
-        named = [(n, torch.zeros(s, dtype=dtype)) for n, s in (shapes or SHAPES).items()]
-        self.world = LockstepWorld(size, seed=seed)
-        self.compressors = [make() for _ in range(size)]
-        self.buckets = [make_bucket("b", named) for _ in range(size)]
-        for rank, (compressor, bucket) in enumerate(zip(self.compressors, self.buckets, strict=True)):
-            compressor.plan(bucket, size, rank)
-
-    def step(self, own):
-        """Results of one step, by rank, and the mean gradient as a dense vector."""
-        for bucket, gradient in zip(self.buckets, own, strict=True):
-            bucket.flat.copy_(gradient)
-        together = zip(self.compressors, self.buckets, strict=True)
-        results = self.world.converse("b", [c.reduce(b) for c, b in together])
-        means = [dense(r, b) for r, b in zip(results, self.buckets, strict=True)]
-        assert all(torch.equal(mean, means[0]) for mean in means)
-        return results, means[0]
-
-
-def dense(result, bucket):
-    if isinstance(result, DenseResult):
-        return bucket.flat.clone()
-    mean = torch.zeros(bucket.numel)
-    mean[result.indices] = result.values
-    return mean
+def ranks_of(size, make, shapes=SHAPES, **options):
+    return Ranks(size, make, shapes, **options)
 
 
 def algorithm_1(own_by_step, size, ratio, momentum, nesterov=False, masking=True, clip=lambda g: g):
@@ -81,12 +56,12 @@ def algorithm_1(own_by_step, size, ratio, momentum, nesterov=False, masking=True
 @pytest.mark.parametrize("int32", [False, True])
 def test_algorithm_1(size, nesterov, masking, int32):
     steps = [gradients(size, step) for step in range(8)]
-    ranks = Ranks(
+    ranks = ranks_of(
         size,
         lambda: DGCCompressor(0.05, DGCSGDMemory(0.9, nesterov, momentum_masking=masking), 1, int32_indices=int32),
     )
     for own, expected in zip(steps, algorithm_1(steps, size, 0.05, 0.9, nesterov, masking), strict=True):
-        results, mean = ranks.step(own)
+        results, mean = ranks.exchange(own)
         assert all(isinstance(result, SparseResult) for result in results)
         torch.testing.assert_close(mean.double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
 
@@ -97,36 +72,36 @@ def norm_clip(limit):
 
 def test_algorithm_1_with_clipping():
     steps = [gradients(2, step) for step in range(5)]
-    ranks = Ranks(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(2.0)), 1))
+    ranks = ranks_of(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(2.0)), 1))
     for own, expected in zip(steps, algorithm_1(steps, 2, 0.05, 0.9, clip=norm_clip(2.0)), strict=True):
-        mean = ranks.step(own)[1]
+        mean = ranks.exchange(own)[1]
         torch.testing.assert_close(mean.double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_global_clipping_takes_a_round_of_its_own():
     memory = [DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(1.0)) for _ in range(3)]
-    ranks = Ranks(3, lambda: DGCCompressor(0.05, memory.pop(), 1))
-    ranks.step(gradients(3, 0))
+    ranks = ranks_of(3, lambda: DGCCompressor(0.05, memory.pop(), 1))
+    ranks.exchange(gradients(3, 0))
     assert [meter.rounds for meter in ranks.world.meters] == [2, 2, 2]
 
 
 def test_nothing_is_lost_by_a_plain_residual():
     """Sum of all gradients = sum of what was returned + mean of what still waits."""
-    ranks = Ranks(3, lambda: DGCCompressor(0.02, ResidualMemory()))
+    ranks = ranks_of(3, lambda: DGCCompressor(0.02, ResidualMemory()))
     given, returned = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(10):
         own = gradients(3, step)
         given += sum(g.double() for g in own) / 3
-        returned += ranks.step(own)[1].double()
+        returned += ranks.exchange(own)[1].double()
     waiting = sum(next(iter(c.errors())).double() for c in ranks.compressors) / 3
     torch.testing.assert_close(returned + waiting, given, rtol=0, atol=1e-5)
     assert waiting.norm() > 0.1 * given.norm()
 
 
 def test_fp16_values_keep_what_they_round():
-    ranks = Ranks(2, lambda: DGCCompressor(0.05, ResidualMemory(), 1, fp16_values=True))
+    ranks = ranks_of(2, lambda: DGCCompressor(0.05, ResidualMemory(), 1, fp16_values=True))
     own = gradients(2, 0, scale=1e5)
-    mean = ranks.step(own)[1]
+    mean = ranks.exchange(own)[1]
     assert mean.isfinite().all() and mean.abs().max() > 65504
     waiting = sum(next(iter(c.errors())) for c in ranks.compressors) / 2
     torch.testing.assert_close(mean + waiting, sum(own) / 2, rtol=1e-6, atol=1e-2)
@@ -134,8 +109,8 @@ def test_fp16_values_keep_what_they_round():
 
 def test_fp16_values_do_not_overflow_when_a_dense_step_adds_them():
     """Each value fits into fp16; the sum of three does not."""
-    ranks = Ranks(3, lambda: DGCCompressor(1.0, DGCSGDMemory(0.0), fp16_values=True))
-    mean = ranks.step([torch.full((NUMEL,), 40_000.0) for _ in range(3)])[1]
+    ranks = ranks_of(3, lambda: DGCCompressor(1.0, DGCSGDMemory(0.0), fp16_values=True))
+    mean = ranks.exchange([torch.full((NUMEL,), 40_000.0) for _ in range(3)])[1]
     assert mean.isfinite().all()
 
 
@@ -158,9 +133,9 @@ def torch_directions(steps, size, nesterov):
 def test_dense_steps_are_momentum_sgd(size, nesterov, ratio):
     """At ratio 0.9 a pair of value and index costs more than the value alone."""
     steps = [gradients(size, step) for step in range(6)]
-    ranks = Ranks(size, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9, nesterov)))
+    ranks = ranks_of(size, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9, nesterov)))
     for own, expected in zip(steps, torch_directions(steps, size, nesterov), strict=True):
-        results, mean = ranks.step(own)
+        results, mean = ranks.exchange(own)
         assert all(isinstance(result, DenseResult) for result in results)
         torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-5)
     assert all(not error.any() for c in ranks.compressors for error in c.errors())
@@ -172,9 +147,9 @@ def test_dense_steps_are_momentum_sgd(size, nesterov, ratio):
 def test_the_cheaper_way_is_taken(size, ratio, sparse):
     """12 bytes per pair from N ranks against 4 bytes twice: even at ratio 2 * 4 / (12 N)."""
     shapes = {"only": (100, 100)}
-    ranks = Ranks(size, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9)), shapes)
+    ranks = ranks_of(size, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9)), shapes)
     generator = torch.Generator().manual_seed(0)
-    (result, *_), _ = ranks.step([torch.randn(10_000, generator=generator) for _ in range(size)])
+    (result, *_), _ = ranks.exchange([torch.randn(10_000, generator=generator) for _ in range(size)])
     assert isinstance(result, SparseResult) == sparse
     meter = ranks.world.meters[0]
     both = (16 + 12 * round(ratio * 10_000)) * (size - 1), 2 * 40_000 * (size - 1) / size
@@ -182,26 +157,26 @@ def test_the_cheaper_way_is_taken(size, ratio, sparse):
 
 
 def test_payload_bytes_of_the_docstring():
-    ranks = Ranks(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), int32_indices=True))
-    ranks.step(gradients(2, 0))
+    ranks = ranks_of(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), int32_indices=True))
+    ranks.exchange(gradients(2, 0))
     pairs = 10 + 3 + 1
     assert [meter.payload_bytes for meter in ranks.world.meters] == [16 + 8 * pairs] * 2
-    ranks = Ranks(2, lambda: DGCCompressor(1.0, DGCSGDMemory(0.9)))
-    ranks.step(gradients(2, 0))
+    ranks = ranks_of(2, lambda: DGCCompressor(1.0, DGCSGDMemory(0.9)))
+    ranks.exchange(gradients(2, 0))
     assert [meter.payload_bytes for meter in ranks.world.meters] == [4 * NUMEL + 8] * 2
 
 
 def test_what_waits_leaves_with_a_dense_step():
     """Sparse first, then at ratio 1: all of v is sent."""
-    ranks = Ranks(2, lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), warmup_epochs=1, warmup_coeff=[0.01]))
-    ranks.step(gradients(2, 0))
+    ranks = ranks_of(2, lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), warmup_epochs=1, warmup_coeff=[0.01]))
+    ranks.exchange(gradients(2, 0))
     waiting = [next(iter(c.errors())).clone() for c in ranks.compressors]
     momenta = [c.memory.state_dict()["momentums"] for c in ranks.compressors]
     assert all(w.any() for w in waiting)
     for compressor in ranks.compressors:
         compressor.compress_ratio = 1.0
     own = gradients(2, 1)
-    mean = ranks.step(own)[1]
+    mean = ranks.exchange(own)[1]
     flat = [torch.cat([u[name].reshape(-1) for name in SHAPES]) for u in momenta]
     expected = sum(w + 0.9 * u + g for w, u, g in zip(waiting, flat, own, strict=True)) / 2
     torch.testing.assert_close(mean, expected)
@@ -223,8 +198,8 @@ def test_bad_ratio(ratio):
 
 def test_shuffled_ranks_and_repeats_give_the_same_bits():
     def run(seed):
-        ranks = Ranks(3, lambda: DGCCompressor(0.03, DGCSGDMemory(0.9)), seed=seed)
-        return [ranks.step(gradients(3, step))[1] for step in range(5)]
+        ranks = ranks_of(3, lambda: DGCCompressor(0.03, DGCSGDMemory(0.9)), seed=seed)
+        return [ranks.exchange(gradients(3, step))[1] for step in range(5)]
 
     first = run(0)
     assert all(torch.equal(a, b) for seed in (1, 2) for a, b in zip(run(seed), first, strict=True))
@@ -237,8 +212,8 @@ def big(size, step):
 
 def test_the_seed_option_changes_the_sample():
     def run(seed):
-        ranks = Ranks(1, lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), 0.01, seed=seed), {"w": (120, 100)})
-        return tuple(int(ranks.step(big(1, step))[1].count_nonzero()) for step in range(8))
+        ranks = ranks_of(1, lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), 0.01, seed=seed), {"w": (120, 100)})
+        return tuple(int(ranks.exchange(big(1, step))[1].count_nonzero()) for step in range(8))
 
     assert len({run(seed) for seed in range(4)}) > 1
 
@@ -281,10 +256,11 @@ def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio():
     """A threshold that is remembered is the first one tried, and the one found depends on that."""
 
     def make(**others):
-        return Ranks(1, lambda: DGCCompressor(0.1, ResidualMemory(), selector=Laplace(warm_start=True), **others))
+        selector = Laplace(warm_start=True)
+        return ranks_of(1, lambda: DGCCompressor(0.1, ResidualMemory(), selector=selector, **others))
 
     def steps(ranks, numbers):
-        return [ranks.step(gradients(1, number))[1] for number in numbers]
+        return [ranks.exchange(gradients(1, number))[1] for number in numbers]
 
     def reloaded(compressor, state=None, **others):
         other = make(**others)
@@ -315,7 +291,7 @@ def test_another_compressors_state():
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_nonfinite_gradient_is_named_on_every_rank(ratio, culprit, bad):
-    ranks = Ranks(3, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9), 1))
+    ranks = ranks_of(3, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9), 1))
     own = gradients(3, 0)
     own[culprit][230] = bad
     for bucket, gradient in zip(ranks.buckets, own, strict=True):
@@ -328,21 +304,21 @@ def test_a_nonfinite_gradient_is_named_on_every_rank(ratio, culprit, bad):
 
 @pytest.mark.parametrize("ratio", [0.05, 1.0])
 def test_zeros_stay_zeros(ratio):
-    ranks = Ranks(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9)))
-    assert not ranks.step([torch.zeros(NUMEL)] * 2)[1].any()
+    ranks = ranks_of(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9)))
+    assert not ranks.exchange([torch.zeros(NUMEL)] * 2)[1].any()
 
 
 def test_an_empty_bucket():
-    ranks = Ranks(2, lambda: DGCCompressor(0.01, DGCSGDMemory(0.9)), {"none": (0, 4)})
-    assert ranks.step([torch.zeros(0)] * 2)[1].numel() == 0
+    ranks = ranks_of(2, lambda: DGCCompressor(0.01, DGCSGDMemory(0.9)), {"none": (0, 4)})
+    assert ranks.exchange([torch.zeros(0)] * 2)[1].numel() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_gradients(dtype):
-    ranks = Ranks(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), 1), dtype=dtype)
+    ranks = ranks_of(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), 1), dtype=dtype)
     steps = [[g.to(dtype).float() for g in gradients(2, step)] for step in range(4)]
     for own, expected in zip(steps, algorithm_1(steps, 2, 0.05, 0.9), strict=True):
-        mean = ranks.step(own)[1]
+        mean = ranks.exchange(own)[1]
         torch.testing.assert_close(mean.double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -361,7 +337,7 @@ def test_it_takes_matrices_unless_told_otherwise():
 @pytest.mark.parametrize("ratio", [0.05, 1.0])
 def test_finite_gradients_whose_mean_is_not_are_named(ratio):
     """Each is in range, their sum is not: the step must not reach the parameters."""
-    ranks = Ranks(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.0)))
+    ranks = ranks_of(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.0)))
     for bucket in ranks.buckets:
         bucket.flat.fill_(3e38)
     reduced = [c.reduce(b) for c, b in zip(ranks.compressors, ranks.buckets, strict=True)]

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "codec.h"
+#include "float_bits.h"
 
 namespace dgc {
 namespace {
@@ -12,18 +13,6 @@ enum Dtype : int { FP16 = 1, BF16 = 2 };  // else fp32
 constexpr int LARGEST_EXPONENT = 15;  // of scaled values
 constexpr float SMALLEST = 0x1p-149f;
 constexpr float ROUNDER = 0x1.8p23f;  // adding it leaves no bits behind the point, rounded to nearest, ties to even
-
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-inline float float_of(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
 
 inline bool finite(float x) { return (bits_of(x) & 0x7F800000) != 0x7F800000; }
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "float_bits.h"
+
 namespace dgc {
 
 // plain: u = m u + g, v += u.  nesterov: u = m (u + g), v = (v + u) + g.  residual: v += g.  none: v as it is.
@@ -30,18 +32,6 @@ constexpr uint32_t magnitude_bits = 0x7fffffffu;
 constexpr uint32_t infinity_bits = 0x7f800000u;
 constexpr uint32_t smallest_bits = 1;            // of what is not zero
 constexpr uint32_t unreachable_bits = ~0u;       // above every magnitude
-
-static inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-static inline float float_of(uint32_t bits) {
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof x);
-    return x;
-}
 
 static inline uint32_t magnitude(float x) { return bits_of(x) & magnitude_bits; }
 

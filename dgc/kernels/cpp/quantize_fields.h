@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "float_bits.h"
 #include "quantize.h"
 
 namespace dgc {
@@ -14,18 +15,6 @@ namespace {
 constexpr int64_t block = 512;
 constexpr uint32_t sign_bit = 0x80000000u;
 static_assert(block % quantize_grain == 0, "a block begins at a byte");
-
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-inline float float_of(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
 
 inline uint64_t every(int distance, int bits) {  // a field of ones, again and again
     return ~uint64_t{0} / ((uint64_t{1} << distance) - 1) * ((uint64_t{1} << bits) - 1);

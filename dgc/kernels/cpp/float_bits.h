@@ -1,0 +1,20 @@
+// A float as its bits, and back. Each file has its own, compiled for its own instructions.
+#pragma once
+
+#include <cstdint>
+
+namespace dgc {
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+}  // namespace dgc
