@@ -32,7 +32,7 @@ from dgc.gossip.adpsgd_protocol import Member
 from dgc.gossip.adpsgd_thread import GossipThread
 from dgc.gossip.model import FlatModel
 from dgc.gossip.pairs import bipartite_complete, odd_even
-from dgc.gossip.topology import Topology, TopologyError
+from dgc.gossip.topology import Graph, made
 
 
 class ADPSGD:
@@ -51,7 +51,7 @@ class ADPSGD:
 
     def __init__(
         self,
-        graph: Callable[[int], Topology] = bipartite_complete,
+        graph: Graph = bipartite_complete,
         averagings_per_step: float | None = 1.0,
         timeout: float = 300.0,
     ):
@@ -80,9 +80,7 @@ class ADPSGD:
             raise RuntimeError("this ADPSGD has been started")
         if z.dtype != torch.float32 or z.dim() != 1 or z.numel() == 0 or not z.is_contiguous():
             raise ValueError(f"z must be one contiguous row of fp32, not {z.dtype} of shape {tuple(z.shape)}")
-        graph = self.graph(channel.size)
-        if graph.size != channel.size:
-            raise TopologyError(f"{graph.name} is for {graph.size} ranks, not for {channel.size}")
+        graph = made(self.graph, channel.size)
         self._z, self._meter, self._seen = z.detach(), meter, 0
         self._before = torch.empty_like(self._z)
         x = self._z.to("cpu", copy=True)

@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from dgc.comm.requests import Conversation, Exchange
+from dgc.comm.requests import Conversation, Exchange, as_bytes
 from dgc.gossip.mixing import Mixing, uniform
+from dgc.gossip.parcels import WEIGHT, bytes_of_weight, weight_of
 from dgc.gossip.topology import Topology
 
 
@@ -94,11 +95,8 @@ def _exchange(
 
 
 def _pack(part: PushSum) -> Tensor:
-    """The bytes of x and of w."""
-    weight = part.w.view(1).view(torch.uint8).to(part.x.device)
-    return torch.cat([part.x.reshape(-1).view(torch.uint8), weight])
+    return torch.cat([as_bytes(part.x.contiguous()), bytes_of_weight(part.w).to(part.x.device)])
 
 
 def _unpack(message: Tensor, like: Tensor) -> PushSum:
-    body, weight = message[:-8], message[-8:]
-    return PushSum(body.clone().view(like.dtype).view(like.shape), weight.cpu().clone().view(torch.float64)[0])
+    return PushSum(message[:-WEIGHT].clone().view(like.dtype).view(like.shape), weight_of(message))

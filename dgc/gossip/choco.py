@@ -30,8 +30,7 @@ from dgc.comm.requests import Conversation, Exchange
 from dgc.gossip.mixing import Mixing, Shares, metropolis
 from dgc.gossip.neighbours import Neighbours, two_way_ring
 from dgc.gossip.quantized import Quantizer, TopK
-from dgc.gossip.sgp import Graph
-from dgc.gossip.topology import Peers
+from dgc.gossip.topology import Graph, Peers
 
 NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)
 

@@ -19,8 +19,7 @@ from dgc.comm.transport import Transport
 from dgc.gossip.books import ring
 from dgc.gossip.mixing import ROUNDING, Mixing, Shares, check_mixing
 from dgc.gossip.model import FlatModel
-from dgc.gossip.sgp import Graph
-from dgc.gossip.topology import Peers, Topology, TopologyError
+from dgc.gossip.topology import Graph, Peers, Topology, made
 
 
 def two_way_ring(size: int) -> Topology:
@@ -45,7 +44,7 @@ class Neighbours(ABC):
         self.name, self.model, self.z = name, model, model.z
         self.rank, self.size = transport.rank, transport.size
         self._transport, self._meter = transport, meter
-        self.topology = None if self.size == 1 else self.graph(self.size)
+        self.topology = None if self.size == 1 else made(self.graph, self.size)
         if self.topology is not None:
             self._check(self.topology)
         self._prepare()
@@ -54,8 +53,6 @@ class Neighbours(ABC):
     def _check(self, topology: Topology) -> None:
         who = f"{type(self).__name__} needs"
         cure = "use ring with peers=2, grid, star or full"
-        if topology.size != self.size:
-            raise TopologyError(f"{topology.name} is for {topology.size} ranks, not for {self.size}")
         if self.static and topology.period != 1:
             raise topology.error(f"{who} the same neighbours in every round, and here they change: {cure}")
         if not topology.is_symmetric:

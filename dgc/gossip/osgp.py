@@ -19,7 +19,8 @@ import torch
 from dgc.gossip.books import n_peer_exponential
 from dgc.gossip.messages import Message
 from dgc.gossip.mixing import Mixing, uniform
-from dgc.gossip.sgp import SGP, Graph
+from dgc.gossip.sgp import SGP
+from dgc.gossip.topology import Graph
 
 
 class OSGP(SGP):

@@ -31,7 +31,7 @@ from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
 from dgc.gossip.mixing import Mixing, metropolis
 from dgc.gossip.neighbours import Neighbours, two_way_ring
-from dgc.gossip.sgp import Graph
+from dgc.gossip.topology import Graph
 
 NOISE = 1e-6  # of a factor's norm
 

@@ -27,14 +27,12 @@ from dgc.comm.meter import Meter
 from dgc.comm.requests import AllReduce, Conversation, Exchange
 from dgc.comm.transport import Transport
 from dgc.gossip.books import n_peer_exponential
-from dgc.gossip.heard import Heard, heard_of, state_of
 from dgc.gossip.messages import Exact, Message
 from dgc.gossip.mixing import Mixing, check_mixing, uniform
 from dgc.gossip.model import FlatModel
-from dgc.gossip.topology import Topology, TopologyError
+from dgc.gossip.parcels import Heard, heard_of, length, pack, state_of, unpack
+from dgc.gossip.topology import Graph, Topology, made
 
-Graph = Callable[[int], Topology]
-WEIGHT = 8  # bytes
 PAUSE = 5e-4  # seconds
 
 
@@ -75,10 +73,8 @@ class SGP:
         self._transport, self._meter = transport, meter
         self._topologies: dict[int, Topology | None] = {}
         for epoch, graph in self._graphs.items():
-            topology = None if graph is None or self.size == 1 else graph(self.size)
+            topology = None if graph is None or self.size == 1 else made(graph, self.size)
             if topology is not None:
-                if topology.size != self.size:
-                    raise TopologyError(f"{topology.name} is for {topology.size} ranks, not for {self.size}")
                 check_mixing(topology, self.mixing, doubly=not self.weighted)
             self._topologies[epoch] = topology
 
@@ -201,51 +197,29 @@ class SGP:
         assert topology is not None
         shares = self.mixing(topology, self.rank, k)
         sends = self._messages({to: share for to, share in shares.items() if to != self.rank}, shares[self.rank])
-        length = self.message.nbytes(n) + (WEIGHT if self.weighted else 0)
-        sources = topology.in_peers(self.rank, k)
-        empty = {s: torch.empty(length, dtype=torch.uint8, device=self.z.device) for s in sources}
+        sources, nbytes = topology.in_peers(self.rank, k), length(self.message, n, self.weighted)
+        empty = {s: torch.empty(nbytes, dtype=torch.uint8, device=self.z.device) for s in sources}
         self.round += 1
         (replies,) = yield (Exchange(sends, empty),)
-        return {source: self._decode(replies[source], source, k) for source in sources}
+        known = {s: None if self.weighted else self.mixing(topology, s, k)[self.rank] for s in sources}
+        return {s: unpack(self.message, replies[s], n, known[s]) for s in sources}
 
     def _messages(self, shares: dict[int, float], kept: float) -> dict[int, Tensor]:
         """What goes to whom; x and w become what is kept."""
-        by_share: dict[float, Tensor] = {}
-        lost = None  # what rounding took from all messages together
-        for share in shares.values():
-            if share not in by_share:
-                by_share[share] = self._encode(share)
-            if not self.message.exact:
-                section = by_share[share][: self.message.nbytes(self.z.numel())]
-                rest = self.z * (self.w * share) - self.message.decode(section, self.z.numel())
-                lost = rest if lost is None else lost.add_(rest)
+        parcels = {s: pack(self.message, self.z, self.w * s, self.weighted) for s in {*shares.values()}}
+        lost = torch.zeros_like(self.z) if not self.message.exact else None  # what rounding took from all of them
+        if lost is not None:
+            for share in shares.values():
+                lost += self.z * (self.w * share) - parcels[share][1]
         self._keep(kept)
         if lost is not None:
             self.z.add_(lost, alpha=1 / self.w)
             self.model.scatter()
-        return {to: by_share[share] for to, share in shares.items()}
+        return {to: parcels[share][0] for to, share in shares.items()}
 
     def _keep(self, share: float) -> None:
         """x and w times share: z is the same."""
         self.w *= share
-
-    def _encode(self, share: float) -> Tensor:
-        n = self.z.numel()
-        body = self.message.nbytes(n)
-        message = torch.empty(body + (WEIGHT if self.weighted else 0), dtype=torch.uint8, device=self.z.device)
-        self.message.encode_(self.z, self.w * share, message[:body])
-        if self.weighted:
-            message[body:].copy_(torch.tensor([self.w * share], dtype=torch.float64).view(torch.uint8))
-        return message
-
-    def _decode(self, message: Tensor, source: int, k: int) -> Heard:
-        body = self.message.nbytes(self.z.numel())
-        if self.weighted:
-            w = float(message[body:].cpu().clone().view(torch.float64))
-        else:
-            assert self.topology is not None
-            w = self.mixing(self.topology, source, k)[self.rank]
-        return Heard(self.message.decode(message[:body], self.z.numel()), w)
 
     def _all_reduce(self) -> Conversation[dict[int, Heard]]:
         x, w = self.z * self.w, torch.tensor([self.w], dtype=torch.float64)

@@ -107,3 +107,14 @@ def from_books(
         return tuple(books[rank][(first + j) % shortest] for j in range(peers))
 
     return Topology(name, len(books), shortest // gcd(shortest, peers) if dynamic else 1, out, cure)
+
+
+Graph = Callable[[int], Topology]  # of a number of ranks
+
+
+def made(graph: Graph, size: int) -> Topology:
+    """TopologyError unless the graph is one of `size` ranks."""
+    topology = graph(size)
+    if topology.size != size:
+        raise TopologyError(f"{topology.name} is for {topology.size} ranks, not for {size}")
+    return topology

@@ -1,0 +1,69 @@
+"""What travels from rank to rank in push-sum: bytes that stand for a share of x, and the share of w with them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from dgc.gossip.messages import Bytes, Message, Vector
+
+WEIGHT = 8  # bytes, of fp64
+
+
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """A neighbour's share of its x and w."""
+
+    x: Tensor
+    w: float
+
+
+def length(message: Message, n: int, weighted: bool) -> int:
+    """Bytes of a parcel."""
+    return message.nbytes(n) + (WEIGHT if weighted else 0)
+
+
+def pack(message: Message, z: Vector, factor: float, weighted: bool) -> tuple[Bytes, Vector]:
+    """factor * z and, if weighted, factor itself, which is then the share of w. Returns (parcel, what is said)."""
+    body = message.nbytes(z.numel())
+    parcel = torch.empty(length(message, z.numel(), weighted), dtype=torch.uint8, device=z.device)
+    said = message.encode_(z, factor, parcel[:body])
+    if weighted:
+        parcel[body:].copy_(bytes_of_weight(torch.tensor(factor, dtype=torch.float64)))
+    return parcel, said
+
+
+def unpack(message: Message, parcel: Bytes, n: int, w: float | None) -> Heard:
+    """w: the weight, where none travels."""
+    body = message.nbytes(n)
+    return Heard(message.decode(parcel[:body], n), float(weight_of(parcel)) if w is None else w)
+
+
+def bytes_of_weight(w: Float64[Tensor, ""]) -> Bytes:
+    return w.view(1).view(torch.uint8)
+
+
+def weight_of(parcel: Bytes) -> Float64[Tensor, ""]:
+    """The last bytes need not lie where a number of their size may."""
+    return parcel[-WEIGHT:].cpu().clone().view(torch.float64)[0]
+
+
+def state_of(heard: Mapping[int, Heard], rank: int, size: int) -> dict[str, Any]:
+    """For a checkpoint. By distance from the sender, the same on all ranks of most graphs: another number of ranks
+    can load it.
+    """
+    return {
+        str((source - rank) % size): {"x": share.x.clone(), "w": torch.tensor(share.w, dtype=torch.float64)}
+        for source, share in heard.items()
+    }
+
+
+def heard_of(state: Mapping[str, Any], rank: int, size: int, device: torch.device) -> dict[int, Heard]:
+    """By sender, as it was."""
+    return {
+        (rank + int(distance)) % size: Heard(share["x"].to(device), float(share["w"]))
+        for distance, share in state.items()
+    }
