@@ -13,7 +13,6 @@ Prints a table and, last, one line of JSON.
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from statistics import median
@@ -32,7 +31,7 @@ from dgc.compression.protocol import Compressor, DenseResult, Result, Stateless
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import CastValues, PackedIndices, PlainIndices, RiceIndices, SignValues
-from scripts.launch import prepare
+from scripts.launch import replace_process
 
 GRADIENT_SETS = 3
 
@@ -152,8 +151,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    command, environment = prepare(args.ranks, ["-m", "benchmarks.exchange", *sys.argv[1:], "--worker"])
-    sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    replace_process(args.ranks, ["-m", "benchmarks.exchange", *sys.argv[1:], "--worker"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Prints a table and, last, one line of JSON.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from dgc.comm import Transport, all_gather_object, barrier
 from dgc.compression import Dense
 from dgc.gossip import ADPSGD, OSGP, SGP, Gossip
 from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
-from scripts.launch import prepare
+from scripts.launch import replace_process
 
 Method = Callable[[], Gossip] | None
 METHODS: dict[str, Method] = {
@@ -133,8 +132,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    command, environment = prepare(args.ranks, ["-m", "benchmarks.straggler", *sys.argv[1:], "--worker"])
-    sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    replace_process(args.ranks, ["-m", "benchmarks.straggler", *sys.argv[1:], "--worker"])
 
 
 if __name__ == "__main__":

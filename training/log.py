@@ -18,9 +18,7 @@ ui.perfetto.dev or chrome://tracing.
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +26,14 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from dgc.comm import AllReduce
 from dgc.comm.trace import Trace
 from training.alarm import ErrorAlarm
 from training.clock import Clock
+from training.curves import Curves
 from training.state import State
 
 # Seconds between two plain lines within an epoch.
 LINE_EVERY = 20.0
-
-
-@dataclass
-class Point:
-    """What a point in the curves holds but the loss, which comes later. steps: since the point before."""
-
-    values: dict[str, float]
-    samples: int
-    steps: int
-    loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
-    flight: Any = None
 
 
 class Log:
@@ -65,25 +52,15 @@ class Log:
         self.clock = Clock(self.trace)
         self.rows = state.rows
         self.loss_sum = torch.zeros((), device=state.device)
-        self.loss = float("nan")
+        self.steps = 0  # since the last point
         self.rate = 0.0
         self.megabytes = 0.0
-        self.steps = 0
-        self.epoch_loss, self.epoch_steps = 0.0, 0
-        self.launched = 0
         self.alarm = ErrorAlarm()
-        self.writer: Any = None
         self.bar: Any = None
-        self.points: deque[Point] = deque()
-        # None: ranks have no steps in common, and the loss is rank 0's own
-        apart = state.optimizer.steps_apart
-        self.lag = None if apart is None else -(-apart // self.log_every)
         self.use_bar = transport.rank == 0 and sys.stderr.isatty()
-        if transport.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank's business
-
-            # Points that a killed run wrote after the checkpoint it resumes from disappear.
-            self.writer = SummaryWriter(str(directory), purge_step=progress.samples + 1)
+        apart = state.optimizer.steps_apart
+        lag = None if apart is None else -(-apart // self.log_every)
+        self.curves = Curves(directory, transport, progress.samples, lag)
         self.started = self.last_time = self.last_line = time.perf_counter()
         self.seconds_before = progress.seconds
         # The meter goes on from the run's totals, so that sums of fractions round as in one go.
@@ -163,38 +140,12 @@ class Log:
             "dropped_steps": float(self.progress.dropped_steps),
             "samples_per_second": self.rate,
         }
-        self._launch(Point(values, self.progress.samples, self.steps))
+        self.curves.add(self.loss_sum / self.steps, values, self.progress.samples, self.steps)
         if not self.use_bar and now - self.last_line > LINE_EVERY:
-            self._line(self.loss)
+            self._line(self.curves.loss)
         self.megabytes = values["bytes_per_step/payload"] / 1e6
         self.loss_sum.zero_()
         self.steps, self.last, self.last_time = 0, snapshot, now
-
-    def _launch(self, point: "Point") -> None:
-        """The mean loss over the ranks is on its way for as long as one rank may be ahead of another."""
-        loss = self.loss_sum / self.steps
-        if self.lag is None:
-            point.loss = loss
-        else:
-            name = f"dgc.control.loss.{self.launched % (self.lag + 1)}"
-            point.flight = self.transport.launch(name, (AllReduce(loss.view(1)),))
-            self.launched += 1
-        self.points.append(point)
-        self._take_up(self.lag or 0)
-
-    def _take_up(self, left: int) -> None:
-        while len(self.points) > left:
-            point = self.points.popleft()
-            (loss,) = (point.loss,) if point.flight is None else self.transport.wait(point.flight)
-            self.loss = float(loss)
-            self.epoch_loss += self.loss * point.steps
-            self.epoch_steps += point.steps
-            self._write({"loss/train": self.loss, **point.values}, point.samples)
-
-    def _write(self, values: Mapping[str, float], samples: int) -> None:
-        if self.writer is not None:
-            for tag, value in values.items():
-                self.writer.add_scalar(tag, value, samples)
 
     def _advance_bar(self) -> None:
         if self.bar is None:
@@ -208,8 +159,8 @@ class Log:
                 unit="step",
                 dynamic_ncols=True,
             )
-        if self.epoch_steps:
-            text = f"{self.rate:.0f} samples/s, {self.megabytes:.3f} MB/step, loss {self.loss:.3f}"
+        if self.curves.epoch_steps:
+            text = f"{self.rate:.0f} samples/s, {self.megabytes:.3f} MB/step, loss {self.curves.loss:.3f}"
             self.bar.set_postfix_str(text, refresh=False)
         self.bar.update()
 
@@ -231,17 +182,12 @@ class Log:
         if self.rows is not None:
             self.rows.end_epoch(self.progress.epoch - 1, results)
         self.progress.seconds = self.seconds_before + time.perf_counter() - self.started
-        self._take_up(0)
-        self._write(results, self.progress.samples)
+        self.curves.write(results, self.progress.samples)
+        loss = self.curves.end_epoch()
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        # No step: the run was resumed after the epoch's last.
-        loss = self.epoch_loss / self.epoch_steps if self.epoch_steps else float("nan")
         self._line(loss, "".join(f"{name} {value:.2f}  " for name, value in results.items()))
-        self.epoch_loss, self.epoch_steps = 0.0, 0
-        if self.writer is not None:
-            self.writer.flush()
         self._save_trace()
 
     def resume_timing(self) -> None:
@@ -255,11 +201,9 @@ class Log:
             self.trace.save(self.trace_file)
 
     def close(self) -> None:
-        self._take_up(0)
+        self.curves.close()
         self._save_trace()
         if self.rows is not None:
             self.rows.close()
         if self.bar is not None:
             self.bar.close()
-        if self.writer is not None:
-            self.writer.close()

@@ -21,15 +21,20 @@ def mean(parts):
     return sum(parts) / len(parts)
 
 
+def without_gradients(transport, row, steps, per_epoch):
+    """A rank after steps that only gossip, its model before them, and its x with what is on its way."""
+    own = Trained(transport, row.make()).scatter()
+    start = own.z.double()
+    for step in range(steps):
+        own.optimizer.begin_epoch(step // per_epoch)
+        own.step(gradients=False)
+    return own, start, own.numerator()
+
+
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
 def test_without_gradients_the_mean_is_kept_and_all_agree(row, size):
     def body(transport):
-        own = Trained(transport, row.make()).scatter()
-        start = own.z.double()
-        for step in range(60):
-            own.optimizer.begin_epoch(step // 20)
-            own.step(gradients=False)
-        between = own.numerator()
+        own, start, between = without_gradients(transport, row, 60, 20)
         own.optimizer.settle()
         return start, between, own.numerator(), own.z.double(), getattr(own.algorithm, "w", 1.0)
 
@@ -49,12 +54,7 @@ def test_without_gradients_the_mean_is_kept_and_all_agree(row, size):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_many_ranks_keep_the_mean(row, size):
     def body(transport):
-        own = Trained(transport, row.make()).scatter()
-        start = own.z.double()
-        for step in range(12):
-            own.optimizer.begin_epoch(step // 4)
-            own.step(gradients=False)
-        between = own.numerator()
+        own, start, between = without_gradients(transport, row, 12, 4)
         own.optimizer.settle()
         return start, between, float(own.algorithm.w) if hasattr(own.algorithm, "w") else 1.0
 

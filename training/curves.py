@@ -1,0 +1,88 @@
+"""Points of a run's curves in TensorBoard, and the loss averaged over the ranks.
+
+The average of a point's losses is under way for as long as one rank may be ahead of another, so no rank waits for
+a slower one because of it: a point is written that much later.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.comm import AllReduce, Transport
+
+
+@dataclass
+class Point:
+    """What a point holds but the loss, which comes later. steps: since the point before."""
+
+    values: dict[str, float]
+    samples: int
+    steps: int
+    loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
+    flight: Any = None
+
+
+class Curves:
+    """`add` and `settle` are collective: every rank calls them in the same order. Only rank 0 writes.
+
+    lag: points that a rank may be ahead of another. None: ranks have no steps in common, and the loss is rank 0's
+    own. samples: of the checkpoint that the run goes on from; what a killed run wrote after it disappears.
+    """
+
+    def __init__(self, directory: Path, transport: Transport, samples: int, lag: int | None) -> None:
+        self.transport, self.lag = transport, lag
+        self.loss = float("nan")  # of the last point known
+        self.epoch_loss, self.epoch_steps = 0.0, 0
+        self.launched = 0
+        self.points: deque[Point] = deque()
+        self.writer: Any = None
+        if transport.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank's business
+
+            self.writer = SummaryWriter(str(directory), purge_step=samples + 1)
+
+    def add(self, loss: Tensor, values: dict[str, float], samples: int, steps: int) -> None:
+        """loss: this rank's mean since the last point (scalar, on the device). samples: the x axis."""
+        point = Point(values, samples, steps)
+        if self.lag is None:
+            point.loss = loss
+        else:
+            name = f"dgc.control.loss.{self.launched % (self.lag + 1)}"
+            point.flight = self.transport.launch(name, (AllReduce(loss.view(1)),))
+            self.launched += 1
+        self.points.append(point)
+        self.settle(self.lag or 0)
+
+    def settle(self, left: int = 0) -> None:
+        """Writes all points but the newest `left`."""
+        while len(self.points) > left:
+            point = self.points.popleft()
+            (loss,) = (point.loss,) if point.flight is None else self.transport.wait(point.flight)
+            self.loss = float(loss)
+            self.epoch_loss += self.loss * point.steps
+            self.epoch_steps += point.steps
+            self.write({"loss/train": self.loss, **point.values}, point.samples)
+
+    def write(self, values: Mapping[str, float], samples: int) -> None:
+        if self.writer is not None:
+            for tag, value in values.items():
+                self.writer.add_scalar(tag, value, samples)
+
+    def end_epoch(self) -> float:
+        """The epoch's mean loss; not a number if it had no step, as in a run resumed after its last."""
+        self.settle()
+        loss = self.epoch_loss / self.epoch_steps if self.epoch_steps else float("nan")
+        self.epoch_loss, self.epoch_steps = 0.0, 0
+        if self.writer is not None:
+            self.writer.flush()
+        return loss
+
+    def close(self) -> None:
+        self.settle()
+        if self.writer is not None:
+            self.writer.close()
