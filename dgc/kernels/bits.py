@@ -1,5 +1,7 @@
 """Payloads in plain torch: the definition of every bit, on any device, without waiting for it."""
 
+from math import inf
+
 import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
@@ -38,6 +40,11 @@ class TorchCodec:
         stored = header[2].long() & LOW
         return Header(header[0], header[1], header[3].view(torch.float32), checksum(payload, stored) == stored)
 
+    def plain_encode_(
+        self, indices: Int32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
+    ) -> None:
+        section.view(dtype).copy_(indices)
+
     def plain_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
@@ -67,8 +74,13 @@ class TorchCodec:
         return bit_streams.rice_decode(section, count, code)
 
     def half_encode_(
-        self, values: Float32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
+        self,
+        values: Float32[Tensor, "capacity"],
+        dtype: torch.dtype,
+        section: UInt8[Tensor, "nbytes"],
+        limit: float = inf,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
+        values = values.clamp(-limit, limit)
         scale, inverse = power_of_two(values)
         wire = section.view(dtype)
         wire.copy_(values * inverse)

@@ -19,6 +19,7 @@ order of indices: number floor(j count / kept) for j = 0 .. kept - 1.
 
 import sys
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -104,10 +105,16 @@ class Codec(Protocol):
 
     def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header: ...
 
+    def plain_encode_(
+        self, indices: Int32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
+    ) -> None:
+        """Indices as they are, int32 or int64."""
+        ...
+
     def plain_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Indices as they are, int32 or int64. Returns (indices, sound)."""
+        """(indices, sound)"""
         ...
 
     def packed_encode_(
@@ -133,11 +140,15 @@ class Codec(Protocol):
         ...
 
     def half_encode_(
-        self, values: Float32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
+        self,
+        values: Float32[Tensor, "capacity"],
+        dtype: torch.dtype,
+        section: UInt8[Tensor, "nbytes"],
+        limit: float = inf,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
         """Section: value / scale as fp16 or bf16, rounded to nearest, ties to even. scale: the power of two in
         2**-126 .. 2**126 that puts the largest magnitude into [2**14, 2**15), or as near as it can; 1 where all
-        are zero. Magnitudes that rounding would lift above fp32's range must have been cut.
+        are zero. Magnitudes are cut to `limit` before: rounding must not lift one above fp32's range.
         Returns (what `cast_decode` will, scale).
         """
         ...

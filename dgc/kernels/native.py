@@ -7,6 +7,7 @@ sample of the buffer suggests one. A range whose floor was wrong is done again, 
 
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float32, Int64
@@ -20,12 +21,13 @@ PLAIN, NESTEROV, RESIDUAL, NONE = range(4)
 WORTH_A_THREAD = 65536  # elements
 
 _SENT = (c_void_p, c_void_p, c_void_p)
-_PASS = (c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_float, *_SENT, c_int, c_int)
+_PASS = (c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_float, *_SENT, c_int, c_int, c_void_p)
 _CHOICE = (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
 _SIGNATURES: Signatures = {
     "dgc_isa": (c_char_p, ()),
-    "dgc_update": (c_int64, _PASS),
-    "dgc_update_and_choose": (c_int64, (*_PASS, *_CHOICE)),
+    "dgc_update": (None, _PASS),
+    "dgc_update_and_choose": (None, (*_PASS, *_CHOICE)),
+    "dgc_predicted_floors": (None, (c_void_p, c_void_p, c_int64, c_float, c_void_p)),
     "dgc_moments": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 4, c_int)),
     "dgc_tail": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, c_int)),
     "dgc_take": (None, (*_SENT, c_void_p, c_void_p, c_int)),
@@ -53,8 +55,17 @@ class Native:
         return f"{self.name} ({self.isa})"
 
     def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
-        pieces = _fp32(due.g)
-        return torch.full((), self._library.dgc_update(*_pass_arguments(_form(due), pieces, due)))
+        pieces, first = _fp32(due.g), torch.empty((), dtype=torch.int64)
+        self._library.dgc_update(*_pass_arguments(_form(due), pieces, due), first.data_ptr())
+        return first
+
+    def predicted_floors(
+        self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
+    ) -> Float32[Tensor, "S"]:
+        floors = torch.empty(last.numel())
+        thresholds = (last.data_ptr(), before.data_ptr())
+        self._library.dgc_predicted_floors(*thresholds, last.numel(), margin, floors.data_ptr())
+        return floors
 
     def accumulate_and_select_(
         self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
@@ -71,9 +82,10 @@ class Native:
         indices = torch.empty(quotas.capacity, dtype=torch.int32)
         values = torch.empty(quotas.capacity)
         count, missed = torch.empty((), dtype=torch.int32), torch.empty((), dtype=torch.int32)
-        thresholds = torch.empty(ranges)
-        first = self._library.dgc_update_and_choose(
+        thresholds, first = torch.empty(ranges), torch.empty((), dtype=torch.int64)
+        self._library.dgc_update_and_choose(
             *_pass_arguments(form, pieces, due),
+            first.data_ptr(),
             quotas.bounds.data_ptr(),
             quotas.ks.data_ptr(),
             ranges,
@@ -85,7 +97,7 @@ class Native:
             thresholds.data_ptr(),
             missed.data_ptr(),
         )
-        return Chosen(Selection(indices, values, count), thresholds, torch.full((), first), missed)
+        return Chosen(Selection(indices, values, count), thresholds, first, missed)
 
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
         ranges = bounds.numel() - 1
@@ -200,9 +212,7 @@ def _pass_arguments(form: int, pieces: Sequence[Tensor], due: Accumulation) -> t
     """What the library's functions of the pass begin with. `pieces`, due.g in fp32, must live until the call
     returns.
     """
-    begins = [0]
-    for piece in pieces:
-        begins.append(begins[-1] + piece.numel())
+    begins = [0, *accumulate(map(Tensor.numel, pieces))]
     n = due.v.numel()
     assert form == NONE or begins[-1] == n
     return (

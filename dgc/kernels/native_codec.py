@@ -1,6 +1,7 @@
 """Payloads in C++, for CPU tensors: the same bits as `bits`, on one thread."""
 
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
+from math import inf
 from typing import Any
 
 import torch
@@ -16,15 +17,16 @@ _DECODE = (c_int, (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p))
 _ENCODE_VALUES = (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p))
 _DECODE_VALUES = (c_int, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p))
 _SIGNATURES: Signatures = {
-    "dgc_seal": (None, (c_void_p, c_int64, c_int32, c_int64, c_void_p, c_int64, c_float)),
+    "dgc_seal": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
     "dgc_sealed": (c_int, (c_void_p, c_int64)),
     "dgc_thin": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "dgc_plain_encode": (None, (c_void_p, c_int64, c_int64, c_void_p)),
     "dgc_plain_decode": _DECODE,
     "dgc_packed_encode": _ENCODE,
     "dgc_packed_decode": _DECODE,
     "dgc_rice_encode": _ENCODE,
     "dgc_rice_decode": _DECODE,
-    "dgc_half_encode": (c_float, (c_void_p, c_int64, c_int, c_void_p, c_void_p)),
+    "dgc_half_encode": (None, (c_void_p, c_int64, c_int, c_float, c_void_p, c_void_p, c_void_p)),
     "dgc_cast_decode": (c_int, (c_void_p, c_int64, c_int, c_float, c_void_p)),
     "dgc_sign_encode": _ENCODE_VALUES,
     "dgc_sign_decode": _DECODE_VALUES,
@@ -58,14 +60,18 @@ class NativeCodec:
         bounds: Int64[Tensor, "bounds"],
         scale: Float32[Tensor, ""],
     ) -> None:
-        ranges = (bounds.data_ptr(), bounds.numel())
-        first = first_nonfinite.item()
-        self._library.dgc_seal(payload.data_ptr(), payload.numel(), count.item(), first, *ranges, scale.item())
+        facts = (count.data_ptr(), first_nonfinite.data_ptr(), bounds.data_ptr(), bounds.numel(), scale.data_ptr())
+        self._library.dgc_seal(payload.data_ptr(), payload.numel(), *facts)
 
     def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
         count, number, _, scale = payload[:16].view(torch.int32).clone().unbind()
         sealed = self._library.dgc_sealed(payload.data_ptr(), payload.numel())
         return Header(count, number, scale.view(torch.float32), _FLAGS[sealed])
+
+    def plain_encode_(
+        self, indices: Int32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
+    ) -> None:
+        self._library.dgc_plain_encode(indices.data_ptr(), indices.numel(), dtype.itemsize, section.data_ptr())
 
     def plain_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
@@ -92,12 +98,16 @@ class NativeCodec:
         return self._decode(self._library.dgc_rice_decode, section, count, code.capacity, code.numel)
 
     def half_encode_(
-        self, values: Float32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
+        self,
+        values: Float32[Tensor, "capacity"],
+        dtype: torch.dtype,
+        section: UInt8[Tensor, "nbytes"],
+        limit: float = inf,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        decoded = torch.empty_like(values)
-        places = (section.data_ptr(), decoded.data_ptr())
-        scale = self._library.dgc_half_encode(values.data_ptr(), values.numel(), _DTYPES[dtype], *places)
-        return decoded, torch.tensor(scale)
+        decoded, scale = torch.empty(values.numel()), torch.empty(())
+        places = (section.data_ptr(), decoded.data_ptr(), scale.data_ptr())
+        self._library.dgc_half_encode(values.data_ptr(), values.numel(), _DTYPES[dtype], limit, *places)
+        return decoded, scale
 
     def cast_decode(
         self,

@@ -111,6 +111,14 @@ class Kernels(Protocol):
         """Do the pass. Returns the index of the first element of g that is NaN or inf; n where there is none."""
         ...
 
+    def predicted_floors(
+        self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
+    ) -> Float32[Tensor, "S"]:
+        """margin * last * min(max(last / before, 0.97), 1.2), from the thresholds of the last step and of the one
+        before: floors for the next. 0, no expectation, where the last was 0.
+        """
+        ...
+
     def accumulate_and_select_(
         self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
     ) -> Chosen:

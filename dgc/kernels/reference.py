@@ -35,6 +35,11 @@ class Reference:
             v.add_(u)
         return first
 
+    def predicted_floors(
+        self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
+    ) -> Float32[Tensor, "S"]:
+        return predicted_floors(last, before, margin)
+
     def accumulate_and_select_(
         self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
     ) -> Chosen:
@@ -118,6 +123,13 @@ class Reference:
         decay = p * weight_decay
         buffer.mul_(momentum).add_(decay)
         p.sub_((decay.add_(buffer * momentum) if nesterov else buffer) * lr)
+
+
+def predicted_floors(
+    last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
+) -> Float32[Tensor, "S"]:
+    growth = torch.where(last == before, 1.0, last / before)
+    return last * growth.clamp(0.97, 1.2) * margin
 
 
 def ranges_of(v: Float[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> tuple[Float[Tensor, "_"], ...]:

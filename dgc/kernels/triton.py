@@ -24,6 +24,7 @@ from dgc.kernels import triton_passes as passes
 from dgc.kernels import triton_sparse as sparse
 from dgc.kernels import triton_statistics as statistics
 from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
+from dgc.kernels.reference import predicted_floors
 from dgc.kernels.triton_select import Candidates, choose, room_for_candidates
 from dgc.kernels.triton_tables import Launcher, Tiling, Tilings, on_device, pointers
 
@@ -66,6 +67,11 @@ class Triton:
     def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
         whole = on_device((0, due.v.numel()), torch.int64, due.v.device)
         return self._accumulate(due, self._tilings.of(whole, _lengths(due)), None)
+
+    def predicted_floors(
+        self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
+    ) -> Float32[Tensor, "S"]:
+        return predicted_floors(last, before, margin)
 
     def accumulate_and_select_(
         self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None

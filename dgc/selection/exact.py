@@ -58,13 +58,8 @@ class Predicted(Exact):
             raise ValueError(f"margin is a fraction in (0, 1], not {self.margin}")
 
     def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
-        quotas, history = self.quotas(plan), plan.history
-        floors = floors_from(history["t1"], history["t2"], self.margin) if history else None
-        chosen = kernels.of(due.v).accumulate_and_select_(due, quotas, floors)
+        kernel, quotas, history = kernels.of(due.v), self.quotas(plan), plan.history
+        floors = kernel.predicted_floors(history["t1"], history["t2"], self.margin) if history else None
+        chosen = kernel.accumulate_and_select_(due, quotas, floors)
         plan.history.update(t1=chosen.thresholds, t2=history.get("t1", chosen.thresholds))
         return Selected(chosen.selection, chosen.first_nonfinite)
-
-
-def floors_from(t1: Float32[Tensor, "S"], t2: Float32[Tensor, "S"], margin: float = 0.98) -> Float32[Tensor, "S"]:
-    """t1, t2: exact thresholds of the last step and the one before. A threshold of 0 predicts nothing: 0."""
-    return t1 * (t1 / t2).nan_to_num_(1.0).clamp_(0.97, 1.2) * margin

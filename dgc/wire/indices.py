@@ -60,7 +60,7 @@ class PlainSection:
         return self.capacity * self.dtype.itemsize
 
     def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
-        section.view(self.dtype).copy_(selection.indices)
+        codec.plain_encode_(selection.indices, self.dtype, section)
         return selection
 
     def decode(

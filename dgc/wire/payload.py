@@ -13,7 +13,7 @@ response cache every time. Encoding waits for no device; decoding reads from it 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
 
 import torch
 from jaxtyping import Float32, Int64, UInt8
@@ -55,7 +55,7 @@ class SparseFormat:
 
     def nbytes(self, quotas: Quotas, numel: int) -> int:
         """Size of a payload: 16, the sections of indices and of values, rounded up to 8."""
-        return _layout(self, quotas.capacity, quotas.bounds.numel() - 1, numel).nbytes
+        return self._layout(quotas, numel).nbytes
 
     def encode(
         self,
@@ -72,7 +72,7 @@ class SparseFormat:
         result: the gradients' dtype, in whose range decoded values stay.
         """
         assert selection.values.numel() == quotas.capacity
-        layout = _layout(self, quotas.capacity, quotas.bounds.numel() - 1, numel)
+        layout = self._layout(quotas, numel)
         # as words: filling so few wakes no other threads
         payload = torch.zeros(layout.nbytes // 8, dtype=torch.int64, device=selection.values.device)
         payload = payload.view(torch.uint8)
@@ -90,8 +90,7 @@ class SparseFormat:
         PayloadError, naming the rank: a payload is not of the planned size, its checksum is not that of its bytes,
         or they are none that `encode` writes.
         """
-        ranges = quotas.bounds.numel() - 1
-        layout = _layout(self, quotas.capacity, ranges, numel)
+        ranges, layout = quotas.bounds.numel() - 1, self._layout(quotas, numel)
         selections, facts = [], []
         for rank, given in enumerate(payloads):
             if given.numel() != layout.nbytes:
@@ -118,13 +117,21 @@ class SparseFormat:
                 raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
         return selections, known[1::5]
 
+    def _layout(self, quotas: Quotas, numel: int) -> Layout:
+        key = (quotas.capacity, quotas.bounds.numel() - 1, numel)
+        found = self._layouts.get(key)
+        return found if found is not None else self._layouts.setdefault(key, self._plan(*key))
 
-@cache
-def _layout(form: SparseFormat, capacity: int, ranges: int, numel: int) -> Layout:
-    indices = form.indices.plan(capacity, numel)
-    middle = HEADER_BYTES + indices.nbytes
-    end = middle + form.values.nbytes(capacity, ranges)
-    return Layout(indices, slice(HEADER_BYTES, middle), slice(middle, end), -(-end // 8) * 8)
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, int, int], Layout]:
+        """By what `_plan` takes, and not in a cache of functions: to hash a format takes as long as to encode."""
+        return {}
+
+    def _plan(self, capacity: int, ranges: int, numel: int) -> Layout:
+        indices = self.indices.plan(capacity, numel)
+        middle = HEADER_BYTES + indices.nbytes
+        end = middle + self.values.nbytes(capacity, ranges)
+        return Layout(indices, slice(HEADER_BYTES, middle), slice(middle, end), -(-end // 8) * 8)
 
 
 def _read(facts: list[Tensor]) -> list[int]:

@@ -9,6 +9,7 @@ SignValues   sign * mean magnitude of each tensor: with error feedback, the magn
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -113,8 +114,8 @@ class CastValues:
             values = within(selection.values, result, 0.0)
             section.view(torch.float32).copy_(values)
             return values, torch.ones((), device=values.device)
-        values = within(selection.values, result, torch.finfo(self.torch_dtype).eps)
-        return codec.half_encode_(values, self.torch_dtype, section)
+        limit = largest_within(result, torch.finfo(self.torch_dtype).eps)
+        return codec.half_encode_(selection.values, self.torch_dtype, section, limit)
 
     def decode(
         self,
@@ -195,6 +196,12 @@ class SignValues:
 
 
 def within(values: Float32[Tensor, "n"], result: torch.dtype, rounding: float) -> Float32[Tensor, "n"]:
-    """Values cut to the range of `result`, less what rounding up by `rounding` of themselves takes."""
-    limit = torch.finfo(result).max * (1 - rounding)
+    """Values cut to `largest_within`."""
+    limit = largest_within(result, rounding)
     return values if limit >= FP32.max else values.clamp(-limit, limit)
+
+
+@cache
+def largest_within(result: torch.dtype, rounding: float) -> float:
+    """The end of the range of `result`, less what rounding up by `rounding` of itself takes."""
+    return torch.finfo(result).max * (1 - rounding)

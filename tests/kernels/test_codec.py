@@ -128,6 +128,28 @@ def test_every_half_there_is_decodes_as_pytorch_reads_it(codec, dtype):
     assert scale == 1.0 and same(values, in_reach.to(dtype).float())
 
 
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec, dtype):
+    values = torch.tensor([1.0, -3e38, 5.0, 3.4e38, -0.25, 0.0])
+    room, other = torch.zeros(12, dtype=torch.uint8), torch.zeros(12, dtype=torch.uint8)
+    decoded, scale = codec.half_encode_(values, dtype, room, 4.0)
+    expected = codec.half_encode_(values.clamp(-4, 4), dtype, other)
+    assert same(decoded, expected[0]) and torch.equal(scale, expected[1]) and torch.equal(room, other)
+    assert decoded.tolist() == [1.0, -4.0, 4.0, 4.0, -0.25, 0.0]
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_plain_indices_are_read_as_they_were_written(codec, dtype):
+    support = scattered(5000, 50)
+    section = torch.zeros(60 * dtype.itemsize, dtype=torch.uint8)
+    codec.plain_encode_(selection_of(support, capacity=60).indices, dtype, section)
+    assert torch.equal(section.view(dtype)[:50], support.to(dtype)) and not section.view(dtype)[50:].any()
+    indices, sound = codec.plain_decode(section, torch.tensor(50, dtype=torch.int32), 5000, dtype)
+    assert sound and torch.equal(indices[:50], support.int())
+
+
 def rice_bits(support, b):
     gaps = torch.diff(support, prepend=torch.tensor([-1])) - 1
     return support.numel() * (b + 1) + int((gaps >> b).sum())

@@ -233,3 +233,14 @@ def test_decay(kernels, dtype, nesterov):
             kernels.decay_(*ours, 0.1, 1e-4, 0.9, nesterov)
             REFERENCE.decay_(*theirs, 0.1, 1e-4, 0.9, nesterov)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_floors_follow_the_thresholds(kernels):
+    last = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1e-42, 1e38])
+    before = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0, 0.0, 1e-42, 1e38])
+    floors = kernels.predicted_floors(last, before, 0.98)
+    growth = torch.tensor([1.0, 1.0, 1.2, 0.97, 0.97, 1.2, 1.0, 1.0])
+    assert torch.equal(floors, last * growth * 0.98)
+    many, fewer = random(1000, 9).abs(), random(1000, 10).abs()
+    wanted = REFERENCE.predicted_floors(many, fewer, 0.95)
+    assert torch.equal(kernels.predicted_floors(many, fewer, 0.95), wanted)

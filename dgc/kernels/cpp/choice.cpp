@@ -120,17 +120,27 @@ int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* k
 }  // namespace
 }  // namespace dgc
 
-// The first thirteen arguments are those of dgc_update. bounds [range_count + 1], ks [range_count], floors
+// The first fourteen arguments are those of dgc_update. bounds [range_count + 1], ks [range_count], floors
 // [range_count] or null; indices, values [capacity], the sum of ks; thresholds [range_count]; count, missed: one
-// number each. Returns the first element of g that is not finite.
-DGC_EXPORT int64_t dgc_update_and_choose(int update, const float* const* pieces, const int64_t* begins,
-                                         int piece_count, float* u, float* v, int64_t n, float momentum,
-                                         const int32_t* sent_indices, const float* sent_values,
-                                         const int32_t* sent_count, int masks, int threads, const int64_t* bounds,
-                                         const int64_t* ks, int64_t range_count, const float* floors,
-                                         int64_t capacity, int32_t* indices, float* values,
-                                         int32_t* count, float* thresholds, int32_t* missed) {
+// number each.
+DGC_EXPORT void dgc_update_and_choose(int update, const float* const* pieces, const int64_t* begins,
+                                      int piece_count, float* u, float* v, int64_t n, float momentum,
+                                      const int32_t* sent_indices, const float* sent_values,
+                                      const int32_t* sent_count, int masks, int threads, int64_t* first,
+                                      const int64_t* bounds, const int64_t* ks, int64_t range_count,
+                                      const float* floors, int64_t capacity, int32_t* indices, float* values,
+                                      int32_t* count, float* thresholds, int32_t* missed) {
     const dgc::Sent sent{sent_indices, sent_values, sent_count ? *sent_count : 0, masks != 0};
-    return dgc::choose({static_cast<dgc::Update>(update), pieces, begins, piece_count, u, v, momentum, sent}, n, bounds,
-                       ks, range_count, floors, threads, capacity, {indices, values, count, thresholds, missed});
+    *first = dgc::choose({static_cast<dgc::Update>(update), pieces, begins, piece_count, u, v, momentum, sent}, n,
+                         bounds, ks, range_count, floors, threads, capacity,
+                         {indices, values, count, thresholds, missed});
+}
+
+// floors [range_count], from thresholds [range_count] of the last step and of the one before: see Kernels.
+DGC_EXPORT void dgc_predicted_floors(const float* last, const float* before, int64_t range_count, float margin,
+                                     float* floors) {
+    for (int64_t s = 0; s < range_count; ++s) {
+        const float growth = last[s] == before[s] ? 1.0f : last[s] / before[s];
+        floors[s] = last[s] * std::min(std::max(growth, 0.97f), 1.2f) * margin;
+    }
 }

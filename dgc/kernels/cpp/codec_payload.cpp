@@ -36,18 +36,27 @@ bool plain_decode(const uint8_t* section, int64_t count, int64_t numel, int32_t*
 
 using namespace dgc;
 
-DGC_EXPORT void dgc_seal(uint8_t* payload, int64_t nbytes, int32_t count, int64_t first_nonfinite,
-                         const int64_t* bounds, int64_t size, float scale) {
-    int64_t number = std::upper_bound(bounds, bounds + size, first_nonfinite) - bounds;
-    store<int32_t>(payload, count);
+// count, first_nonfinite, scale: one number each.
+DGC_EXPORT void dgc_seal(uint8_t* payload, int64_t nbytes, const int32_t* count, const int64_t* first_nonfinite,
+                         const int64_t* bounds, int64_t size, const float* scale) {
+    int64_t number = std::upper_bound(bounds, bounds + size, *first_nonfinite) - bounds;
+    store<int32_t>(payload, *count);
     store<int32_t>(payload + 4, static_cast<int32_t>(number % size));
     store<uint32_t>(payload + 8, 0);
-    store<float>(payload + 12, scale);
+    store<float>(payload + 12, *scale);
     store<uint32_t>(payload + 8, checksum(payload, nbytes));
 }
 
 DGC_EXPORT int dgc_sealed(const uint8_t* payload, int64_t nbytes) {
     return load<uint32_t>(payload + 8) == checksum(payload, nbytes);
+}
+
+// `size` bytes for each index.
+DGC_EXPORT void dgc_plain_encode(const int32_t* indices, int64_t capacity, int64_t size, uint8_t* section) {
+    for (int64_t j = 0; j < capacity; ++j) {
+        if (size == 8) store<int64_t>(section + 8 * j, indices[j]);
+        else store<int32_t>(section + 4 * j, indices[j]);
+    }
 }
 
 // As dgc_rice_decode.

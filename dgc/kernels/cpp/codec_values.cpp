@@ -56,11 +56,13 @@ struct Bf16 {
     static float from(Word word) { return float_of(static_cast<uint32_t>(word) << 16); }
 };
 
+inline float cut(float x, float limit) { return std::min(limit, std::max(-limit, x)); }
+
 template <class Half>
-void encode_halves(const float* values, int64_t count, float scale, float inverse, uint8_t* section,
+void encode_halves(const float* values, int64_t count, float limit, float scale, float inverse, uint8_t* section,
                    float* decoded) {
     for (int64_t j = 0; j < count; ++j) {
-        uint16_t half = Half::to(values[j] * inverse);
+        uint16_t half = Half::to(cut(values[j], limit) * inverse);
         store(section + 2 * j, half);
         decoded[j] = Half::from(half) * scale;
     }
@@ -93,19 +95,22 @@ void for_ranges(const int32_t* indices, int64_t count, const int64_t* bounds, in
 
 using namespace dgc;
 
-DGC_EXPORT float dgc_half_encode(const float* values, int64_t count, int dtype, uint8_t* section, float* decoded) {
+// Cuts magnitudes to `limit` first. scale_of_all: one number.
+DGC_EXPORT void dgc_half_encode(const float* values, int64_t count, int dtype, float limit, uint8_t* section,
+                                float* decoded, float* scale_of_all) {
     uint32_t largest = 0;
     for (int64_t j = 0; j < count; ++j) largest = std::max(largest, bits_of(values[j]) & 0x7FFFFFFF);
+    largest = std::min(largest, bits_of(limit));
     int exponent = static_cast<int>(largest >> 23) - 126 - LARGEST_EXPONENT;
     exponent = largest ? std::min(126, std::max(-126, exponent)) : 0;
     const float scale = float_of(static_cast<uint32_t>(127 + exponent) << 23);
     const float inverse = float_of(static_cast<uint32_t>(127 - exponent) << 23);
     if (dtype == FP16) {
-        encode_halves<Fp16>(values, count, scale, inverse, section, decoded);
+        encode_halves<Fp16>(values, count, limit, scale, inverse, section, decoded);
     } else {
-        encode_halves<Bf16>(values, count, scale, inverse, section, decoded);
+        encode_halves<Bf16>(values, count, limit, scale, inverse, section, decoded);
     }
-    return scale;
+    *scale_of_all = scale;
 }
 
 // Returns whether all are finite.

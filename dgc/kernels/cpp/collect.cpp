@@ -38,7 +38,7 @@ std::pair<int64_t, int64_t> set_units(Job& job) {
     return {count, room + block + 16};
 }
 
-// The update alone.
+// The update alone. Returns the first element of g that is not finite, n where there is none.
 int64_t update(const Source& source, int64_t n, int threads) {
     const auto kernel = pass_kernels().update[source.update];
     std::atomic<int64_t> first{n};
@@ -95,11 +95,13 @@ int64_t collect(Job& job, int64_t n) {
 }  // namespace dgc
 
 // update: dgc::Update. pieces, begins [piece_count + 1]: the gradient. u may be null for `residual` and `none`.
-// sent_*, masks: dgc::Sent; all null where nothing was sent, and without a part in `none`.
-DGC_EXPORT int64_t dgc_update(int update, const float* const* pieces, const int64_t* begins, int piece_count, float* u,
-                              float* v, int64_t n, float momentum, const int32_t* sent_indices,
-                              const float* sent_values, const int32_t* sent_count, int masks, int threads) {
+// sent_*, masks: dgc::Sent; all null where nothing was sent, and without a part in `none`. first: one number, the
+// first element of g that is not finite, n where there is none.
+DGC_EXPORT void dgc_update(int update, const float* const* pieces, const int64_t* begins, int piece_count, float* u,
+                           float* v, int64_t n, float momentum, const int32_t* sent_indices,
+                           const float* sent_values, const int32_t* sent_count, int masks, int threads,
+                           int64_t* first) {
     const dgc::Sent sent{sent_indices, sent_values, sent_count ? *sent_count : 0, masks != 0};
-    return dgc::update({static_cast<dgc::Update>(update), pieces, begins, piece_count, u, v, momentum, sent}, n,
-                       threads);
+    *first = dgc::update({static_cast<dgc::Update>(update), pieces, begins, piece_count, u, v, momentum, sent}, n,
+                         threads);
 }
