@@ -19,7 +19,7 @@ places() { # server0:8,server1:8 has 16; a machine without a number has one
     for host in ${1//,/ }; do
         case $host in
             *:*[!0-9]* | *: | :*) die "HOSTS is $1; it is written server0:8,server1:8" ;;
-            *:*) sum=$((sum + ${host##*:})) ;;
+            *:*) sum=$((sum + 10#${host##*:})) ;;
             *) sum=$((sum + 1)) ;;
         esac
     done

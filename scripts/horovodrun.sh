@@ -17,5 +17,5 @@ if [ -n "${INTERFACE:-}" ]; then
     options+=(--network-interfaces "$INTERFACE")
     unset NCCL_SOCKET_IFNAME HOROVOD_GLOO_IFACE # it sets both
 fi
-if [ -n "${MPI_OPTIONS:-}" ]; then options+=(--mpi-args "$MPI_OPTIONS"); fi
+if [ -n "${MPI_OPTIONS:-}" ]; then options+=("--mpi-args=$MPI_OPTIONS"); fi
 start horovodrun "${options[@]}" python "$root/train.py" "$@"

@@ -68,6 +68,6 @@ def replace_process(ranks: int, words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or not sys.argv[1].isdigit():
+    if len(sys.argv) < 3 or not sys.argv[1].isdigit() or int(sys.argv[1]) < 1:
         raise SystemExit("usage: python -m scripts.launch RANKS SCRIPT [ARGUMENT...]")
     replace_process(int(sys.argv[1]), sys.argv[2:])

@@ -112,7 +112,9 @@ def test_hosts():
     line = shell(MPIRUN, "--configs", "a.py", HOSTS="server0:8,server1:8").stdout.replace("\\", "")
     assert "-mca pml ob1 -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo python /" in line
     line = shell(REPOSITORY / "scripts/horovodrun.sh", "--configs", "a.py", **options).stdout.replace("\\", "")
-    assert line.startswith("horovodrun -np 16 -H server0:8,server1:8 --mpi-args -mca btl_tcp_if_include eth1 ")
+    assert line.startswith("horovodrun -np 16 -H server0:8,server1:8 --mpi-args=-mca btl_tcp_if_include eth1 ")
+    line = shell(MPIRUN, "--configs", "a.py", HOSTS="server0:08,server1:8").stdout
+    assert "mpirun -np 16 -H" in line
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     parser.add_argument(
         "--configs",
         nargs="+",
+        action="extend",
         required=True,
         metavar="FILE",
         help="Python or YAML files, stacked left to right",
@@ -30,10 +31,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     parser.add_argument(
         "--devices", choices=["auto", "cpu", "gpu"], default="auto", help="auto: a GPU where there is one"
     )
-    parser.add_argument("--evaluate", action="store_true", help="evaluate the run's best checkpoint and stop")
     parser.add_argument("--suffix", default="", metavar="TEXT", help="added to the run directory's name")
     parser.add_argument("--run-dir", metavar="DIR", help="use this run directory instead of runs/NAME")
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--evaluate", action="store_true", help="evaluate the run's best checkpoint and stop")
+    either.add_argument(
         "--no-resume", action="store_true", help="start anew; an earlier run in the directory is moved aside"
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")

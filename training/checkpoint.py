@@ -178,7 +178,9 @@ class Checkpoints:
         found, problem = None, None
         if self.transport.rank == 0:
             try:
-                found = next((name for name in map(self._named, which) if name is not None), None)
+                # both are read, since to find one of them damaged after an epoch would be too late
+                names = {known: self._named(known) for known in ("latest", "best")}
+                found = next((names[wanted] for wanted in which if names[wanted] is not None), None)
             except ValueError as error:
                 problem = str(error)
         found, problem = broadcast_object(self.transport, (found, problem), name="checkpoint.find")

@@ -134,7 +134,7 @@ class Evaluation:
     def make_meters(self, split: str) -> dict[str, Meter]:
         """Fresh meters of one split, by the names of their results."""
         patterns = self.settings.meters or {}
-        return {pattern.format(split): instantiate(patterns[pattern]) for pattern in patterns}
+        return {pattern.replace("{}", split): instantiate(patterns[pattern]) for pattern in patterns}
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Results by name, the same on every rank. Collective."""

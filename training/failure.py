@@ -21,8 +21,6 @@ from training.launcher import launched_rank, launched_size
 # Seconds for which the other ranks hold a message back, so that rank 0's is the only one where all have the same:
 # the launcher ends them as soon as rank 0 has left.
 PATIENCE = 1.0
-# The same for what all ranks refuse together.
-PATIENCE_WHEN_ALL_REFUSE = 5.0
 # A collective that broke because another rank ended: that rank's message comes first.
 PATIENCE_WITH_CONSEQUENCES = 5.0
 CONSEQUENCES = ("HorovodInternalError",)

@@ -65,6 +65,8 @@ class Schedule:
             raise ValueError(
                 "train.scheduler: ReduceLROnPlateau needs a metric at each step and is not supported"
             )
+        # The last epoch begun: on more ranks a run goes on at an earlier step of it, which may be the first again.
+        self.epoch = -1
         # After the scheduler's initial step, so that its own starting factor is kept.
         self.start_rates: list[float] = self.rates()
 
@@ -74,6 +76,7 @@ class Schedule:
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Sets the rates for `step` (0-based) of `epoch` (0-based)."""
+        begins, self.epoch = epoch != self.epoch, epoch
         if epoch < self.warmup_epochs:
             # a rank at a pace of its own may do more steps than an epoch has
             fraction = min(epoch + step / self.steps_per_epoch, self.warmup_epochs)
@@ -82,7 +85,7 @@ class Schedule:
             )
         elif epoch == self.warmup_epochs and step == 0:
             self._set(self.start_rates)
-        elif self.scheduler is not None and (step == 0 or not self.per_epoch):
+        elif self.scheduler is not None and (begins or not self.per_epoch):
             self.scheduler.step()
 
     def _set(self, rates: list[float]) -> None:
@@ -96,6 +99,7 @@ class Schedule:
         return {
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "size": self.size,
+            "epoch": self.epoch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -104,6 +108,7 @@ class Schedule:
         """
         if (state["scheduler"] is None) != (self.scheduler is None):
             raise ValueError("the checkpoint was saved with another train.scheduler")
+        self.epoch = state["epoch"]
         factor = self.size / state["size"]
         if self.scheduler is None:
             scale_learning_rate(self.optimizer, factor)

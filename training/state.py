@@ -10,7 +10,7 @@ state), its batch norm's running statistics, its random generators.
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from math import inf
+from math import inf, isnan, nan
 from typing import Any
 
 import torch
@@ -50,7 +50,9 @@ class Progress:
     def add_results(self, results: dict[str, float], metric: str | None) -> bool:
         """Notes an evaluation after `epoch` epochs; whether it is the best so far by `metric`."""
         self.latest = dict(results)
-        if metric is None or not (not self.best or results[metric] > self.best[metric]):
+        # no number is better than NaN, which is what a meter gives that has counted nothing
+        best = self.best.get(metric, nan) if metric is not None else nan
+        if metric is None or (self.best and not isnan(best) and not results[metric] > best):
             return False
         self.best, self.best_epoch = dict(results), self.epoch
         return True

@@ -3,4 +3,9 @@
 from dgc.gossip import Half
 from training.config import Config, configs
 
+if "message" not in (configs.train.gossip or {}):
+    raise ValueError(
+        "there are no messages to make smaller; stack sgp, osgp or dpsgd of configs/gossip before this file (and "
+        "configs/gossip/machines and configs/average after it)"
+    )
 configs.train.gossip.message = Config(Half, dtype="bf16")

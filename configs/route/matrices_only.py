@@ -10,4 +10,6 @@ configs.train.compression.rules = [
     Config(Rule, compressor=Config(Dense)),
 ]
 
-configs.requires["train.compression._target_"] = configs.train.compression._target_
+# The method keeps what it needs, one level further down.
+configs.requires.pop("train.compression._target_", None)
+configs.requires["train.compression.rules.0.compressor._target_"] = method._target_

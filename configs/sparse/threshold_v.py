@@ -11,4 +11,5 @@ configs.train.compression.memory = Config(ResidualMemory)
 configs.train.compression.selector = Config(Fixed)
 configs.train.compression.selector.threshold = 0.01  # in units of the gradient
 
+configs.requires["train.dgc"] = False  # its memory and its optimizer would remain
 configs.requires["train.compression._target_"] = configs.train.compression._target_

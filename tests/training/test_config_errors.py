@@ -76,6 +76,46 @@ def test_dgc_wants_sgd(file: Path) -> None:
     assert message.startswith("configs/dgc/__init__.py, line ") and "torch.optim.Adam" in message
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "needs"),
+    [
+        (WM5, "configs/powersgd/rank1.py", "dgc.compression.PowerSGDCompressor"),
+        ("configs/quant/signsgd.py", "configs/powersgd/rank2.py", "dgc.compression.PowerSGDCompressor"),
+        ("configs/quant/qsgd.py", "configs/sparse/topk.py", "dgc.compression.DGCCompressor"),
+        (WM5, "configs/sparse/topk.py", "train.dgc to be False"),
+        ("configs/gossip/sgp.py", WM5, "dgc.compression.DGCCompressor"),
+    ],
+)
+def test_one_method_does_not_replace_another_silently(one: str, other: str, needs: str) -> None:
+    message = refusal(CNN, one, other)
+    assert needs in message and "leave out the one or the other" in message
+    assert other.rpartition("/")[0] in message and one.rpartition("/")[0] in message
+
+
+def test_a_route_takes_the_method_before_it_and_no_other_after_it() -> None:
+    route = "configs/route/matrices_only.py"
+    tree = load([CNN, "configs/powersgd/rank2.py", route], [])
+    assert tree.train.compression.rules[0].compressor._target_ == "dgc.compression.PowerSGDCompressor"
+    load([CNN, route], [])
+    message = refusal(CNN, "configs/powersgd/rank2.py", route, "configs/quant/qsgd.py")
+    assert f"{route} needs dgc.compression.PowerSGDCompressor" in message
+
+
+def test_gossip_files_in_the_wrong_order_say_what_to_stack() -> None:
+    for stack in (["ar.py", "fp16.py"], ["bf16.py"], ["choco.py", "int8.py"]):
+        message = refusal(CNN, *(f"configs/gossip/{name}" for name in stack))
+        assert "no messages to make smaller; stack sgp, osgp or dpsgd" in message
+    message = refusal(CNN, "configs/gossip/machines.py", "configs/topology/ring.py")
+    assert "configs/gossip/machines and configs/average after it" in message
+
+
+def test_another_constructor_alone_says_how_to_begin_anew() -> None:
+    message = refusal(CNN, words="--configs.train.optimizer._target_ torch.optim.Adam")
+    assert "takes no keyword 'momentum'" in message and "configs/digits" not in message
+    assert message.endswith("--configs.train.optimizer '{_target_: torch.optim.Adam, ...}'")
+    load([CNN], ["--configs.train.optimizer", "{_target_: torch.optim.Adam, lr: 0.001}"])
+
+
 def test_a_selection_without_dgc_says_what_to_stack():
     message = refusal(CNN, "configs/selection/laplace.py")
     assert "stack a file of configs/dgc before it" in message and "dgc.compression.Dense" in message

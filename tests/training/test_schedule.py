@@ -137,6 +137,18 @@ def test_resumed_on_other_ranks_the_rate_is_theirs(name):
     assert rates(second, epochs=8, start=(5, 0)) == [pytest.approx(rate) for rate in expected]
 
 
+def test_an_epoch_that_begins_again_does_not_step_the_scheduler_again():
+    """On more ranks a run can go on at the first step of an epoch of which it has done a step."""
+    first = make(SCHEDULERS["multistep"])
+    rates(first, epochs=5)
+    first.begin_step(5, 0)
+    second = make(SCHEDULERS["multistep"])
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.load_state_dict(first.state_dict())
+    undisturbed = rates(make(SCHEDULERS["multistep"]), epochs=8)[5 * STEPS :]
+    assert rates(second, epochs=8, start=(5, 0)) == undisturbed
+
+
 def test_unusable_schedulers_are_refused():
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
         make(lambda o: ReduceLROnPlateau(o))

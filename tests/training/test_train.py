@@ -15,6 +15,7 @@ from training.checkpoint import fingerprint, read_tensors
 from training.config import ConfigError, load
 from training.failure import Refused
 from training.setup import require_complete
+from training.state import Progress
 
 EXPERIMENT = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
 QUICK = [
@@ -294,6 +295,30 @@ def test_no_resume_moves_the_earlier_run_aside(copy):
     run(["--run-dir", str(copy), "--no-resume", "--configs.train.num_epochs=1"])
     assert (copy.with_name("run.1") / "summary.json").read_bytes() == before
     assert json.loads((copy / "summary.json").read_text())["epochs"] == 1
+
+
+def test_a_damaged_name_of_the_best_is_told_before_training_goes_on(copy):
+    (copy / "checkpoints" / "best.json").write_text("{")
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    with pytest.raises(Refused, match=r"best\.json cannot be read"):
+        run(["--run-dir", str(copy)])
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_files_of_several_configs_options_stack(capsys):
+    args, _ = parse_arguments(["--configs", "a.py", "b.py", "--suffix", ".x", "--configs", "c.py"])
+    assert args.configs == ["a.py", "b.py", "c.py"]
+    with pytest.raises(SystemExit):
+        parse_arguments(["--configs", "a.py", "--evaluate", "--no-resume"])
+
+
+def test_any_number_is_better_than_none():
+    progress, nan = Progress(), float("nan")
+    seen = []
+    for epoch, value in enumerate((nan, 80.0, nan, 90.0, 85.0), start=1):
+        progress.epoch = epoch
+        seen.append(progress.add_results({"m": value}, "m"))
+    assert seen == [True, True, False, True, False] and progress.best == {"m": 90.0} and progress.best_epoch == 4
 
 
 def test_evaluate_without_a_checkpoint(tmp_path):

@@ -118,7 +118,10 @@ def _scalars(node: DictConfig | ListConfig, raw: Any, path: Path) -> Iterator[tu
 
 def _at(tree: Any, key: str) -> Any:
     for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
+        if isinstance(tree, list):
+            tree = tree[int(part)] if part.isdigit() and int(part) < len(tree) else None
+        else:
+            tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
@@ -164,15 +167,29 @@ def _check_targets(node: Any, path: Path, history: History) -> None:
             origin = history.origin((*path, key))
             raise ConfigError(
                 f"{dotted((*path, key))} ({origin}): {name} takes no keyword {key!r}"
-                f"{closest(key, known)}{_folders_that_replace(path)}"
+                f"{closest(key, known)}{_folders_that_replace(path)}{_anew(path, name, origin, history)}"
             )
 
 
+def _anew(path: Path, name: str, origin: str, history: History) -> str:
+    """Where the command line changed the constructor alone, its predecessor's keywords are still there."""
+    by = history.origin((*path, "_target_"))
+    if by == origin or not by.startswith("command line"):
+        return ""
+    return f"; to set all of it anew: --configs.{dotted(path)} '{{_target_: {name}, ...}}'"
+
+
 def _folders_that_replace(path: Path) -> str:
-    """Where a shipped folder puts another constructor at `path`, to stack it may be what the user meant."""
+    """Where a shipped folder puts another constructor at `path`, to stack it may be what the user meant.
+
+    Not folders of experiments, which name a data set: they put everything else there as well.
+    """
     assignment = f"configs.{dotted(path)} = Config("
     bases = [file for suffix in SUFFIXES for file in (REPOSITORY / "configs").glob(f"*/__init__{suffix}")]
-    folders = sorted(f"configs/{file.parent.name}/..." for file in bases if assignment in file.read_text())
+    texts = {f"configs/{file.parent.name}/...": file.read_text() for file in bases}
+    folders = sorted(
+        folder for folder, text in texts.items() if assignment in text and "configs.dataset = " not in text
+    )
     return (
         f"; to have another one there, stack a file of {' or '.join(folders)} after the experiment"
         if folders

@@ -65,8 +65,20 @@ class _Stack:
             raise ConfigError(str(error) if origin in str(error) else f"{origin}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{origin}: {error}") from error
+        self._check_requirements(after, origin)
         check_layer(self.history, self.tree, after, origin, declares)
         self.tree = after
+
+    def _check_requirements(self, after: Config, origin: str) -> None:
+        """No layer may need what contradicts another's need, as two compression methods do."""
+        before, now = self.tree.get("requires") or {}, after.get("requires") or {}
+        for key in before.keys() & now.keys():
+            if before[key] != now[key]:
+                other = self.history.origin(("requires", key))
+                raise ConfigError(
+                    f"{origin} needs {key} to be {now[key]}, but {other} needs {before[key]}; leave out the one "
+                    "or the other"
+                )
 
     def add(self, file: Path, first: bool = False) -> None:
         """Applies a file after those of its bases that have not been applied yet."""
