@@ -141,8 +141,7 @@ def test_a_run_that_ends_by_itself_keeps_its_status(tmp_path):
     assert done.returncode == 3 and not Path(environment["TOLD"]).exists()
 
 
-@pytest.mark.parametrize("number", ASKING, ids=lambda number: number.name)
-def test_a_real_run_is_saved_requeued_and_finished(tmp_path, number):
+def test_a_real_run_is_saved_requeued_and_finished(tmp_path):
     copy, environment = job(tmp_path, MACHINES="localhost", SLURM_NTASKS="2", SLURM_JOB_NUM_NODES="1")
     environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": str(REPOSITORY)}
     run = tmp_path / "run"
@@ -150,7 +149,7 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path, number):
     words += ["--configs.train.num_epochs", "5", "--configs.train.checkpoint_every", "5"]
     with started(copy, environment, *words) as process:
         text = read_until(process, "epoch 1/5")
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         text += process.communicate(timeout=60)[0]
         assert process.returncode == 0, text
     assert "Asked to end by SIGUSR1: saved e000" in text and "slurm.sh: saved; scontrol requeue 17" in text

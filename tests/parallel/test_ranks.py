@@ -49,7 +49,7 @@ def test_horovodrun_with_gloo(tmp_path: Path) -> None:
     check_quick(findings(2, tmp_path, *QUICK, launch=horovodrun))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.proof), 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.proof) for more in (3, 4))])
 def test_200_steps_repeat_bit_for_bit_on_equal_replicas(ranks: int, tmp_path: Path) -> None:
     runs = [findings(ranks, tmp_path / str(i), "two_hundred_steps") for i in range(2)]
     models = {own["two_hundred_steps"]["model"] for run in runs for own in run}
@@ -61,9 +61,10 @@ def one_model(found: list[dict]) -> set[str]:
     return {result["model"] for own in found for result in own.values()}
 
 
+@pytest.mark.parametrize("scenario", ["every_tier_briefly", pytest.param("every_tier", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_200_steps_on_every_tier_and_with_a_tier_of_each_ranks_own(ranks: int, tmp_path: Path) -> None:
-    found = [own["every_tier"] for own in findings(ranks, tmp_path, "every_tier")]
+def test_every_tier_and_a_tier_of_each_ranks_own(ranks: int, scenario: str, tmp_path: Path) -> None:
+    found = [own[scenario] for own in findings(ranks, tmp_path, scenario)]
     assert len(one_model(found)) == 1
     assert all(own[tier]["kernels"].startswith(tier) for own in found for tier in ("native", "reference"))
     isas = [own["mixed"]["kernels"] for own in found]

@@ -162,6 +162,10 @@ def every_tier(transport: Any) -> Finding:
     return on_tiers(transport, 200, 300, "native", "mixed", "reference")
 
 
+def every_tier_briefly(transport: Any) -> Finding:
+    return on_tiers(transport, 70, 300, "native", "mixed", "reference")
+
+
 def interpreted(transport: Any) -> Finding:
     return on_tiers(transport, 200, 24, "native", "triton")
 
@@ -287,6 +291,7 @@ SCENARIOS = {
         every_compressor,
         two_hundred_steps,
         every_tier,
+        every_tier_briefly,
         interpreted,
         interpreted_briefly,
         one_rank_differs,
