@@ -121,6 +121,7 @@ class LockstepWorld:
         self._turn, self._failed = 0, None
         self._ended.clear()
         self._waiting.clear()
+        self._meetings.clear()
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()

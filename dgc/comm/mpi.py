@@ -17,6 +17,8 @@ from dgc.comm.channel import Channel
 from dgc.comm.requests import Exchange, Group, Reply, Request, as_bytes
 from dgc.comm.transport import Transport
 
+LIMIT = 2**31 - 1  # elements of a message; MPI counts them in a C int
+
 
 @runtime_checkable
 class Grouped(Transport, Protocol):
@@ -75,11 +77,12 @@ class PointToPoint:
             if not isinstance(request, Exchange):
                 raise ValueError(f"{name}: an Exchange travels with other exchanges alone")
             tag, members = self._tag(f"{name}.{i}"), self.inner.members(request.group)
-            for source, into in request.receives.items():
-                flight.receptions.append(self._communicator.Irecv(as_bytes(into).numpy(), members[source], tag))
-            for to, tensor in request.sends.items():
-                sending = self._communicator.Isend(as_bytes(tensor).numpy(), members[to], tag)
-                self._sent.append((sending, tensor))
+            empty = {source: counted(into, self._MPI) for source, into in request.receives.items()}
+            full = {to: counted(tensor, self._MPI) for to, tensor in request.sends.items()}
+            for source, buffer in empty.items():
+                flight.receptions.append(self._communicator.Irecv(buffer, members[source], tag))
+            for to, buffer in full.items():
+                self._sent.append((self._communicator.Isend(buffer, members[to], tag), request.sends[to]))
         return flight
 
     def poll(self, flight: PointToPointFlight) -> bool:
@@ -98,6 +101,20 @@ class PointToPoint:
         if self._names.setdefault(tag, name) != name:
             raise ValueError(f"messages {name!r} and {self._names[tag]!r} would have one MPI tag: rename one")
         return tag
+
+
+def counted(tensor: Tensor, MPI: Any) -> list[Any]:
+    """A contiguous tensor's memory as MPI takes it: in numbers of 4 bytes where its length divides by 4, so that
+    more fits into a message, else in bytes. ValueError where it is too long all the same.
+    """
+    content = as_bytes(tensor).numpy()
+    each, kind = (1, MPI.BYTE) if content.size % 4 else (4, MPI.INT32_T)
+    if content.size > each * LIMIT:
+        raise ValueError(
+            f"a message of {content.size} bytes: MPI carries at most {LIMIT}, or {4 * LIMIT} if 4 divides them. "
+            "Gossip about a smaller model, or with messages of fewer bytes"
+        )
+    return [content, content.size // each, kind]
 
 
 def running_mpi() -> Any:

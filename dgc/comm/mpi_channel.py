@@ -12,14 +12,14 @@ from dgc.comm.mpi import running_mpi
 
 
 class MPIChannel:
-    """Collective: every rank of `communicator` (default: all of MPI's) makes one at the same point of its program.
+    """Collective: every rank makes one at the same point of its program.
 
     ValueError where MPI does not run, as under Horovod's Gloo controller, or not with threads.
     """
 
-    def __init__(self, communicator: Any = None):
+    def __init__(self) -> None:
         MPI = running_mpi()
-        self._communicator = (communicator or MPI.COMM_WORLD).Dup()
+        self._communicator = MPI.COMM_WORLD.Dup()
         # an error is to be raised here, not to end the process without a word
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
         self._any = MPI.ANY_SOURCE
@@ -34,7 +34,3 @@ class MPIChannel:
 
     def test(self, handle: Any) -> bool:
         return bool(handle.Test())
-
-    def close(self) -> None:
-        """Collective, with no message under way. Without it the end of MPI does the same."""
-        self._communicator.Free()

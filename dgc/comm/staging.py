@@ -104,7 +104,9 @@ class Staged:
 
 
 def _tensors(request: Request) -> list[Tensor]:
-    return list(request.sends.values()) if isinstance(request, Exchange) else [request.tensor]
+    if isinstance(request, Exchange):
+        return [*request.sends.values(), *request.receives.values()]
+    return [request.tensor]
 
 
 def _mapped(request: Request, change: Callable[[Tensor], Tensor]) -> Request:

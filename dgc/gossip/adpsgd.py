@@ -32,6 +32,7 @@ from dgc.gossip.adpsgd_protocol import Member
 from dgc.gossip.adpsgd_thread import GossipThread
 from dgc.gossip.model import FlatModel
 from dgc.gossip.pairs import bipartite_complete, odd_even
+from dgc.gossip.protocol import NOT_BEGUN
 from dgc.gossip.topology import Graph, made
 
 
@@ -64,9 +65,10 @@ class ADPSGD:
         self.timeout = timeout
         self._model: FlatModel | None = None
         self._gossip: GossipThread | None = None
+        self._begun = False
 
     def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
-        """Take over a model that is the same on every rank; gossip begins with the first `begin_step`."""
+        """Take over a model that is the same on every rank; gossip begins with `begin_epoch` or `begin_step`."""
         self._model = model
         self._prepare(model.z, channel_of(transport), meter)
 
@@ -90,13 +92,18 @@ class ADPSGD:
     # --- training ---------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int) -> None:
-        """One graph serves all epochs."""
+        """Goes on after `settle`: a rank that takes no step in this epoch must answer the others all the same."""
+        self._resume_if_settled()
 
     def begin_step(self) -> None:
         """z = x, with all that neighbours have brought. Goes on after `settle`."""
+        self._resume_if_settled()
+        self._show()
+        self._begun = True
+
+    def _resume_if_settled(self) -> None:
         if self._running().is_settled:
             self.resume()
-        self._show()
 
     @torch.no_grad()
     def _show(self) -> None:
@@ -109,8 +116,9 @@ class ADPSGD:
     def update(self, step: Callable[[], object], lr: float = 0.0) -> None:
         """`step` moves z, by any optimizer; x moves by the same difference."""
         gossip = self._running()
-        if gossip.is_settled:
-            raise RuntimeError("gossip has settled: begin_step() (the optimizer's zero_grad()) goes before a step")
+        if gossip.is_settled or not self._begun:
+            raise RuntimeError(NOT_BEGUN)
+        self._begun = False
         self._before.copy_(self._z)
         with torch.enable_grad():
             step()
@@ -128,6 +136,10 @@ class ADPSGD:
         """Steps of all ranks, as far as they are known here; after `settle`, exactly."""
         with self._member.lock:
             return int(self._member.counts.sum())
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._gossip is not None and self._gossip.is_under_way
 
     @property
     def averagings(self) -> int:
@@ -175,7 +187,7 @@ class ADPSGD:
         return {"x": self._member.x.clone(), "steps": self.progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After `settle`, or before the first step."""
+        """After `settle`, or before the first epoch."""
         if not self._running().is_settled:
             raise RuntimeError("averages are under way: settle() before load_state_dict()")
         member = self._member

@@ -41,6 +41,10 @@ class GossipThread:
         if self._error is not None:
             raise GossipError(f"gossip has ended on this rank: {self._error!r}") from self._error
 
+    @property
+    def is_under_way(self) -> bool:
+        return not (self.is_settled or self._closing or self._error is not None)
+
     def settle(self) -> None:
         with self.changed:
             self.link.member.settling = True

@@ -37,7 +37,13 @@ class PushSum(NamedTuple):
 
 
 def begin(x: Tensor) -> PushSum:
+    check_real(x)
     return PushSum(x, torch.ones((), dtype=torch.float64))
+
+
+def check_real(x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"gossip averages real numbers, not {x.dtype}: shares of them would be rounded")
 
 
 def push_sum_round(
@@ -72,6 +78,7 @@ def push_pull_average(
     x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform, first: int = 0
 ) -> Conversation[Tensor]:
     """x after `rounds` rounds. That this tends to the mean needs `check_mixing(topology, mixing, doubly=True)`."""
+    check_real(x)
     for round in range(first, first + rounds):
         shares = mixing(topology, rank, round)
         sends = {to: (x * share).reshape(-1) for to, share in shares.items() if to != rank}

@@ -21,6 +21,7 @@ Payload per step and rank in bytes: neighbours * those of Q.
 
 from collections.abc import Iterable
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -30,9 +31,14 @@ from dgc.comm.requests import Conversation, Exchange
 from dgc.gossip.mixing import Mixing, Shares, metropolis
 from dgc.gossip.neighbours import Neighbours, two_way_ring
 from dgc.gossip.quantized import Quantizer, TopK
-from dgc.gossip.topology import Graph, Peers
+from dgc.gossip.topology import Graph, Peers, Topology
 
 NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)
+
+
+def digest(topology: Topology, mixing: Mixing) -> int:
+    """One number for W, the same on every rank."""
+    return crc32(repr([sorted(mixing(topology, rank, 0).items()) for rank in range(topology.size)]).encode())
 
 
 class CHOCO(Neighbours):
@@ -60,6 +66,7 @@ class CHOCO(Neighbours):
         self._coder = self.quantizer.plan(self.model.segments, self.z.device)
         self.xhat, self.d = self.z.clone(), torch.zeros_like(self.z)
         self._have_met = True
+        self._graph = 0 if self.topology is None else digest(self.topology, self.mixing)
 
     def _nbytes(self) -> int:
         return self._coder.nbytes
@@ -101,12 +108,14 @@ class CHOCO(Neighbours):
         yield self.z - self.xhat
 
     def _state(self) -> dict[str, Any]:
-        return {"xhat": self.xhat.clone(), "d": self.d.clone(), "have_met": self._have_met}
+        return {"xhat": self.xhat.clone(), "d": self.d.clone(), "have_met": self._have_met, "graph": self._graph}
 
     def _meet(self) -> None:
         self._have_met = False
 
     def _load(self, state: dict[str, Any]) -> None:
+        if state["graph"] != self._graph:
+            raise ValueError("state of another graph or mixing: d is a sum over other neighbours")
         self.xhat.copy_(state["xhat"])
         self.d.copy_(state["d"])
         self._have_met = state["have_met"]

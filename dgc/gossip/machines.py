@@ -5,7 +5,8 @@ On every rank of a machine, with the same model z and optimizer on all of them:
 
     g = mean over the machine of its ranks' gradients             one all-reduce inside the machine
     z = z - lr O(g)                                               any optimizer's direction O
-    base on z's slice l, with local rank l on other machines      any synchronous algorithm of `dgc.gossip`
+    base on z's slice l, with local rank l on other machines      any synchronous algorithm of `dgc.gossip`,
+                                                                  but PowerGossip: slices have no matrices
     z = the L slices, put together                                one all-gather inside the machine
 
 So ranks of a machine keep equal models, and machines do what single ranks with L times the batch would do; each
@@ -35,7 +36,7 @@ from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.comm.transport import Transport
 from dgc.gossip.cross import Cross, Slice
 from dgc.gossip.model import FlatModel
-from dgc.gossip.protocol import Gossip
+from dgc.gossip.protocol import NOT_BEGUN, Gossip
 from dgc.gossip.sgp import SGP
 
 
@@ -52,7 +53,7 @@ class Machines:
         if not base.is_synchronous:
             raise ValueError(f"{type(base).__name__} has no steps in common, which ranks of a machine must have")
         self.base, self.compress_ratio = base, base.compress_ratio
-        self._begun = False
+        self._begun = self._is_apart = False
 
     def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
         self.name, self.model, self._transport, self._meter = name, model, transport, meter
@@ -85,8 +86,10 @@ class Machines:
             if self._average_gradients():
                 step()
 
+        if self._is_apart:
+            raise RuntimeError(NOT_BEGUN)
         self.base.update(together, lr)
-        self._begun = False
+        self._begun, self._is_apart = False, self._locals > 1
 
     # --- inside the machine -----------------------------------------------------------------------
 
@@ -124,6 +127,7 @@ class Machines:
         if self._locals > 1:
             self._inside("slices", self._slices())
             self.model.scatter()
+            self._is_apart = False
 
     def _slices(self) -> Conversation[Tensor]:
         z, bounds = self.model.z, self._bounds
@@ -178,4 +182,4 @@ class Machines:
         self.model.z.copy_(state["z"])
         self.base.load_state_dict(state["base"])
         self.model.scatter()
-        self._begun = False
+        self._begun = self._is_apart = False

@@ -10,7 +10,8 @@ from dgc.bucket import Segment, lay_out
 
 
 class FlatModel:
-    """z [n] fp32 holds all parameters. Those of fp32 are views into it; others keep a copy of their own dtype.
+    """z [n] fp32 holds all parameters. Those of fp32 are views into it; others keep a copy of their own dtype, and
+    z what rounding to it leaves out.
 
     Whoever changes z calls `scatter`; whoever lets others change the parameters calls `gather` afterwards.
     """
@@ -29,16 +30,20 @@ class FlatModel:
         numel = sum(segment.numel for segment in self.segments)
         self.z: Float32[Tensor, "n"] = torch.empty(numel, device=self.parameters[0].device)
         self._views = [segment.of(self.z) for segment in self.segments]
+        with torch.no_grad():
+            for p, view in zip(self.parameters, self._views, strict=True):
+                view.copy_(p)
         self.gather()
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Take in parameters that lie, or were put, elsewhere."""
+        """Take in parameters that were put elsewhere; of another dtype, what they have moved by."""
         for p, view in zip(self.parameters, self._views, strict=True):
-            if p.data_ptr() != view.data_ptr():
+            if p.dtype != view.dtype:
+                view.sub_(view.to(p.dtype)).add_(p)
+            elif p.data_ptr() != view.data_ptr():
                 view.copy_(p)
-                if p.dtype == view.dtype:
-                    p.data = view
+                p.data = view
 
     @torch.no_grad()
     def scatter(self) -> None:

@@ -19,6 +19,7 @@ from dgc.comm.transport import Transport
 from dgc.gossip.books import ring
 from dgc.gossip.mixing import ROUNDING, Mixing, Shares, check_mixing
 from dgc.gossip.model import FlatModel
+from dgc.gossip.protocol import NOT_BEGUN
 from dgc.gossip.topology import Graph, Peers, Topology, made
 
 
@@ -91,10 +92,7 @@ class Neighbours(ABC):
 
     def update(self, step: Callable[[], object], lr: float) -> None:
         if self._talk is not None:
-            raise RuntimeError(
-                "the neighbours' models have not been taken in: call the optimizer's zero_grad() before the "
-                "forward pass of every step"
-            )
+            raise RuntimeError(NOT_BEGUN)
         step()
         self.model.gather()
         if self.size > 1:

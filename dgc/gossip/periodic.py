@@ -130,11 +130,11 @@ class Periodic:
             self.base.settle()
         if self.size > 1:
             self.z.copy_(Talk(f"{self._name}.average", self._mean(), self._transport, self._meter).finish())
-        if self.base is not None:
-            self.base.restart()
         if self.outer is not None:
             self._z0 = self.outer.step(self._z0, self.z, self._u, lr)
             self.z.copy_(self._z0)
+        if self.base is not None:
+            self.base.restart()
         self.model.scatter()
 
     def _mean(self) -> Conversation[Vector]:

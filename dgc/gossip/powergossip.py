@@ -11,8 +11,8 @@ and X_j moves by as much the other way: the mean is kept. Each takes the part of
 those of a power iteration on D that goes on from step to step. There is no error state: what of D is not sent is
 still there in the next step. Vectors travel whole, and so do matrices where factors would be larger.
 
-Differences from the paper: 2 half steps per step by default, after the optimizer's step. An edge counts its own
-half steps, so that graphs may change from round to round. A little noise, the same at both ends, keeps `orth` from
+Differences from the paper: 2 half steps per step by default, after the optimizer's step. Each edge alternates by
+itself, so that graphs may change from round to round. A little noise, the same at both ends, keeps `orth` from
 losing directions where D is, or once was, zero; all edges begin with the same V.
 
 Payload per step and neighbour in bytes: 4 for each element that travels whole, and for each other matrix 4 r n or
@@ -29,9 +29,10 @@ from torch import Tensor
 
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
+from dgc.gossip.cross import Slice
 from dgc.gossip.mixing import Mixing, metropolis
 from dgc.gossip.neighbours import Neighbours, two_way_ring
-from dgc.gossip.topology import Graph
+from dgc.gossip.topology import Graph, Topology
 
 NOISE = 1e-6  # of a factor's norm
 
@@ -71,11 +72,7 @@ class Edge:
     """factors: V of each matrix before an even half step, U before an odd one."""
 
     factors: list[Tall]
-    half_steps: int = 0
-
-    @property
-    def even(self) -> bool:
-        return self.half_steps % 2 == 0
+    even: bool = True
 
 
 def orthonormal(Y: Tall, noise: Tall) -> Tall:
@@ -83,6 +80,14 @@ def orthonormal(Y: Tall, noise: Tall) -> Tall:
     largest = Y.abs().max().clamp(min=1e-30)  # of tiny numbers the squares in a norm would be zero
     Y = Y / largest
     return torch.linalg.qr(Y / Y.norm().clamp(min=NOISE) + NOISE * noise).Q.contiguous()
+
+
+def all_peers(topology: Topology | None) -> list[set[int]]:
+    """Of each rank, in all rounds together."""
+    if topology is None:
+        return [set()]
+    rounds = range(topology.period)
+    return [{peer for t in rounds for peer in topology.in_peers(rank, t)} for rank in range(topology.size)]
 
 
 class PowerGossip(Neighbours):
@@ -104,6 +109,11 @@ class PowerGossip(Neighbours):
         self.factor_rank, self.num_iters_per_step, self.seed = rank, num_iters_per_step, seed
 
     def _prepare(self) -> None:
+        if isinstance(self.model, Slice):
+            raise ValueError(
+                "PowerGossip compresses matrices, and slices of a model, which Machines gossips about, have no "
+                "matrices: use SGP, or CHOCO, which compresses slices too"
+            )
         found = [(s, as_matrix(s, self.factor_rank, self.num_iters_per_step)) for s in self.model.segments]
         self.matrices = [matrix for _, matrix in found if matrix is not None]
         if not self.matrices:
@@ -122,6 +132,8 @@ class PowerGossip(Neighbours):
             for even in (True, False)
         }
         self._edges: dict[int, Edge] = {}
+        everybodys = all_peers(self.topology)
+        self._peers, self._rows = everybodys[self.rank], max(map(len, everybodys))
 
     def _nbytes(self) -> float:
         factors = sum(matrix.r * (matrix.n + matrix.m) for matrix in self.matrices) / 2
@@ -161,27 +173,37 @@ class PowerGossip(Neighbours):
             left, right = (Y, factor) if edge.even else (factor, Y)
             matrix.of(self.z).addmm_(left, right.T, alpha=weight)
             edge.factors[i] = orthonormal(Y * sign, self._noise[not edge.even][i])
-        edge.half_steps += 1
+        edge.even = not edge.even
 
     def _state(self) -> dict[str, Any]:
-        # by distance, as `dgc.gossip.heard` has it, so that another number of ranks can read it
-        distances = {peer: str((peer - self.rank) % self.size) for peer in self._edges}
-        return {
-            "edges": {
-                distances[peer]: {"factors": [f.clone() for f in edge.factors], "half_steps": edge.half_steps}
-                for peer, edge in self._edges.items()
-            }
-        }
+        """A row for each edge, all of one length on all ranks: another number of ranks can sum such states."""
+        rows = self.z.new_zeros(self._rows, self._row_length)
+        for row, (peer, edge) in zip(rows, self._edges.items(), strict=False):
+            factors = torch.cat([factor.reshape(-1) for factor in edge.factors])
+            row[0], row[1] = peer + 1, edge.even
+            row[2 : 2 + factors.numel()] = factors
+        return {"edges": rows}
+
+    @property
+    def _row_length(self) -> int:
+        """The peer, from 1; whether an even half step is next; room for the larger factor of each matrix."""
+        return 2 + sum(max(matrix.n, matrix.m) * matrix.r for matrix in self.matrices)
 
     def _meet(self) -> None:
         self._edges = {}
 
     def _load(self, state: dict[str, Any]) -> None:
-        edges = {}
-        for distance, kept in state["edges"].items():
-            edge = Edge([factor.to(self.z) for factor in kept["factors"]], kept["half_steps"])
-            shapes = [(matrix.sizes(edge.even)[0], matrix.r) for matrix in self.matrices]
-            if [tuple(factor.shape) for factor in edge.factors] != shapes:
-                raise ValueError("state of another model, or of another rank of PowerGossip")
-            edges[(self.rank + int(distance)) % self.size] = edge
-        self._edges = edges
+        rows = state["edges"].to(self.z)
+        if rows.shape[1] != self._row_length:
+            raise ValueError("state of another model, or of another rank of PowerGossip")
+        self._edges = {}
+        for row in rows:
+            peer = int(row[0]) - 1
+            if peer not in self._peers:
+                continue
+            even = bool(row[1])
+            heights = [matrix.sizes(even)[0] for matrix in self.matrices]
+            lengths = [height * matrix.r for height, matrix in zip(heights, self.matrices, strict=True)]
+            factors = row[2 : 2 + sum(lengths)].split(lengths)
+            shaped = [f.view(height, -1).clone() for f, height in zip(factors, heights, strict=True)]
+            self._edges[peer] = Edge(shaped, even)

@@ -9,6 +9,11 @@ from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
 
+NOT_BEGUN = (
+    "the neighbours' models have not been taken in: call the optimizer's zero_grad() before the forward pass of "
+    "every step"
+)
+
 
 @runtime_checkable
 class Gossip(Protocol):
@@ -83,4 +88,9 @@ class Asynchronous(Gossip, Protocol):
     @property
     def progress(self) -> int:
         """Steps that all ranks together are known to have done."""
+        ...
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether ranks may send this one something: not when it has settled, failed or been closed."""
         ...

@@ -31,6 +31,7 @@ from dgc.gossip.messages import Exact, Message
 from dgc.gossip.mixing import Mixing, check_mixing, uniform
 from dgc.gossip.model import FlatModel
 from dgc.gossip.parcels import Heard, heard_of, length, pack, state_of, unpack
+from dgc.gossip.protocol import NOT_BEGUN
 from dgc.gossip.topology import Graph, Topology, made
 
 PAUSE = 5e-4  # seconds
@@ -62,6 +63,7 @@ class SGP:
         self.blocking, self.synch_freq = blocking, 0
         self.compress_ratio = min(1.0, self.message.nbytes(1 << 20) / (4 << 20))
         self.w, self.round, self.age = 1.0, 0, 0
+        self._stepped_with = 1.0  # the weight of the model that the last gradient was computed at
         self._talk: Talk[dict[int, Heard]] | None = None
         self._heard: dict[int, Heard] | None = None
         self._begun = False
@@ -100,11 +102,9 @@ class SGP:
             self._send()
 
     def update(self, step: Callable[[], object], lr: float) -> None:
-        if self._on_its_way and not self._overlaps and self._patience == 0:
-            raise RuntimeError(
-                "the neighbours' models have not been taken in: call the optimizer's zero_grad() before the "
-                "forward pass of every step"
-            )
+        if not self._begun and (self._overlaps or self._on_its_way):
+            raise RuntimeError(NOT_BEGUN)
+        self._stepped_with = self.w
         self._move(step)
         self._begun = False
         if not self._overlaps:
@@ -255,7 +255,7 @@ class SGP:
         return x
 
     def gauges(self) -> dict[str, float]:
-        return {"weight": self.w, "staleness": float(self.age)}
+        return {"weight": self._stepped_with, "staleness": float(self.age)}
 
     def errors(self) -> Iterable[Tensor]:
         return ()
@@ -267,6 +267,8 @@ class SGP:
         assert self._talk is None, "hold() comes first"
         return {
             "z": self.z.clone(),
+            "x": self.z * self.w,
+            "size": self.size,
             "w": torch.tensor(self.w, dtype=torch.float64),
             "round": self.round,
             "since": self._since,
@@ -275,12 +277,13 @@ class SGP:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != {"z", "w", "round", "since", "heard"}:
+        if state.keys() != {"z", "x", "size", "w", "round", "since", "heard"}:
             raise ValueError(f"state of another algorithm: {sorted(state)}")
         if state["z"].shape != self.z.shape or state["since"] not in self._graphs:
             raise ValueError("state of another model, or of other graphs")
-        self.z.copy_(state["z"])
-        self.model.scatter()
         self.w, self.round, self.age = float(state["w"]), state["round"], 0
+        # a state that is a sum over other ranks' has the sum of their x, not of their z
+        self.z.copy_(state["z"] if state["size"] == self.size else state["x"] / self.w)
+        self.model.scatter()
         self._since, self._talk, self._begun = state["since"], None, False
         self._heard = heard_of(state["heard"], self.rank, self.size, self.z.device) or None

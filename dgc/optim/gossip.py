@@ -106,20 +106,25 @@ class GossipOptimizer(Wrapper):
             torch._foreach_mul_(gradients, float(1 / scale.double()))
         if found_inf is not None:
             fit = not float(found_inf)
-        else:
-            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-            largest = torch._foreach_norm(dense, float("inf"))
-            fit = bool(torch.stack([n.float() for n in largest]).isfinite().all())
+            self.dropped_steps += not fit
+            return fit
+        named = self._named_values()
+        if not named:
+            return True
+        largest = torch._foreach_norm([values for _, values in named], float("inf"))
+        fit = bool(torch.stack([n.float() for n in largest]).isfinite().all())
         if not fit:
-            self._complain(found_inf is not None)
+            self._complain(next(name for name, values in named if not bool(values.isfinite().all())))
         return fit
 
-    def _complain(self, scaled: bool) -> None:
-        if scaled:
-            self.dropped_steps += 1
-            return
-        parameters = zip(self._names, self.model.parameters, strict=True)
-        name = next(n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
+    def _named_values(self) -> list[tuple[str, Tensor]]:
+        """Of this rank's gradients, by parameter; those without any are left out."""
+        named = zip(self._names, self.model.parameters, strict=True)
+        gradients = [(name, p.grad) for name, p in named if p.grad is not None]
+        values = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in gradients]
+        return [(name, v) for name, v in values if v.numel()]
+
+    def _complain(self, name: str) -> None:
         reason = f"the gradient of {name} on rank {self.transport.rank} has NaN or inf"
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(reason)
@@ -172,6 +177,8 @@ class GossipOptimizer(Wrapper):
 
     def close(self) -> None:
         """Send and receive nothing more; what is on its way is received first. Collective."""
+        if not self.gossip.is_synchronous and cast(Asynchronous, self.gossip).is_under_way:
+            self.settle()
         self.gossip.close()
 
     def compression_state_dict(self) -> dict[str, Any]:

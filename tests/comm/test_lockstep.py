@@ -344,6 +344,20 @@ def test_a_failing_rank_ends_all_with_its_own_error():
     assert len(seen) == 2 and all("1" in message for message in seen)
 
 
+def test_a_world_goes_on_after_a_run_that_failed():
+    """What that one had launched meets nothing any more."""
+    world = LockstepWorld(2)
+
+    def body(transport, value, fails):
+        if transport.rank == 1 and fails:
+            raise KeyError("mine")
+        return transport.wait(transport.launch("a", (AllReduce(torch.tensor([value]), "sum"),)))[0].item()
+
+    with pytest.raises(KeyError):
+        world.run(lambda transport: body(transport, 100.0, True))
+    assert world.run(lambda transport: body(transport, 1.0, False)) == [2.0, 2.0]
+
+
 def in_time(call, seconds=10):
     """The error of a call that must not hang, run in a thread that the test can leave behind."""
     caught = []

@@ -129,6 +129,13 @@ def test_replies_are_those_of_the_carrier(make):
         assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_a_rank_that_only_receives_does_so_by_way_of_the_host():
+    carrier = Recording(LockstepWorld(2).transports[0])
+    into = torch.zeros(3)
+    flight = staged(carrier).launch("a", (Exchange({}, {1: into}),))
+    assert len(Copying.made) == 1 and flight.requests[0].receives[1] is not into
+
+
 def test_it_has_the_carriers_place_in_the_world():
     carrier = LockstepWorld(3).transports[2]
     transport = staged(carrier)

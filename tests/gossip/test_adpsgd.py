@@ -11,11 +11,13 @@ import torch
 from dgc import gossip
 from dgc.comm import Meter
 from dgc.comm.channel import ChannelWorld
+from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import Topology, TopologyError
 from dgc.gossip.adpsgd import ADPSGD
 from dgc.gossip.adpsgd_link import Link
 from dgc.gossip.adpsgd_protocol import GossipError, Member
 from dgc.gossip.pairs import bipartite_complete, book, odd_even
+from dgc.optim import GossipOptimizer
 
 
 def line(size):
@@ -351,6 +353,63 @@ def test_a_state_goes_on_where_it_was():
     together(1, other)
 
 
+def test_a_rank_without_a_step_in_an_epoch_holds_nobody_up():
+    """It has gone on as the others have, or they would wait for its answers until the timeout."""
+
+    def body(rank, own, z):
+        for _ in range(3):
+            own.settle()
+            own.begin_epoch(0)
+            steps(own, z, 4 * (rank == 1))
+        own.settle()
+        return own.progress
+
+    assert together(2, body, timeout=3.0)[0] == [12, 12]
+
+
+class AgreedTransport:
+    """A rank's end of a world of channels, for an optimizer that has nothing else to ask the other ranks."""
+
+    def __init__(self, channel):
+        self._alone, self._channel = LockstepWorld(1).transports[0], channel
+        self.rank, self.size = channel.rank, channel.size
+
+    def __getattr__(self, name):
+        return getattr(self._alone, name)
+
+    def channel(self):
+        return self._channel
+
+
+def test_closing_an_optimizer_receives_what_is_on_its_way():
+    """Also on ranks that close long before others do. Each step adds one to its rank's model."""
+    world, models, errors = ChannelWorld(3), {}, []
+
+    def work(rank):
+        try:
+            p = torch.nn.Parameter(torch.zeros(5))
+            inner, transport = torch.optim.SGD([p], lr=1.0), AgreedTransport(world.channels[rank])
+            optimizer = GossipOptimizer(inner, [("p", p)], ADPSGD(timeout=2.0), transport=transport)
+            for _ in range(10 * (rank + 1)):
+                optimizer.zero_grad()
+                p.grad = torch.full((5,), -1.0)
+                optimizer.step()
+                threading.Event().wait(0.01)
+            optimizer.close()
+            optimizer.close()
+            models[rank] = p.detach()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not errors and world.in_flight == world.waiting == 0
+    assert float(sum(models.values())[0]) == pytest.approx(60, rel=1e-5)
+
+
 def test_errors_of_the_user():
     with pytest.raises(ValueError, match="averagings_per_step"):
         ADPSGD(averagings_per_step=0)
@@ -371,7 +430,10 @@ def test_errors_of_the_user():
         with pytest.raises(RuntimeError, match="settle"):
             forbidden()
     own.settle()
-    with pytest.raises(RuntimeError, match="goes before a step"):
+    with pytest.raises(RuntimeError, match="call the optimizer's zero_grad"):
+        own.update(lambda: None)
+    steps(own, z, 1)
+    with pytest.raises(RuntimeError, match="call the optimizer's zero_grad"):
         own.update(lambda: None)
     own.close()
     own.close()

@@ -119,6 +119,13 @@ def test_dtypes_shapes_and_what_is_left_alone(dtype):
     assert float(single) == 2.5
 
 
+@pytest.mark.parametrize("average", [push_sum_average, push_pull_average])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_numbers_that_cannot_be_shared_out_are_refused(average, dtype):
+    with pytest.raises(ValueError, match=f"real numbers, not {dtype}"):
+        averaged(average, [torch.ones(3).to(dtype)] * 2, 2, gossip.full(2))
+
+
 def test_bytes_are_those_of_the_peers():
     own = values(8, torch.float32, shape=(100,))
     _, meters = averaged(push_sum_average, own, 3, gossip.exponential(8, 2))

@@ -13,6 +13,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import CHOCO, DPSGD, Machines, PowerGossip, Sign, TopK, TopologyError, two_way_ring
 from dgc.gossip.powergossip import as_matrix, orthonormal
 from dgc.wire import PayloadError
+from training.reshard import blend, shares
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -95,9 +96,10 @@ def test_differences_of_public_copies():
     assert float(sum(d for _, d, *_ in found).abs().max()) < 1e-5
 
 
-def test_after_a_common_average_nothing_waits():
+@pytest.mark.parametrize("outer", [None, gossip.SlowMo()])
+def test_after_a_common_average_nothing_waits(outer):
     def body(transport):
-        own = Trained(transport, gossip.Periodic(4, CHOCO()))
+        own = Trained(transport, gossip.Periodic(4, CHOCO(), outer))
         for _ in range(4):
             own.step()
         return float(next(iter(own.algorithm.errors())).abs().max()), own.z.clone()
@@ -118,23 +120,50 @@ def test_a_model_that_is_not_finite_is_named():
         on(3, body)
 
 
-@pytest.mark.parametrize("make", [CHOCO, PowerGossip])
-def test_another_number_of_ranks_goes_on(make):
+@pytest.mark.parametrize("new", [2, 3])
+@pytest.mark.parametrize("graph", [two_way_ring, gossip.star, gossip.grid, gossip.random_matching])
+@pytest.mark.parametrize("algorithm", [CHOCO, PowerGossip])
+def test_another_number_of_ranks_goes_on(algorithm, graph, new):
     """What was known of neighbours holds no more."""
-    states = on(3, lambda t: stepped(t, make(), 5).algorithm.state_dict())
+    if algorithm is CHOCO and graph is gossip.random_matching:
+        graph = gossip.full
+    make = partial(algorithm, graph)
+    states = on(5, lambda t: stepped(t, make(), 5).algorithm.state_dict())
 
     def body(transport):
         own = Trained(transport, make())
-        own.algorithm.load_state_dict(copy.deepcopy(states[transport.rank]))
+        weights = shares(5, new, transport.rank)
+        own.algorithm.load_state_dict(blend({rank: copy.deepcopy(states[rank]) for rank in weights}, weights))
         start = own.z.clone()
         for _ in range(100):
             own.step(gradients=False)
         own.optimizer.settle()
         return start, own.z.clone()
 
-    starts, ends = zip(*on(2, body), strict=True)
+    starts, ends = zip(*on(new, body), strict=True)
+    kept = sum(state["z"] for state in states) / 5
+    assert float((sum(starts) / new - kept).abs().max()) < 1e-6
     assert float((sum(ends) - sum(starts)).abs().max()) < 1e-4
     assert float((ends[0] - ends[1]).norm()) < 0.05 * float((starts[0] - starts[1]).norm())
+
+
+def lazy(topology, rank, round):
+    """Half of what metropolis gives away."""
+    shares = gossip.metropolis(topology, rank, round)
+    return {to: (share + (to == rank)) / 2 for to, share in shares.items()}
+
+
+@pytest.mark.parametrize("other", [{"graph": gossip.full}, {"graph": gossip.star}, {"mixing": lazy}])
+def test_a_choco_state_of_another_graph_is_refused(other):
+    def body(transport):
+        state = stepped(transport, CHOCO(), 2).algorithm.state_dict()
+        own = Trained(transport, CHOCO(**other))
+        before = own.z.clone()
+        with pytest.raises(ValueError, match="state of another graph or mixing"):
+            own.algorithm.load_state_dict(state)
+        assert torch.equal(own.z, before)
+
+    on(5, body)
 
 
 # --- PowerGossip -----------------------------------------------------------------------------------
@@ -161,12 +190,12 @@ def test_both_ends_of_an_edge_have_the_same_factor(size):
     def body(transport):
         own = stepped(transport, PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm
         edges = own._edges.items()
-        return {peer: (edge.half_steps, torch.cat([f.view(-1) for f in edge.factors])) for peer, edge in edges}
+        return {peer: (edge.even, torch.cat([f.view(-1) for f in edge.factors])) for peer, edge in edges}
 
     found = on(size, body)
     for i, edges in enumerate(found):
-        for j, (half_steps, factors) in edges.items():
-            assert half_steps == 7 and torch.equal(factors, found[j][i][1])
+        for j, (even, factors) in edges.items():
+            assert not even and torch.equal(factors, found[j][i][1])
 
 
 def test_factors_stay_orthonormal_whatever_the_difference():
@@ -252,8 +281,9 @@ def test_options_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match=match):
             make()
     refused(lambda: PowerGossip(rank=9), 2, "all of these 4 tensors whole", ValueError)
-    with pytest.raises(ValueError, match="all of these"):
-        LockstepWorld(4, 2).run(lambda transport: Trained(transport, Machines(PowerGossip())))
+    for base in (PowerGossip, lambda: gossip.Periodic(4, PowerGossip())):
+        with pytest.raises(ValueError, match="slices of a model, .* have no matrices"):
+            LockstepWorld(4, 2).run(lambda transport, base=base: Trained(transport, Machines(base())))
 
 
 def test_states_of_others_are_refused():

@@ -60,7 +60,7 @@ def test_without_gradients_the_mean_over_machines_is_kept(base, size, local):
 
 
 @each_base
-@each_size
+@pytest.mark.parametrize(("size", "local"), [(4, 2), (6, 3)])
 def test_it_learns_and_a_machine_has_one_model(base, size, local):
     def body(transport):
         own = Trained(transport, Machines(base()))
@@ -123,6 +123,18 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit(base):
 
     straight, stopped = (LockstepWorld(4, 2).run(lambda t, s=stop: body(t, s)) for stop in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(straight, stopped, strict=True))
+
+
+@pytest.mark.parametrize("base", [lambda: SGP(blocking=True), lambda: Periodic(1)])
+def test_slices_are_put_together_before_each_step_or_it_is_an_error(base):
+    def body(transport):
+        own = Trained(transport, Machines(base()))
+        own.step()
+        own.model(own.inputs).sum().backward()
+        with pytest.raises(RuntimeError, match="call the optimizer's zero_grad"):
+            own.optimizer.step()
+
+    LockstepWorld(4, 2).run(body)
 
 
 @pytest.mark.parametrize(("size", "local"), [(3, 1), (3, 3), (1, 1)])

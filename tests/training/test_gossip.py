@@ -74,7 +74,7 @@ def test_it_learns_and_logs_a_row_for_each_rank(tmp_path):
             rows = list(csv.DictReader(file.readlines()[4:]))
         trained = [row for row in rows if row["itr"] != "-1"]
         assert [row["Epoch"] for row in rows if row["itr"] == "-1"] == ["0", "1", "2", "3"]
-        assert float(trained[-1]["weight"]) == 0.5 and float(rows[-1]["consensus"]) > 0
+        assert float(trained[-1]["weight"]) == 1.0 and float(rows[-1]["consensus"]) > 0
         assert sum(float(row["bytes"]) for row in rows) == pytest.approx(summary["payload_bytes"])
         assert float(rows[-1]["val"]) == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-3)
 
@@ -192,8 +192,9 @@ def test_a_signal_saves_some_steps_later_on_all_ranks(tmp_path, monkeypatch):
     ("stack", "words", "match"),
     [
         (["configs/topology/ring.py"], [], "stack a file of configs/gossip before it"),
-        (["configs/dgc/wm5.py", SGP], [], "train.compression._target_ is dgc.compression.DGCCompressor"),
-        ([SGP, "configs/dgc/wm5.py"], [], "no gradients to compress; take one of the two out"),
+        (["configs/dgc/wm5.py", SGP], [], "DGCCompressor; leave out the one or the other"),
+        ([SGP, "configs/dgc/wm5.py"], [], "configs/gossip/__init__.py needs dgc.compression.Dense; leave"),
+        (["configs/average/local_sgd.py", "configs/dgc/wm5.py"], [], "no gradients to compress; take one of"),
         ([SGP], ["--configs.train.check_replicas_every=4"], "train.check_replicas_every is 4"),
         ([SGP], ["--configs.train.gossip.peers=2"], "takes no keyword 'peers'"),
         ([SGP, "configs/topology/star.py"], ["--configs.train.gossip.graph.hub=7"], "star with 2 ranks: hub"),

@@ -1,0 +1,72 @@
+"""Messages between two ranks over MPI, as far as they can be told without one: what it is given to carry."""
+
+import pytest
+import torch
+
+from dgc.comm import Exchange, mpi
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.mpi import PointToPoint, counted
+
+
+class RecordingMPI:
+    """A world of rank 0 and another one; what is posted stays where it is."""
+
+    TAG_UB, BYTE, INT32_T = None, "byte", "int32"
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.COMM_WORLD, self.posted = self, []
+
+    def Dup(self):
+        return self
+
+    def Get_attr(self, key):
+        return 2**20
+
+    def Irecv(self, buffer, source, tag):
+        self.posted.append(("from", source, buffer))
+
+    def Isend(self, buffer, to, tag):
+        self.posted.append(("to", to, buffer))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    MPI = RecordingMPI()
+    monkeypatch.setattr(mpi, "running_mpi", lambda: MPI)
+    inner = LockstepWorld(2).transports[0]
+    inner.members = lambda group: [0, 1]
+    return PointToPoint(inner), MPI.posted
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 7, 4096])
+def test_a_buffer_is_the_memory_of_the_tensor(length):
+    """In one unit at both ends of a message, which know its length, wherever it begins."""
+    content = torch.arange(length + 1, dtype=torch.int64).to(torch.uint8)
+    for tensor in (content[:length], content[1:]):
+        memory, count, kind = counted(tensor, RecordingMPI)
+        assert (count, kind) == ((length, "byte") if length % 4 else (length // 4, "int32"))
+        assert memory.tolist() == tensor.tolist()
+        memory.fill(0)
+        assert not tensor.any()
+
+
+def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded, monkeypatch):
+    monkeypatch.setattr(mpi, "LIMIT", 100)
+    transport, posted = recorded
+    transport.launch("a", (Exchange({1: torch.ones(100)}, {1: torch.empty(400, dtype=torch.uint8)}),))
+    assert [(way, peer, *buffer[1:]) for way, peer, buffer in posted] == [
+        ("from", 1, 100, "int32"),
+        ("to", 1, 100, "int32"),
+    ]
+
+
+@pytest.mark.parametrize("nbytes", [101, 404])
+def test_a_message_that_is_too_long_is_refused_before_anything_is_posted(nbytes, recorded, monkeypatch):
+    monkeypatch.setattr(mpi, "LIMIT", 100)
+    transport, posted = recorded
+    long, short = torch.empty(nbytes, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8)
+    for exchange in (Exchange({1: long}, {1: short}), Exchange({1: short}, {1: long})):
+        with pytest.raises(ValueError, match=f"a message of {nbytes} bytes: MPI carries at most 100, or 400 "):
+            transport.launch("a", (exchange,))
+    assert not posted

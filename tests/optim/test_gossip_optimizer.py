@@ -1,0 +1,52 @@
+"""What a GossipOptimizer makes of gradients that are sparse, empty or not finite."""
+
+import pytest
+import torch
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression.protocol import NonFiniteGradientError
+from dgc.gossip import SGP
+from dgc.optim import GossipOptimizer
+
+
+def optimizer_of(model, **options):
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    transport = LockstepWorld(1).transports[0]
+    optimizer = GossipOptimizer(inner, model.named_parameters(), SGP(), transport=transport, **options)
+    optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_sparse_gradient_that_is_not_finite_is_dropped_and_named(value):
+    model = torch.nn.Embedding(10, 4, sparse=True)
+    before = model.weight.detach().clone()
+    optimizer = optimizer_of(model)
+    (model(torch.tensor([1, 2, 1])) * value).sum().backward()
+    with pytest.warns(UserWarning, match="the gradient of weight on rank 0 has NaN or inf"):
+        optimizer.step()
+    assert optimizer.dropped_steps == 1 and torch.equal(model.weight, before)
+    strict = optimizer_of(model, nonfinite="raise")
+    (model(torch.tensor([3])) * value).sum().backward()
+    with pytest.raises(NonFiniteGradientError, match="the gradient of weight on rank 0"):
+        strict.step()
+
+
+def test_a_sparse_gradient_of_no_rows_is_finite():
+    model = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = optimizer_of(model)
+    model(torch.empty(0, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    assert optimizer.dropped_steps == 0
+
+
+def test_an_empty_parameter_beside_others():
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.ones(3))])
+    optimizer = optimizer_of(model)
+    (model[0].sum() + model[1].sum()).backward()
+    optimizer.step()
+    assert optimizer.dropped_steps == 0 and model[1].tolist() == pytest.approx([0.9] * 3)
+    optimizer.zero_grad()
+    (model[0].sum() + model[1].sum() * float("nan")).backward()
+    with pytest.warns(UserWarning, match="the gradient of 1 on rank 0"):
+        optimizer.step()
