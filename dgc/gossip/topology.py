@@ -98,9 +98,11 @@ def from_books(
     """
     lengths = {len(book) for book in books}
     shortest = min(lengths)
-    if len(lengths) > 1 or not 1 <= peers <= shortest:
-        text = f"{peers} peers in a round, of books with {sorted(lengths)} entries. {cure}"
-        raise TopologyError(f"{name} with {len(books)} ranks: {text}")
+    if len(lengths) > 1:
+        raise TopologyError(f"{name} with {len(books)} ranks: books of {sorted(lengths)} entries")
+    if not 1 <= peers <= shortest:
+        text = f"a rank has {shortest} to talk to, so peers must be from 1 to that, not {peers}. {cure}"
+        raise TopologyError(f"{name} with {len(books)} ranks: {text}".rstrip())
 
     def out(rank: int, t: int) -> Peers:
         first = t * peers if dynamic else 0
