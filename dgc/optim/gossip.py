@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.comm.collectives import all_gather_object, all_reduce
+from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
@@ -176,10 +176,14 @@ class GossipOptimizer(Wrapper):
         return {**self.gossip.gauges(), **measured}
 
     def close(self) -> None:
-        """Send and receive nothing more; what is on its way is received first. Collective."""
+        """Send and receive nothing more; what is on its way is received first. Collective.
+
+        Call it before the program ends: when the first rank leaves, Horovod ends MPI on all, also on those behind.
+        """
         if not self.gossip.is_synchronous and cast(Asynchronous, self.gossip).is_under_way:
             self.settle()
         self.gossip.close()
+        barrier(self.transport, "gossip.closed")
 
     def compression_state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint: its model, the algorithm's state, the optimizer's. Collective."""

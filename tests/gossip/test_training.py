@@ -355,6 +355,22 @@ def test_zero_grad_may_be_missing_where_nothing_is_on_its_way(make):
     on(1 if make is OSGP else 3, body)
 
 
+def test_no_rank_leaves_before_all_have_closed():
+    """The first to leave would end MPI on ranks that still train."""
+    seen = []
+
+    def body(transport):
+        own = Trained(transport, SGP(gossip.ring))
+        own.step()
+        own.optimizer.settle()
+        seen.append("closes")
+        own.optimizer.close()
+        seen.append("closed")
+
+    on(4, body)
+    assert seen == ["closes"] * 4 + ["closed"] * 4
+
+
 def test_zero_grad_twice_is_once():
     def body(transport, times):
         own = Trained(transport, OSGP())
