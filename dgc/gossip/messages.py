@@ -72,7 +72,7 @@ class Half:
         return 2 * n + FP32
 
     def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
-        values, scale = kernels.codec_of(z).half_encode_(z * factor, HALVES[self.dtype], section[FP32:])
+        values, scale = kernels.codec_of(z).cast_encode_(z * factor, HALVES[self.dtype], section[FP32:])
         section[:FP32].copy_(as_bytes(scale.view(1)))
         return values
 

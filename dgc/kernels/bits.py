@@ -73,7 +73,7 @@ class TorchCodec:
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
         return bit_streams.rice_decode(section, count, code)
 
-    def half_encode_(
+    def cast_encode_(
         self,
         values: Float32[Tensor, "capacity"],
         dtype: torch.dtype,
@@ -81,8 +81,11 @@ class TorchCodec:
         limit: float = inf,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
         values = values.clamp(-limit, limit)
-        scale, inverse = power_of_two(values)
         wire = section.view(dtype)
+        if dtype == torch.float32:
+            wire.copy_(values)
+            return values, values.new_ones(())
+        scale, inverse = power_of_two(values)
         wire.copy_(values * inverse)
         return wire.float() * scale, scale
 

@@ -139,17 +139,17 @@ class Codec(Protocol):
         """(indices, sound)"""
         ...
 
-    def half_encode_(
+    def cast_encode_(
         self,
         values: Float32[Tensor, "capacity"],
         dtype: torch.dtype,
         section: UInt8[Tensor, "nbytes"],
         limit: float = inf,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        """Section: value / scale as fp16 or bf16, rounded to nearest, ties to even. scale: the power of two in
-        2**-126 .. 2**126 that puts the largest magnitude into [2**14, 2**15), or as near as it can; 1 where all
-        are zero. Magnitudes are cut to `limit` before: rounding must not lift one above fp32's range.
-        Returns (what `cast_decode` will, scale).
+        """Section: value / scale as fp32, fp16 or bf16, rounded to nearest, ties to even. scale: 1 for fp32, else
+        the power of two in 2**-126 .. 2**126 that puts the largest magnitude into [2**14, 2**15), or as near as
+        it can; 1 where all are zero. Magnitudes are cut to `limit` before: rounding must not lift one above fp32's
+        range. Returns (what `cast_decode` will, scale).
         """
         ...
 

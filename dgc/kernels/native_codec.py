@@ -26,7 +26,7 @@ _SIGNATURES: Signatures = {
     "dgc_packed_decode": _DECODE,
     "dgc_rice_encode": _ENCODE,
     "dgc_rice_decode": _DECODE,
-    "dgc_half_encode": (None, (c_void_p, c_int64, c_int, c_float, c_void_p, c_void_p, c_void_p)),
+    "dgc_cast_encode": (None, (c_void_p, c_int64, c_int, c_float, c_void_p, c_void_p, c_void_p)),
     "dgc_cast_decode": (c_int, (c_void_p, c_int64, c_int, c_float, c_void_p)),
     "dgc_sign_encode": _ENCODE_VALUES,
     "dgc_sign_decode": _DECODE_VALUES,
@@ -97,7 +97,7 @@ class NativeCodec:
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
         return self._decode(self._library.dgc_rice_decode, section, count, code.capacity, code.numel)
 
-    def half_encode_(
+    def cast_encode_(
         self,
         values: Float32[Tensor, "capacity"],
         dtype: torch.dtype,
@@ -106,7 +106,7 @@ class NativeCodec:
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
         decoded, scale = torch.empty(values.numel()), torch.empty(())
         places = (section.data_ptr(), decoded.data_ptr(), scale.data_ptr())
-        self._library.dgc_half_encode(values.data_ptr(), values.numel(), _DTYPES[dtype], limit, *places)
+        self._library.dgc_cast_encode(values.data_ptr(), values.numel(), _DTYPES[dtype], limit, *places)
         return decoded, scale
 
     def cast_decode(

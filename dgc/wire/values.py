@@ -110,12 +110,8 @@ class CastValues:
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        if self.dtype == "fp32":
-            values = within(selection.values, result, 0.0)
-            section.view(torch.float32).copy_(values)
-            return values, torch.ones((), device=values.device)
-        limit = largest_within(result, torch.finfo(self.torch_dtype).eps)
-        return codec.half_encode_(selection.values, self.torch_dtype, section, limit)
+        limit = largest_within(result, 0.0 if self.dtype == "fp32" else torch.finfo(self.torch_dtype).eps)
+        return codec.cast_encode_(selection.values, self.torch_dtype, section, limit)
 
     def decode(
         self,

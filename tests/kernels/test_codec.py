@@ -124,19 +124,27 @@ def test_every_half_there_is_decodes_as_pytorch_reads_it(codec, dtype):
     assert same(got[finite], expected[finite]) and not got[~finite].isfinite().any() and not sound
     back = torch.zeros(2 * int(finite.sum()), dtype=torch.uint8)
     in_reach = expected[finite].clamp(-32767, 32767)
-    values, scale = codec.half_encode_(in_reach, dtype, back)
+    values, scale = codec.cast_encode_(in_reach, dtype, back)
     assert scale == 1.0 and same(values, in_reach.to(dtype).float())
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec, dtype):
     values = torch.tensor([1.0, -3e38, 5.0, 3.4e38, -0.25, 0.0])
-    room, other = torch.zeros(12, dtype=torch.uint8), torch.zeros(12, dtype=torch.uint8)
-    decoded, scale = codec.half_encode_(values, dtype, room, 4.0)
-    expected = codec.half_encode_(values.clamp(-4, 4), dtype, other)
+    room, other = (torch.zeros(6 * dtype.itemsize, dtype=torch.uint8) for _ in range(2))
+    decoded, scale = codec.cast_encode_(values, dtype, room, 4.0)
+    expected = codec.cast_encode_(values.clamp(-4, 4), dtype, other)
     assert same(decoded, expected[0]) and torch.equal(scale, expected[1]) and torch.equal(room, other)
     assert decoded.tolist() == [1.0, -4.0, 4.0, 4.0, -0.25, 0.0]
+
+
+@every_codec
+def test_fp32_is_kept_bit_for_bit(codec):
+    values = torch.tensor([0.0, -0.0, 1e-45, -3.4e38, 0.1])
+    section = torch.zeros(20, dtype=torch.uint8)
+    decoded, scale = codec.cast_encode_(values, torch.float32, section)
+    assert same(decoded, values) and same(section.view(torch.float32), values) and scale == 1.0
 
 
 @every_codec

@@ -1,4 +1,4 @@
-// Values: rounded to 16 bits with one scale, or with a number of their own for each range.
+// Values: as fp32, rounded to 16 bits with one scale, or with a number of their own for each range.
 #include <algorithm>
 #include <cmath>
 
@@ -18,6 +18,7 @@ inline bool finite(float x) { return (bits_of(x) & 0x7F800000) != 0x7F800000; }
 
 struct Fp32 {
     using Word = uint32_t;
+    static Word to(float x) { return bits_of(x); }
     static float from(Word word) { return float_of(word); }
 };
 
@@ -58,13 +59,28 @@ struct Bf16 {
 
 inline float cut(float x, float limit) { return std::min(limit, std::max(-limit, x)); }
 
-template <class Half>
-void encode_halves(const float* values, int64_t count, float limit, float scale, float inverse, uint8_t* section,
-                   float* decoded) {
+struct Scale {
+    float value, inverse;
+};
+
+// The power of two by which halves are scaled.
+Scale scale_for(const float* values, int64_t count, float limit) {
+    uint32_t largest = 0;
+    for (int64_t j = 0; j < count; ++j) largest = std::max(largest, bits_of(values[j]) & 0x7FFFFFFF);
+    largest = std::min(largest, bits_of(limit));
+    int exponent = static_cast<int>(largest >> 23) - 126 - LARGEST_EXPONENT;
+    exponent = largest ? std::min(126, std::max(-126, exponent)) : 0;
+    return {float_of(static_cast<uint32_t>(127 + exponent) << 23),
+            float_of(static_cast<uint32_t>(127 - exponent) << 23)};
+}
+
+template <class Format>
+void encode_words(const float* values, int64_t count, float limit, Scale scale, uint8_t* section, float* decoded) {
+    using Word = typename Format::Word;
     for (int64_t j = 0; j < count; ++j) {
-        uint16_t half = Half::to(cut(values[j], limit) * inverse);
-        store(section + 2 * j, half);
-        decoded[j] = Half::from(half) * scale;
+        const Word word = Format::to(cut(values[j], limit) * scale.inverse);
+        store(section + j * static_cast<int64_t>(sizeof(Word)), word);
+        decoded[j] = Format::from(word) * scale.value;
     }
 }
 
@@ -96,21 +112,14 @@ void for_ranges(const int32_t* indices, int64_t count, const int64_t* bounds, in
 using namespace dgc;
 
 // Cuts magnitudes to `limit` first. scale_of_all: one number.
-DGC_EXPORT void dgc_half_encode(const float* values, int64_t count, int dtype, float limit, uint8_t* section,
+DGC_EXPORT void dgc_cast_encode(const float* values, int64_t count, int dtype, float limit, uint8_t* section,
                                 float* decoded, float* scale_of_all) {
-    uint32_t largest = 0;
-    for (int64_t j = 0; j < count; ++j) largest = std::max(largest, bits_of(values[j]) & 0x7FFFFFFF);
-    largest = std::min(largest, bits_of(limit));
-    int exponent = static_cast<int>(largest >> 23) - 126 - LARGEST_EXPONENT;
-    exponent = largest ? std::min(126, std::max(-126, exponent)) : 0;
-    const float scale = float_of(static_cast<uint32_t>(127 + exponent) << 23);
-    const float inverse = float_of(static_cast<uint32_t>(127 - exponent) << 23);
-    if (dtype == FP16) {
-        encode_halves<Fp16>(values, count, limit, scale, inverse, section, decoded);
-    } else {
-        encode_halves<Bf16>(values, count, limit, scale, inverse, section, decoded);
-    }
-    *scale_of_all = scale;
+    const bool halves = dtype == FP16 || dtype == BF16;
+    const Scale scale = halves ? scale_for(values, count, limit) : Scale{1.0f, 1.0f};
+    if (dtype == FP16) encode_words<Fp16>(values, count, limit, scale, section, decoded);
+    if (dtype == BF16) encode_words<Bf16>(values, count, limit, scale, section, decoded);
+    if (!halves) encode_words<Fp32>(values, count, limit, scale, section, decoded);
+    *scale_of_all = scale.value;
 }
 
 // Returns whether all are finite.
