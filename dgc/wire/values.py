@@ -10,6 +10,7 @@ SignValues   sign * mean magnitude of each tensor: with error feedback, the magn
 
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -194,10 +195,13 @@ class SignValues:
 def within(values: Float32[Tensor, "n"], result: torch.dtype, rounding: float) -> Float32[Tensor, "n"]:
     """Values cut to `largest_within`."""
     limit = largest_within(result, rounding)
-    return values if limit >= FP32.max else values.clamp(-limit, limit)
+    return values if limit == inf else values.clamp(-limit, limit)
 
 
 @cache
 def largest_within(result: torch.dtype, rounding: float) -> float:
-    """The end of the range of `result`, less what rounding up by `rounding` of itself takes."""
-    return torch.finfo(result).max * (1 - rounding)
+    """The end of the range of `result`, less what rounding up by `rounding` of itself takes; inf where no fp32
+    lies beyond it.
+    """
+    limit = torch.finfo(result).max * (1 - rounding)
+    return limit if limit < FP32.max else inf

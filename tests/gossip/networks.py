@@ -117,13 +117,17 @@ class Trained:
         self.optimizer.model.scatter()
         return self
 
-    def step(self, gradients: bool = True) -> float:
+    def step(self) -> float:
         self.optimizer.zero_grad()
         loss = ((self.model(self.inputs) - self.targets) ** 2).mean()
-        if gradients:
-            loss.backward()
+        loss.backward()
         self.optimizer.step()
         return float(loss.detach())
+
+    def only_gossip(self) -> None:
+        """A step without a gradient."""
+        self.optimizer.zero_grad()
+        self.optimizer.step()
 
     def numerator(self) -> Tensor:
         self.optimizer.gossip.hold()

@@ -31,7 +31,7 @@ def stepped(transport, algorithm, steps, gradients=True, scatter=True):
     if scatter:
         own.scatter()
     for _ in range(steps):
-        own.step(gradients)
+        own.step() if gradients else own.only_gossip()
     own.optimizer.settle()
     return own
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_not_finite_is_named():
         own = Trained(transport, CHOCO())
         if transport.rank == 1:
             own.z[7] = float("nan")
-        own.step(gradients=False)
+        own.only_gossip()
         own.optimizer.settle()
 
     with pytest.raises(PayloadError, match="rank 1 sent values that are not finite"):
@@ -136,7 +136,7 @@ def test_another_number_of_ranks_goes_on(algorithm, graph, new):
         own.algorithm.load_state_dict(blend({rank: copy.deepcopy(states[rank]) for rank in weights}, weights))
         start = own.z.clone()
         for _ in range(100):
-            own.step(gradients=False)
+            own.only_gossip()
         own.optimizer.settle()
         return start, own.z.clone()
 
@@ -177,7 +177,7 @@ def test_a_difference_of_rank_1_is_gone_after_a_step():
             part = torch.randn(p.shape[0], 1, generator=generator)
             other = torch.randn(1, p.numel() // p.shape[0], generator=torch.Generator().manual_seed(9))
             p.data.add_((part @ other).view(p.shape))
-        own.step(gradients=False)
+        own.only_gossip()
         own.optimizer.settle()
         return own.z.clone()
 

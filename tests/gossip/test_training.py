@@ -29,7 +29,7 @@ def without_gradients(transport, row, steps, per_epoch):
     start = own.z.double()
     for step in range(steps):
         own.optimizer.begin_epoch(step // per_epoch)
-        own.step(gradients=False)
+        own.only_gossip()
     return own, start, own.numerator()
 
 
@@ -121,7 +121,7 @@ def test_the_one_peer_exponential_graph_agrees_after_log2_n_rounds(size):
         own = Trained(transport, SGP()).scatter()
         start = own.z.clone()
         for _ in range(size.bit_length() - 1):
-            own.step(gradients=False)
+            own.only_gossip()
         own.optimizer.settle()
         return start, own.z.clone()
 
@@ -137,7 +137,7 @@ def test_one_peer_and_a_powers_of_two_lose_no_bit():
         own = Trained(transport, OSGP(synch_freq=1))
         own.z.copy_(torch.arange(own.z.numel()) + 100.0 * transport.rank)
         for _ in range(9):
-            own.step(gradients=False)
+            own.only_gossip()
         return own.numerator()
 
     total = sum(on(4, body))
@@ -278,7 +278,7 @@ def test_models_of_half_precision_are_averaged_in_fp32(dtype):
         own = Trained(transport, SGP(gossip.ring), dtype=dtype).scatter()
         before = own.z.double()
         for _ in range(60):
-            own.step(gradients=False)
+            own.only_gossip()
         return before, own.numerator()
 
     before, after = zip(*on(8, body), strict=True)

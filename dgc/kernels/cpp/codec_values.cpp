@@ -14,7 +14,9 @@ constexpr int LARGEST_EXPONENT = 15;  // of scaled values
 constexpr float SMALLEST = 0x1p-149f;
 constexpr float ROUNDER = 0x1.8p23f;  // adding it leaves no bits behind the point, rounded to nearest, ties to even
 
-inline bool finite(float x) { return (bits_of(x) & 0x7F800000) != 0x7F800000; }
+constexpr uint32_t INFINITY_BITS = 0x7F800000;
+
+inline bool finite(float x) { return (bits_of(x) & INFINITY_BITS) != INFINITY_BITS; }
 
 struct Fp32 {
     using Word = uint32_t;
@@ -25,14 +27,16 @@ struct Fp32 {
 struct Fp16 {
     using Word = uint16_t;
 
-    // Of magnitudes up to 2**15, to nearest, ties to even. Both ways are computed, so that neither is a branch.
+    // Of magnitudes up to 2**15, to nearest, ties to even; infinities and NaN become NaN. All ways are computed, so
+    // that none is a branch.
     static Word to(float x) {
         uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
         // below 2**-14 in steps of 2**-24, which are those of fp32 just above one half
         uint32_t small = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
         uint32_t normal = (bits - (112u << 23) + 0xFFF + (bits >> 13 & 1)) >> 13;
         uint32_t is_small = 0u - static_cast<uint32_t>(bits < (113u << 23));
-        return static_cast<Word>(sign | (is_small & small) | (~is_small & normal));
+        uint32_t is_broken = 0u - static_cast<uint32_t>(bits >= INFINITY_BITS);
+        return static_cast<Word>(sign | (is_small & small) | (~is_small & normal & 0x7FFF) | (is_broken & 0x7E00));
     }
 
     // Infinities and NaN become NaN.
@@ -51,13 +55,15 @@ struct Bf16 {
 
     static Word to(float x) {
         uint32_t bits = bits_of(x);
-        return static_cast<Word>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+        uint32_t is_nan = 0u - static_cast<uint32_t>((bits & 0x7FFFFFFF) > INFINITY_BITS);
+        return static_cast<Word>((~is_nan & ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)) | (is_nan & 0x7FC0));
     }
 
     static float from(Word word) { return float_of(static_cast<uint32_t>(word) << 16); }
 };
 
-inline float cut(float x, float limit) { return std::min(limit, std::max(-limit, x)); }
+// NaN stays NaN.
+inline float cut(float x, float limit) { return std::min(std::max(x, -limit), limit); }
 
 struct Scale {
     float value, inverse;
