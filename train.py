@@ -203,7 +203,8 @@ def evaluate_only(
         raise Refused(
             f"--evaluate: there is no checkpoint in {checkpoints.directory}; train first, or give --run-dir."
         )
-    open_run_directory(directory, tree, state.transport, resume=True)
+    cure = f"--configs {directory / 'config.yaml'} --run-dir {directory} evaluates it as it was trained."
+    open_run_directory(directory, tree, state.transport, resume=True, cure=cure)
     state.load_model(checkpoints.load(found, own_part=False))
     results = evaluation(state.model)
     if state.transport.rank == 0:

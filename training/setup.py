@@ -30,6 +30,9 @@ REQUIRED = {
     "train.num_epochs": "the number of epochs",
     "train.batch_size": "samples per rank and backward pass",
 }
+ANOTHER_PLACE = (
+    "Give this run a name of its own with --suffix or --run-dir, or move the earlier one aside with --no-resume."
+)
 
 
 def require_complete(tree: DictConfig, devices: str) -> None:
@@ -160,15 +163,18 @@ def check_agreement(tree: DictConfig, device: torch.device, transport: Transport
             raise Refused(f"rank {rank} has another config than rank 0 (0 -> {rank}):\n" + "\n".join(lines))
 
 
-def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, *, resume: bool) -> None:
+def open_run_directory(
+    directory: Path, tree: DictConfig, transport: Transport, *, resume: bool, cure: str = ANOTHER_PLACE
+) -> None:
     """Makes the run directory and writes its config.yaml; rank 0 does it, and every rank learns how it went.
 
-    Refused if it holds a run with another config. With resume=False an earlier run there is moved aside.
+    Refused, with this cure, if it holds a run with another config. With resume=False an earlier run there is moved
+    aside.
     """
     problem = None
     if transport.rank == 0:
         try:
-            problem = _open(directory, tree, resume)
+            problem = _open(directory, tree, resume, cure)
         except Refused as error:
             problem = str(error)
         except OSError as error:
@@ -178,7 +184,7 @@ def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, 
         raise Refused(problem)
 
 
-def _open(directory: Path, tree: DictConfig, resume: bool) -> str | None:
+def _open(directory: Path, tree: DictConfig, resume: bool, cure: str) -> str | None:
     path = directory / "config.yaml"
     if path.exists() and not resume:
         print(f"--no-resume: the earlier run is now {move_aside(directory)}", flush=True)
@@ -187,9 +193,9 @@ def _open(directory: Path, tree: DictConfig, resume: bool) -> str | None:
         if not differences:
             return None
         return (
-            f"{directory} holds a run with another config (there -> now):\n" + "\n".join(differences) + "\n"
-            "Nothing was changed. Give this run a name of its own with --suffix or --run-dir, "
-            "or move the earlier one aside with --no-resume."
+            f"{directory} holds a run with another config (there -> now):\n"
+            + "\n".join(differences)
+            + f"\nNothing was changed. {cure}"
         )
     directory.mkdir(parents=True, exist_ok=True)
     text = to_yaml(tree, resolve=False)

@@ -106,15 +106,16 @@ class State:
 
     def load_model(self, loaded: Loaded) -> None:
         """The model alone, with batch norm averaged over the ranks: for evaluation."""
-        self._agree(loaded, lambda: self.model.load_state_dict(loaded.shared["model"]))
+        cure = "Evaluate it with the version of the code that it was trained with."
+        self._agree(loaded, lambda: self.model.load_state_dict(loaded.shared["model"]), cure)
 
     def load(self, loaded: Loaded) -> None:
         """Everything, so that the next step is the one the saved run would have taken. Collective; if any rank
         cannot take its part, every rank raises `Refused`.
         """
-        self._agree(loaded, lambda: self._load(loaded))
+        self._agree(loaded, lambda: self._load(loaded), "--no-resume starts anew and keeps it aside.")
 
-    def _agree(self, loaded: Loaded, load: Callable[[], object]) -> None:
+    def _agree(self, loaded: Loaded, load: Callable[[], object], cure: str) -> None:
         problem = None
         try:
             load()
@@ -126,7 +127,7 @@ class State:
             if text:
                 raise Refused(
                     f"checkpoint {loaded.name} does not fit this run (rank {rank}): {text}\n"
-                    "It is of another model, config or version. --no-resume starts anew and keeps it aside."
+                    f"It is of another model, config or version. {cure}"
                 )
 
     def _load(self, loaded: Loaded) -> None:
