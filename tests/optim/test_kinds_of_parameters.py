@@ -1,0 +1,207 @@
+"""DistributedOptimizer and parameters of all kinds: unused, frozen, tied, sparse, of other precision or layout."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import (  # noqa: E402
+    alone,
+    assert_same,
+    data,
+    dgc,
+    dgc_sgd,
+    joint_loss,
+    loss_of,
+    momentum_sgd,
+    net,
+    run,
+    wrap,
+)
+
+from dgc.comm.lockstep import LockstepWorld  # noqa: E402
+from dgc.compression import BF16, Dense  # noqa: E402
+from dgc.optim import DistributedOptimizer  # noqa: E402
+
+
+@pytest.mark.parametrize("zero", ["own", "model"])
+def test_a_parameter_that_one_rank_does_not_use(zero):
+    def body(model, transport):
+        optimizer = wrap(model, transport)
+        for step in range(4):
+            ZEROS[zero](model, optimizer)
+            loss_of(model, step, transport.rank, spare=transport.rank == 0).backward()
+            optimizer.step()
+
+    reference = net()
+    optimizer = momentum_sgd(reference)
+    for step in range(4):
+        optimizer.zero_grad()
+        (sum(loss_of(reference, step, rank, spare=rank == 0) for rank in range(2)) / 2).backward()
+        optimizer.step()
+    assert_same(run(2, body)[0], reference)
+
+
+def test_a_parameter_that_nobody_uses_stays():
+    def body(model, transport):
+        optimizer = wrap(model, transport)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, transport.rank, spare=False).backward()
+            optimizer.step()
+
+    (model, _) = run(2, body)
+    assert torch.equal(model.spare.weight, net().spare.weight)
+    assert not torch.equal(model.first.weight, net().first.weight)
+
+
+def test_frozen_parameters_take_no_part():
+    def body(model, transport):
+        model.first.requires_grad_(False)
+        optimizer = wrap(model, transport)
+        names = [s.name for plan in optimizer.exchange.planned for s in plan.bucket.segments]
+        assert names == ["last.bias", "last.weight", "spare.bias", "spare.weight"]
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, transport.rank).backward()
+            optimizer.step()
+
+    (model, _) = run(2, body)
+    assert torch.equal(model.first.weight, net().first.weight)
+    assert not torch.equal(model.last.weight, net().last.weight)
+
+
+def test_a_parameter_that_thaws_after_wrapping_is_refused_until_wrapped_again():
+    model = net()
+    model.first.requires_grad_(False)
+    world = LockstepWorld(1)
+    optimizer = wrap(model, world.transports[0])
+    model.first.requires_grad_(True)
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="needs a gradient now"):
+        optimizer.step()
+    optimizer.close()
+    optimizer = wrap(model, world.transports[0])
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert not torch.equal(model.first.weight, net().first.weight)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6, bias=False)
+        self.b.weight = self.a.weight
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.b(torch.tanh(self.a(x))))
+
+
+@pytest.mark.parametrize("duplicates", [False, True])
+def test_tied_parameters(duplicates):
+    torch.manual_seed(0)
+    reference = Tied()
+    models = [copy.deepcopy(reference) for _ in range(2)]
+
+    def body(model, transport):
+        named = model.named_parameters(remove_duplicate=not duplicates)
+        optimizer = DistributedOptimizer(momentum_sgd(model), named, transport=transport)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, transport.rank).backward()
+            optimizer.step()
+
+    optimizer = momentum_sgd(reference)
+    for step in range(3):
+        optimizer.zero_grad()
+        joint_loss(reference, step, 2).backward()
+        optimizer.step()
+    assert_same(run(2, body, models)[0], reference)
+
+
+def test_sparse_embedding_gradients():
+    torch.manual_seed(0)
+    reference = nn.EmbeddingBag(20, 4, sparse=True)
+    models = [copy.deepcopy(reference) for _ in range(2)]
+    words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
+
+    def body(model, transport):
+        optimizer = wrap(model, transport, lambda m: torch.optim.SGD(m.parameters(), lr=0.5))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(words[transport.rank]).square().sum().backward()
+            optimizer.step()
+
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (sum(reference(w).square().sum() for w in words) / 2).backward()
+        optimizer.step()
+    assert_same(run(2, body, models)[0], reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("compression", [Dense, BF16, lambda: dgc(0.2)], ids=["dense", "bf16", "dgc"])
+def test_parameters_of_other_precision(dtype, compression):
+    models = [net().to(dtype) for _ in range(2)]
+    losses = []
+
+    def body(model, transport):
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+        x, y = (t.to(dtype) for t in data(0, transport.rank))
+        for _ in range(15):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+
+    run(2, body, models)
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+
+
+def test_channels_last():
+    def build():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 2))
+        return model.to(memory_format=torch.channels_last)
+
+    def images(rank):
+        x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
+        return x.to(memory_format=torch.channels_last)
+
+    results = []
+    for compression in (Dense, lambda: dgc(1.0), lambda: dgc(0.1)):
+        models = [build() for _ in range(2)]
+
+        def body(model, transport, compression=compression):
+            optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(images(transport.rank)).square().mean().backward()
+                assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+                optimizer.step()
+
+        results.append(run(2, body, models)[0])
+    assert_same(results[0], results[1])
+    assert not torch.equal(results[2][0].weight, build()[0].weight)
+    torch.testing.assert_close(results[2][0].weight, results[0][0].weight, rtol=0.5, atol=0.1)
+
+
+def test_create_graph():
+    model = net()
+    optimizer = wrap(model, alone())
+    with pytest.warns(UserWarning, match="create_graph"):
+        loss_of(model, 0).backward(create_graph=True)
+    optimizer.step()
+    assert not model.first.weight.grad.requires_grad
+    plain = net()
+    loss_of(plain, 0).backward()
+    momentum_sgd(plain).step()
+    assert_same(model, plain, exactly=True)

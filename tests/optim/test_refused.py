@@ -1,0 +1,170 @@
+"""What DistributedOptimizer refuses or warns of, and that momentum has one owner."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import (  # noqa: E402
+    alone,
+    dgc,
+    dgc_sgd,
+    joint_loss,
+    loss_of,
+    momentum_sgd,
+    net,
+    run,
+    wrap,
+)
+
+from dgc.comm.lockstep import LockstepWorld  # noqa: E402
+from dgc.compression import BF16, Dense, DGCCompressor  # noqa: E402
+from dgc.memory import ResidualMemory  # noqa: E402
+from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
+
+
+def test_parameters_without_a_name():
+    model = net()
+    with pytest.raises(ValueError, match="lacks 2 parameters"):
+        DistributedOptimizer(momentum_sgd(model), list(model.named_parameters())[:-2], transport=alone())
+
+
+def test_two_parameters_of_one_name():
+    model = net()
+    named = [("same" if "bias" in name else name, p) for name, p in model.named_parameters()]
+    with pytest.raises(ValueError, match="same"):
+        DistributedOptimizer(momentum_sgd(model), named, transport=alone())
+
+
+def test_no_names_at_all():
+    model = net()
+    optimizer = DistributedOptimizer(momentum_sgd(model), transport=alone())
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("odd", ["shape", "name", "count", "compressor"])
+def test_different_models_name_the_rank(odd):
+    def body(transport):
+        width = 5 if odd == "shape" and transport.rank == 1 else 4
+        model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
+        if odd == "count" and transport.rank == 1:
+            model = nn.Sequential(*model, nn.Linear(2, 2))
+        rename = "x" if odd == "name" and transport.rank == 1 else ""
+        compression = BF16() if odd == "compressor" and transport.rank == 1 else Dense()
+        named = [(rename + name, p) for name, p in model.named_parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        DistributedOptimizer(optimizer, named, compression, transport=transport)
+
+    with pytest.raises(ValueError, match="rank [01] and rank [01] train different models"):
+        LockstepWorld(2).run(body)
+
+
+REFUSED = {
+    "sgd with momentum": (momentum_sgd, lambda: dgc(), "DGCSGD"),
+    "adam": (lambda m: torch.optim.Adam(m.parameters()), lambda: dgc(), "Adam"),
+    "momentum": (dgc_sgd, lambda: dgc(momentum=0.8), "momentum=0.8"),
+    "nesterov": (dgc_sgd, lambda: dgc(nesterov=True), "nesterov=True"),
+    "nesterov of the optimizer": (lambda m: dgc_sgd(m, nesterov=True), lambda: dgc(), "nesterov=True"),
+    "dampening": (lambda m: dgc_sgd(m, dampening=0.1), lambda: dgc(), "dampening"),
+    "no momentum": (lambda m: DGCSGD(m.parameters(), lr=0.1), lambda: dgc(), "momentum=0.0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_momentum_has_one_owner(case):
+    make, compression, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        wrap(net(), alone(), make, compression=compression())
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.1}], ids=str)
+def test_parameters_that_travel_dense_get_momentum_once(options):
+    """Beside compressed ones, with gradients that do not depend on these."""
+
+    def body(model, transport):
+        compression = dgc(0.05, nesterov=options.get("nesterov", False))
+        optimizer = wrap(model, transport, lambda m: dgc_sgd(m, **options), compression=compression)
+        for step in range(5):
+            optimizer.zero_grad()
+            sum((p * (step + transport.rank)).sum() for p in model.parameters()).backward()
+            optimizer.step()
+
+    reference = net()
+    optimizer = momentum_sgd(reference, **options)
+    for step in range(5):
+        optimizer.zero_grad()
+        sum((p * (step + 0.5)).sum() for p in reference.parameters()).backward()
+        optimizer.step()
+    (model, _) = run(2, body)
+    for name, p in model.named_parameters():
+        alike = torch.allclose(p, reference.get_parameter(name), rtol=1e-5, atol=1e-6)
+        assert alike == (p.dim() == 1), name
+
+
+def test_momentum_that_a_scheduler_cycles_has_two_owners():
+    model = net()
+    optimizer = wrap(model, alone(), dgc_sgd, compression=dgc())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.param_groups[0]["momentum"] = 0.85
+    with pytest.raises(ValueError, match="momentum of group 0 was 0.9.*now 0.85.*cycle_momentum=False"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [momentum_sgd, lambda m: torch.optim.Adam(m.parameters())])
+def test_a_memory_without_momentum_goes_with_any_optimizer(make):
+    model = net()
+    optimizer = wrap(model, alone(), make, compression=DGCCompressor(0.1, ResidualMemory()))
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+
+def test_sgd_without_momentum_warns_of_dense_parameters():
+    with pytest.warns(UserWarning, match="travel dense"):
+        wrap(net(), alone(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), compression=dgc())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"op": "adasum"}, "op must be"),
+        ({"op": 2}, "op must be"),
+        ({"bucket_mb": 0.0}, "bucket_mb"),
+        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        wrap(net(), alone(), **options)
+
+
+@pytest.mark.parametrize(("op", "scale"), [(0, 1), (1, 2), ("Average", 1), ("SUM", 2), ("mean", 1)])
+def test_horovods_constants(op, scale):
+    def body(model, transport):
+        optimizer = wrap(model, transport, op=op)
+        loss_of(model, 0, transport.rank).backward()
+        optimizer.synchronize()
+        model.seen = model.first.weight.grad.clone()
+
+    (model, _) = run(2, body)
+    reference = net()
+    (scale * joint_loss(reference, 0, 2)).backward()
+    torch.testing.assert_close(model.seen, reference.first.weight.grad)
+
+
+def test_groups_are_told_to_have_no_effect():
+    with pytest.warns(UserWarning, match="bucket_mb"):
+        wrap(net(), alone(), num_groups=2)
+
+
+def test_no_new_groups():
+    with pytest.raises(ValueError, match=r"cannot be added here: close\(\)"):
+        wrap(net(), alone()).add_param_group({"params": [nn.Parameter(torch.ones(1))]})

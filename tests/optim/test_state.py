@@ -1,0 +1,150 @@
+"""The state of a DistributedOptimizer: saved, loaded, broadcast."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import (  # noqa: E402
+    alone,
+    assert_same,
+    dgc,
+    dgc_sgd,
+    loss_of,
+    net,
+    run,
+    wrap,
+)
+
+from dgc.comm.lockstep import LockstepWorld  # noqa: E402
+from dgc.optim import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+
+
+def test_begin_epoch_returns_the_ratio_in_force():
+    optimizer = wrap(net(), alone(), dgc_sgd, compression=dgc(0.001, warmup_epochs=5))
+    seen = [optimizer.begin_epoch(epoch) for epoch in (0, 1, 4, 9)]
+    assert seen == pytest.approx([0.001**0.2, 0.001**0.4, 0.001, 0.001])
+    assert optimizer.compress_ratio == seen[-1]
+    assert wrap(net(), alone()).begin_epoch(0) == 1.0
+
+
+def test_error_norm():
+    model = net()
+    assert wrap(model, alone()).error_norm() == 0.0
+    model = net()
+    optimizer = wrap(model, alone(), dgc_sgd, compression=dgc(0.1))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    velocities = optimizer.compression_state_dict()
+    (state,) = (s for s in velocities.values() if s)
+    squares = sum(float(v.double().square().sum()) for v in state["memory"]["velocities"].values())
+    assert optimizer.error_norm() == pytest.approx(squares**0.5) and squares > 0
+
+
+@pytest.mark.parametrize("other_bucket_mb", [25.0, 2e-4, 1e-5])
+def test_saved_runs_continue_bit_by_bit(other_bucket_mb, tmp_path):
+    """Also into other buckets: exact selection looks at each tensor alone."""
+
+    def advance(model, optimizer, transport, steps):
+        optimizer.begin_epoch(1)
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, step, transport.rank).backward()
+            optimizer.step()
+
+    def build(model, transport, bucket_mb):
+        compression = dgc(0.1, sample_ratio=1, warmup_epochs=1)
+        return wrap(model, transport, dgc_sgd, compression=compression, bucket_mb=bucket_mb)
+
+    def save(model, transport):
+        optimizer = build(model, transport, 25.0)
+        advance(model, optimizer, transport, range(4))
+        saved = model.state_dict(), optimizer.state_dict(), optimizer.compression_state_dict()
+        torch.save(saved, tmp_path / f"{transport.rank}.pt")
+        advance(model, optimizer, transport, range(4, 8))
+
+    def resume(model, transport):
+        optimizer = build(model, transport, other_bucket_mb)
+        saved = torch.load(tmp_path / f"{transport.rank}.pt", weights_only=True)
+        for owner, state in zip((model, optimizer), saved[:2], strict=True):
+            owner.load_state_dict(state)
+        optimizer.load_compression_state_dict(saved[2])
+        advance(model, optimizer, transport, range(4, 8))
+
+    assert_same(run(2, save)[0], run(2, resume, [net(seed) for seed in (1, 2)])[0], exactly=True)
+
+
+def test_compression_state_of_another_run():
+    dense, sparse = wrap(net(), alone()), wrap(net(), alone(), dgc_sgd, compression=dgc())
+    with pytest.raises(ValueError, match="other compressors"):
+        sparse.load_compression_state_dict(dense.compression_state_dict())
+
+
+def horovods_broadcast_optimizer_state(optimizer):
+    """What hvd.broadcast_optimizer_state does to an optimizer without state."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad:
+                p.grad = p.data.new(p.size()).zero_()
+    optimizer.step()
+
+
+def test_making_state_on_zeros_moves_no_weight():
+    def body(model, transport):
+        compression = dgc(0.1)
+        optimizer = wrap(model, transport, lambda m: dgc_sgd(m, weight_decay=0.1), compression=compression)
+        if transport.rank == 0:  # nobody else steps: nothing may be exchanged
+            horovods_broadcast_optimizer_state(optimizer)
+        assert_same(model, net(), exactly=True)
+        loss_of(model, 0, transport.rank).backward()
+        optimizer.step()
+
+    (model, _) = run(2, body)
+    assert not torch.equal(model.first.weight, net().first.weight)
+
+
+def test_broadcast_optimizer_state():
+    models = [net(seed) for seed in range(3)]
+
+    def body(transport):
+        model = models[transport.rank]
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (transport.rank + 1))
+        if transport.rank == 1:
+            loss_of(model, 0).backward()
+            optimizer.step()
+        broadcast_optimizer_state(optimizer, root=1, transport=transport)
+        return optimizer.state_dict()
+
+    states = LockstepWorld(3).run(body)
+    assert all(state["param_groups"][0]["lr"] == 0.2 for state in states)
+    expected = states[1]["state"]
+    assert len(expected) == 6
+    torch.testing.assert_close([s["state"] for s in states], [expected] * 3, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_broadcast_parameters(root):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+        model.register_buffer("mask", torch.rand(5) > 0.5)
+        model.register_buffer("narrow", torch.rand(3).bfloat16())
+        model.register_buffer("empty", torch.zeros(0))
+        model[1].num_batches_tracked += seed
+        return model
+
+    models = [build(seed) for seed in range(3)]
+    expected = {name: t.clone() for name, t in models[root].state_dict().items()}
+    LockstepWorld(3).run(lambda t: broadcast_parameters(models[t.rank].state_dict(), root, t))
+    for model in models:
+        torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_broadcast_named_parameters():
+    models = [net(seed) for seed in range(2)]
+    LockstepWorld(2).run(lambda t: broadcast_parameters(models[t.rank].named_parameters(), transport=t))
+    assert_same(models[1], net(0), exactly=True)
