@@ -89,3 +89,14 @@ def dgc(ratio=0.1, momentum=0.9, nesterov=False, **options):
 
 def dgc_sgd(model, **options):
     return DGCSGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+
+
+# ways to zero gradients
+ZEROS = {
+    "own": lambda model, optimizer: optimizer.zero_grad(),
+    "none": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
+    "zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "inner": lambda model, optimizer: optimizer.inner.zero_grad(),
+}

@@ -10,6 +10,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from nets import (  # noqa: E402
     SIZES,
+    ZEROS,
     alone,
     assert_same,
     dgc,
@@ -184,15 +185,6 @@ def test_bad_number_of_passes():
 
 
 # --- zero_grad -------------------------------------------------------------------------------------
-
-ZEROS = {
-    "own": lambda model, optimizer: optimizer.zero_grad(),
-    "none": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
-    "zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "model": lambda model, optimizer: model.zero_grad(),
-    "model zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "inner": lambda model, optimizer: optimizer.inner.zero_grad(),
-}
 
 
 @pytest.mark.parametrize("zero", ZEROS)

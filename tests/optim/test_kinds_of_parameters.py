@@ -10,6 +10,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from nets import (  # noqa: E402
+    ZEROS,
     alone,
     assert_same,
     data,
