@@ -34,7 +34,7 @@ def launched_size() -> int:
     return _launched()[1]
 
 
-def complain(message: str, patience: float = 5.0) -> int:
+def complain(message: str, patience: float = 15.0) -> int:
     """Tells once, on stderr, why nothing was started, and returns exit code 2.
 
     Usually every rank has the same complaint, and the launcher ends the others once rank 0 has left. A

@@ -93,7 +93,11 @@ def compressors() -> dict[str, Callable[[], Any]]:
 def train(
     transport: Any, compression: Any, steps: int, hidden: int = 300, bucket_mb: float = 0.02
 ) -> tuple[str, float]:
-    """A hash of the model after some steps on data of this rank's own, and the last loss."""
+    """A hash of the model after some steps on data of this rank's own, and the last loss.
+
+    They are 4 epochs or more, so that every warm-up ends in them.
+    """
+    epoch = min(20, steps // 4)
     torch.manual_seed(3)
     model = torch.nn.Sequential(
         torch.nn.Linear(32, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 40), torch.nn.Linear(40, 10)
@@ -113,8 +117,8 @@ def train(
     generator = torch.Generator().manual_seed(100 + transport.rank)
     weights = torch.randn(32, 10, generator=torch.Generator().manual_seed(5))
     for step in range(steps):
-        if step % 20 == 0:
-            optimizer.begin_epoch(step // 20)
+        if step % epoch == 0:
+            optimizer.begin_epoch(step // epoch)
         inputs = torch.randn(8, 32, generator=generator)
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(inputs), (inputs @ weights).argmax(1))
@@ -125,12 +129,16 @@ def train(
 
 
 def every_compressor(transport: Any) -> Finding:
-    return {name: train(transport, make(), steps=25)[0] for name, make in compressors().items()}
+    return {name: train(transport, make(), steps=12)[0] for name, make in compressors().items()}
 
 
-def two_hundred_steps(transport: Any) -> Finding:
-    model, loss = train(transport, compressors()["dgc-wire"](), steps=200)
+def repeatable(transport: Any, steps: int = 200) -> Finding:
+    model, loss = train(transport, compressors()["dgc-wire"](), steps)
     return {"model": model, "loss": loss}
+
+
+def repeatable_briefly(transport: Any) -> Finding:
+    return repeatable(transport, 40)
 
 
 def on_tiers(transport: Any, steps: int, hidden: int, *modes: str) -> Finding:
@@ -163,7 +171,7 @@ def every_tier(transport: Any) -> Finding:
 
 
 def every_tier_briefly(transport: Any) -> Finding:
-    return on_tiers(transport, 70, 300, "native", "mixed", "reference")
+    return on_tiers(transport, 40, 300, "native", "mixed", "reference")
 
 
 def interpreted(transport: Any) -> Finding:
@@ -289,7 +297,8 @@ SCENARIOS = {
     for function in (
         requests,
         every_compressor,
-        two_hundred_steps,
+        repeatable,
+        repeatable_briefly,
         every_tier,
         every_tier_briefly,
         interpreted,
