@@ -76,7 +76,7 @@ def log2_rounds(transport: Any) -> Finding:
     own = Trained(transport, SGP()).scatter()
     wanted, apart = mean_of(transport, own.z), own.z.clone()
     for _ in range(transport.size.bit_length() - 1):
-        own.step(gradients=False)
+        own.only_gossip()
     own.optimizer.settle()
     return {"before": off(apart, wanted), "after": off(own.z, wanted)}
 
@@ -101,7 +101,7 @@ def mass(transport: Any) -> Finding:
         own = Trained(transport, make()).scatter()
         wanted = mean_of(transport, own.z)
         for step in range(17):
-            own.step(gradients=False)
+            own.only_gossip()
             time.sleep(0.001 * ((transport.rank + step) % 3))  # ranks are ahead of each other in turns
         between = own.numerator()
         state = own.algorithm.state_dict()
@@ -215,7 +215,7 @@ def one_is_slow(transport: Any) -> Finding:
     own = Trained(transport, OSGP(synch_freq=4)).scatter()
     wanted = mean_of(transport, own.z)
     for _ in range(40):
-        own.step(gradients=False)
+        own.only_gossip()
         time.sleep(0.025 if transport.rank == 0 else 0.005)
     own.optimizer.settle()
     return {"x": off(mean_of(transport, own.numerator()), wanted)}
