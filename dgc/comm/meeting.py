@@ -36,27 +36,28 @@ def check_agreement(name: str, together: Mapping[int, Request], shapes: bool = T
     """Raise unless the ranks' requests are of one kind and group and, if shapes, of one dtype and (where it must
     be) shape, in which groups may differ.
     """
-
-    def describe(request: Request) -> tuple[object, ...]:
-        kind = (type(request).__name__, request.group)
-        if not shapes:
-            return kind
-        match request:
-            case AllReduce(tensor, op) | ReduceScatter(tensor, op):
-                return (*kind, tuple(tensor.shape), tensor.dtype, op)
-            case AllGather(tensor):
-                return (*kind, tuple(tensor.shape), tensor.dtype)
-            case Broadcast(tensor, root):
-                return (*kind, tuple(tensor.shape), tensor.dtype, root)
-            case AllToAll(tensor):
-                return (*kind, tensor.dtype)
-            case Exchange():
-                return kind
-
-    (first, wanted), *others = ((rank, describe(request)) for rank, request in together.items())
+    (first, wanted), *others = ((rank, _described(request, shapes)) for rank, request in together.items())
     for rank, found in others:
         if found != wanted:
             raise LockstepError(f"{name}: rank {rank} sent {found}, rank {first} sent {wanted}")
+
+
+def _described(request: Request, shapes: bool) -> tuple[object, ...]:
+    """What must be the same on all ranks."""
+    kind = (type(request).__name__, request.group)
+    if not shapes:
+        return kind
+    match request:
+        case AllReduce(tensor, op) | ReduceScatter(tensor, op):
+            return (*kind, tuple(tensor.shape), tensor.dtype, op)
+        case AllGather(tensor):
+            return (*kind, tuple(tensor.shape), tensor.dtype)
+        case Broadcast(tensor, root):
+            return (*kind, tuple(tensor.shape), tensor.dtype, root)
+        case AllToAll(tensor):
+            return (*kind, tensor.dtype)
+        case Exchange():
+            return kind
 
 
 def reduce_in_order(tensors: Sequence[Tensor], op: Op) -> Tensor:

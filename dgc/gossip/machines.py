@@ -23,6 +23,7 @@ gradients and 4 ceil(n/L) for slices. compress_ratio counts what travels between
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,14 +83,14 @@ class Machines:
         self._put_together()
 
     def update(self, step: Callable[[], object], lr: float) -> None:
-        def together() -> None:
-            if self._average_gradients():
-                step()
-
         if self._is_apart:
             raise RuntimeError(NOT_BEGUN)
-        self.base.update(together, lr)
+        self.base.update(partial(self._step_together, step), lr)
         self._begun, self._is_apart = False, self._locals > 1
+
+    def _step_together(self, step: Callable[[], object]) -> None:
+        if self._average_gradients():
+            step()
 
     # --- inside the machine -----------------------------------------------------------------------
 
