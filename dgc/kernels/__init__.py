@@ -43,39 +43,40 @@ def use(name: str) -> None:
 
 def of(tensor: Tensor) -> Kernels:
     """The kernels for tensors on this one's device."""
-    return _tier(_asked, tensor.device.type)[0]
+    return _tier(_asked, tensor.device)[0]
 
 
 def codec_of(tensor: Tensor) -> Codec:
     """The payload codec for tensors on this one's device."""
-    return _tier(_asked, tensor.device.type)[1]
+    return _tier(_asked, tensor.device)[1]
 
 
 def quantizers_of(tensor: Tensor) -> Quantizers:
     """The quantizers for tensors on this one's device."""
-    return _tier(_asked, tensor.device.type)[2]
+    return _tier(_asked, tensor.device)[2]
 
 
 def lowrank_of(tensor: Tensor) -> LowRank:
     """The products of low-rank methods for tensors on this one's device."""
-    return _tier(_asked, tensor.device.type)[3]
+    return _tier(_asked, tensor.device)[3]
 
 
 def describe(device: torch.device) -> str:
     """The tier that serves this device, in words for a log."""
-    return str(_tier(_asked, device.type)[0])
+    return str(_tier(_asked, device)[0])
 
 
 @cache
-def _tier(asked: str, device: str) -> Tier:
+def _tier(asked: str, device: torch.device) -> Tier:
     if asked not in TIERS:
         raise ValueError(f"DGC_KERNELS must be one of {', '.join(TIERS)}, not {asked!r}")
-    wanted = asked if asked != "auto" else ("native" if device == "cpu" else "triton")
+    kind = device.type
+    wanted = asked if asked != "auto" else ("native" if kind == "cpu" else "triton")
     try:
         if wanted == "native":
-            return _native(device)
+            return _native(kind)
         if wanted == "triton":
-            return _triton(device)
+            return _triton(kind)
     except KernelsUnavailable as missing:
         if asked != "auto":
             raise

@@ -20,6 +20,9 @@ class TorchCodec:
 
     name = "reference"
 
+    def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=like.device)
+
     def seal_(
         self,
         payload: UInt8[Tensor, "nbytes"],

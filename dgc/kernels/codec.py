@@ -87,6 +87,10 @@ class Codec(Protocol):
 
     name: str
 
+    def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
+        """Zeros for a payload, a multiple of 8 bytes, on the device of a tensor."""
+        ...
+
     def seal_(
         self,
         payload: UInt8[Tensor, "nbytes"],

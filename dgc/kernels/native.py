@@ -5,6 +5,7 @@ candidates, the elements at or above a floor; the exact choice is made among the
 sample of the buffer suggests one. A range whose floor was wrong is done again, so only time depends on floors.
 """
 
+from array import array
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from itertools import accumulate
@@ -199,7 +200,8 @@ def _form(due: Accumulation) -> int:
 
 
 def _fp32(pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [p if p.dtype is torch.float32 else p.to(torch.float32) for p in pieces]
+    """Pieces of one dtype."""
+    return pieces if not pieces or pieces[0].dtype is torch.float32 else [p.to(torch.float32) for p in pieces]
 
 
 def _entries(sent: Selection | None) -> tuple[int | None, int | None, int | None]:
@@ -212,13 +214,13 @@ def _pass_arguments(form: int, pieces: Sequence[Tensor], due: Accumulation) -> t
     """What the library's functions of the pass begin with. `pieces`, due.g in fp32, must live until the call
     returns.
     """
-    begins = [0, *accumulate(map(Tensor.numel, pieces))]
+    begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
     n = due.v.numel()
     assert form == NONE or begins[-1] == n
     return (
         form,
         addresses(pieces),
-        (c_int64 * len(begins))(*begins),
+        begins.tobytes(),
         len(pieces),
         address(due.u),
         due.v.data_ptr(),

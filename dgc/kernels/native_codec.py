@@ -1,6 +1,6 @@
 """Payloads in C++, for CPU tensors: the same bits as `bits`, on one thread."""
 
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p, memset
 from math import inf
 from typing import Any
 
@@ -51,6 +51,11 @@ class NativeCodec:
     def __init__(self) -> None:
         self._library = load()
         declare(self._library, _SIGNATURES)
+
+    def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        memset(payload.data_ptr(), 0, nbytes)
+        return payload
 
     def seal_(
         self,

@@ -73,9 +73,7 @@ class SparseFormat:
         """
         assert selection.values.numel() == quotas.capacity
         layout = self._layout(quotas, numel)
-        # as words: filling so few wakes no other threads
-        payload = torch.zeros(layout.nbytes // 8, dtype=torch.int64, device=selection.values.device)
-        payload = payload.view(torch.uint8)
+        payload = codec.blank(layout.nbytes, selection.values)
         own = layout.indices.encode_(codec, selection, payload[layout.index_bytes])
         section = payload[layout.value_bytes]
         values, scale = self.values.encode_(codec, own, quotas.bounds, section, result)

@@ -26,7 +26,7 @@ def seal(
     bounds: Int64[Tensor, "bounds"],
 ) -> UInt8[Tensor, "total"]:
     """first_nonfinite: index of the first element of the gradient that was not finite; bounds[-1]: all were."""
-    payload = torch.zeros(sealed_bytes(codes.numel()), dtype=torch.uint8, device=codes.device)
+    payload = codec.blank(sealed_bytes(codes.numel()), codes)
     payload[HEADER_BYTES : HEADER_BYTES + codes.numel()] = codes
     none = torch.zeros((), dtype=torch.int32, device=codes.device)
     codec.seal_(payload, none, first_nonfinite, bounds, torch.ones((), device=codes.device))

@@ -111,8 +111,7 @@ class CastValues:
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        limit = largest_within(result, 0.0 if self.dtype == "fp32" else torch.finfo(self.torch_dtype).eps)
-        return codec.cast_encode_(selection.values, self.torch_dtype, section, limit)
+        return codec.cast_encode_(selection.values, self.torch_dtype, section, largest_cast(self.dtype, result))
 
     def decode(
         self,
@@ -196,6 +195,12 @@ def within(values: Float32[Tensor, "n"], result: torch.dtype, rounding: float) -
     """Values cut to `largest_within`."""
     limit = largest_within(result, rounding)
     return values if limit == inf else values.clamp(-limit, limit)
+
+
+@cache
+def largest_cast(dtype: str, result: torch.dtype) -> float:
+    """`largest_within` for values cast to this dtype."""
+    return largest_within(result, 0.0 if dtype == "fp32" else torch.finfo(DTYPES[dtype]).eps)
 
 
 @cache
