@@ -205,8 +205,8 @@ def largest_cast(dtype: str, result: torch.dtype) -> float:
 
 @cache
 def largest_within(result: torch.dtype, rounding: float) -> float:
-    """The end of the range of `result`, less what rounding up by `rounding` of itself takes; inf where no fp32
-    lies beyond it.
+    """The end of the range of `result` and of fp32, less what rounding up by `rounding` of itself takes; inf where
+    no fp32 lies beyond it.
     """
-    limit = torch.finfo(result).max * (1 - rounding)
+    limit = min(torch.finfo(result).max, FP32.max) * (1 - rounding)
     return limit if limit < FP32.max else inf

@@ -176,7 +176,7 @@ def test_the_ends_of_the_range(name):
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("result", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("result", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_values_stay_in_the_gradients_range(name, result):
     """A mean that is to be written into fp16 gradients must not be inf there, whatever the wire holds."""
     got = sent_values(name, [LARGEST, -1e6, 2.0, 65504.0], 0, 1, 2, 4, result=result)
