@@ -100,7 +100,7 @@ STOCHASTIC = {
 @pytest.mark.usefixtures("no_type_checks")
 def test_unbiased(name):
     """The mean over many steps is the gradient; its error falls as one over the root of their number."""
-    g, draws = normal(24 * 25, 2).view(24, 25), 160
+    g, draws = normal(24 * 25, 2).view(24, 25), 300
     few, many = (float((average(STOCHASTIC[name], g, d) - g).norm() / g.norm()) for d in (draws // 16, draws))
     assert many < 0.25 and many < 0.5 * few
 

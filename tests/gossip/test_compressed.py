@@ -135,7 +135,7 @@ def test_another_number_of_ranks_goes_on(algorithm, graph, new):
         weights = shares(5, new, transport.rank)
         own.algorithm.load_state_dict(blend({rank: copy.deepcopy(states[rank]) for rank in weights}, weights))
         start = own.z.clone()
-        for _ in range(60):
+        for _ in range(100):
             own.only_gossip()
         own.optimizer.settle()
         return start, own.z.clone()

@@ -65,7 +65,7 @@ def test_it_learns_and_a_machine_has_one_model(base, size, local):
     def body(transport):
         own = Trained(transport, Machines(base()))
         models, losses = [], []
-        for _ in range(25):
+        for _ in range(40):
             own.optimizer.zero_grad()
             models.append(own.z.clone())
             losses.append(own.step())

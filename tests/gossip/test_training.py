@@ -74,8 +74,8 @@ def test_training_learns_and_models_stay_close(row, size):
     def body(transport):
         own = Trained(transport, row.make())
         losses = []
-        for step in range(45):
-            own.optimizer.begin_epoch(step // 15)
+        for step in range(60):
+            own.optimizer.begin_epoch(step // 20)
             losses.append(own.step())
         with own.optimizer.consensus():
             loss = ((own.model(own.inputs) - own.targets) ** 2).mean()
@@ -115,7 +115,7 @@ def test_a_complete_graph_is_parameter_averaging(size):
     assert float((models[0] - one.z).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 64, pytest.param(256, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 64, 256])
 def test_the_one_peer_exponential_graph_agrees_after_log2_n_rounds(size):
     def body(transport):
         own = Trained(transport, SGP()).scatter()

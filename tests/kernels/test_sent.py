@@ -98,7 +98,7 @@ def test_pieces_and_addresses_of_any_kind(kernels, form, offset):
 @pytest.mark.parametrize("floor", [None, 0.0, 0.98, 1.001, 1e-30, float("inf")])
 def test_accumulate_and_select(kernels, form, masking, floor):
     """Floors that fit, and such that a second pass over v is needed, which may take nothing out again."""
-    bounds, ks = [0, 30_003, 30_003, 30_100, 110_000, 110_010], [300, 0, 3, 200, 0]
+    bounds, ks = [0, 40_003, 40_003, 40_100, 190_000, 190_010], [400, 0, 3, 200, 0]
     n, quotas = bounds[-1], Quotas(torch.tensor(bounds), torch.tensor(ks), sum(ks))
     edges = {i for b in bounds for i in (b - 1, b) if 0 <= i < n}
     for indices in (edges, edges | set(some(n, 0.01)), set(some(n, 0.2))):

@@ -49,19 +49,11 @@ def test_horovodrun_with_gloo(tmp_path: Path) -> None:
     check_quick(findings(2, tmp_path, *QUICK, launch=horovodrun))
 
 
-def repeated(ranks: int, folder: Path, scenario: str) -> set[str]:
-    runs = [findings(ranks, folder / str(i), scenario) for i in range(2)]
-    return {own[scenario]["model"] for run in runs for own in run}
-
-
-def test_a_run_repeats_bit_for_bit_on_equal_replicas(tmp_path: Path) -> None:
-    assert len(repeated(2, tmp_path, "repeatable_briefly")) == 1
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.proof) for more in (3, 4))])
 def test_200_steps_repeat_bit_for_bit_on_equal_replicas(ranks: int, tmp_path: Path) -> None:
-    assert len(repeated(ranks, tmp_path, "repeatable")) == 1
+    runs = [findings(ranks, tmp_path / str(i), "two_hundred_steps") for i in range(2)]
+    models = {own["two_hundred_steps"]["model"] for run in runs for own in run}
+    assert len(models) == 1
 
 
 def one_model(found: list[dict]) -> set[str]:

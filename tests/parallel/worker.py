@@ -93,11 +93,7 @@ def compressors() -> dict[str, Callable[[], Any]]:
 def train(
     transport: Any, compression: Any, steps: int, hidden: int = 300, bucket_mb: float = 0.02
 ) -> tuple[str, float]:
-    """A hash of the model after some steps on data of this rank's own, and the last loss.
-
-    They are 4 epochs or more, so that every warm-up ends in them.
-    """
-    epoch = min(20, steps // 4)
+    """A hash of the model after some steps on data of this rank's own, and the last loss."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(
         torch.nn.Linear(32, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 40), torch.nn.Linear(40, 10)
@@ -117,8 +113,8 @@ def train(
     generator = torch.Generator().manual_seed(100 + transport.rank)
     weights = torch.randn(32, 10, generator=torch.Generator().manual_seed(5))
     for step in range(steps):
-        if step % epoch == 0:
-            optimizer.begin_epoch(step // epoch)
+        if step % 20 == 0:
+            optimizer.begin_epoch(step // 20)
         inputs = torch.randn(8, 32, generator=generator)
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(inputs), (inputs @ weights).argmax(1))
@@ -129,16 +125,12 @@ def train(
 
 
 def every_compressor(transport: Any) -> Finding:
-    return {name: train(transport, make(), steps=12)[0] for name, make in compressors().items()}
+    return {name: train(transport, make(), steps=25)[0] for name, make in compressors().items()}
 
 
-def repeatable(transport: Any, steps: int = 200) -> Finding:
-    model, loss = train(transport, compressors()["dgc-wire"](), steps)
+def two_hundred_steps(transport: Any) -> Finding:
+    model, loss = train(transport, compressors()["dgc-wire"](), steps=200)
     return {"model": model, "loss": loss}
-
-
-def repeatable_briefly(transport: Any) -> Finding:
-    return repeatable(transport, 40)
 
 
 def on_tiers(transport: Any, steps: int, hidden: int, *modes: str) -> Finding:
@@ -171,7 +163,7 @@ def every_tier(transport: Any) -> Finding:
 
 
 def every_tier_briefly(transport: Any) -> Finding:
-    return on_tiers(transport, 40, 300, "native", "mixed", "reference")
+    return on_tiers(transport, 70, 300, "native", "mixed", "reference")
 
 
 def interpreted(transport: Any) -> Finding:
@@ -297,8 +289,7 @@ SCENARIOS = {
     for function in (
         requests,
         every_compressor,
-        repeatable,
-        repeatable_briefly,
+        two_hundred_steps,
         every_tier,
         every_tier_briefly,
         interpreted,
