@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dgc.kernels import bit_streams
 from dgc.kernels.bit_streams import LOW, numbers
-from dgc.kernels.codec import CHECKSUM_OF_ZEROS, Header, PackedCode, RiceCode
+from dgc.kernels.codec import CHECKSUM_OF_ZEROS, HEADER_BYTES, Header, PackedCode, RiceCode
 from dgc.kernels.protocol import Selection
 
 SMALLEST = 2.0**-149  # of fp32
@@ -22,6 +22,23 @@ class TorchCodec:
 
     def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
         return torch.zeros(nbytes, dtype=torch.uint8, device=like.device)
+
+    def encode_plain(
+        self,
+        selection: Selection,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        limit: float,
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        nbytes: int,
+    ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
+        payload, (plain, cast) = self.blank(nbytes, selection.values), dtypes
+        sizes = [selection.indices.numel() * dtype.itemsize for dtype in dtypes]
+        self.plain_encode_(selection.indices, plain, payload[HEADER_BYTES:][: sizes[0]])
+        values = payload[HEADER_BYTES + sizes[0] :][: sizes[1]]
+        decoded, scale = self.cast_encode_(selection.values, cast, values, limit)
+        self.seal_(payload, selection.count, first_nonfinite, bounds, scale)
+        return payload, decoded
 
     def seal_(
         self,

@@ -91,6 +91,21 @@ class Codec(Protocol):
         """Zeros for a payload, a multiple of 8 bytes, on the device of a tensor."""
         ...
 
+    def encode_plain(
+        self,
+        selection: Selection,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        limit: float,
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        nbytes: int,
+    ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
+        """A whole payload: `plain_encode_`, behind it `cast_encode_`, `seal_`; dtypes: of indices and of values.
+
+        Returns (payload, the values that `cast_decode` will).
+        """
+        ...
+
     def seal_(
         self,
         payload: UInt8[Tensor, "nbytes"],

@@ -12,11 +12,13 @@ from dgc.kernels.codec import Header, PackedCode, RiceCode
 from dgc.kernels.library import Signatures, declare, load
 from dgc.kernels.protocol import Selection
 
+_SPARSE = (c_void_p, c_void_p, c_int64, c_void_p)
 _ENCODE = (c_int64, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64))
 _DECODE = (c_int, (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p))
 _ENCODE_VALUES = (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p))
 _DECODE_VALUES = (c_int, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p))
 _SIGNATURES: Signatures = {
+    "dgc_encode_plain": (None, (*_SPARSE, c_int64, c_int, c_float, c_void_p, *(c_void_p, c_int64) * 2, c_void_p)),
     "dgc_seal": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
     "dgc_sealed": (c_int, (c_void_p, c_int64)),
     "dgc_thin": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
@@ -56,6 +58,34 @@ class NativeCodec:
         payload = torch.empty(nbytes, dtype=torch.uint8)
         memset(payload.data_ptr(), 0, nbytes)
         return payload
+
+    def encode_plain(
+        self,
+        selection: Selection,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        limit: float,
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        nbytes: int,
+    ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
+        capacity = selection.values.numel()
+        payload, decoded = torch.empty(nbytes, dtype=torch.uint8), torch.empty(capacity)
+        self._library.dgc_encode_plain(
+            selection.indices.data_ptr(),
+            selection.values.data_ptr(),
+            capacity,
+            selection.count.data_ptr(),
+            dtypes[0].itemsize,
+            _DTYPES[dtypes[1]],
+            limit,
+            first_nonfinite.data_ptr(),
+            bounds.data_ptr(),
+            bounds.numel(),
+            payload.data_ptr(),
+            nbytes,
+            decoded.data_ptr(),
+        )
+        return payload, decoded
 
     def seal_(
         self,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dgc.kernels.codec import HEADER_BYTES, Codec
 from dgc.kernels.protocol import Quotas, Selection
-from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices
+from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices, PlainSection
 from dgc.wire.values import CastValues, ValueFormat
 
 
@@ -73,6 +73,12 @@ class SparseFormat:
         """
         assert selection.values.numel() == quotas.capacity
         layout = self._layout(quotas, numel)
+        if isinstance(layout.indices, PlainSection) and isinstance(self.values, CastValues):
+            # the same in one call: on a CPU each small one finds cold what the pass has driven out of the caches
+            dtypes, limit = (layout.indices.dtype, self.values.torch_dtype), self.values.largest(result)
+            how = (dtypes, limit, first_nonfinite, quotas.bounds, layout.nbytes)
+            payload, values = codec.encode_plain(selection, *how)
+            return Encoded(payload, Selection(selection.indices, values, selection.count), selection.values)
         payload = codec.blank(layout.nbytes, selection.values)
         own = layout.indices.encode_(codec, selection, payload[layout.index_bytes])
         section = payload[layout.value_bytes]

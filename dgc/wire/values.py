@@ -86,6 +86,10 @@ class CastValues:
     def nbytes(self, capacity: int, ranges: int) -> int:
         return capacity * self.itemsize
 
+    def largest(self, result: torch.dtype) -> float:
+        """Magnitudes are cut to this, for gradients of dtype `result`."""
+        return largest_cast(self.dtype, result)
+
     def quantize(
         self, values: Float32[Tensor, "n"], summands: int = 1, result: torch.dtype = torch.float32
     ) -> Float[Tensor, "n"]:
@@ -111,7 +115,7 @@ class CastValues:
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        return codec.cast_encode_(selection.values, self.torch_dtype, section, largest_cast(self.dtype, result))
+        return codec.cast_encode_(selection.values, self.torch_dtype, section, self.largest(result))
 
     def decode(
         self,

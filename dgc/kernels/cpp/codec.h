@@ -8,7 +8,12 @@
 
 namespace dgc {
 
+constexpr int64_t HEADER_BYTES = 16;
 constexpr int LARGEST_PARAMETER = 31;
+
+enum Dtype : int { FP32 = 0, FP16 = 1, BF16 = 2 };
+
+static inline int64_t size_of(int dtype) { return dtype == FP32 ? 4 : 2; }
 
 template <class Word>
 static inline Word load(const uint8_t* from) {
@@ -76,3 +81,7 @@ void pack(const uint32_t* numbers, int64_t count, int width, const Section& sect
 bool unpack(const Section& section, int64_t bit, int width, int64_t count, uint32_t* numbers);
 
 }  // namespace dgc
+
+// Cuts magnitudes to `limit` first. scale: one number.
+DGC_EXPORT void dgc_cast_encode(const float* values, int64_t count, int dtype, float limit, uint8_t* section,
+                                float* decoded, float* scale);

@@ -59,6 +59,20 @@ DGC_EXPORT void dgc_plain_encode(const int32_t* indices, int64_t capacity, int64
     }
 }
 
+// A whole payload: plain indices of `index_size` bytes, behind them values as in dgc_cast_encode, sealed.
+DGC_EXPORT void dgc_encode_plain(const int32_t* indices, const float* values, int64_t capacity, const int32_t* count,
+                                 int64_t index_size, int dtype, float limit, const int64_t* first_nonfinite,
+                                 const int64_t* bounds, int64_t size, uint8_t* payload, int64_t nbytes,
+                                 float* decoded) {
+    uint8_t* section = payload + HEADER_BYTES;
+    float scale;
+    dgc_plain_encode(indices, capacity, index_size, section);
+    section += capacity * index_size;
+    dgc_cast_encode(values, capacity, dtype, limit, section, decoded, &scale);
+    std::fill(section + capacity * size_of(dtype), payload + nbytes, uint8_t{0});
+    dgc_seal(payload, nbytes, count, first_nonfinite, bounds, size, &scale);
+}
+
 // As dgc_rice_decode.
 DGC_EXPORT int dgc_plain_decode(const uint8_t* section, int64_t nbytes, int64_t count, int64_t capacity, int64_t numel,
                                 int32_t* indices) {

@@ -8,8 +8,6 @@
 namespace dgc {
 namespace {
 
-enum Dtype : int { FP16 = 1, BF16 = 2 };  // else fp32
-
 constexpr int LARGEST_EXPONENT = 15;  // of scaled values
 constexpr float SMALLEST = 0x1p-149f;
 constexpr float ROUNDER = 0x1.8p23f;  // adding it leaves no bits behind the point, rounded to nearest, ties to even
@@ -117,7 +115,6 @@ void for_ranges(const int32_t* indices, int64_t count, const int64_t* bounds, in
 
 using namespace dgc;
 
-// Cuts magnitudes to `limit` first. scale_of_all: one number.
 DGC_EXPORT void dgc_cast_encode(const float* values, int64_t count, int dtype, float limit, uint8_t* section,
                                 float* decoded, float* scale_of_all) {
     const bool halves = dtype == FP16 || dtype == BF16;
