@@ -1,6 +1,6 @@
 """Payloads in plain torch: the definition of every bit, on any device, without waiting for it."""
 
-from math import inf
+from math import inf, nan
 
 import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
@@ -100,7 +100,7 @@ class TorchCodec:
         section: UInt8[Tensor, "nbytes"],
         limit: float = inf,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        values = values.clamp(-limit, limit)
+        values = torch.where(values.isfinite(), values.clamp(-limit, limit), nan)
         wire = section.view(dtype)
         if dtype == torch.float32:
             wire.copy_(values)
@@ -201,10 +201,10 @@ def owners(indices: Int32[Tensor, "capacity"], bounds: Int64[Tensor, "bounds"]) 
 
 
 def power_of_two(values: Float32[Tensor, "n"]) -> tuple[Float32[Tensor, ""], Float32[Tensor, ""]]:
-    """(scale, 1 / scale), both exact."""
+    """(scale, 1 / scale), both exact, of what is not NaN."""
     if not values.numel():
         return torch.ones((), device=values.device), torch.ones((), device=values.device)
-    largest = values.abs().amax()
+    largest = values.abs().nan_to_num(0.0).amax()
     # the exponent as its bits say it: exact on every device, and 0 for the smallest magnitudes
     exponent = (largest.view(torch.int32) >> 23) - 126 - LARGEST_EXPONENT
     exponent = torch.where(largest > 0, exponent.clamp(-126, 126), 0)

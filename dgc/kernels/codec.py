@@ -168,7 +168,8 @@ class Codec(Protocol):
         """Section: value / scale as fp32, fp16 or bf16, rounded to nearest, ties to even. scale: 1 for fp32, else
         the power of two in 2**-126 .. 2**126 that puts the largest magnitude into [2**14, 2**15), or as near as
         it can; 1 where all are zero. Magnitudes are cut to `limit` before: rounding must not lift one above fp32's
-        range. NaN stays, so that `cast_decode` calls it unsound. Returns (what that will, scale).
+        range. What is not finite has no part in the scale and becomes NaN, which `cast_decode` calls unsound.
+        Returns (what that will, scale).
         """
         ...
 

@@ -142,14 +142,17 @@ def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec, dtype
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, 0x7F800000, -0x800000])
-def test_what_is_not_finite_does_not_become_a_number(codec, dtype, bits):
-    values = torch.tensor([bits, 0], dtype=torch.int32).view(torch.float32)
-    section = torch.zeros(2 * dtype.itemsize, dtype=torch.uint8)
-    decoded, scale = codec.cast_encode_(values, dtype, section)
-    again, sound = codec.cast_decode(section, torch.tensor(2, dtype=torch.int32), dtype, scale)
-    assert not decoded[0].isfinite() and not again[0].isfinite() and not sound
-    if values[0].isnan():
-        assert codec.cast_encode_(values, dtype, section, 4.0)[0].isnan().tolist() == [True, False]
+def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec, dtype, bits):
+    bad = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    values, good = torch.cat([torch.tensor([0.0, 3.7]), bad, torch.tensor([-5e-3])]), torch.tensor([0, 1, 3])
+    count, section = torch.tensor(4, dtype=torch.int32), torch.zeros(4 * dtype.itemsize, dtype=torch.uint8)
+    for limit in (math.inf, 3.0):
+        expected, right = codec.cast_encode_(values[good], dtype, section[: 3 * dtype.itemsize], limit)
+        decoded, scale = codec.cast_encode_(values, dtype, section, limit)
+        again, sound = codec.cast_decode(section, count, dtype, scale)
+        assert scale == right and not sound
+        for got in (decoded, again):
+            assert got[2].isnan() and same(got[good], expected)
 
 
 @every_codec

@@ -12,7 +12,7 @@ constexpr int LARGEST_EXPONENT = 15;  // of scaled values
 constexpr float SMALLEST = 0x1p-149f;
 constexpr float ROUNDER = 0x1.8p23f;  // adding it leaves no bits behind the point, rounded to nearest, ties to even
 
-constexpr uint32_t INFINITY_BITS = 0x7F800000;
+constexpr uint32_t INFINITY_BITS = 0x7F800000, NOT_A_NUMBER = 0x7FC00000;
 
 inline bool finite(float x) { return (bits_of(x) & INFINITY_BITS) != INFINITY_BITS; }
 
@@ -25,7 +25,7 @@ struct Fp32 {
 struct Fp16 {
     using Word = uint16_t;
 
-    // Of magnitudes up to 2**15, to nearest, ties to even; infinities and NaN become NaN. All ways are computed, so
+    // Of magnitudes up to 2**15, to nearest, ties to even; NaN stays NaN. All ways are computed, so
     // that none is a branch.
     static Word to(float x) {
         uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
@@ -60,17 +60,22 @@ struct Bf16 {
     static float from(Word word) { return float_of(static_cast<uint32_t>(word) << 16); }
 };
 
-// NaN stays NaN.
-inline float cut(float x, float limit) { return std::min(std::max(x, -limit), limit); }
+// What is not finite becomes NaN.
+inline float cut(float x, float limit) {
+    return finite(x) ? std::min(std::max(x, -limit), limit) : float_of(NOT_A_NUMBER);
+}
 
 struct Scale {
     float value, inverse;
 };
 
-// The power of two by which halves are scaled.
+// The power of two by which halves are scaled; of what is finite.
 Scale scale_for(const float* values, int64_t count, float limit) {
     uint32_t largest = 0;
-    for (int64_t j = 0; j < count; ++j) largest = std::max(largest, bits_of(values[j]) & 0x7FFFFFFF);
+    for (int64_t j = 0; j < count; ++j) {
+        const uint32_t bits = bits_of(values[j]) & 0x7FFFFFFF;
+        largest = std::max(largest, bits < INFINITY_BITS ? bits : 0);
+    }
     largest = std::min(largest, bits_of(limit));
     int exponent = static_cast<int>(largest >> 23) - 126 - LARGEST_EXPONENT;
     exponent = largest ? std::min(126, std::max(-126, exponent)) : 0;
