@@ -1,4 +1,4 @@
-// One pass over g, u and v that updates them and collects, of each range, the elements at or above a floor; then the
+// One pass over g, u and v that updates them and collects, of each range, the elements at or above a floor, and the
 // exact choice among those. A range whose floor did not fit is collected again with a floor of our own, from v alone,
 // and if that does not fit either it is chosen by counting. Neither floors nor threads change what is chosen.
 #include "choice.h"
@@ -54,14 +54,6 @@ bool choose_among_candidates(const Job& job, Range& range, const Output& output)
     return true;
 }
 
-// Chooses in all active ranges; those that did not work out stay active.
-void choose_active(Job& job, const Output& output) {
-    share_out(job.active_count, job.threads, [&](int64_t i, int) {
-        if (choose_among_candidates(job, job.ranges[job.active[i]], output)) job.active[i] = -1;
-    });
-    job.active_count = std::remove(job.active, job.active + job.active_count, -1) - job.active;
-}
-
 // Closes the gaps that ranges with fewer elements than their quota left, and sets the rest to zero.
 void close_gaps(const Range* ranges, int64_t count, int64_t capacity, const Output& output) {
     int64_t at = 0;
@@ -91,6 +83,7 @@ int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* k
         range.size = bounds[s + 1] - bounds[s];
         range.quota = ks[s];
         range.k = std::min(ks[s], range.size);
+        range.chosen = range.size == 0;
         range.output = at;
         range.budget =
             range.size <= small_range ? range.size : std::min(range.size, 4 * range.k + range.size / 64 + 1024);
@@ -98,9 +91,9 @@ int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* k
         range.floor = range.expected ? bits_of(floors[s]) : smallest_bits;
         range.shift = after_floor;
     }
+    const auto choose_one = [&](Range& range) { return choose_among_candidates(job, range, output); };
     set_floors(job);
-    const int64_t first = collect(job, n);
-    choose_active(job, output);
+    const int64_t first = collect(job, n, choose_one);
     *output.missed = static_cast<int32_t>(std::count_if(
         job.active, job.active + job.active_count, [&](int64_t s) { return job.ranges[s].expected; }));
     if (*output.missed) {
@@ -108,8 +101,7 @@ int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* k
         job.source.update = none;
         job.source.sent.count = 0;
         set_floors(job);
-        collect(job, n);
-        choose_active(job, output);
+        collect(job, n, choose_one);
     }
     for (int64_t a = 0; a < job.active_count; ++a)
         choose_by_counting(source.v, job.ranges[job.active[a]], threads, *scratch, output.indices, output.values);

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 #include "pass.h"
 #include "pool.h"
@@ -33,9 +34,11 @@ struct Range {
     int shift;                        // of the bins that cut_for looks at first
     bool expected;                    // the floor is the caller's
     int64_t found;                    // how many were chosen
+    bool chosen;                      // that many, for good
     float threshold;
     int64_t first_unit, units;
     std::atomic<int64_t> candidates;  // collected so far
+    std::atomic<int64_t> units_left;
 };
 
 // Some elements of one range, and where what was collected of them lies in the memory of the thread that did it.
@@ -66,8 +69,10 @@ struct Job {
 // Gives every active range that has no floor of the caller's a sampled one.
 void set_floors(Job& job);
 
-// Does the pass over all active ranges. Returns the first element of g that is not finite, n where there is none.
-int64_t collect(Job& job, int64_t n);
+// Does the pass over all active ranges. A range that is through is handed to `choose` at once, by the thread that was
+// last in it: its candidates are still at hand, and the other threads go on. Those for which it returns true are active
+// no more. Returns the first element of g that is not finite, n where there is none.
+int64_t collect(Job& job, int64_t n, const std::function<bool(Range&)>& choose);
 
 // The choice by counting all magnitudes of v in the range: three reads of it, whatever the numbers are.
 void choose_by_counting(const float* v, Range& range, int threads, Scratch& scratch, int32_t* indices,

@@ -24,6 +24,7 @@ std::pair<int64_t, int64_t> set_units(Job& job) {
         range.first_unit = count;
         range.units = (range.size + unit - 1) / unit;
         range.candidates = 0;
+        range.units_left = range.units;
         count += range.units;
         room += range.budget;
     }
@@ -63,7 +64,7 @@ void set_floors(Job& job) {
     });
 }
 
-int64_t collect(Job& job, int64_t n) {
+int64_t collect(Job& job, int64_t n, const std::function<bool(Range&)>& choose) {
     const auto [count, room] = set_units(job);
     const auto kernel = pass_kernels().update_and_collect[job.source.update];
     std::vector<Candidates> collected;
@@ -88,7 +89,10 @@ int64_t collect(Job& job, int64_t n) {
         // Once a range has too many, what came last is let go, so that the room suffices.
         if (range.candidates.fetch_add(mine.count, std::memory_order_relaxed) + mine.count <= range.budget)
             collected[thread].count = found.count;
+        if (range.units_left.fetch_sub(1, std::memory_order_acq_rel) == 1) range.chosen = choose(range);
     });
+    const auto is_chosen = [&](int64_t s) { return job.ranges[s].chosen; };
+    job.active_count = std::remove_if(job.active, job.active + job.active_count, is_chosen) - job.active;
     return first.load();
 }
 
