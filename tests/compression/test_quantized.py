@@ -179,9 +179,9 @@ def test_random_blocks_follow_one_another_around_the_end():
 @pytest.mark.parametrize("rank", [1, 3])
 def test_svd_is_the_best_approximation(rank):
     M = normal(20 * 30, 8).view(20, 30)
-    U, s, Vh = torch.linalg.svd(M)
+    U, s, Vh = torch.linalg.svd(M.double())  # in fp32 some CPUs' LAPACK is a hundred times less exact than ours
     best = U[:, :rank] * s[:rank] @ Vh[:rank]
-    torch.testing.assert_close(once(lambda: SVD(rank), M), best, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(once(lambda: SVD(rank), M).double(), best, rtol=1e-5, atol=2e-6)
 
 
 def test_svd_takes_what_it_makes_smaller():
