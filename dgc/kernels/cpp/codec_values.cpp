@@ -25,8 +25,8 @@ struct Fp32 {
 struct Fp16 {
     using Word = uint16_t;
 
-    // Of magnitudes up to 2**15, to nearest, ties to even; NaN stays NaN. All ways are computed, so
-    // that none is a branch.
+    // Of magnitudes up to 2**15, to nearest, ties to even; NaN stays NaN. All ways are computed, so that none is a
+    // branch.
     static Word to(float x) {
         uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
         // below 2**-14 in steps of 2**-24, which are those of fp32 just above one half
@@ -69,7 +69,7 @@ struct Scale {
     float value, inverse;
 };
 
-// The power of two by which halves are scaled; of what is finite.
+// The power of two by which halves are scaled, from what is finite.
 Scale scale_for(const float* values, int64_t count, float limit) {
     uint32_t largest = 0;
     for (int64_t j = 0; j < count; ++j) {
