@@ -19,22 +19,22 @@ from omegaconf import DictConfig
 from dgc.comm import Transport
 from dgc.comm.horovod import connect
 from dgc.optim import broadcast_parameters
-from training.arguments import parse_arguments
-from training.checkpoint import Checkpoints, checkpoint_name
-from training.config import ConfigError, load, to_yaml
-from training.data import TrainBatches
-from training.evaluation import Evaluation
-from training.failure import Refused, ending_all_ranks
-from training.interruption import SAVED, Interruption
-from training.launcher import complain, launched_rank
-from training.log import Log
-from training.parameters import parameter_groups
-from training.random_state import seed_everything
-from training.replicas import check_replicas
-from training.rows import Rows
-from training.runs import run_name
-from training.schedule import Schedule, scale_learning_rate
-from training.setup import (
+from dgc_training.arguments import parse_arguments
+from dgc_training.checkpoint import Checkpoints, checkpoint_name
+from dgc_training.config import ConfigError, load, to_yaml
+from dgc_training.data import TrainBatches
+from dgc_training.evaluation import Evaluation
+from dgc_training.failure import Refused, ending_all_ranks
+from dgc_training.interruption import SAVED, Interruption
+from dgc_training.launcher import complain, launched_rank
+from dgc_training.log import Log
+from dgc_training.parameters import parameter_groups
+from dgc_training.random_state import seed_everything
+from dgc_training.replicas import check_replicas
+from dgc_training.rows import Rows
+from dgc_training.runs import run_name
+from dgc_training.schedule import Schedule, scale_learning_rate
+from dgc_training.setup import (
     build,
     building,
     check_agreement,
@@ -44,9 +44,9 @@ from training.setup import (
     require_complete,
     wrap_optimizer,
 )
-from training.state import Progress, State
-from training.summary import finish, summarize
-from training.watchdog import WatchedTransport, watching
+from dgc_training.state import Progress, State
+from dgc_training.summary import finish, summarize
+from dgc_training.watchdog import WatchedTransport, watching
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -61,7 +61,7 @@ from dgc.compression import (
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim.planning import plan_buckets
 from dgc.wire import RiceIndices, SignValues
-from models import resnet18
+from dgc_models import resnet18
 
 Make = Callable[[], Compressor]
 METHODS: dict[str, Make] = {

@@ -26,9 +26,9 @@ from typing import Any
 
 import train
 from dgc.comm.lockstep import LockstepWorld
+from dgc_training.arguments import parse_arguments
+from dgc_training.config import load
 from scripts.launch import prepare, usable_cores
-from training.arguments import parse_arguments
-from training.config import load
 
 DGC = ("configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py")
 TASKS = {"digits": ("configs/digits/cnn.py",), "digits-resnet20": ("configs/digits/resnet20.py",)}

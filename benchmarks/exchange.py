@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-import datasets.torchvision_compat  # noqa: F401  (before torchvision)
 import dgc.kernels as kernels
+import dgc_datasets.torchvision_compat  # noqa: F401  (before torchvision)
 from dgc.bucket import Bucket
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.comm.requests import Conversation

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dgc.kernels as kernels
-import models
+import dgc_models
 from benchmarks import step_overhead
-from datasets import CIFAR, Digits
 from dgc.bucket import Bucket, Segment, make_bucket
 from dgc.kernels import Accumulation, Selection
 from dgc.selection import plan_selection
+from dgc_datasets import CIFAR, Digits
 
 BUCKET_ELEMENTS = 25 * 10**6 // 4
 MOMENTUM = 0.9
@@ -134,7 +134,7 @@ def record(
 ) -> Recording:
     """The last of `steps` steps from a seed that is always the same."""
     torch.manual_seed(0)
-    learner = Learner(getattr(models, name)(), endless(data, batch), density, lr, device)
+    learner = Learner(getattr(dgc_models, name)(), endless(data, batch), density, lr, device)
     total, square = ([torch.zeros_like(v) for v in learner.v] for _ in range(2))
     seconds, losses, first = [], [], steps // 2
     for step in range(steps):

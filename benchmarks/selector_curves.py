@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import dgc.kernels as kernels
 from benchmarks.recordings import MOMENTUM
 from benchmarks.selector_methods import SELECTORS
-from datasets import Digits
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import Dense, DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from models import DigitsCNN
+from dgc_datasets import Digits
+from dgc_models import DigitsCNN
 
 RANKS, BATCH, LR = 2, 16, 0.05
 

@@ -26,8 +26,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-import datasets.torchvision_compat  # noqa: F401
 import dgc.kernels as kernels
+import dgc_datasets.torchvision_compat  # noqa: F401
 from benchmarks.step_methods import Copy, Eager, Ours, Step, TopK, floors
 from dgc.bucket import Segment, lay_out
 from dgc.selection import Exact, Histogram, Predicted

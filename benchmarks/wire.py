@@ -28,15 +28,15 @@ from typing import Any
 import torch
 from torch import nn
 
-import models
+import dgc_models
 from benchmarks.recordings import Learner, endless
-from datasets import Digits
 from dgc.kernels import Codec, Quotas, Selection
 from dgc.kernels.bits import TorchCodec
 from dgc.kernels.native_codec import NativeCodec
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 from dgc.wire.indices import IndexFormat
 from dgc.wire.values import ValueFormat
+from dgc_datasets import Digits
 
 MODELS = ("resnet18", "resnet110")
 INDICES: dict[str, IndexFormat] = {
@@ -61,7 +61,7 @@ Recording = tuple[Quotas, int, list[Selection]]
 
 def record(name: str, density: float, steps: int) -> list[Recording]:
     torch.manual_seed(0)
-    model: nn.Module = getattr(models, name)(in_channels=1)
+    model: nn.Module = getattr(dgc_models, name)(in_channels=1)
     batches = endless(Digits()["train"], BATCH)
     larger = ((nn.functional.interpolate(images, scale_factor=2.0), labels) for images, labels in batches)
     learner = Learner(model, larger, density, LR)

@@ -6,8 +6,8 @@ A key that is not here is an error, except a constructor's keywords (its signatu
 import torch
 
 from dgc.compression import Dense
-from training.config import Config, configs
-from training.meters import TopKClassMeter
+from dgc_training.config import Config, configs
+from dgc_training.meters import TopKClassMeter
 
 configs.seed = 42  # of weights, shuffling and sampling; the same on every rank
 configs.deterministic = False  # True: deterministic kernels only, which may be slower

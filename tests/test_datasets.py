@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from datasets import Digits
-from datasets.digits import stratified_folds
+from dgc_datasets import Digits
+from dgc_datasets.digits import stratified_folds
 
 
 def test_every_image_is_tested_once_over_the_folds():
@@ -47,7 +47,7 @@ def test_impossible_arguments_are_refused(arguments):
 def test_torchvision_imports():
     """In a process of its own: whatever torchvision is installed, it imports after the compatibility file."""
     program = (
-        "import datasets.torchvision_compat as compat\n"
+        "import dgc_datasets.torchvision_compat as compat\n"
         "from torchvision.models import resnet18\n"
         "from torchvision.datasets import CIFAR10\n"
         "assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512\n"
@@ -59,11 +59,11 @@ def test_torchvision_imports():
 
 def test_torchvision_imports_in_a_config_file(tmp_path):
     """As the original's files import their models."""
-    text = "from torchvision.models import resnet18\nfrom training.config import Config, configs\n"
+    text = "from torchvision.models import resnet18\nfrom dgc_training.config import Config, configs\n"
     (tmp_path / "mine.py").write_text(text + "configs.model = Config(resnet18, num_classes=10)\n")
     program = (
         "import sys\n"
-        "from training.config import load\n"
+        "from dgc_training.config import load\n"
         "assert 'torchvision' not in sys.modules\n"
         f"tree = load(['configs/digits/cnn.py', {str(tmp_path / 'mine.py')!r}])\n"
         "assert tree.model._target_ == 'torchvision.models.resnet18'\n"
@@ -72,7 +72,7 @@ def test_torchvision_imports_in_a_config_file(tmp_path):
 
 
 def test_nothing_is_declared_where_operators_load(monkeypatch):
-    import datasets.torchvision_compat as compat
+    import dgc_datasets.torchvision_compat as compat
 
     monkeypatch.setattr(compat, "operators_load", lambda: True)
     monkeypatch.setattr(compat, "_declared", [])

@@ -12,12 +12,12 @@ import torch
 from documented import table
 from small_data import write_cifar, write_imagenet
 
+from dgc_training.config import instantiate, load
+from dgc_training.config.files import REPOSITORY
+from dgc_training.config.targets import import_target
+from dgc_training.runs import run_name
+from dgc_training.schedule import Schedule, scale_learning_rate
 from scripts.launch import environment
-from training.config import instantiate, load
-from training.config.files import REPOSITORY
-from training.config.targets import import_target
-from training.runs import run_name
-from training.schedule import Schedule, scale_learning_rate
 
 # Hyper-parameters
 
@@ -193,7 +193,7 @@ def test_absent_data_is_one_message(folder):
     done = run(command + " --configs.dataset.root nowhere", folder)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     first = next(line for line in done.stderr.splitlines() if "dataset" in line)
-    assert first.startswith("dataset (datasets.CIFAR): the data set is not there: nowhere/cifar-10-batches-py")
+    assert first.startswith("dataset (dgc_datasets.CIFAR): the data set is not there: nowhere/cifar-10-batches-py")
     assert not (folder / "runs").exists() and not (folder / "nowhere").exists()
 
 

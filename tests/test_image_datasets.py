@@ -16,10 +16,10 @@ import torch
 from small_data import write_archive, write_cifar, write_imagenet
 from torch.utils.data import DataLoader
 
-from datasets import CIFAR, ImageNet
-from datasets.prepare import prepare_once
-from training.config import ConfigError, instantiate, load
-from training.config.targets import import_target
+from dgc_datasets import CIFAR, ImageNet
+from dgc_datasets.prepare import prepare_once
+from dgc_training.config import ConfigError, instantiate, load
+from dgc_training.config.targets import import_target
 
 CIFAR10 = import_target("torchvision.datasets.CIFAR10")
 

@@ -31,15 +31,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dgc/gossip": CORE,
     "dgc/optim": (*CORE, *PROTOCOLS, "dgc.gossip"),
     "dgc/__init__.py": LIBRARY,
-    "datasets": (),
-    "models": (),
-    "training": ("dgc.kernels", "dgc.comm", "dgc.optim", "datasets.torchvision_compat"),
-    "train.py": ("dgc.comm", "dgc.optim", "training"),
-    "configs": ("dgc", "datasets", "models", "training"),
-    "benchmarks": ("dgc", "datasets", "models", "training", "train", "configs", "scripts"),
-    "scripts": ("dgc", "datasets", "models", "training", "configs", "benchmarks"),
+    "dgc_datasets": (),
+    "dgc_models": (),
+    "dgc_training": ("dgc.kernels", "dgc.comm", "dgc.optim", "dgc_datasets.torchvision_compat"),
+    "train.py": ("dgc.comm", "dgc.optim", "dgc_training"),
+    "configs": ("dgc", "dgc_datasets", "dgc_models", "dgc_training"),
+    "benchmarks": ("dgc", "dgc_datasets", "dgc_models", "dgc_training", "train", "configs", "scripts"),
+    "scripts": ("dgc", "dgc_datasets", "dgc_models", "dgc_training", "configs", "benchmarks"),
 }
-OURS = {"dgc", "datasets", "models", "training", "train", "configs", "benchmarks", "scripts", "tests"}
+OURS = {"dgc", "dgc_datasets", "dgc_models", "dgc_training", "train", "configs", "benchmarks", "scripts", "tests"}
 
 # third-party packages that only these files may import
 ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -49,8 +49,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 # rooms that import nothing outside the standard library but these
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "dgc": ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton"),
-    "datasets": ("torch", "torchvision", "numpy", "sklearn", "PIL"),
-    "models": ("torch", "torchvision", "numpy"),
+    "dgc_datasets": ("torch", "torchvision", "numpy", "sklearn", "PIL"),
+    "dgc_models": ("torch", "torchvision", "numpy"),
 }
 
 
@@ -135,15 +135,15 @@ def test_every_folder_of_code_is_a_room() -> None:
         ("dgc/compression/dgc.py", "import horovod.torch as hvd"),
         ("dgc/comm/lockstep.py", "from mpi4py import MPI"),
         ("dgc/memory/residual.py", "from omegaconf import OmegaConf"),
-        ("dgc/memory/residual.py", "import training.meters"),
-        ("training/loop.py", "from dgc.compression import DGCCompressor"),
-        ("training/loop.py", "import horovod.torch"),
+        ("dgc/memory/residual.py", "import dgc_training.meters"),
+        ("dgc_training/loop.py", "from dgc.compression import DGCCompressor"),
+        ("dgc_training/loop.py", "import horovod.torch"),
         ("train.py", "from dgc.compression import DGCCompressor"),
-        ("train.py", "import models"),
-        ("training/loop.py", "import datasets"),
-        ("training/loop.py", "from datasets import Digits"),
-        ("models/cnn.py", "from dgc.optim import DGCSGD"),
-        ("datasets/digits.py", "import tqdm"),
+        ("train.py", "import dgc_models"),
+        ("dgc_training/loop.py", "import dgc_datasets"),
+        ("dgc_training/loop.py", "from dgc_datasets import Digits"),
+        ("dgc_models/cnn.py", "from dgc.optim import DGCSGD"),
+        ("dgc_datasets/digits.py", "import tqdm"),
         ("unknown/room.py", "import os"),
     ],
 )
@@ -159,9 +159,9 @@ def test_a_planted_violation_is_found(path: str, source: str) -> None:
         ("dgc/wire/values.py", "from . import indices\nfrom dgc.comm.requests import AllGather\nimport math"),
         ("dgc/optim/optimizer.py", "from dgc.compression.protocol import Compression"),
         ("dgc/kernels/triton.py", "import triton.language as tl"),
-        ("datasets/digits.py", "from sklearn.datasets import load_digits\nimport torchvision"),
-        ("training/config/targets.py", "import datasets.torchvision_compat"),
-        ("train.py", "from training.config import load\nfrom dgc.comm.horovod import HorovodTransport"),
+        ("dgc_datasets/digits.py", "from sklearn.datasets import load_digits\nimport torchvision"),
+        ("dgc_training/config/targets.py", "import dgc_datasets.torchvision_compat"),
+        ("train.py", "from dgc_training.config import load\nfrom dgc.comm.horovod import HorovodTransport"),
         ("configs/dgc/__init__.py", "from dgc.compression import DGCCompressor\nimport torch"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models import (
+from dgc_models import (
     DigitsCNN,
     alexnet,
     densenet121,
@@ -18,9 +18,9 @@ from models import (
     vgg16_bn,
     vgg19_bn,
 )
-from models.densenet_cifar import DenseLayer
-from models.resnet_cifar import Bottleneck, Projection, ResNet, resnet_of_depth
-from models.senet_cifar import PreActivationBlock, SqueezeExcitation
+from dgc_models.densenet_cifar import DenseLayer
+from dgc_models.resnet_cifar import Bottleneck, Projection, ResNet, resnet_of_depth
+from dgc_models.senet_cifar import PreActivationBlock, SqueezeExcitation
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dgc_training.csv_log import CsvLog
 from scripts.plot import main
 from scripts.plot_figures import colours, error_figure, loss_figure, names, scaling_figure, time_unit
 from scripts.plot_runs import PlotError, read_run
-from training.csv_log import CsvLog
 
-CONFIG = {"dataset": {"_target_": "datasets.Digits"}, "model": {"_target_": "models.DigitsCNN"}}
+CONFIG = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
 STEPS = 6
 
 
@@ -181,9 +181,9 @@ def test_what_is_refused(tmp_path, capsys):
     assert "files of 2 and of 4 ranks" in refused(capsys, tmp_path, run)
     (run / "csv" / "out_r0_n4.csv").unlink()
 
-    other = write_run(tmp_path / "other", model="models.Other")
+    other = write_run(tmp_path / "other", model="dgc_models.Other")
     message = refused(capsys, tmp_path, run, other)
-    assert "cannot be compared: model is" in message and "models.Other in" in message
+    assert "cannot be compared: model is" in message and "dgc_models.Other in" in message
     (run / "config.yaml").write_text("train: {}")
     assert f"LABEL={run}" in refused(capsys, tmp_path, run)
     (run / "config.yaml").write_text("train: {")

@@ -1,7 +1,7 @@
 """SlowMo (Wang et al. 2020, arXiv 1910.00643) on the gossip stacked before, or on local SGD."""
 
 from dgc.gossip import Periodic, SlowMo
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip = Config(Periodic, average_every=48, base=configs.train.gossip)
 configs.train.gossip.outer = Config(SlowMo, beta=0.5, alpha=1.0)

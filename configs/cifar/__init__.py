@@ -5,8 +5,8 @@ CIFAR-100: --configs.dataset.num_classes 100; its folder and the model's classes
 
 import torch
 
-from datasets import CIFAR
-from training.config import Config, configs, derived
+from dgc_datasets import CIFAR
+from dgc_training.config import Config, configs, derived
 
 configs.dataset = Config(CIFAR)
 configs.dataset.root = "data/cifar${dataset.num_classes}"

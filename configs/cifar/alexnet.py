@@ -3,8 +3,8 @@
 Not among the original's files; learning rate and weight decay are the paper's.
 """
 
-from models import alexnet
-from training.config import Config, configs, derived
+from dgc_models import alexnet
+from dgc_training.config import Config, configs, derived
 
 configs.model = Config(alexnet, num_classes=derived("dataset.num_classes"))
 # A tenth of the others': without batch norm, 0.1 makes the loss diverge.

@@ -3,7 +3,7 @@
 Not among the original's files; the weight decay of its others is the paper's too.
 """
 
-from models import densenet121
-from training.config import Config, configs, derived
+from dgc_models import densenet121
+from dgc_training.config import Config, configs, derived
 
 configs.model = Config(densenet121, num_classes=derived("dataset.num_classes"))

@@ -3,8 +3,8 @@
 Not among the original's files; the weight decay is the one that is usual for this width.
 """
 
-from models import resnet101
-from training.config import Config, configs, derived
+from dgc_models import resnet101
+from dgc_training.config import Config, configs, derived
 
 configs.model = Config(resnet101, num_classes=derived("dataset.num_classes"))
 configs.train.optimizer.weight_decay = 5e-4

@@ -3,7 +3,7 @@
 Not among the original's files; with the settings of its others.
 """
 
-from models import resnet56
-from training.config import Config, configs, derived
+from dgc_models import resnet56
+from dgc_training.config import Config, configs, derived
 
 configs.model = Config(resnet56, num_classes=derived("dataset.num_classes"))

@@ -3,8 +3,8 @@
 Not among the original's files; the weight decay is the one that is usual for this width.
 """
 
-from models import vgg16_bn
-from training.config import Config, configs, derived
+from dgc_models import vgg16_bn
+from dgc_training.config import Config, configs, derived
 
 configs.model = Config(vgg16_bn, num_classes=derived("dataset.num_classes"))
 configs.train.optimizer.weight_decay = 5e-4

@@ -3,8 +3,8 @@
 Not among the original's files; learning rate and weight decay are the paper's.
 """
 
-from models import vgg19_bn
-from training.config import Config, configs, derived
+from dgc_models import vgg19_bn
+from dgc_training.config import Config, configs, derived
 
 configs.model = Config(vgg19_bn, num_classes=derived("dataset.num_classes"))
 # A tenth of the others': at 0.1 the loss rises at first, and is slow to come down.

@@ -3,7 +3,7 @@
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD
-from training.config import Config, configs, derived
+from dgc_training.config import Config, configs, derived
 
 optimizer = configs.train.optimizer
 if optimizer._target_ not in ("torch.optim.SGD", "dgc.optim.DGCSGD"):

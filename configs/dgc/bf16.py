@@ -1,6 +1,6 @@
 """Values travel as bf16: 2 bytes in place of 4."""
 
 from dgc.wire import CastValues
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression["values"] = Config(CastValues, dtype="bf16")

@@ -1,5 +1,5 @@
 """Indices travel as int32: 4 bytes in place of 8."""
 
-from training.config import configs
+from dgc_training.config import configs
 
 configs.train.compression.int32_indices = True

@@ -1,6 +1,6 @@
 """Values travel as int8 with a scale per tensor: 1 byte in place of 4."""
 
 from dgc.wire import Int8Values
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression["values"] = Config(Int8Values)

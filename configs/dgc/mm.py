@@ -1,5 +1,5 @@
 """Momentum masking: an element that was sent loses its momentum (section 3.3)."""
 
-from training.config import configs
+from dgc_training.config import configs
 
 configs.train.compression.memory.momentum_masking = True

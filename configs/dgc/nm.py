@@ -1,5 +1,5 @@
 """No momentum masking: an element that was sent keeps its momentum."""
 
-from training.config import configs
+from dgc_training.config import configs
 
 configs.train.compression.memory.momentum_masking = False

@@ -1,6 +1,6 @@
 """Indices travel as packed gaps: about 13 bits at 0.1 %, in place of 64."""
 
 from dgc.wire import PackedIndices
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression.indices = Config(PackedIndices)

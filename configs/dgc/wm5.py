@@ -3,7 +3,7 @@
 Differences from the original: it documents the same ratios, but its exponent is (epoch + 1) / 6.
 """
 
-from training.config import configs
+from dgc_training.config import configs
 
 configs.train.compression.warmup_epochs = 5
 configs.train.compression.warmup_coeff = None

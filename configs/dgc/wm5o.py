@@ -1,6 +1,6 @@
 """Warm-up over 5 epochs that send everything, then the full ratio at once."""
 
-from training.config import configs
+from dgc_training.config import configs
 
 configs.train.compression.warmup_epochs = 5
 configs.train.compression.warmup_coeff = [1, 1, 1, 1, 1]

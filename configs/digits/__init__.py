@@ -2,8 +2,8 @@
 
 import torch
 
-from datasets import Digits
-from training.config import Config, configs, derived
+from dgc_datasets import Digits
+from dgc_training.config import Config, configs, derived
 
 configs.dataset = Config(Digits)
 configs.dataset.fold = 0  # which fold is the test set

@@ -1,6 +1,6 @@
 """ResNet-20 of the CIFAR family (He et al. 2016, section 4.2) on one input channel, 269,434 parameters."""
 
-from models import resnet20
-from training.config import Config, configs, derived
+from dgc_models import resnet20
+from dgc_training.config import Config, configs, derived
 
 configs.model = Config(resnet20, num_classes=derived("dataset.num_classes"), in_channels=1)

@@ -2,7 +2,7 @@
 with a file of configs/topology after it to say who the neighbours are.
 """
 
-from training.config import configs
+from dgc_training.config import configs
 
 configs.train.csv = True
 

@@ -1,7 +1,7 @@
 """AD-PSGD (Lian et al. 2018, arXiv 1710.06952): ranks train at paces of their own and average in pairs."""
 
 from dgc.gossip import ADPSGD, bipartite_complete
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip = Config(ADPSGD)
 configs.train.gossip.graph = Config(bipartite_complete, _partial_=True)  # or a file of configs/topology with pairs

@@ -1,7 +1,7 @@
 """Models travel in bf16, scaled so that nothing overflows; what that rounds away stays with the sender."""
 
 from dgc.gossip import Half
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 if "message" not in (configs.train.gossip or {}):
     raise ValueError(

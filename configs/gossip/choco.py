@@ -1,7 +1,7 @@
 """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340): neighbours exchange compressed differences."""
 
 from dgc.gossip import CHOCO, TopK, metropolis, two_way_ring
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip = Config(CHOCO)
 configs.train.gossip.graph = Config(two_way_ring, _partial_=True)  # or configs/topology: full, grid, ring, star

@@ -1,7 +1,7 @@
 """D-PSGD (Lian et al. 2017, arXiv 1705.09056): pairs of ranks average, by default."""
 
 from dgc.gossip import DPSGD, bipartite_exponential, uniform
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip = Config(DPSGD)
 configs.train.gossip.graph = Config(bipartite_exponential, _partial_=True, peers=1, order="paper")

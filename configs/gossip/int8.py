@@ -1,7 +1,7 @@
 """Models travel in 8 bits with a scale for each block; what that rounds away stays with the sender."""
 
 from dgc.gossip import Int8
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 if "message" not in (configs.train.gossip or {}):
     raise ValueError(

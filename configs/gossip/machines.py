@@ -4,6 +4,6 @@ Stack it last of configs/gossip, and after a file of configs/topology.
 """
 
 from dgc.gossip import Machines
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip = Config(Machines, base=configs.train.gossip)  # between machines; null: SGP

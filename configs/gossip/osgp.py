@@ -1,7 +1,7 @@
 """Overlap SGP (Assran et al. 2019): messages travel during forward and backward."""
 
 from dgc.gossip import OSGP, n_peer_exponential, uniform
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip = Config(OSGP)
 configs.train.gossip.graph = Config(n_peer_exponential, _partial_=True, peers=1)  # or a file of configs/topology

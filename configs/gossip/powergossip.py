@@ -1,7 +1,7 @@
 """PowerGossip (Vogels, Karimireddy, Jaggi 2020, arXiv 2008.01425): low-rank differences between neighbours."""
 
 from dgc.gossip import PowerGossip, metropolis, two_way_ring
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip = Config(PowerGossip)
 configs.train.gossip.graph = Config(two_way_ring, _partial_=True)  # or a symmetric one of configs/topology

@@ -1,7 +1,7 @@
 """Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792)."""
 
 from dgc.gossip import SGP, n_peer_exponential, uniform
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip = Config(SGP)
 configs.train.gossip.graph = Config(n_peer_exponential, _partial_=True, peers=1)  # or a file of configs/topology

@@ -2,8 +2,8 @@
 
 import torch
 
-from datasets import ImageNet
-from training.config import Config, configs, derived
+from dgc_datasets import ImageNet
+from dgc_training.config import Config, configs, derived
 
 configs.dataset = Config(ImageNet)
 configs.dataset.root = "data/imagenet"

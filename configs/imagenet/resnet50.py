@@ -3,7 +3,7 @@
 Differences from the original: Nesterov momentum reaches DGC's memory too, where it was lost.
 """
 
-from training.config import Config, configs, derived
+from dgc_training.config import Config, configs, derived
 
 configs.model = Config("torchvision.models.resnet50", num_classes=derived("dataset.num_classes"))
 configs.model.zero_init_residual = True

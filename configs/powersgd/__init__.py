@@ -3,7 +3,7 @@ momentum and weight decay act on the averaged gradient.
 """
 
 from dgc.compression import PowerSGDCompressor
-from training.config import Config, configs, derived
+from dgc_training.config import Config, configs, derived
 
 configs.train.compression = Config(PowerSGDCompressor)
 configs.train.compression.rank = 2  # 1, 2, 4, 7 (rank*.py): more rank, more bytes, closer to dense

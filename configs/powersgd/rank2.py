@@ -1,5 +1,5 @@
 """Rank 2."""
 
-from training.config import configs
+from dgc_training.config import configs
 
 configs.train.compression.rank = 2

@@ -1,7 +1,7 @@
 """8 bits by blocks, rounded to the nearest level, with error feedback."""
 
 from dgc.compression import Blockwise
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(Blockwise)
 configs.train.compression.bits = 8  # or 4

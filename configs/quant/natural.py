@@ -1,7 +1,7 @@
 """Natural compression (Horvath et al. 2019): random rounding to powers of two."""
 
 from dgc.compression import Natural
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(Natural)
 configs.train.compression.random = True  # False: to the nearer one

@@ -1,7 +1,7 @@
 """1-bit SGD (Seide et al. 2014): signs, and two means for each row, with error feedback."""
 
 from dgc.compression import OneBit
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(OneBit)
 configs.train.compression.error_feedback = True

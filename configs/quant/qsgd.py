@@ -1,7 +1,7 @@
 """QSGD (Alistarh et al. 2017): random rounding to a few levels of each block."""
 
 from dgc.compression import QSGD
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(QSGD)
 configs.train.compression.bits = 4  # 2, 4 or 8, with the sign

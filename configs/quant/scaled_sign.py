@@ -1,7 +1,7 @@
 """EF-signSGD (Karimireddy et al. 2019): signs times each tensor's mean magnitude, with error feedback."""
 
 from dgc.compression import ScaledSign
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(ScaledSign)
 configs.train.compression.error_feedback = True

@@ -1,7 +1,7 @@
 """signSGD with majority vote (Bernstein et al. 2018): every rank has one vote for each element's direction."""
 
 from dgc.compression import SignSGD
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(SignSGD)
 configs.train.compression.momentum = 0.0  # 0.9: Signum, the signs of an average of gradients

@@ -1,7 +1,7 @@
 """Signum with majority vote (Bernstein et al. 2019): signSGD of averages of gradients."""
 
 from dgc.compression import SignSGD
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(SignSGD)
 configs.train.compression.momentum = 0.9

@@ -1,7 +1,7 @@
 """TernGrad (Wen et al. 2017): random rounding to -s, 0 and s of each tensor."""
 
 from dgc.compression import TernGrad
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(TernGrad)
 configs.train.compression.clip = 2.5  # standard deviations that gradients are cut to; null: not at all

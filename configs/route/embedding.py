@@ -5,7 +5,7 @@ A rule's name is a shell pattern for the parameter's name.
 
 from dgc.compression import Dense, DGCCompressor, PowerSGDCompressor, Route, Rule
 from dgc.memory import ResidualMemory
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 sparse = Config(DGCCompressor, compress_ratio=0.01, memory=Config(ResidualMemory))
 

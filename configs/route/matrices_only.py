@@ -1,7 +1,7 @@
 """The method stacked before this file takes tensors of two and more dimensions; all others travel dense."""
 
 from dgc.compression import Dense, Route, Rule
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 method = configs.train.compression
 configs.train.compression = Config(Route)

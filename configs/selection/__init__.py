@@ -1,6 +1,6 @@
 """Which elements DGC sends: one file for each way, stacked after one of `configs/dgc`."""
 
-from training.config import configs
+from dgc_training.config import configs
 
 if configs.train.compression._target_ != "dgc.compression.DGCCompressor":
     raise ValueError(

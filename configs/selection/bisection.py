@@ -1,7 +1,7 @@
 """RedSync's threshold by bisection between mean and maximum (Fang et al. 2019)."""
 
 from dgc.selection import Bisection
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Bisection)
 configs.train.compression.selector.lower = 1.0  # counts that are accepted, by k

@@ -1,7 +1,7 @@
 """The k largest of every tensor, found after the pass over the gradient."""
 
 from dgc.selection import Exact
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Exact)
 configs.train.compression.selector.per_bucket = False  # True: one threshold for all tensors of a bucket

@@ -1,7 +1,7 @@
 """SIDCo (Abdelmoniem et al. 2021): exponential fits in stages, as many as the counts of past steps ask for."""
 
 from dgc.selection import Exponential
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Exponential)
 configs.train.compression.selector.period = 5  # steps between changes of the number of stages

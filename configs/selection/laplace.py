@@ -1,7 +1,7 @@
 """LDTE-BS (Chen et al. 2021): a Laplace distribution's threshold, corrected by binary search."""
 
 from dgc.selection import Laplace
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Laplace)
 configs.train.compression.selector.stop = "tight"  # counts accepted: tight .8-1.25, redsync 1-2, exact

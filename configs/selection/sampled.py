@@ -1,7 +1,7 @@
 """The original's threshold from a sample (Lin et al. 2018), adapted until it fits."""
 
 from dgc.selection import Sampled
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Sampled)
 configs.train.compression.selector.sample_ratio = 0.01  # share sampled

@@ -1,7 +1,7 @@
 """Atomo (Wang et al. 2018): singular vectors at random, unbiased. Slow."""
 
 from dgc.compression import Atomo
-from training.config import Config, configs, derived
+from dgc_training.config import Config, configs, derived
 
 configs.train.compression = Config(Atomo)
 configs.train.compression.rank = 2

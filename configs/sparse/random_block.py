@@ -1,7 +1,7 @@
 """Random block: the same neighbouring elements on every rank, from a random start."""
 
 from dgc.compression import RandomBlock
-from training.config import Config, configs, derived
+from dgc_training.config import Config, configs, derived
 
 configs.train.compression = Config(RandomBlock)
 configs.train.compression.compress_ratio = 0.2  # share of a tensor's elements that is sent

@@ -1,7 +1,7 @@
 """Random-k: the same random elements on every rank, so that values alone travel."""
 
 from dgc.compression import RandomK
-from training.config import Config, configs, derived
+from dgc_training.config import Config, configs, derived
 
 configs.train.compression = Config(RandomK)
 configs.train.compression.compress_ratio = 0.05  # share of a tensor's elements that is sent

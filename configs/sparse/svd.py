@@ -1,7 +1,7 @@
 """The best low-rank approximation of each rank's gradient, by singular value decomposition. Slow."""
 
 from dgc.compression import SVD
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(SVD)
 configs.train.compression.rank = 2

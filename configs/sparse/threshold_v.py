@@ -3,7 +3,7 @@
 from dgc.compression import DGCCompressor
 from dgc.memory import ResidualMemory
 from dgc.selection import Fixed
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(DGCCompressor)
 configs.train.compression.compress_ratio = 0.05  # share of a tensor's elements that is sent at most

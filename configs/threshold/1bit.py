@@ -1,6 +1,6 @@
 """MXNet's 1-bit compression: every element sends 1 or -1."""
 
-from training.config import configs
+from dgc_training.config import configs
 
 configs.train.compression.bits = 1
 configs.train.compression.threshold = 0.0

@@ -1,7 +1,7 @@
 """Threshold quantization, MXNet's gradient compression, for the experiment stacked before it."""
 
 from dgc.compression import Threshold
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.compression = Config(Threshold)
 configs.train.compression.bits = 2  # or 1

@@ -1,5 +1,5 @@
 """As between a worker and MXNet's parameter server: codes one way, full precision back."""
 
-from training.config import configs
+from dgc_training.config import configs
 
 configs.train.compression.wire = "server"

@@ -1,6 +1,6 @@
 """Who talks to whom in gossip: one file for each graph, stacked after one of configs/gossip."""
 
-from training.config import configs
+from dgc_training.config import configs
 
 if configs.train.gossip is None or "graph" not in configs.train.gossip:
     raise ValueError(

@@ -1,6 +1,6 @@
 """Odd and even ranks in pairs, exponentially far apart; needs an even number of ranks."""
 
 from dgc.gossip import bipartite_exponential
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip.graph = Config(bipartite_exponential, _partial_=True, peers=1, order="paper")

@@ -1,6 +1,6 @@
 """Odd and even ranks in pairs, all of them in turn; needs an even number of ranks."""
 
 from dgc.gossip import bipartite_linear
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip.graph = Config(bipartite_linear, _partial_=True, peers=1, order="paper")

@@ -1,6 +1,6 @@
 """Each rank to ranks + 2^i and - 2^i in turn."""
 
 from dgc.gossip import exponential
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip.graph = Config(exponential, _partial_=True, peers=1, order="paper")

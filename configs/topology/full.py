@@ -1,6 +1,6 @@
 """Everybody to everybody."""
 
 from dgc.gossip import full
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip.graph = Config(full, _partial_=True)

@@ -1,6 +1,6 @@
 """In turn all ranks of a machine, and one rank of another machine."""
 
 from dgc.gossip import hierarchical
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip.graph = Config(hierarchical, _partial_=True, local_size=8)

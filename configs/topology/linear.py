@@ -1,6 +1,6 @@
 """Each rank to ranks + i and - i for odd i in turn."""
 
 from dgc.gossip import linear
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip.graph = Config(linear, _partial_=True, peers=1, order="paper")

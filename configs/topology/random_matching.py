@@ -1,6 +1,6 @@
 """Random pairs, new ones in each round."""
 
 from dgc.gossip import random_matching
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip.graph = Config(random_matching, _partial_=True, seed=0, rounds=256)

@@ -1,6 +1,6 @@
 """All with one in the middle."""
 
 from dgc.gossip import star
-from training.config import Config, configs
+from dgc_training.config import Config, configs
 
 configs.train.gossip.graph = Config(star, _partial_=True, hub=0)

@@ -17,8 +17,8 @@ from dgc.compression import NonFiniteGradientError, PowerSGDCompressor  # noqa: 
 from dgc.compression.accordion import Accordion  # noqa: E402
 from dgc.compression.aggregate import Config, PowerSGD, optimizer_step  # noqa: E402
 from dgc.compression.lowrank_compressor import compresses  # noqa: E402
-from models import resnet18  # noqa: E402
-from training.reshard import blend, shares  # noqa: E402
+from dgc_models import resnet18  # noqa: E402
+from dgc_training.reshard import blend, shares  # noqa: E402
 
 MODES = {
     "half step": {},

@@ -67,7 +67,7 @@ def a_slow_iteration_travels_along_the_ring(found: list[dict[str, Any]]) -> None
 
 DYING_MODEL = """
 import os, signal, time
-from models import DigitsCNN
+from dgc_models import DigitsCNN
 
 class Dying(DigitsCNN):
     calls = 0

@@ -28,8 +28,8 @@ import yaml
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from training.checkpoint import fingerprint
-from training.failure import ending_all_ranks
+from dgc_training.checkpoint import fingerprint
+from dgc_training.failure import ending_all_ranks
 
 SECONDS = 60  # a case that takes longer hangs
 GOOD = [

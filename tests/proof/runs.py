@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from dgc_training.checkpoint import read_tensors
 from scripts.launch import prepare
-from training.checkpoint import read_tensors
 
 REPOSITORY = Path(__file__).parents[2]
 WORDS = [

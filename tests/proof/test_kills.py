@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dgc.comm.lockstep import LockstepWorld
-from training.checkpoint import Checkpoints, read_tensors
-from training.interruption import SAVED
+from dgc_training.checkpoint import Checkpoints, read_tensors
+from dgc_training.interruption import SAVED
 
 sys.path.insert(0, str(Path(__file__).parent))
 from runs import Run, assert_same_end, finish, latest, send  # noqa: E402

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from datasets import Digits
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import Exact, Histogram, Predicted
 from dgc.wire import PackedIndices, RiceIndices
-from models import DigitsCNN
+from dgc_datasets import Digits
+from dgc_models import DigitsCNN
 
 WARM, STEPS = 20, 40
 

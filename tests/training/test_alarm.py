@@ -10,7 +10,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from training.alarm import ErrorAlarm
+from dgc_training.alarm import ErrorAlarm
 
 
 def alarms(norms, ratio=0.01, steps=10):

@@ -9,13 +9,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
-from training.config import Config, ConfigError, derived, instantiate, load, to_yaml
-from training.config.files import REPOSITORY, config_files
-from training.config.overrides import literal
-from training.config.targets import import_path, import_target
+from dgc_training.config import Config, ConfigError, derived, instantiate, load, to_yaml
+from dgc_training.config.files import REPOSITORY, config_files
+from dgc_training.config.overrides import literal
+from dgc_training.config.targets import import_path, import_target
 
 CNN, WM5, SGP = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/gossip/sgp.py"
-HEAD = "import torch\nfrom training.config import Config, configs, derived\n"
+HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
 
 
 def values(tree: DictConfig) -> Any:
@@ -166,19 +166,19 @@ def test_a_bases_settings_do_not_undo_an_earlier_file_of_the_folder() -> None:
     """A base applies once per load, before the first file of its folder."""
     tree = load([CNN, "configs/dgc/wm5.py", "configs/digits/resnet20.py", "configs/dgc/fp16.py"])
     assert tree.train.compression.warmup_epochs == 5 and tree.train.compression.fp16_values is True
-    assert tree.model._target_ == "models.resnet20"
+    assert tree.model._target_ == "dgc_models.resnet20"
 
 
 def test_bases_apply_from_the_top_down_and_a_folder_means_its_base(tmp_path: Path) -> None:
     write(
         tmp_path,
         "no_base/a/__init__.yaml",
-        "{dataset: {_target_: datasets.Digits}, seed: 1, deterministic: true}",
+        "{dataset: {_target_: dgc_datasets.Digits}, seed: 1, deterministic: true}",
     )
     write(tmp_path, "no_base/a/b/__init__.py", "configs.seed = configs.seed + 1")
     write(tmp_path, "no_base/a/b/c.py", "configs.seed *= 10\nconfigs.train.num_epochs = 3")
     rest = write(
-        tmp_path, "rest.yaml", "{model: {_target_: models.DigitsCNN}, train: {batch_size: 4, num_epochs: 9}}"
+        tmp_path, "rest.yaml", "{model: {_target_: dgc_models.DigitsCNN}, train: {batch_size: 4, num_epochs: 9}}"
     )
     folder = tmp_path / "no_base/a/b"
     tree = load([folder / "c.py", rest])
@@ -209,11 +209,11 @@ def test_loads_do_not_touch_each_other(tmp_path: Path) -> None:
     assert to_yaml(load(["configs/digits/resnet20.py"])) != first
     assert to_yaml(load([CNN])) == to_yaml(load([CNN, CNN])) == first
     with pytest.raises(ImportError, match="configs"):
-        from training.config import configs  # noqa: F401
+        from dgc_training.config import configs  # noqa: F401
 
 
 def test_a_config_file_may_load_another_stack(tmp_path: Path) -> None:
-    text = "from training.config import load\n"
+    text = "from dgc_training.config import load\n"
     text += "configs.seed = load(['configs/digits/resnet20.py'], ['--configs.seed', '42']).seed + 1"
     assert load([CNN, write(tmp_path, "x.py", text)]).seed == 43
 
@@ -226,7 +226,7 @@ def test_python_and_yaml_say_the_same(tmp_path: Path) -> None:
         "configs.train.optimizer.lr = 1e-3\n"
         "configs.train.optimizer.betas = (0.9, 0.99)\n"
         "configs.train.criterion = Config(torch.nn.CrossEntropyLoss, label_smoothing=0.1)\n"
-        "configs.train.meters['acc/{}_top3'] = Config('training.meters.TopKClassMeter', k=3)\n"
+        "configs.train.meters['acc/{}_top3'] = Config('dgc_training.meters.TopKClassMeter', k=3)\n"
         "configs.train.scheduler.T_max = derived('train.num_epochs * 2')\n"
         "configs.train.checkpoint_every = 10\n",
     )
@@ -240,7 +240,7 @@ train:
     _target_: torch.nn.CrossEntropyLoss
     label_smoothing: 0.1
   meters:
-    acc/{}_top3: {_target_: training.meters.TopKClassMeter, k: 3}
+    acc/{}_top3: {_target_: dgc_training.meters.TopKClassMeter, k: 3}
   scheduler:
     T_max: ${derive:"train.num_epochs * 2"}
   checkpoint_every: 10
@@ -256,7 +256,7 @@ def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> N
     drop = write(
         tmp_path,
         "drop.py",
-        "configs.train.meters = Config()\nconfigs.train.meters.m = Config('training.meters.TopKClassMeter')",
+        "configs.train.meters = Config()\nconfigs.train.meters.m = Config('dgc_training.meters.TopKClassMeter')",
     )
     stacks: list[list[str | Path]] = [[CNN], [CNN, WM5, "configs/dgc/fp16.py"], [CNN, drop]]
     for stack in stacks:

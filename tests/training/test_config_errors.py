@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from training.config import Config, ConfigError, load, to_yaml
-from training.config.__main__ import main
-from training.config.files import REPOSITORY
+from dgc_training.config import Config, ConfigError, load, to_yaml
+from dgc_training.config.__main__ import main
+from dgc_training.config.files import REPOSITORY
 
 CNN, WM5 = "configs/digits/cnn.py", "configs/dgc/wm5.py"
 
@@ -29,7 +29,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def python(file: Path, text: str) -> Path:
     file = file.with_suffix(".py")
-    file.write_text("import torch\nfrom training.config import Config, configs, derived\n" + text)
+    file.write_text("import torch\nfrom dgc_training.config import Config, configs, derived\n" + text)
     return file
 
 
@@ -142,9 +142,9 @@ def test_a_stack_without_an_experiment_names_those_there_are(file: Path) -> None
         ("optimizer.lr 5", "there is train.optimizer"),
         ("data.workers 5", "num_workers"),
         ("train.optimizer.momentun 0.5", "torch.optim.SGD takes no keyword 'momentun'; closest: momentum"),
-        ("train.meters.acc/{}_top1.kk 5", "training.meters.TopKClassMeter takes no keyword 'kk'"),
+        ("train.meters.acc/{}_top1.kk 5", "dgc_training.meters.TopKClassMeter takes no keyword 'kk'"),
         ("train.meters.acc/{}_top9.k 5", "acc/{}_top1"),
-        ("model.num_class 5", "models.DigitsCNN takes no keyword 'num_class'; closest: num_classes"),
+        ("model.num_class 5", "dgc_models.DigitsCNN takes no keyword 'num_class'; closest: num_classes"),
         ("train.scheduler.T_max.x 5", "train.scheduler.T_max is the value"),
         ("train.compression.memory.momentum 0.5", "unknown key train.compression.memory"),
     ],
@@ -266,8 +266,8 @@ def test_mappings_must_name_their_constructor(file: Path) -> None:
 @pytest.mark.parametrize(
     "target, reason",
     [
-        ("models.DigitsCNNN", "models has no 'DigitsCNNN'; closest: DigitsCNN"),
-        ("modells.DigitsCNN", "there is no module 'modells' on Python's path; closest: models"),
+        ("dgc_models.DigitsCNNN", "dgc_models has no 'DigitsCNNN'; closest: DigitsCNN"),
+        ("dgc_modells.DigitsCNN", "there is no module 'dgc_modells' on Python's path; closest: dgc_models"),
         ("torch.nnn.Linear", "torch has no 'nnn'; closest: nn"),
         ("DigitsCNN", "is no import path such as torch.optim.SGD"),
         ("torch.pi", "torch.pi cannot be called"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from training.data import PassSampler, TrainBatches, evaluation_loader, steps_per_epoch
+from dgc_training.data import PassSampler, TrainBatches, evaluation_loader, steps_per_epoch
 
 CPU = torch.device("cpu")
 

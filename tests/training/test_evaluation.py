@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dgc.comm.lockstep import LockstepWorld
-from training.data import evaluation_loader
-from training.evaluation import averaged_batch_norm, batch_norm_buffers, evaluate
-from training.meters import TopKClassMeter
+from dgc_training.data import evaluation_loader
+from dgc_training.evaluation import averaged_batch_norm, batch_norm_buffers, evaluate
+from dgc_training.meters import TopKClassMeter
 
 CPU = torch.device("cpu")
 

@@ -35,7 +35,7 @@ def launch(command, cwd, timeout=100):
 
 
 def run_block(body, **environment):
-    program = f"from training.failure import *\nfrom training.config import ConfigError\nimport os\n{body}"
+    program = f"from dgc_training.failure import *\nfrom dgc_training.config import ConfigError\nimport os\n{body}"
     return subprocess.run(
         [sys.executable, "-c", program],
         env={**ENVIRONMENT, **environment},
@@ -83,7 +83,7 @@ def test_nothing_happens_where_nothing_fails():
 
 FAILING_MODEL = """
 import os
-from models import DigitsCNN
+from dgc_models import DigitsCNN
 
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK"))
 
@@ -168,7 +168,7 @@ def test_a_rank_that_is_told_to_end_while_it_holds_its_message_back_is_quiet():
 
 STUCK_MODEL = """
 import os, time
-from models import DigitsCNN
+from dgc_models import DigitsCNN
 
 class Stuck(DigitsCNN):
     calls = 0
@@ -207,8 +207,8 @@ def test_a_stopped_process_is_named(tmp_path):
 import os, signal, time
 from dgc.comm import barrier
 from dgc.comm.horovod import HorovodTransport
-from training.failure import ending_all_ranks
-from training.watchdog import WatchedTransport, watching
+from dgc_training.failure import ending_all_ranks
+from dgc_training.watchdog import WatchedTransport, watching
 
 with ending_all_ranks():
     transport = WatchedTransport(HorovodTransport(timeout=6))
@@ -230,7 +230,7 @@ with ending_all_ranks():
 def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path, monkeypatch):
     (tmp_path / "shards.py").write_text("""
 import os
-from datasets import Digits
+from dgc_datasets import Digits
 
 def make(path: str) -> Digits:
     open(path + os.environ["OMPI_COMM_WORLD_RANK"]).close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dgc.comm.lockstep import LockstepWorld
-from training.interruption import Interruption
+from dgc_training.interruption import Interruption
 
 
 @pytest.mark.parametrize("asked", [(3, 0, 0), (0, 0, 5), (2, 4, 3)])
@@ -57,7 +57,7 @@ def test_a_second_sigterm_ends_at_once_even_inside_a_call_that_does_not_return()
     program = """
 import ctypes, os, threading, time
 from dgc.comm.lockstep import LockstepWorld
-from training.interruption import Interruption
+from dgc_training.interruption import Interruption
 with Interruption(LockstepWorld(1).transports[0]):
     print("ready", flush=True)
     libc = ctypes.CDLL(None)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from training.meters import TopKClassMeter
+from dgc_training.meters import TopKClassMeter
 
 OUTPUTS = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
 TARGETS = torch.tensor([1, 1, 0, 0])

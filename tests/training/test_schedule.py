@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from training.schedule import Schedule, scale_learning_rate, warmup_factor
+from dgc_training.schedule import Schedule, scale_learning_rate, warmup_factor
 
 STEPS = 4
 

@@ -10,12 +10,12 @@ import torch
 import train
 from dgc import kernels
 from dgc.comm.lockstep import LockstepWorld
-from training.arguments import parse_arguments
-from training.checkpoint import fingerprint, read_tensors
-from training.config import ConfigError, load
-from training.failure import Refused
-from training.setup import require_complete
-from training.state import Progress
+from dgc_training.arguments import parse_arguments
+from dgc_training.checkpoint import fingerprint, read_tensors
+from dgc_training.config import ConfigError, load
+from dgc_training.failure import Refused
+from dgc_training.setup import require_complete
+from dgc_training.state import Progress
 
 EXPERIMENT = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
 QUICK = [
@@ -94,7 +94,7 @@ def test_curves(finished):
     assert [point.step for point in accuracy] == [1438, 2876]
     assert [point.step for point in events.Scalars("loss/train")] == [1280, 1438, 2718, 2876]
     dense = events.Scalars("bytes_per_step/dense")[0].value
-    assert dense == 4 * sum(p.numel() for p in __import__("models").DigitsCNN(width=8).parameters())
+    assert dense == 4 * sum(p.numel() for p in __import__("dgc_models").DigitsCNN(width=8).parameters())
 
 
 def test_a_traced_run_has_a_timeline_of_each_rank(tmp_path):
@@ -268,7 +268,7 @@ def test_a_damaged_config_of_the_run_is_told(copy, damage):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("model.width=-3", r"model \(models\.DigitsCNN\): RuntimeError: .*\.py:\d+\)"),
+        ("model.width=-3", r"model \(dgc_models\.DigitsCNN\): RuntimeError: .*\.py:\d+\)"),
         ("train.num_batches_per_step=2000", r"cannot be built from this config: .* has 1437 samples, too few"),
         ("seed=1000000000000000000000", "seed is 1000000000000000000000; generators take 63 bits"),
     ],

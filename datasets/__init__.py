@@ -1,9 +1,0 @@
-"""Data sets: each is a mapping from split name ('train', 'test', ...) to a `torch.utils.data.Dataset`.
-
-Images are tensors [channels, height, width], float32 and normalized; labels are class numbers from 0.
-"""
-
-from datasets import torchvision_compat as torchvision_compat
-from datasets.cifar import CIFAR as CIFAR
-from datasets.digits import Digits as Digits
-from datasets.imagenet import ImageNet as ImageNet

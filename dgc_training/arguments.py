@@ -1,0 +1,42 @@
+"""The command line: a few flags of the trainer's own; all other words belong to the config."""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from dgc_training.launcher import complain
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(complain(f"{self.format_usage()}train.py: {message}"))
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and the words left over (`--configs.train.num_epochs 500`) in their order."""
+    parser = _Parser(
+        prog="train.py",
+        allow_abbrev=False,
+        description="Trains what a stack of config files describes.",
+        epilog="Any config value can be set after the files: --configs.train.num_epochs 500",
+    )
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="FILE",
+        help="Python or YAML files, stacked left to right",
+    )
+    parser.add_argument(
+        "--devices", choices=["auto", "cpu", "gpu"], default="auto", help="auto: a GPU where there is one"
+    )
+    parser.add_argument("--suffix", default="", metavar="TEXT", help="added to the run directory's name")
+    parser.add_argument("--run-dir", metavar="DIR", help="use this run directory instead of runs/NAME")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--evaluate", action="store_true", help="evaluate the run's best checkpoint and stop")
+    either.add_argument(
+        "--no-resume", action="store_true", help="start anew; an earlier run in the directory is moved aside"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    return parser.parse_known_args(argv)

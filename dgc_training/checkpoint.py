@@ -1,0 +1,258 @@
+"""Checkpoints on disk. Whatever the moment of a crash, the newest complete one is found and loads.
+
+    checkpoints/e0004/shared.pt         what all ranks have in common, written by rank 0
+    checkpoints/e0004/rank0.pt ...      what is each rank's own
+    checkpoints/e0004/manifest.json     number of ranks, every file's length and CRC-32
+    checkpoints/latest.json, best.json  the name of a complete checkpoint
+
+Every file is written beside its place, flushed to the disk and renamed into it. `latest.json` is replaced
+only after every rank has written its part, so it never names a half-written checkpoint. The last three, the
+latest and the best are kept. Loading runs no code from the file (`weights_only`), and a file that is not
+what was written is refused.
+
+Ranks on several machines need not share the file system: each finds its own rank's file where it wrote it,
+and rank 0 sends the shared part and every decision to the others. Another number of ranks reads the files of
+the old ranks whose error state it takes over (`dgc_training.reshard`), which must then be there.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
+from dgc_training.failure import Refused
+from dgc_training.reshard import blend, shares
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` fill a file beside `path`, flushes it to the disk and renames it to `path`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replaces `path` by `content` as JSON, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def read_tensors(path: Path) -> Any:
+    """What `torch.save` wrote to `path`, on the CPU; ValueError that names the file if it cannot be read."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
+
+
+def checkpoint_name(epoch: int, step: int = 0) -> str:
+    """Name of the checkpoint after `epoch` whole epochs and `step` steps of the next: e0004, e0004s00120."""
+    return f"e{epoch:04d}" + (f"s{step:05d}" if step else "")
+
+
+def _age(folder: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", folder.name)]
+
+
+def fingerprint(path: Path) -> dict[str, int]:
+    """Length and CRC-32 of a file. torch does not check those inside its files."""
+    crc, length = 0, 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc, length = zlib.crc32(block, crc), length + len(block)
+    return {"bytes": length, "crc32": crc}
+
+
+def check_file(path: Path, expected: Any) -> None:
+    """ValueError where `path` is missing or is not the file that the manifest describes."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing on {socket.gethostname()}")
+    found = fingerprint(path)
+    if found != expected:
+        raise ValueError(f"{path} is not the file that was written: {found} now, {expected} then")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint as one rank sees it.
+
+    Where another number of ranks saved it, `own` has only "compression", this rank's share of their error
+    state.
+    """
+
+    name: str
+    size: int
+    shared: dict[str, Any]
+    own: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run. `save` and `load` are collective: every rank calls them together."""
+
+    def __init__(self, directory: Path, transport: Transport, keep: int = 3) -> None:
+        self.directory = directory
+        self.transport = transport
+        self.keep = keep
+
+    def save(self, name: str, shared: dict[str, Any], own: dict[str, Any], best: bool = False) -> None:
+        """Writes a checkpoint and makes it the latest, and if asked the best. `shared` is rank 0's."""
+        rank, size = self.transport.rank, self.transport.size
+        name = broadcast_object(self.transport, self._unnamed(name), name="checkpoint.name")
+        folder = self.directory / name
+        folder.mkdir(parents=True, exist_ok=True)
+        own_path, shared_path = folder / f"rank{rank}.pt", folder / "shared.pt"
+        write_atomically(own_path, lambda path: torch.save(own, path))
+        written = {own_path.name: fingerprint(own_path)}
+        if rank == 0:
+            write_atomically(shared_path, lambda path: torch.save(shared, path))
+            written[shared_path.name] = fingerprint(shared_path)
+        # Also the barrier: no rank's part is missing when the names below are written.
+        parts = all_gather_object(self.transport, written, name="checkpoint.files")
+        if rank == 0:
+            files = {file: print_ for part in parts for file, print_ in part.items()}
+            write_json(folder / "manifest.json", {"size": size, "files": files})
+            write_json(self.directory / "latest.json", {"checkpoint": name})
+            if best:
+                write_json(self.directory / "best.json", {"checkpoint": name})
+        barrier(self.transport, name="checkpoint.named")
+        self._prune()
+        # No rank begins the next checkpoint while another still removes what it does not know.
+        barrier(self.transport, name="checkpoint.pruned")
+
+    def _unnamed(self, name: str) -> str:
+        """`name`, or with a number added where the latest or the best is there under it: another number of
+        ranks, resumed in mid-epoch, can come to the same step, and must not write over that checkpoint.
+        """
+        taken = {self._named("latest"), self._named("best")} if self.transport.rank == 0 else set()
+        number, free = 1, name
+        while free in taken and (self.directory / free / "manifest.json").exists():
+            number += 1
+            free = f"{name}-{number}"
+        return free
+
+    def _prune(self) -> None:
+        """Removes all but the last `keep`, the latest and the best; one rank of each file system does the
+        work.
+        """
+        if self.transport.local_rank != 0:
+            return
+        kept = {self._named("latest"), self._named("best")}
+        folders = sorted((path for path in self.directory.iterdir() if path.is_dir()), key=_age)
+        complete = [path for path in folders if (path / "manifest.json").exists()] or folders
+        kept.update(path.name for path in complete[-self.keep :])
+        for folder in folders:
+            if folder.name not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _named(self, which: str) -> str | None:
+        try:
+            content = json.loads((self.directory / f"{which}.json").read_text())
+            return Path(str(content["checkpoint"])).name
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise ValueError(f"{self.directory / which}.json cannot be read: {error}") from error
+
+    def find(self, *which: str) -> str | None:
+        """Name of the first of `which` ('best', 'latest') that there is. Rank 0 looks, every rank gets its
+        answer.
+        """
+        found, problem = None, None
+        if self.transport.rank == 0:
+            try:
+                # both are read, since to find one of them damaged after an epoch would be too late
+                names = {known: self._named(known) for known in ("latest", "best")}
+                found = next((names[wanted] for wanted in which if names[wanted] is not None), None)
+            except ValueError as error:
+                problem = str(error)
+        found, problem = broadcast_object(self.transport, (found, problem), name="checkpoint.find")
+        if problem is not None:
+            raise Refused(problem)
+        return found
+
+    def load(self, name: str, own_part: bool = True) -> Loaded:
+        """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `Refused`.
+
+        own_part=False: the shared part alone, which evaluation needs, on any number of ranks; `own` is empty.
+        """
+        shared, manifest, own, problem = None, None, {}, None
+        folder = self.directory / name
+        if self.transport.rank == 0:
+            try:
+                manifest = read_manifest(folder)
+                check_file(folder / "shared.pt", manifest["files"]["shared.pt"])
+                shared = read_tensors(folder / "shared.pt")
+            except (ValueError, OSError) as error:
+                manifest, problem = None, str(error)
+        shared, manifest = broadcast_object(self.transport, (shared, manifest), name="checkpoint.shared")
+        if manifest is not None and own_part:
+            try:
+                own = self._read_own(folder, manifest)
+            except (ValueError, OSError) as error:
+                problem = str(error)
+        problems = [
+            text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text
+        ]
+        if problems:
+            raise Refused(
+                f"checkpoint {folder} is damaged: {problems[0]}. --no-resume starts anew and keeps it aside."
+            )
+        return Loaded(name, manifest["size"], shared, own)
+
+    def _read_own(self, folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+        rank, size = self.transport.rank, self.transport.size
+
+        def read(old: int) -> Any:
+            path = folder / f"rank{old}.pt"
+            try:
+                check_file(path, manifest["files"][path.name])
+            except ValueError as error:
+                if manifest["size"] == size:
+                    raise
+                raise ValueError(f"{error} (needed because {size} ranks resume {manifest['size']})") from None
+            return read_tensors(path)
+
+        if manifest["size"] == size:
+            return read(rank)
+        weights = shares(manifest["size"], size, rank)
+        states = {}
+        for old in weights:
+            content = read(old)
+            if not isinstance(content, dict) or "compression" not in content:
+                raise ValueError(f"rank{old}.pt has no error state")
+            states[old] = content["compression"]
+        return {"compression": blend(states, weights, "compression")}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """{"size": ranks, "files": {name: fingerprint}}; ValueError if it does not describe a checkpoint."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        size, files = manifest["size"], manifest["files"]
+        # the length first: a damaged number of ranks may be astronomic
+        if type(size) is not int or size < 1 or len(files) != size + 1:
+            raise ValueError(f"it does not list the files of {size} ranks")
+        if files.keys() != {"shared.pt", *(f"rank{rank}.pt" for rank in range(size))}:
+            raise ValueError(f"it lists {sorted(files)[:5]}, not the files of {size} ranks")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    return {"size": size, "files": files}

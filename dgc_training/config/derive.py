@@ -1,0 +1,135 @@
+"""Values computed from other values when they are read, so that later files and the command line reach them.
+
+Beside OmegaConf's `${train.optimizer.momentum}` there is one resolver, `${derive:"train.num_epochs - 5"}`:
+numbers, config keys, + - * / // % **, min(...), max(...) and brackets, read from the syntax tree and never
+evaluated as code.
+"""
+
+import ast
+import operator
+from collections.abc import Callable
+from contextvars import ContextVar
+from threading import Lock
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dgc_training.config.errors import closest
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
+# CPython before 3.12 keeps one depth of recursion for all threads that make syntax trees (gh-106905).
+_PARSING = Lock()
+_LARGEST_POWER = 4096  # bits: 9**9**9 in a config is an error, not a machine without memory
+
+
+def derived(formula: str) -> str:
+    """The config value that follows `formula`: derived("max(1, train.num_epochs - train.warmup_lr_epochs)").
+
+    A key alone, derived("train.optimizer.nesterov"), may hold anything; in a formula keys hold numbers.
+    Raises ValueError for what is no such formula.
+    """
+    expression = _parse(formula)
+    if isinstance(expression, ast.Name | ast.Attribute):
+        return f"${{{_key(expression)}}}"
+    return f'${{derive:"{" ".join(formula.split())}"}}'
+
+
+def keys_of(tree: DictConfig) -> list[str]:
+    """The dotted names of all keys, for suggestions."""
+    names: list[str] = []
+
+    def walk(node: Any, prefix: str) -> None:
+        for key, value in node.items():
+            names.append(f"{prefix}{key}")
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{key}.")
+
+    walk(OmegaConf.to_container(tree), "")
+    return names
+
+
+def _parse(formula: str) -> ast.expr:
+    """The syntax tree, with nothing in it but what `_value` knows."""
+    wrong = ValueError(
+        f"{formula!r} is not made of config keys, numbers, + - * / // % **, min(...) and max(...)"
+    )
+    try:
+        with _PARSING:
+            expression = ast.parse(formula.strip(), mode="eval").body
+        _value(expression, lambda key: 1, dry=True)
+    except (SyntaxError, TypeError, RecursionError, MemoryError):
+        raise wrong from None
+    return expression
+
+
+def _key(expression: ast.expr) -> str:
+    if isinstance(expression, ast.Name):
+        return expression.id
+    if isinstance(expression, ast.Attribute):
+        return f"{_key(expression.value)}.{expression.attr}"
+    raise TypeError("no key")
+
+
+def _value(expression: ast.expr, read: Callable[[str], Any], dry: bool = False) -> Any:
+    """Computes the formula; `dry` only looks at its form. Raises TypeError where the form is wrong."""
+    match expression:
+        case ast.Constant(value=bool()):
+            raise TypeError("a truth value is no number")
+        case ast.Constant(value=int() | float() as number):
+            return number
+        case ast.Name() | ast.Attribute():
+            return read(_key(expression))
+        case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
+            return _apply(_OPERATORS[type(symbol)], [_value(left, read, dry), _value(right, read, dry)], dry)
+        case ast.UnaryOp(op=symbol, operand=operand) if type(symbol) in _OPERATORS:
+            return _apply(_OPERATORS[type(symbol)], [_value(operand, read, dry)], dry)
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as items, keywords=[]) if name in _FUNCTIONS:
+            return _apply(_FUNCTIONS[name], [[_value(item, read, dry) for item in items]], dry)
+    raise TypeError("not arithmetic")
+
+
+def _apply(function: Callable[..., Any], arguments: list[Any], dry: bool) -> Any:
+    if dry:
+        return 1
+    if function is operator.pow:
+        base, exponent = arguments
+        if abs(exponent) * max(1, int(abs(base)).bit_length()) > _LARGEST_POWER:
+            raise ValueError(f"{base} ** {exponent} is too large")
+    return function(*arguments)
+
+
+def _derive(formula: str, *, _root_: DictConfig, _node_: Any) -> Any:
+    """The resolver. Whatever it raises, OmegaConf reports with the key that holds the formula."""
+    above = _IN_PROGRESS.get()
+    if id(_node_) in above:
+        raise RecursionError("it refers back to itself")
+
+    def read(key: str) -> Any:
+        value = OmegaConf.select(_root_, key, default=_ABSENT)
+        if value is _ABSENT:
+            raise ValueError(f"there is no key {key!r}{closest(key, keys_of(_root_))}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{key} is {value!r}, not a number")
+        return value
+
+    token = _IN_PROGRESS.set(above | {id(_node_)})
+    try:
+        return _value(_parse(formula), read)
+    finally:
+        _IN_PROGRESS.reset(token)
+
+
+_ABSENT = object()
+_IN_PROGRESS: ContextVar[frozenset[int]] = ContextVar("formulas", default=frozenset())
+OmegaConf.register_resolver("derive", _derive, replace=True, annotation_validation="off")

@@ -1,0 +1,197 @@
+"""The finished tree: every value can be computed and makes sense, every constructor takes its keywords."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dgc_training.config.changes import History, fitted, is_formula
+from dgc_training.config.derive import keys_of
+from dgc_training.config.errors import ConfigError, closest
+from dgc_training.config.files import REPOSITORY, SUFFIXES
+from dgc_training.config.targets import SPECIAL, import_target, keywords
+from dgc_training.config.tree import Config, Path, container, dotted
+
+# key: (smallest value, whether it must be a whole number, whether it may be null)
+LIMITS: dict[str, tuple[float, bool, bool]] = {
+    "seed": (0, True, False),
+    "data.num_threads_per_worker": (1, True, False),
+    "data.num_workers": (0, True, False),
+    "train.num_epochs": (1, True, False),
+    "train.batch_size": (1, True, False),
+    "train.num_batches_per_step": (1, True, False),
+    "train.warmup_lr_epochs": (0, True, False),
+    "train.bucket_mb": (0.001, False, False),
+    "train.timeout": (1, False, False),
+    "train.log_every": (1, True, False),
+    "train.checkpoint_every": (1, True, True),
+    "train.check_replicas_every": (0, True, False),
+}
+# key: whether it may be null instead of a constructor
+CONSTRUCTORS = {
+    "dataset": False,
+    "model": False,
+    "train.compression": False,
+    "train.criterion": False,
+    "train.optimizer": False,
+    "train.scheduler": True,
+    "train.gossip": True,
+}
+
+
+def check_finished(tree: Config, history: History) -> DictConfig:
+    """The tree in OmegaConf, read-only, formulas kept. Raises ConfigError at the first key that is wrong."""
+    _check_required(
+        tree, history
+    )  # first: a node that was replaced takes the keys with it that formulas name
+    result = OmegaConf.create(container(tree))
+    assert isinstance(result, DictConfig)
+    for path, value in _formulas_resolved(result, tree, history):
+        try:
+            fitted(_plain_type(value), history.types.get(path))
+        except TypeError as error:
+            raise ConfigError(
+                f"{dotted(path)} ({history.origin(path)}) gives {value!r}, but {error}"
+            ) from None
+    resolved = OmegaConf.to_container(result, resolve=True)
+    assert isinstance(resolved, dict)
+    _check_required(resolved, history)
+    _check_targets(resolved, (), history)
+    _check_values(resolved, history)
+    OmegaConf.set_readonly(result, True)
+    OmegaConf.set_struct(result, True)
+    return result
+
+
+def _check_values(resolved: dict[Any, Any], history: History) -> None:
+    """The tables above."""
+    for key, nullable in CONSTRUCTORS.items():
+        value = _at(resolved, key)
+        if not (isinstance(value, dict) and "_target_" in value) and not (value is None and nullable):
+            origin = history.origin(tuple(key.split(".")))
+            raise ConfigError(f"{key} is {value!r} ({origin}); it must name its constructor (_target_)")
+    for key, (least, whole, nullable) in LIMITS.items():
+        value = _at(resolved, key)
+        number = isinstance(value, int) or isinstance(value, float) and not whole
+        fits = number and not isinstance(value, bool) and value >= least
+        if not fits and not (value is None and nullable):
+            kind = "a whole number" if whole else "a number"
+            origin = history.origin(tuple(key.split(".")))
+            raise ConfigError(f"{key} is {value!r} ({origin}); it must be {kind}, at least {least}")
+
+
+def _formulas_resolved(result: DictConfig, tree: Config, history: History) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of every formula, also in lists. Raises ConfigError for those without a value."""
+    for path, raw, node, key in _scalars(result, tree, ()):
+        if raw == "???":
+            raise ConfigError(f"{dotted(path)} ({history.origin(path)}) has no value yet; set it")
+        if not is_formula(raw):
+            continue
+        try:
+            yield path, node[key]
+        except (OmegaConfBaseException, RecursionError) as error:
+            reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+            if "ecursi" in reason:
+                reason = "it refers back to itself"
+            if missing := re.fullmatch(r"Interpolation key '(.*)' not found", reason):
+                reason = f"there is no key {missing[1]!r}{closest(missing[1], keys_of(result))}"
+            raise ConfigError(f"{dotted(path)} is {raw} ({history.origin(path)}): {reason}") from error
+
+
+def _plain_type(value: Any) -> Any:
+    """For a formula that gives a whole node or list: an empty one, of the type that trees are made of."""
+    if isinstance(value, DictConfig | ListConfig):
+        return Config() if isinstance(value, DictConfig) else []
+    return value
+
+
+def _scalars(node: DictConfig | ListConfig, raw: Any, path: Path) -> Iterator[tuple[Path, Any, Any, Any]]:
+    """(path, raw value, the OmegaConf node that holds it, its key there) of all but mappings and lists."""
+    for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
+        if isinstance(value, dict | list):
+            yield from _scalars(node[key], value, (*path, str(key)))
+        else:
+            yield (*path, str(key)), value, node, key
+
+
+def _at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(tree, list):
+            tree = tree[int(part)] if part.isdigit() and int(part) < len(tree) else None
+        else:
+            tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _check_required(tree: dict[Any, Any], history: History) -> None:
+    """`requires` holds what stacked bases insist on: {dotted key: value}. Formulas count once computed."""
+    for key, wanted in (tree.get("requires") or {}).items():
+        found = _at(tree, key)
+        if found != wanted and not is_formula(found):
+            path = tuple(key.split("."))
+            raise RequirementError(
+                key, wanted, found, history.origin(("requires", key)), history.origin(path)
+            )
+
+
+class RequirementError(ConfigError):
+    """A layer undid what a base needs: `wanted_by` and `found_in` say which files or options those are."""
+
+    def __init__(self, key: str, wanted: Any, found: Any, wanted_by: str, found_in: str) -> None:
+        super().__init__(f"{key} is {found} ({found_in}), but {wanted_by} needs {wanted} there")
+        self.wanted_by, self.found_in = wanted_by, found_in
+
+
+def _check_targets(node: Any, path: Path, history: History) -> None:
+    """Every `_target_` can be imported and takes the keys beside it."""
+    for key, value in enumerate(node) if isinstance(node, list) else node.items():
+        if isinstance(value, dict | list):
+            _check_targets(value, (*path, str(key)), history)
+    if isinstance(node, list) or "_target_" not in node:
+        return
+    name = node["_target_"]
+    try:
+        target = import_target(name) if isinstance(name, str) else None
+    except ConfigError as error:
+        origin = history.origin((*path, "_target_"))
+        raise ConfigError(f"{dotted((*path, '_target_'))} is {name} ({origin}): {error}") from error
+    if target is None:
+        raise ConfigError(f"{dotted((*path, '_target_'))} is {name!r}; it must be an import path")
+    known = keywords(target)
+    if known is None:
+        return
+    for key in node:
+        if key not in known and key not in SPECIAL:
+            origin = history.origin((*path, key))
+            raise ConfigError(
+                f"{dotted((*path, key))} ({origin}): {name} takes no keyword {key!r}"
+                f"{closest(key, known)}{_folders_that_replace(path)}{_anew(path, name, origin, history)}"
+            )
+
+
+def _anew(path: Path, name: str, origin: str, history: History) -> str:
+    """Where the command line changed the constructor alone, its predecessor's keywords are still there."""
+    by = history.origin((*path, "_target_"))
+    if by == origin or not by.startswith("command line"):
+        return ""
+    return f"; to set all of it anew: --configs.{dotted(path)} '{{_target_: {name}, ...}}'"
+
+
+def _folders_that_replace(path: Path) -> str:
+    """Where a shipped folder puts another constructor at `path`, to stack it may be what the user meant.
+
+    Not folders of experiments, which name a data set: they put everything else there as well.
+    """
+    assignment = f"configs.{dotted(path)} = Config("
+    bases = [file for suffix in SUFFIXES for file in (REPOSITORY / "configs").glob(f"*/__init__{suffix}")]
+    texts = {f"configs/{file.parent.name}/...": file.read_text() for file in bases}
+    folders = sorted(
+        folder for folder, text in texts.items() if assignment in text and "configs.dataset = " not in text
+    )
+    return (
+        f"; to have another one there, stack a file of {' or '.join(folders)} after the experiment"
+        if folders
+        else ""
+    )

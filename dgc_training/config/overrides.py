@@ -1,0 +1,109 @@
+"""The command line: `--configs.train.num_epochs 500` or `--configs.train.num_epochs=500`, literals only."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dgc_training.config.errors import ConfigError, closest
+from dgc_training.config.tree import Config, Path, copy, dotted, suggest
+
+PREFIX = "--configs."
+# What train.py takes beside keys: only to suggest the right spelling of a flag that nobody knows.
+FLAGS = (
+    "--configs",
+    "--devices",
+    "--evaluate",
+    "--suffix",
+    "--run-dir",
+    "--no-resume",
+    "--print-config",
+    "--help",
+)
+_WORDS = {"null": None, "none": None, "~": None, "true": True, "false": False}
+_INT = re.compile(r"[+-]?(0|[1-9][0-9_]*)")
+_FLOAT = re.compile(r"[+-]?(((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)
+
+
+def parse(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(key without 'configs.', value) of each override in turn. Raises ConfigError for any other word."""
+    rest = list(words)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise ConfigError(
+                f"unexpected {flag!r} on the command line: config files follow --configs directly, an "
+                "override has one value, and a list is written as one word: '[1,2]'"
+            )
+        key, equals, text = flag.partition("=")
+        if not key.startswith(PREFIX) or key == PREFIX:
+            raise ConfigError(
+                f"unknown option {key}{closest(key, FLAGS)}; config keys are written {PREFIX}KEY VALUE"
+            )
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"{key} has no value; write {key} VALUE")
+            text = rest.pop(0)
+        if not text.strip():
+            raise ConfigError(
+                f"{key} has an empty value; write null for none, or '\"\"' for the empty string"
+            )
+        yield key.removeprefix(PREFIX), literal(text.strip(), key)
+
+
+def literal(text: str, key: str) -> Any:
+    """What a word stands for: null, true, 5, 1e-4, [1, 2], {k: 1}, "quoted", else the word itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if text[0] == text[-1] and text[0] in "\"'" and len(text) > 1:
+        return text[1:-1]
+    if text[0] + text[-1] in ("[]", "{}"):
+        try:
+            content = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))
+            return copy(_nulls(content))["value"]
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+            raise ConfigError(f"{key}: {text} is no list or mapping: {str(error).splitlines()[0]}") from error
+    return text
+
+
+def _nulls(value: Any) -> Any:
+    """YAML knows null; inside a list or mapping the command line also takes Python's None."""
+    if isinstance(value, list):
+        return [_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _nulls(item) for key, item in value.items()}
+    return None if value == "None" else value
+
+
+def assign_(tree: Config, key: str, value: Any) -> None:
+    """Sets a dotted key; numbers count into lists. Raises ConfigError where a part of it is missing."""
+    node: Any = tree
+    parts = key.split(".")
+    done: Path = ()
+    while parts:
+        if isinstance(node, list):
+            if not parts[0].isdecimal() or int(parts[0]) >= len(node):
+                raise ConfigError(f"{dotted(done)} is a list of {len(node)}; there is no {parts[0]!r} in it")
+            step: Any = int(parts[0])
+            taken = 1
+        elif isinstance(node, Config):
+            # A key may itself contain dots: the longest that is there wins, else the part up to the next dot.
+            names = [(".".join(parts[:n]), n) for n in range(len(parts), 0, -1)]
+            step, taken = next(((name, n) for name, n in names if name in node), (parts[0], 1))
+            if step not in node and len(parts) > 1:
+                raise ConfigError(f"unknown key {dotted((*done, step))}{suggest(step, node, tree)}")
+        else:
+            what = "null, so nothing is below it" if node is None else f"the value {node!r}, not a node"
+            raise ConfigError(f"{dotted(done)} is {what}: {dotted((*done, *parts))} cannot be set")
+        done, parts = (*done, str(step)), parts[taken:]
+        if parts:
+            node = node[step]
+        else:
+            node[step] = value

@@ -1,0 +1,136 @@
+"""A stack of config files and overrides becomes one checked tree."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from dgc_training.config.changes import History, check_layer, is_declared
+from dgc_training.config.errors import ConfigError
+from dgc_training.config.files import REPOSITORY, bases_of, config_files, find, parse_yaml, read_into_, show
+from dgc_training.config.finish import RequirementError, check_finished
+from dgc_training.config.overrides import assign_, parse
+from dgc_training.config.tree import MISSING, Config, copy, leaves, lookup
+
+NEEDED = ("dataset", "model", "train.num_epochs", "train.batch_size")
+
+
+def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> DictConfig:
+    """The complete, checked, read-only tree of config files and command-line words, formulas kept.
+
+    paths: from the working directory or else the repository; `.py` and `.yaml` are optional; a folder means
+    its base. overrides: "--configs.train.num_epochs", "500" or "--configs.train.num_epochs=500".
+    Raises ConfigError: one message with the key, who set it, and the closest valid names.
+    """
+    files = [find(path) for path in paths]
+    stack = _stacked(files)
+    for key, value in parse(overrides):
+        stack.apply(partial(assign_, key=key, value=value), f"command line, --configs.{key}")
+    if lacking := stack.lacking():
+        names = " or ".join(_experiments())
+        raise ConfigError(
+            f"no {', '.join(lacking)} in this stack; name an experiment first: --configs {names}"
+        )
+    try:
+        return check_finished(stack.tree, stack.history)
+    except RequirementError as error:
+        raise ConfigError(f"{error}{_cure(error, files)}") from error
+
+
+def to_yaml(tree: DictConfig, resolve: bool = False) -> str:
+    """The tree as YAML. resolve=False keeps formulas: that file alone loads as the same tree, and overrides
+    reach what derives from them. resolve=True writes the values instead.
+    """
+    return OmegaConf.to_yaml(tree, resolve=resolve)
+
+
+class _Stack:
+    """The tree so far, and what is known about it."""
+
+    def __init__(self) -> None:
+        self.tree = Config()
+        self.history = History()
+        self.applied: set[Path] = set()  # bases
+
+    def apply(self, change: Callable[[Config], None], origin: str, declares: bool = False) -> None:
+        """One layer: `change` works on a copy, which is checked against the tree before it."""
+        after: Config = copy(self.tree)
+        try:
+            change(after)
+            after = copy(after)
+        except ConfigError as error:
+            raise ConfigError(str(error) if origin in str(error) else f"{origin}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{origin}: {error}") from error
+        self._check_requirements(after, origin)
+        check_layer(self.history, self.tree, after, origin, declares)
+        self.tree = after
+
+    def _check_requirements(self, after: Config, origin: str) -> None:
+        """No layer may need what contradicts another's need, as two compression methods do."""
+        before, now = self.tree.get("requires") or {}, after.get("requires") or {}
+        for key in before.keys() & now.keys():
+            if before[key] != now[key]:
+                other = self.history.origin(("requires", key))
+                raise ConfigError(
+                    f"{origin} needs {key} to be {now[key]}, but {other} needs {before[key]}; leave out the one "
+                    "or the other"
+                )
+
+    def add(self, file: Path, first: bool = False) -> None:
+        """Applies a file after those of its bases that have not been applied yet."""
+        bases = bases_of(file)
+        for layer in bases if file in bases else [*bases, file]:
+            if layer in bases:
+                if layer.resolve() in self.applied:
+                    continue
+                self.applied.add(layer.resolve())
+            saved = first and layer == file and not bases and self.is_saved_tree(file)
+            change = partial(read_into_, file=layer, whole=saved)
+            self.apply(change, show(layer), declares=saved or layer in bases[:1])
+
+    def is_saved_tree(self, file: Path) -> bool:
+        """Whether a YAML file has every declared key, as the config.yaml of a run does. It then stands for
+        the stack that made it: its collections are complete, and that stack declared further keys in it.
+        """
+        if file.suffix == ".py":
+            return False
+        content, declared = parse_yaml(file), self.history.declared
+        paths = [path for path, _ in leaves(declared) if is_declared(declared, path)]
+        return all(lookup(content, path) is not MISSING for path in paths)
+
+    def lacking(self) -> list[str]:
+        """The keys without which there is nothing to train."""
+        return [key for key in NEEDED if lookup(self.tree, tuple(key.split("."))) in (None, MISSING)]
+
+
+def _stacked(files: Sequence[Path]) -> _Stack:
+    """The shipped root base stands under every stack, also under files that lie elsewhere."""
+    stack = _Stack()
+    stack.add(REPOSITORY / "configs" / "__init__.py")
+    for n, file in enumerate(files):
+        stack.add(file, first=n == 0)
+    return stack
+
+
+def _experiments() -> list[str]:
+    """The shipped files that can be trained alone."""
+    names = []
+    for file in config_files(REPOSITORY / "configs"):
+        with suppress(ConfigError):
+            if not _stacked([file]).lacking():
+                names.append(show(file))
+    return names
+
+
+def _cure(error: RequirementError, files: Sequence[Path]) -> str:
+    """What to write instead: those that need it come after those that undo it."""
+    late = [file for file in files if error.wanted_by in map(show, [*bases_of(file), file])]
+    right = [*dict.fromkeys(file for file in files if file not in late), *dict.fromkeys(late)]
+    if late and right != list(files):
+        return f"; the right order is --configs {' '.join(map(show, right))}"
+    names = " ".join(map(show, late)) or error.wanted_by
+    return f"; leave out the one or the other: {error.found_in}, {names}"

@@ -1,0 +1,146 @@
+"""The tree while it is built: nested `Config` mappings, lists and scalars, nothing else."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dgc_training.config.errors import closest
+from dgc_training.config.targets import import_path
+
+Path = tuple[str, ...]  # ("train", "optimizer", "lr")
+MISSING = object()
+
+
+class Config(dict[str, Any]):
+    """A node: `Config(Target, key=value, ...)` calls Target with these keywords later; Config() is a mapping.
+
+    With _partial_=True it is called later still, by whoever has further arguments. Keys are attributes too, and
+    changing `_target_` keeps the other keys. Target (an importable class or function, or its import path) is kept
+    as that path. Values are None, bool, int, float, str, list, node. A derived value reads as its formula, so a
+    copy of it stays derived. Raises ValueError for anything else.
+    """
+
+    def __init__(self, target: Any = None, /, *args: Any, **keys: Any) -> None:
+        super().__init__()
+        if args:
+            raise ValueError(
+                f"Config({_name(target)}, ...) takes arguments by name only: Config(Target, key=value)"
+            )
+        if target is not None:
+            self["_target_"] = target
+        self.update(keys)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(key, str) or not key:
+            raise ValueError(f"a config key must be a non-empty string, not {key!r}")
+        if key == "_target_" and not isinstance(value, str):
+            value = import_path(value)
+        super().__setitem__(key, plain(value, key))
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if hasattr(dict, key):
+            raise ValueError(f"{key!r} is also a method of a mapping: write configs[...][{key!r}]")
+        self[key] = value
+
+    def __getattr__(self, key: str) -> Any:
+        if key in self:
+            return self[key]
+        raise AttributeError(f"no key {key!r} here" + closest(key, self))
+
+    def __delattr__(self, key: str) -> None:
+        if key not in self:
+            raise AttributeError(f"no key {key!r} here" + closest(key, self))
+        del self[key]
+
+    def update(self, *others: Any, **keys: Any) -> None:
+        """As dict.update, with every value checked."""
+        for key, value in dict(*others, **keys).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """As dict.setdefault, with the value checked."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__name__", str(target))
+
+
+def plain(value: Any, key: str = "configs") -> Any:
+    """Checks a value; mappings that are no Config yet, tuples and lists are copied into Configs and lists."""
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, Config):
+        return value
+    if isinstance(value, dict):
+        node = Config()
+        node.update(value)
+        return node
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{key}.{i}") for i, item in enumerate(value)]
+    if isinstance(value, type) or callable(value):
+        raise ValueError(f"{key} is {_name(value)} itself; write Config({_name(value)})")
+    raise ValueError(
+        f"{key} is of type {type(value).__name__}; only null, bool, int, float, str, list and Config fit"
+    )
+
+
+def copy(value: Any) -> Any:
+    """A deep copy with all values checked; two names for one node in a file become two nodes."""
+    if isinstance(value, dict):
+        node = Config()
+        node.update({key: copy(item) for key, item in value.items()})
+        return node
+    return [copy(item) for item in value] if isinstance(value, list | tuple) else plain(value)
+
+
+def container(value: Any) -> Any:
+    """The same as plain dicts and lists, as OmegaConf takes it."""
+    if isinstance(value, dict):
+        return {key: container(item) for key, item in value.items()}
+    return [container(item) for item in value] if isinstance(value, list) else value
+
+
+def merge_(node: Config, other: dict[str, Any]) -> None:
+    """What a YAML file means: a mapping merges key by key, but one with a `_target_` replaces the node."""
+    for key, value in other.items():
+        old = node.get(key)
+        if isinstance(value, dict) and isinstance(old, Config) and "_target_" not in value:
+            merge_(old, value)
+        else:
+            node[key] = value
+
+
+def leaves(node: dict[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All (path, value), parents first; a mapping's value is the mapping itself, lists are leaves."""
+    for key, value in node.items():
+        yield (*prefix, key), value
+        if isinstance(value, dict):
+            yield from leaves(value, (*prefix, key))
+
+
+def lookup(node: Any, path: Path) -> Any:
+    """The value at `path`, MISSING where there is none."""
+    for key in path:
+        node = node.get(key, MISSING) if isinstance(node, dict) else MISSING
+    return node
+
+
+def suggest(key: str, siblings: dict[str, Any], tree: Config) -> str:
+    """What a user may have meant by an unknown key: the same key elsewhere in the tree, or one like it."""
+    elsewhere = [dotted(path) for path, _ in leaves(tree) if path[-1] == key]
+    return f"; there is {', '.join(elsewhere[:3])}" if elsewhere else closest(key, siblings)
+
+
+def is_constructor(value: Any) -> bool:
+    """Whether a node names a `_target_`."""
+    return isinstance(value, Config) and "_target_" in value
+
+
+def of_constructors(value: Any) -> bool:
+    """Whether a mapping is a collection of constructors under names of the user's choice, such as meters."""
+    return isinstance(value, Config) and bool(value) and all(map(is_constructor, value.values()))
+
+
+def dotted(path: Path) -> str:
+    """("train", "optimizer") as a user writes it."""
+    return ".".join(path)

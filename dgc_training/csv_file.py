@@ -1,0 +1,52 @@
+"""The file that `dgc_training.csv_log` fills: its columns, and how a resumed job finds its place in it."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from dgc_training.checkpoint import write_atomically
+
+TIMES = ("BT(s)", "NT(s)", "DT(s)")
+SCORES = ("Loss", "Prec@1", "Prec@5")
+LATEST = ("consensus", "weight", "staleness")
+SUMMED = ("bytes", "wait(s)")
+COLUMNS = (
+    *("Epoch", "itr"),
+    *(f"{kind}{name}" for name in TIMES for kind in ("", "avg:", "std:")),
+    *(f"{kind}{name}" for name in SCORES for kind in ("", "avg:")),
+    *("val", "consensus", "weight", "bytes", "staleness", "wait(s)", "elapsed(s)"),
+)
+PREAMBLE = 5  # lines before the first row
+# The itr of a row after validation: its place is behind every step of its epoch.
+END = -1
+
+
+def open_file(path: Path, preamble: Sequence[str], last: Sequence[int] | None) -> TextIO:
+    """The file ready for the row after `last` (Epoch, itr); without `last`, or where it is no file of this form,
+    begun anew.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    if last is not None and path.exists():
+        # What follows the last line break is a row that was being written when the job was killed.
+        lines = path.read_text(errors="replace").split("\n")[:-1]
+    kept = []
+    if len(lines) >= PREAMBLE and lines[PREAMBLE - 1] == preamble[-1] and last is not None:
+        kept = [line for line in lines[PREAMBLE:] if _order(line) <= _rank(*last)]
+    text = "".join(f"{line}\n" for line in (*preamble, *kept))
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+    return path.open("a")
+
+
+def _rank(epoch: int, itr: int) -> tuple[float, float]:
+    return (epoch, math.inf if itr == END else itr)
+
+
+def _order(line: str) -> tuple[float, float]:
+    """A row's place in the order of rows; behind all where the line is no row."""
+    cells = line.split(",")
+    try:
+        return _rank(int(cells[0]), int(cells[1])) if len(cells) == len(COLUMNS) else (math.inf, 0.0)
+    except ValueError:
+        return (math.inf, 0.0)

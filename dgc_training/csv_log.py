@@ -1,0 +1,241 @@
+"""One CSV file per rank, csv/out_r{rank}_n{size}.csv: the columns of stochastic gradient push, and more.
+
+Four lines tell of the run (BEGIN-TRAINING; World-Size, Num-DLWorkers, Batch-Size), the fifth names the columns:
+
+    Epoch, itr                 counted from 0; itr -1 in the row that follows an epoch's validation
+    BT NT DT (s)               the whole step; all of it but waiting for data (forward, backward, optimizer,
+                               transfer); waiting for data. avg and std run since the job's first start and leave
+                               out the first `ignore` steps of each epoch; -1 until there is one to count
+    Loss, Prec@1, Prec@5       of this rank's batch, in %; avg is the epoch's so far, weighted by samples
+    val                        top-1 % of the validation; -1 in the rows of training
+    consensus                  distance of this rank's model to the mean of all, where it was measured, else -1
+    weight, staleness          push-sum weight, and rounds by which the newest message is late: as last told
+    bytes, wait(s)             payload sent, and seconds waited for other ranks, since the row before
+    elapsed(s)                 BT summed over every step since the job's first start: the time axis of plots
+
+A row is written for an epoch's first step, then for each `every`-th, for its last, and after its validation.
+-1 stands for what is not known.
+
+A resumed job appends. What a killed one wrote after the checkpoint is removed first: a row is identified by its
+(Epoch, itr), and the state in the checkpoint knows which one was the last.
+
+Differences from the reference: the last six columns; elapsed time is measured where it was estimated afterwards.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TextIO
+
+from torch import Tensor
+
+from dgc_training.csv_file import COLUMNS, END, LATEST, SCORES, SUMMED, TIMES, open_file
+from dgc_training.fits import check_form
+
+UNKNOWN = -1.0
+NO_GAUGES: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass
+class Running:
+    """Mean and sample standard deviation in one pass (Welford 1962); both -1 while nothing is counted."""
+
+    count: int = 0
+    mean: float = UNKNOWN
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        before = self.mean if self.count > 1 else value
+        self.mean = before + (value - before) / self.count
+        self.squares += (value - before) * (value - self.mean)
+
+    @property
+    def deviation(self) -> float:
+        if self.count == 0:
+            return UNKNOWN
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+
+class CsvLog:
+    """One rank's file. No method talks to other ranks, and the file is opened by the first row."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        size: int,
+        batch_size: int,
+        num_workers: int = 0,
+        every: int = 10,
+        ignore: int = 10,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """directory: the run's. batch_size: samples of one rank in one step. every: steps between two rows.
+        ignore: steps at the beginning of each epoch that the statistics of times leave out. state: `state_dict()`
+        of the checkpoint that the job goes on from; None begins the file anew.
+        """
+        if every < 1 or ignore < 0:
+            raise ValueError(f"every is {every} and ignore {ignore}; at least 1 and 0 are possible")
+        self.path = directory / "csv" / f"out_r{rank}_n{size}.csv"
+        self.every, self.ignore = every, ignore
+        self.preamble = ["BEGIN-TRAINING", f"World-Size,{size}", f"Num-DLWorkers,{num_workers}"]
+        self.preamble += [f"Batch-Size,{batch_size}", ",".join(COLUMNS)]
+        self.times = {name: Running() for name in TIMES}
+        self.elapsed = 0.0
+        self.place = [-1, END]  # Epoch and itr of what was told last
+        self.written = [-1, END]  # and of the last row
+        self.steps, self.samples = 0, 0  # of the epoch so far
+        self.now: dict[str, float | Tensor] = dict.fromkeys((*TIMES, *SCORES), UNKNOWN)
+        self.sums: dict[str, float | Tensor] = dict.fromkeys(SCORES, 0.0)
+        self.gauges = dict.fromkeys((*LATEST, *SUMMED), 0.0) | {"consensus": UNKNOWN, "weight": 1.0}
+        self.file: TextIO | None = None
+        self.resumed = False
+        if state is not None:
+            self.load_state_dict(state)
+
+    def step(
+        self,
+        epoch: int,
+        itr: int,
+        batch_s: float,
+        data_s: float,
+        loss: float | Tensor,
+        top1: float | Tensor,
+        top5: float | Tensor,
+        samples: int,
+        gauges: Mapping[str, float] = NO_GAUGES,
+    ) -> None:
+        """After each step: its place, its seconds (data_s of batch_s waited for data), its scores on `samples`.
+
+        A score may be a 0-d tensor on any device, which is read only where a row is written; -1: not known.
+        gauges: any of consensus, weight, staleness (values of now) and bytes, wait(s) (amounts of this step).
+        ValueError for another name.
+        """
+        if unknown := gauges.keys() - self.gauges.keys():
+            raise ValueError(f"no gauges: {sorted(unknown)}; there are {sorted(self.gauges)}")
+        if epoch != self.place[0] or self.place[1] == END:
+            self.steps, self.samples, self.sums = 0, 0, dict.fromkeys(SCORES, 0.0)
+        self.place = [epoch, itr]
+        self.steps += 1
+        self.samples += samples
+        self.elapsed += batch_s
+        seconds = dict(zip(TIMES, (batch_s, batch_s - data_s, data_s), strict=True))
+        # float64: an epoch's sum must not lose the last batches
+        scores = {
+            name: value.detach().double() if isinstance(value, Tensor) else value
+            for name, value in zip(SCORES, (loss, top1, top5), strict=True)
+        }
+        self.now = {**seconds, **scores}
+        for name, value in scores.items():
+            self.sums[name] = self.sums[name] + value * samples
+        if self.steps > self.ignore:
+            for name, running in self.times.items():
+                running.add(seconds[name])
+        for name, amount in gauges.items():
+            self.gauges[name] = self.gauges[name] + amount if name in SUMMED else amount
+        if (self.steps - 1) % self.every == 0:
+            self._training_row()
+        # Measured at this step, not at the ones to come.
+        self.gauges["consensus"] = UNKNOWN
+
+    def end_epoch(self, epoch: int, val: float | None = None, consensus: float | None = None) -> None:
+        """After an epoch's validation and before its checkpoint: the rows that end it. val: top-1 %, None where
+        there was no validation.
+
+        consensus: the distance before validation. Also where the job was resumed after the epoch's last step.
+        """
+        self.gauges["consensus"] = UNKNOWN if consensus is None else consensus
+        if self.steps and self.place[0] == epoch and self.place[1] != END and self.place != self.written:
+            self._training_row()
+        self.place = [epoch, END]
+        self._row([UNKNOWN] * (2 * len(SCORES)), UNKNOWN if val is None else val)
+        self.gauges["consensus"] = UNKNOWN
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers: this rank's own part of a checkpoint."""
+        return {
+            "times": {name: asdict(running) for name, running in self.times.items()},
+            "elapsed": self.elapsed,
+            "place": list(self.place),
+            "written": list(self.written),
+            "steps": self.steps,
+            "samples": self.samples,
+            "now": {name: float(value) for name, value in self.now.items()},
+            "sums": {name: float(value) for name, value in self.sums.items()},
+            "gauges": dict(self.gauges),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first row. ValueError where `state` is none of this class."""
+        if self.file is not None:
+            raise ValueError("a state is loaded before the first row is written, not after it")
+        check_form(state, self.state_dict(), "csv")
+        self.times = {name: Running(**values) for name, values in state["times"].items()}
+        self.elapsed, self.steps, self.samples = state["elapsed"], state["steps"], state["samples"]
+        self.place, self.written = list(state["place"]), list(state["written"])
+        self.now, self.sums, self.gauges = dict(state["now"]), dict(state["sums"]), dict(state["gauges"])
+        self.resumed = True
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+            self.resumed = True
+
+    def _training_row(self) -> None:
+        cells: list[float] = []
+        for name in SCORES:
+            average = self.sums[name] / self.samples if self.samples else UNKNOWN
+            cells += [float(self.now[name]), float(average)]
+        self._row(cells, UNKNOWN)
+
+    def _row(self, scores: Sequence[float], val: float) -> None:
+        times = [
+            value
+            for name in TIMES
+            for value in (float(self.now[name]), self.times[name].mean, self.times[name].deviation)
+        ]
+        gauges = [f"{self.gauges[name]:.7g}" for name in ("consensus", "weight")]
+        gauges += [f"{self.gauges['bytes']:.0f}", f"{self.gauges['staleness']:g}", f"{self.gauges['wait(s)']:.6g}"]
+        cells = [f"{value:.6g}" for value in (*times, *scores, val)]
+        line = ",".join([*map(str, self.place), *cells, *gauges, f"{self.elapsed:.3f}"])
+        if self.file is None:
+            self.file = open_file(self.path, self.preamble, self.written if self.resumed else None)
+        self.file.write(line + "\n")
+        # A killed run keeps its rows.
+        self.file.flush()
+        self.written = list(self.place)
+        self.gauges |= dict.fromkeys(SUMMED, 0.0)
+
+
+class Since:
+    """Amounts since the last call, of totals that only grow: gauges out of a meter's counters.
+
+    since = Since({"bytes": meter.payload_bytes})
+    ...
+    csv.step(..., gauges=since({"bytes": meter.payload_bytes}))
+    """
+
+    def __init__(self, totals: Mapping[str, float]) -> None:
+        self.before = dict(totals)
+
+    def __call__(self, totals: Mapping[str, float]) -> dict[str, float]:
+        grown = {name: total - self.before.get(name, 0.0) for name, total in totals.items()}
+        self.before |= totals
+        return grown
+
+
+def accuracy(outputs: Tensor, targets: Tensor, ks: Sequence[int] = (1, 5)) -> tuple[Tensor, ...]:
+    """Top-k accuracy in % for each of `ks`, on the outputs' device; more than there are classes means all.
+
+    outputs float [n, classes], targets int [n]. ValueError for other shapes.
+    """
+    if outputs.dim() != 2 or targets.shape != outputs.shape[:1]:
+        raise ValueError(f"outputs {list(outputs.shape)} and targets {list(targets.shape)} are not [n, c] and [n]")
+    largest = min(max(ks), outputs.size(1))
+    hits = outputs.detach().topk(largest, dim=1).indices == targets.unsqueeze(1)
+    return tuple(100.0 * hits[:, :k].any(dim=1).double().mean() for k in ks)

@@ -1,0 +1,141 @@
+"""Evaluation over all ranks: every sample counted once, batch norm with the statistics of all ranks' data."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, Dataset
+
+from dgc.comm import Transport, all_reduce
+from dgc_training.config import ConfigError, instantiate
+from dgc_training.data import evaluation_loader, to_device
+from dgc_training.meters import Meter
+
+
+def batch_norm_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Running statistics (floating point) of every batch norm, by buffer name; shared modules once."""
+    buffers: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers
+
+
+@contextmanager
+def averaged_batch_norm(model: nn.Module, transport: Transport) -> Iterator[None]:
+    """Inside, running statistics are their mean over all ranks; afterwards each rank has its own again.
+
+    Collective: every rank enters together.
+    """
+    buffers = list(batch_norm_buffers(model).values())
+    if not buffers or transport.size == 1:
+        yield
+        return
+    own = [buffer.clone() for buffer in buffers]
+    flat = torch.cat([buffer.flatten().float() for buffer in buffers])
+    mean = all_reduce(transport, flat, op="mean", name="batch_norm")
+    for buffer, values in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view_as(buffer))
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, own, strict=True):
+            buffer.copy_(values)
+
+
+def sum_over_ranks(meters: Mapping[str, Meter], transport: Transport, device: torch.device) -> None:
+    """Replaces every meter's sums by those over all ranks, with one collective."""
+    sums = {
+        (name, key): value for name in sorted(meters) for key, value in sorted(meters[name].data().items())
+    }
+    if not sums:
+        return
+    total = all_reduce(
+        transport,
+        torch.tensor(list(sums.values()), dtype=torch.float64, device=device),
+        op="sum",
+        name="meters",
+    ).tolist()
+    of_all = dict(zip(sums, total, strict=True))
+    for name, meter in meters.items():
+        meter.set({key: value for (owner, key), value in of_all.items() if owner == name})
+
+
+def evaluate(
+    model: nn.Module,
+    loaders: Mapping[str, DataLoader[Any]],
+    make_meters: Callable[[str], Mapping[str, Meter]],
+    transport: Transport,
+    device: torch.device,
+) -> dict[str, float]:
+    """Results by meter name over all of `loaders`' splits; the same on every rank.
+
+    make_meters: fresh meters for a split, by the names of their results, the same names on every rank.
+    """
+    training = model.training
+    model.eval()
+    meters: dict[str, Meter] = {}
+    with averaged_batch_norm(model, transport), torch.no_grad():
+        for split, loader in loaders.items():
+            of_split = make_meters(split)
+            for batch in loader:
+                inputs, targets = to_device(batch, device)
+                outputs = model(inputs)
+                for meter in of_split.values():
+                    meter.update(outputs, targets)
+            meters.update(of_split)
+    model.train(training)
+    sum_over_ranks(meters, transport, device)
+    return {name: meter.compute() for name, meter in meters.items()}
+
+
+class Evaluation:
+    """Evaluates a model on every split of a data set but 'train', with the meters of the config.
+
+    settings: the config's `train`. Its meters' names have {} where the split's name goes: acc/{}_top1.
+    ConfigError if `metric`, which says what is best, is none of the results.
+    """
+
+    def __init__(
+        self,
+        dataset: Mapping[str, Dataset[Any]],
+        settings: DictConfig,
+        transport: Transport,
+        device: torch.device,
+        num_workers: int = 0,
+    ) -> None:
+        self.transport = transport
+        self.device = device
+        self.settings = settings
+        self.loaders = {
+            split: evaluation_loader(
+                dataset[split],
+                settings.batch_size,
+                rank=transport.rank,
+                size=transport.size,
+                pin_memory=device.type == "cuda",
+                num_workers=num_workers,
+            )
+            for split in dataset
+            if split != "train"
+        }
+        names = [name for split in self.loaders for name in self.make_meters(split)]
+        if settings.metric is not None and settings.metric not in names:
+            raise ConfigError(
+                f"train.metric {settings.metric!r} is no result; there is: {', '.join(names) or 'none'}"
+            )
+
+    def make_meters(self, split: str) -> dict[str, Meter]:
+        """Fresh meters of one split, by the names of their results."""
+        patterns = self.settings.meters or {}
+        return {pattern.replace("{}", split): instantiate(patterns[pattern]) for pattern in patterns}
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Results by name, the same on every rank. Collective."""
+        return evaluate(model, self.loaders, self.make_meters, self.transport, self.device)

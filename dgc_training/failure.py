@@ -1,0 +1,100 @@
+"""How a run ends when something goes wrong: one rank's message on top, and all ranks end with it, at once.
+
+A rank that raises while the others wait for it inside a collective must not hang them: it prints its message
+and ends its process without Python's usual farewell (which would wait for the others too). The launcher sees
+the exit status and ends the rest.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from dgc_training.config import ConfigError
+from dgc_training.launcher import launched_rank, launched_size
+
+# Seconds for which the other ranks hold a message back, so that rank 0's is the only one where all have the same:
+# the launcher ends them as soon as rank 0 has left.
+PATIENCE = 1.0
+# A collective that broke because another rank ended: that rank's message comes first.
+PATIENCE_WITH_CONSEQUENCES = 5.0
+CONSEQUENCES = ("HorovodInternalError",)
+
+
+class Refused(ValueError):
+    """The user asked for what cannot be done; every rank raises it together. No traceback, exit code 2."""
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGUSR1 where there is nothing to save: before the first step, after the last."""
+
+
+def describe(error: BaseException, rank: int, size: int) -> str:
+    """The block that tells of `error`: rank, host and message in the first line, then the traceback."""
+    message = f"[rank {rank} of {size} on {socket.gethostname()}] {type(error).__name__}: {error}"
+    return message + "\n" + "".join(traceback.format_exception(error)).rstrip() + "\n"
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated(signal.Signals(signum))
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """A collective that broke because another rank has left; Horovod's own errors say something else."""
+    return type(error).__name__ in CONSEQUENCES and "has been shut down" in str(error)
+
+
+def end_process(status: int) -> None:
+    """Ends this process without Python's farewell, which would wait for the other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@contextmanager
+def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[None]:
+    """Around all that a rank does: an exception inside is told and ends this process, and so the run.
+
+    Exit status: 1 after an exception, 2 if refused, 130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1.
+    (A run that was asked to end while it trained has saved and returned: `dgc_training.interruption`.)
+    """
+    rank, size = launched_rank(), launched_size()
+    previous = {number: signal.signal(number, _terminate) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        try:
+            yield
+        except (Refused, ConfigError) as error:
+            time.sleep(PATIENCE if rank else 0.0)
+            sys.stdout.flush()
+            print(
+                f"[rank {rank} of {size} on {socket.gethostname()}] {error}" if rank else error, file=sys.stderr
+            )
+            leave(2)
+        except Exception as error:
+            consequence = _is_consequence(error)
+            time.sleep(PATIENCE_WITH_CONSEQUENCES if consequence else PATIENCE if rank else 0.0)
+            sys.stdout.flush()
+            if consequence:
+                print(
+                    f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank left or did "
+                    "not answer within train.timeout: see its message, or Horovod's list of missing ranks.",
+                    file=sys.stderr,
+                )
+            else:
+                print(describe(error, rank, size), file=sys.stderr)
+            leave(1)
+    # Also where the launcher ends a rank that still holds its message back: another has told it.
+    except (KeyboardInterrupt, Terminated) as error:
+        number = error.args[0] if isinstance(error, Terminated) else signal.SIGINT
+        if rank == 0:
+            name = "Ctrl-C" if number == signal.SIGINT else number.name
+            print(f"Stopped by {name}. The same command goes on from the last checkpoint.", file=sys.stderr)
+        leave(128 + number)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

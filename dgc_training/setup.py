@@ -1,0 +1,219 @@
+"""Between the config and the loop: device, threads, seeds, agreement of the ranks, the run directory."""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+
+import dgc.kernels as kernels
+from dgc.comm import Transport, all_gather_object, broadcast_object
+from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
+from dgc_training.checkpoint import write_atomically
+from dgc_training.code import code_difference, code_hashes
+from dgc_training.config import ConfigError, instantiate, load, to_yaml
+from dgc_training.failure import Refused
+from dgc_training.random_state import seed_everything
+from dgc_training.runs import config_differences, move_aside
+
+REQUIRED = {
+    "dataset": "a data set",
+    "model": "a model",
+    "train.num_epochs": "the number of epochs",
+    "train.batch_size": "samples per rank and backward pass",
+}
+ANOTHER_PLACE = (
+    "Give this run a name of its own with --suffix or --run-dir, or move the earlier one aside with --no-resume."
+)
+
+
+def require_complete(tree: DictConfig, devices: str) -> None:
+    """ConfigError for what no run can do without; before anything is started."""
+    values = {"dataset": tree.dataset, "model": tree.model}
+    values |= {f"train.{key}": tree.train[key] for key in ("num_epochs", "batch_size")}
+    for key, meaning in REQUIRED.items():
+        if values[key] is None:
+            raise ConfigError(
+                f"{key} ({meaning}) is not set. Begin with an experiment, such as configs/digits/cnn.py."
+            )
+    if tree.train.gossip is not None:
+        if tree.train.compression._target_ != "dgc.compression.Dense":
+            raise ConfigError(
+                f"train.gossip exchanges models, so train.compression ({tree.train.compression._target_}) has no "
+                "gradients to compress; take one of the two out of the stack"
+            )
+        if tree.train.check_replicas_every:
+            raise ConfigError("train.check_replicas_every compares models that gossip lets differ: set it to 0")
+    if not -(2**62) < tree.seed < 2**62:
+        raise ConfigError(f"seed is {tree.seed}; generators take 63 bits")
+    if devices == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("--devices gpu: torch finds no GPU here. Use --devices cpu or auto.")
+
+
+def build(node: Any, *args: Any) -> Any:
+    """As `instantiate`; whatever its constructor raises is a ConfigError with the key, the cause and its place."""
+    try:
+        return instantiate(node, *args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{node._get_full_key(None)} ({node._target_}): {_cause(error)}") from error
+
+
+def wrap_optimizer(optimizer: Optimizer, model: nn.Module, settings: DictConfig, transport: Transport) -> Wrapper:
+    """The optimizer that speaks to the other ranks: all of them about gradients, or a few about the model."""
+    if settings.gossip is not None:
+        gossip = build(settings.gossip)
+        in_steps = not settings.schedule_lr_per_epoch or settings.checkpoint_every is not None
+        if in_steps and not gossip.is_synchronous:
+            raise ValueError(
+                f"with {type(gossip).__name__} ranks have no steps in common, only epochs: "
+                "train.schedule_lr_per_epoch must be True and train.checkpoint_every null"
+            )
+        return GossipOptimizer(
+            optimizer, model.named_parameters(), gossip, transport=transport, nonfinite=settings.nonfinite
+        )
+    return DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=build(settings.compression),
+        backward_passes_per_step=settings.num_batches_per_step,
+        op="average",
+        bucket_mb=settings.bucket_mb,
+        nonfinite=settings.nonfinite,
+        transport=transport,
+    )
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Inside, a value that some part of the run refuses (its ValueError) is a ConfigError: no traceback."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"the run cannot be built from this config: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return f"{kind}{error} ({'/'.join(Path(place.filename).parts[-2:])}:{place.lineno})"
+
+
+def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torch.device:
+    """The rank's device, with torch's threads and determinism set and every generator seeded alike on all
+    ranks.
+    """
+    # Ranks of one machine share its cores; more threads than cores only make them slower.
+    cores = max(1, len(os.sched_getaffinity(0)) // transport.local_size)
+    torch.set_num_threads(max(1, min(tree.data.num_threads_per_worker, cores)))
+    if tree.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    seed_everything(tree.seed)
+    if devices == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.backends.cudnn.benchmark = not tree.deterministic
+    device = torch.device("cuda", transport.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_kernels(name: str, device: torch.device) -> str:
+    """Let a tier of `dgc.kernels` do the hot loops; returns what it is, in words. ValueError if it cannot.
+
+    "auto" leaves the choice to the device, or to DGC_KERNELS.
+    """
+    if name != "auto":
+        kernels.use(name)
+    return kernels.describe(device)
+
+
+def check_agreement(tree: DictConfig, device: torch.device, transport: Transport) -> None:
+    """Refused, with the first rank that differs from rank 0, where ranks have other code, configs or kinds of
+    device.
+    """
+    own = (to_yaml(tree, resolve=True), device.type, code_hashes())
+    views = all_gather_object(transport, own, name="agreement")
+    config, kind, code = views[0]
+    for rank, (other_config, other_kind, other_code) in enumerate(views):
+        if (file := code_difference(code, other_code)) is not None:
+            raise Refused(
+                f"rank {rank} runs other code than rank 0: {file} differs. "
+                "Every machine needs the same version of the repository."
+            )
+        if other_kind != kind:
+            raise Refused(
+                f"rank 0 uses the {kind}, rank {rank} the {other_kind}. Set --devices for all ranks."
+            )
+        if other_config != config:
+            lines = config_differences(config, other_config) or [
+                "  (settings that do not change the training)"
+            ]
+            raise Refused(f"rank {rank} has another config than rank 0 (0 -> {rank}):\n" + "\n".join(lines))
+
+
+def open_run_directory(
+    directory: Path, tree: DictConfig, transport: Transport, *, resume: bool, cure: str = ANOTHER_PLACE
+) -> None:
+    """Makes the run directory and writes its config.yaml; rank 0 does it, and every rank learns how it went.
+
+    Refused, with this cure, if it holds a run with another config. With resume=False an earlier run there is moved
+    aside.
+    """
+    problem = None
+    if transport.rank == 0:
+        try:
+            problem = _open(directory, tree, resume, cure)
+        except Refused as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"the run directory {directory} cannot be used: {error}"
+    problem = broadcast_object(transport, problem, name="run_directory")
+    if problem is not None:
+        raise Refused(problem)
+
+
+def _open(directory: Path, tree: DictConfig, resume: bool, cure: str) -> str | None:
+    path = directory / "config.yaml"
+    if path.exists() and not resume:
+        print(f"--no-resume: the earlier run is now {move_aside(directory)}", flush=True)
+    if path.exists():
+        differences = config_differences(_resolved(path), to_yaml(tree, resolve=True))
+        if not differences:
+            return None
+        return (
+            f"{directory} holds a run with another config (there -> now):\n"
+            + "\n".join(differences)
+            + f"\nNothing was changed. {cure}"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    text = to_yaml(tree, resolve=False)
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+    return None
+
+
+def _resolved(path: Path) -> str:
+    """The config of an earlier run, derived values filled in; as it stands where it no longer loads."""
+    try:
+        return to_yaml(load([str(path)], []), resolve=True)
+    except ConfigError as error:
+        print(f"{path} does not load any more ({error}); comparing it as it stands.", file=sys.stderr)
+        try:
+            plain: Any = yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as damage:
+            raise Refused(
+                f"{path} is damaged ({' '.join(str(damage).split())}), so it is not known what was trained here. "
+                "Put it back from a copy, or move the run aside with --no-resume."
+            ) from None
+        return yaml.safe_dump(plain)

@@ -1,0 +1,173 @@
+"""Names the rank that the others wait for, `train.timeout` seconds after they began to.
+
+A rank that raises ends the run itself (`dgc_training.failure`). One that is stuck outside of a collective (a data
+set on a dead network drive, an endless loop, a branch that only this rank takes) says nothing, and Horovod
+only knows which tensors are missing. So each rank keeps a second thread that exchanges, every few seconds, for
+how long its rank has been waiting and for what. The ranks that wait for nothing while others have waited too
+long are the ones to blame: the first of them prints where it is, line by line, and all ranks end.
+
+A rank none of whose threads answers leaves the exchange itself without an end: then a timer ends the others, and
+`dgc_training.heartbeat` says whose fault it was.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from dgc.comm import Transport, all_gather_object
+from dgc.comm.channel import Channel, channel_of
+from dgc.comm.requests import Group, Reply, Request
+from dgc_training.failure import PATIENCE, end_process
+from dgc_training.heartbeat import Heartbeat
+
+Waiting = tuple[float, str] | None
+
+
+class WatchedTransport:
+    """A transport that knows for how long its rank has been waiting, and for what."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
+        self.local_rank, self.local_size = inner.local_rank, inner.local_size
+        self._since: tuple[float, str] | None = None
+
+    @property
+    def waiting(self) -> Waiting:
+        """(seconds, name of the message) of the wait that the rank is in now."""
+        since = self._since
+        return None if since is None else (time.monotonic() - since[0], since[1])
+
+    def group_size(self, group: Group) -> int:
+        return self.inner.group_size(group)
+
+    def group_rank(self, group: Group) -> int:
+        return self.inner.group_rank(group)
+
+    def channel(self) -> Channel:
+        """Its waiting is not watched: gossip has a time limit of its own."""
+        return channel_of(self.inner)
+
+    def launch(self, name: str, requests: Sequence[Request]) -> tuple[str, Any]:
+        return name, self.inner.launch(name, requests)
+
+    def poll(self, flight: tuple[str, Any]) -> bool:
+        return self.inner.poll(flight[1])
+
+    def wait(self, flight: tuple[str, Any]) -> tuple[Reply, ...]:
+        self._since = (time.monotonic(), flight[0])
+        try:
+            return self.inner.wait(flight[1])
+        finally:
+            self._since = None
+
+
+def verdict(waits: Sequence[Waiting], timeout: float) -> tuple[int, str] | None:
+    """(rank to blame, why) once some rank has waited for `timeout` seconds; None while all is well."""
+    longest = max((wait[0] for wait in waits if wait is not None), default=0.0)
+    if longest < timeout:
+        return None
+    busy = [rank for rank, wait in enumerate(waits) if wait is None]
+    if busy:
+        names = sorted({wait[1] for wait in waits if wait is not None})
+        ranks = f"rank {busy[0]}" if len(busy) == 1 else f"ranks {busy}"
+        joined = ", ".join(names[:3])
+        return busy[0], f"{ranks} did not join {joined}, for which the others have waited {longest:.0f} s"
+    each = "; ".join(f"rank {rank} for {wait[1]}" for rank, wait in enumerate(waits) if wait is not None)
+    odd = next((rank for rank, wait in enumerate(waits) if wait and waits[0] and wait[1] != waits[0][1]), 0)
+    return odd, f"ranks wait for each other since {longest:.0f} s: {each}"
+
+
+@contextmanager
+def watching(
+    transport: WatchedTransport, timeout: float, leave: Callable[[int], None] = end_process
+) -> Iterator[None]:
+    """Inside, a rank that keeps the others waiting for `timeout` seconds ends the run. Collective."""
+    if transport.size == 1:
+        yield
+        return
+    period = min(15.0, max(0.5, timeout / 20))
+    limit = max(timeout / 2, timeout - 2 * period)
+    main, ended = threading.get_ident(), threading.Event()
+
+    heartbeat = Heartbeat(transport.inner)
+
+    def silence() -> None:
+        _tell_silence(heartbeat, transport, limit)
+        leave(1)
+
+    def watch() -> None:
+        while True:
+            last = ended.wait(period)
+            heartbeat.beat()
+            timer = threading.Timer(limit, silence)
+            timer.daemon = True
+            timer.start()
+            # Straight to Horovod: this thread's own waiting is not the rank's.
+            views = all_gather_object(transport.inner, (transport.waiting, last), name="watchdog")
+            timer.cancel()
+            # Every rank sees the same views, so all leave after the same exchange: none is left unanswered.
+            if all(over for _, over in views):
+                return
+            # Ranks that have ended wait for this exchange only.
+            found = verdict([(0.0, "the end") if over else wait for wait, over in views], limit)
+            if found is not None:
+                _tell(found, transport, main)
+                leave(1)
+
+    def guarded() -> None:
+        try:
+            watch()
+        except Exception as error:
+            # The main thread gets the same from its own collective, and tells.
+            if type(error).__name__ != "HorovodInternalError":
+                raise
+
+    thread = threading.Thread(target=guarded, daemon=True, name="watchdog")
+    thread.start()
+    yield
+    # Not after an exception: then the other ranks will not come here, and the launcher ends them.
+    ended.set()
+    thread.join()
+    heartbeat.close()
+
+
+def _tell(found: tuple[int, str], transport: WatchedTransport, main: int) -> None:
+    blamed, why = found
+    if transport.rank != blamed:
+        # The launcher ends the others once the one to blame has told its place and left.
+        time.sleep(5 * PATIENCE)
+        print(f"[rank {transport.rank} of {transport.size}] {why}", file=sys.stderr, flush=True)
+        return
+    frame = sys._current_frames().get(main)
+    place = "".join(traceback.format_stack(frame)) if frame is not None else "  (unknown)\n"
+    sys.stdout.flush()
+    print(
+        f"[rank {transport.rank} of {transport.size} on {socket.gethostname()}] {why} (train.timeout). "
+        f"Rank {blamed} (process {os.getpid()}) is here:\n{place}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _tell_silence(heartbeat: Heartbeat, transport: WatchedTransport, limit: float) -> None:
+    """Rank 0 knows most and tells first."""
+    why = "some rank does not answer at all, and it is not known which"
+    if transport.rank:
+        time.sleep(5 * PATIENCE)
+        why += " (rank 0 would have told)"
+    elif silent := heartbeat.silent():
+        ranks = f"rank {silent[0]} does" if len(silent) == 1 else f"ranks {silent} do"
+        why = f"{ranks} not answer at all: stopped, out of memory, or the machine or network is gone"
+    print(
+        f"[rank {transport.rank} of {transport.size} on {socket.gethostname()}] {why}, for {limit:.0f} s now "
+        "(train.timeout).",
+        file=sys.stderr,
+        flush=True,
+    )
