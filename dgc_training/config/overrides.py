@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dgc_training.config.errors import ConfigError, closest
-from dgc_training.config.tree import Config, Path, copy, dotted, suggest
+from dgc_training.config.tree import Config, Path, copy, dotted, merge_, merges, suggest
 
 PREFIX = "--configs."
 # What train.py takes beside keys: only to suggest the right spelling of a flag that nobody knows.
@@ -83,7 +83,10 @@ def _nulls(value: Any) -> Any:
 
 
 def assign_(tree: Config, key: str, value: Any) -> None:
-    """Sets a dotted key; numbers count into lists. Raises ConfigError where a part of it is missing."""
+    """Sets a dotted key; numbers count into lists. A mapping merges as in a YAML file, but {} empties the node.
+
+    Raises ConfigError where a part of the key is missing.
+    """
     node: Any = tree
     parts = key.split(".")
     done: Path = ()
@@ -103,7 +106,10 @@ def assign_(tree: Config, key: str, value: Any) -> None:
             what = "null, so nothing is below it" if node is None else f"the value {node!r}, not a node"
             raise ConfigError(f"{dotted(done)} is {what}: {dotted((*done, *parts))} cannot be set")
         done, parts = (*done, str(step)), parts[taken:]
+        old = node[step] if isinstance(node, list) else node.get(step)
         if parts:
-            node = node[step]
+            node = old
+        elif value and merges(old, value):
+            merge_(old, value)
         else:
             node[step] = value
