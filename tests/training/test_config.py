@@ -268,8 +268,9 @@ def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces
     words = ["--configs.train.optimizer", "null", "--configs.train.optimizer", same]
     assert values(load([CNN], words).train.optimizer) == {"_target_": "torch.optim.SGD", "lr": 0.1}
     # In nodes inside of the mapping too, and in a list's items.
-    memory = "{_target_: dgc.compression.DGCCompressor, memory: {_target_: dgc.memory.DGCSGDMemory, momentum: 0.5}}"
-    tree = load([CNN, WM5], ["--configs.train.compression", memory])
+    memory = "{_target_: dgc.memory.DGCSGDMemory, momentum: 0.5}"
+    mapping = f"{{_target_: dgc.compression.DGCCompressor, memory: {memory}}}"
+    tree = load([CNN, WM5], ["--configs.train.compression", mapping])
     expected = values(load([CNN, WM5]).train.compression)
     expected["memory"]["momentum"] = 0.5
     assert values(tree.train.compression) == expected
