@@ -119,6 +119,19 @@ def merge_(node: Config, other: dict[str, Any]) -> None:
             node[key] = value
 
 
+def restore_(node: Config, before: Config, path: Path) -> None:
+    """Gives `path` the value that it has in `before`; takes it away where it has none there."""
+    for n, key in enumerate(path, 1):
+        value = lookup(before, path[:n])
+        if value is MISSING:
+            node.pop(key, None)
+            return
+        if n == len(path) or not isinstance(node.get(key), Config):
+            node[key] = copy(value)
+            return
+        node = node[key]
+
+
 def leaves(node: dict[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
     """All (path, value), parents first; a mapping's value is the mapping itself, lists are leaves."""
     for key, value in node.items():
