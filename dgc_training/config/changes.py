@@ -129,6 +129,14 @@ def fitted(
     raise TypeError(f"it must be {_KINDS[old]}")
 
 
+def keyword_types(node: Any, key: str, value: Any) -> tuple[set[type], set[type]]:
+    """`also` and `first`, as `fitted` takes them, for a value of `node`. A node may build anything."""
+    if not isinstance(node, Config):
+        return set(), set()
+    declared, complete = declared_types(node.get("_target_"), key)
+    return declared, declared if complete and not isinstance(value, Config) else set()
+
+
 def _closed(node: Any) -> bool:
     """Whether a declared mapping takes no other keys. Open are constructors (their signatures
     decide), an empty mapping, and a mapping of constructors, whose names are the user's.
@@ -180,16 +188,15 @@ def _check_type(history: History, after: Config, path: Path) -> None:
     node, key, items = lookup(after, path[:-1]), path[-1], (*path, "*")
     value, old = node[key], history.types.get(path)
     fits = type(value) is old and old is not list
-    declared, complete = (set(), False) if fits else declared_types(node.get("_target_"), key)
-    first = declared if complete and not isinstance(value, Config) else set()
+    also, first = (set(), set()) if fits else keyword_types(node, key, value)
     try:
         for formula in value if isinstance(value, list) else [value]:
             if is_formula(formula):
                 OmegaConf.create({key: formula})  # raises where it cannot be parsed
-        node[key], known = fitted(value, old, declared, first)
+        node[key], known = fitted(value, old, also, first)
         if isinstance(value, list):
             common = history.types.get(items)
-            node[key] = [fitted(item, common, declared, first - {list})[0] for item in value]
+            node[key] = [fitted(item, common, also, first - {list})[0] for item in value]
             history.types[items] = _common_type(node[key])
         if known is not None:
             history.types[path] = known

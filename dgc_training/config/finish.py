@@ -7,12 +7,12 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dgc_training.config.changes import History, fitted, is_formula
+from dgc_training.config.changes import History, fitted, is_formula, keyword_types
 from dgc_training.config.derive import keys_of
 from dgc_training.config.errors import ConfigError, closest, short
 from dgc_training.config.files import REPOSITORY, SUFFIXES
 from dgc_training.config.targets import SPECIAL, import_target, keywords
-from dgc_training.config.tree import Config, Path, container, dotted
+from dgc_training.config.tree import Config, Path, container, dotted, lookup
 
 # key: (smallest value, whether it must be a whole number, whether it may be null)
 LIMITS: dict[str, tuple[float, bool, bool]] = {
@@ -90,7 +90,8 @@ def _check_formulas(result: DictConfig, tree: Config, history: History) -> Itera
             value = None
             try:
                 value = node[key]
-                fitted(_plain_type(value), history.types.get(path))
+                plain = _plain_type(value)
+                fitted(plain, history.types.get(path), *keyword_types(lookup(tree, path[:-1]), path[-1], plain))
             except TypeError as error:
                 yield f"{where} gives {short(repr(value))}, but {error}"
             except (OmegaConfBaseException, RecursionError) as error:

@@ -459,9 +459,15 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
         assert refusal(CNN, python(file, f"{head}{keywords})")) == f"mine.py: {wrong}"
     file.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: fast}}")
     assert refusal(CNN, file) == "mine.yaml: train.optimizer.lr is 'fast', but it must be a number"
+    file.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: '${train.metric}'}}")
+    assert refusal(CNN, file) == "train.optimizer.lr (mine.yaml) gives 'acc/test_top1', but it must be a number"
     optimizer = "{_target_: torch.optim.Adam, lr: 1, betas: [0, 0.9], foreach: null, eps: '${seed}'}"
     file.write_text(f"train: {{optimizer: {optimizer}}}")
     assert load([CNN, file]).train.optimizer.betas == [0, 0.9]
+    # Whatever stood there before.
+    dampening = "--configs.train.optimizer.dampening"
+    tree = load([CNN], [dampening, "0", dampening, "${train.optimizer.lr}"])
+    assert tree.train.optimizer.dampening == tree.train.optimizer.lr
 
 
 def test_long_values_are_cut() -> None:
