@@ -92,10 +92,10 @@ def _check_formulas(result: DictConfig, tree: Config, history: History) -> Itera
                 value = node[key]
                 plain = _plain_type(value)
                 fitted(plain, history.types.get(path), *keyword_types(lookup(tree, path[:-1]), path[-1], plain))
-            except TypeError as error:
-                yield f"{where} gives {short(repr(value))}, but {error}"
             except (OmegaConfBaseException, RecursionError) as error:
                 yield f"{dotted(path)} is {short(raw)} ({history.origin(path)}): {_reason(error, result)}"
+            except TypeError as error:
+                yield f"{where} gives {short(repr(value))}, but {error}"
 
 
 def _reason(error: Exception, result: DictConfig) -> str:
