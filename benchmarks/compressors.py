@@ -19,7 +19,6 @@ table and, last, one line of JSON.
 """
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Generator
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Conversation
@@ -244,7 +244,7 @@ def main() -> None:
         cells = f"{r['payload_bytes']:12,.0f}{r['mib_per_epoch']:11.1f}{r['fewer']:8.1f}"
         cells += f"{r['encode_ms']:9.1f}{r['decode_ms']:9.1f}{r['error']:8.3f}{r['mean']:8.3f}"
         print(f"{name:<22}{cells}", flush=True)
-    print(json.dumps({"benchmark": "compressors", "model": args.model, "ranks": args.ranks, "methods": rows}))
+    print_json({"benchmark": "compressors", "model": args.model, "ranks": args.ranks, "methods": rows})
 
 
 if __name__ == "__main__":

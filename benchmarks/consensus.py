@@ -10,13 +10,13 @@ until then, at most. Prints a table for each number of ranks and, last, one line
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.results import print_json
 from dgc import gossip
 from dgc.gossip import Topology, TopologyError, uniform
 from dgc.gossip.mixing import matrix
@@ -105,7 +105,7 @@ def main() -> None:
             expected = "-" if row["theory"] is None else f"{row['theory']:.0f}"
             cells = f"{row['exact'] or '-':>7}{row['rounds'] or '-':>8}{expected:>9}{row['messages'] or '-':>10}"
             print(f"{name:<26}{topology.period:>7}{cells}", flush=True)
-    print(json.dumps(result))
+    print_json(result)
 
 
 if __name__ == "__main__":

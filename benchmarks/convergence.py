@@ -25,6 +25,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import train
+from benchmarks.results import print_json
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.arguments import parse_arguments
 from dgc_training.config import load
@@ -106,8 +107,9 @@ def simulate(ranks: int, words: list[str]) -> None:
         LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
 
 
-def standard_error(values: list[float]) -> float:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+def standard_error(values: list[float]) -> float | None:
+    """That of the mean; None where one value says nothing of it."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def main() -> None:
@@ -161,19 +163,20 @@ def report(methods: list[str], summaries: dict[str, list[dict[str, Any]]]) -> No
     result: dict[str, Any] = {}
     for m in methods:
         differences = [a - b for a, b in zip(accuracy[m], accuracy[first], strict=True)]
+        error = standard_error(differences)
         row = {
             "accuracy": mean(accuracy[m]),
             "difference": mean(differences),
-            "standard_error": standard_error(differences),
+            "standard_error": error,
             "payload_bytes": bytes_sent[m],
             "fewer_bytes": bytes_sent[first] / bytes_sent[m],
         }
         result[m] = row
+        cell = "" if error is None else f"{error:.2f}"
         print(
-            f"{m:<18} {row['accuracy']:10.2f} {row['difference']:20.2f} {row['standard_error']:10.2f} "
-            f"{row['fewer_bytes']:10.1f}x"
+            f"{m:<18} {row['accuracy']:10.2f} {row['difference']:20.2f} {cell:>10} {row['fewer_bytes']:10.1f}x"
         )
-    print(json.dumps(result))
+    print_json(result)
 
 
 if __name__ == "__main__":

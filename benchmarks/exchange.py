@@ -12,7 +12,6 @@ Prints a table and, last, one line of JSON.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from statistics import median
@@ -23,6 +22,7 @@ import torch
 
 import dgc.kernels as kernels
 import dgc_datasets.torchvision_compat  # noqa: F401  (before torchvision)
+from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.comm.requests import Conversation
@@ -135,7 +135,7 @@ def report(
             f"{name:<16} {row['exchange_ms']:11.1f} {row['step_ms']:9.1f} {row['payload_bytes'] / 1e6:11.3f} "
             f"{row['wire_bytes'] / 1e6:9.3f}"
         )
-    print(json.dumps(result))
+    print_json(result)
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ rounds of the ratio within a round. Prints a table and, last, one line of JSON.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from benchmarks.compressors import STEPS_PER_EPOCH, parameters_of
+from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather
 from dgc.compression import FP16, Compressor, PowerSGDCompressor
@@ -188,7 +188,7 @@ def main() -> None:
                 "batched_to_ours": round(ratio(times[BATCHED], times[OURS]), 3),
             }
     dist.destroy_process_group()
-    print(json.dumps(result))
+    print_json(result)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ line of JSON.
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.recordings import Recording, record, small_images
+from benchmarks.results import print_json
 from benchmarks.selector_curves import curves, print_curves
 from benchmarks.selector_fit import PUBLISHED_FIT, Fit, fit_tensors, fit_together
 from benchmarks.selector_methods import SELECTORS
@@ -186,7 +186,7 @@ def main() -> None:
         "accuracy": {name: curve.accuracy[-1] for name, curve in learned.items()},
         "loss": {name: curve.loss[-1] for name, curve in learned.items()},
     }
-    print(json.dumps(result))
+    print_json(result)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import print_json
 from dgc.comm.horovod import HorovodTransport
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--method", choices=["sgd", "dgc"], help="measure one in this process and print its JSON")
     args = parser.parse_args()
     if args.method:
-        print(json.dumps(measure(args.method, args.bucket_mb)))
+        print_json(measure(args.method, args.bucket_mb))
         return
     found = {}
     for method in ("sgd", "dgc"):
@@ -79,7 +80,7 @@ def main() -> None:
     for method, row in found.items():
         print(f"{method:<4} live {row['live'] / 1e6:8.1f} MB   peak {row['peak'] / 1e6:8.1f} MB")
     print(f"DGC keeps {extra / 1e6:.1f} MB more: {floats:.3f} floats per compressed parameter")
-    print(json.dumps({"extra_floats_per_parameter": floats, "extra_bytes": extra, **found}))
+    print_json({"extra_floats_per_parameter": floats, "extra_bytes": extra, **found})
 
 
 if __name__ == "__main__":

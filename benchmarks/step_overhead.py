@@ -16,7 +16,6 @@ rounds of the ratio within a round. Prints a table and, last, one line of JSON.
 """
 
 import argparse
-import json
 import math
 import random
 import time
@@ -28,6 +27,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 import dgc_datasets.torchvision_compat  # noqa: F401
+from benchmarks.results import print_json
 from benchmarks.step_methods import Copy, Eager, Ours, Step, TopK, floors
 from dgc.bucket import Segment, lay_out
 from dgc.selection import Exact, Histogram, Predicted
@@ -187,7 +187,7 @@ def main() -> None:
         "speedup_vs_eager": ratio(times["eager"], times[ours]),
     }
     assert all(math.isfinite(number) for number in result.values())
-    print(json.dumps(result))
+    print_json(result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Prints a table and, last, one line of JSON.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.results import print_json
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.compression import Dense
 from dgc.gossip import ADPSGD, OSGP, SGP, Gossip
@@ -113,7 +113,7 @@ def report(args: argparse.Namespace, everyone: list[dict[str, list[Phase]]]) -> 
             f"{row['slow_steps']:6.2f}"
         )
     settings = {"ranks": args.ranks, "slow": args.slow, "compute_ms": args.compute, "numel": args.numel}
-    print(json.dumps({"benchmark": "straggler", **settings, "methods": rows}))
+    print_json({"benchmark": "straggler", **settings, "methods": rows})
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ the first density.
 """
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from torch import nn
 
 import dgc_models
 from benchmarks.recordings import Learner, endless
+from benchmarks.results import print_json
 from dgc.kernels import Codec, Quotas, Selection
 from dgc.kernels.bits import TorchCodec
 from dgc.kernels.native_codec import NativeCodec
@@ -181,7 +181,7 @@ def main() -> None:
     first = found[f"{args.densities[0]:g}"]
     best = first["encodings"]["sign rice"]
     outer = {"bits_per_index": best["bits_per_index"], "bits_per_element": best["bits_per_element"]}
-    print(json.dumps({**outer, "bound": first["bound"], "densities": found}))
+    print_json({**outer, "bound": first["bound"], "densities": found})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,16 @@ from typing import NoReturn
 
 from dgc_training.launcher import complain
 
+_EPILOG = """\
+examples:
+  python train.py --configs configs/digits/cnn.py configs/dgc/wm5.py --configs.train.num_epochs 20
+  python train.py --configs configs/digits/cnn.py configs/dgc/wm5.py --print-config
+  horovodrun -np 4 python train.py --configs configs/digits/cnn.py configs/dgc/wm5.py
+
+configs/__init__.py is the reference of all keys, with their defaults. Any key can be set after the files, as
+--configs.KEY VALUE. --print-config shows the keys and values of a stack, and trains nothing.
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -18,7 +28,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         prog="train.py",
         allow_abbrev=False,
         description="Trains what a stack of config files describes.",
-        epilog="Any config value can be set after the files: --configs.train.num_epochs 500",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--configs",

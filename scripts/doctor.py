@@ -51,6 +51,19 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
         yield Finding(f"torch does not load: {facts.torch.error}", "make clean setup")
 
 
+def check_library(facts: Facts) -> Iterator[Finding]:
+    if facts.dgc is None:
+        yield Finding(
+            "dgc is not installed: only scripts of this checkout can import it", "make setup", note=True
+        )
+    elif facts.dgc != facts.checkout:
+        yield Finding(
+            f"dgc comes from {facts.dgc}, not from this checkout ({facts.checkout})",
+            "make setup VENV=another/path gives this checkout an environment of its own, make setup TAKE_OVER=1 "
+            "takes this one over; unset PYTHONPATH where that names the other checkout",
+        )
+
+
 def check_horovod(facts: Facts) -> Iterator[Finding]:
     if facts.versions.get("horovod") is None or facts.torch.answer is None:
         return
@@ -173,7 +186,7 @@ def check_surroundings(facts: Facts) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_python, check_packages, check_horovod, check_mpi, check_prefix, check_mpi4py, check_hello,
+    check_python, check_packages, check_library, check_horovod, check_mpi, check_prefix, check_mpi4py, check_hello,
     check_kernels, check_torchvision, check_surroundings,
 )
 
@@ -191,6 +204,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         return ", ".join(key for key in keys if probe.answer and probe.answer[key]) or "none"
 
     rows = [("Python", dotted(facts.python)), ("environment", facts.prefix)]
+    rows.append(("dgc comes from", facts.dgc or "nowhere: not installed"))
     rows += [(name, version or "missing") for name, version in facts.versions.items()]
     rows.append(("mpirun", facts.mpirun or "missing"))
     hello = facts.hello.answer or {}

@@ -88,6 +88,10 @@ class Facts:
     mpi4py: Probe = Probe()
     kernels: Probe = Probe()
     hello: Probe = Probe()
+    checkout: str = ""
+    """This checkout's folder."""
+    dgc: str | None = None
+    """The folder from which a script that lies elsewhere imports dgc, None where it cannot."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Those of WATCHED that are set."""
 
@@ -113,6 +117,15 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def source_of_library(env: Mapping[str, str]) -> str | None:
+    """The folder from which a script that lies outside of this checkout imports dgc, None where it cannot."""
+    code = 'import importlib.util as u; s = u.find_spec("dgc"); print(s.origin if s and s.origin else "")'
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, env=env, cwd=sys.prefix, capture_output=True, text=True, timeout=30, check=True)
+    origin = done.stdout.strip()
+    return str(Path(origin).resolve().parents[1]) if origin else None
 
 
 def first_line(argv: list[str], env: Mapping[str, str]) -> str | None:
@@ -152,5 +165,7 @@ def collect() -> Facts:
         mpi4py=probe(MPI4PY),
         kernels=probe(KERNELS),
         hello=run_probe(hello, hello_env),
+        checkout=str(Path(__file__).resolve().parents[1]),
+        dgc=source_of_library(env),
         variables={name: os.environ[name] for name in WATCHED if name in os.environ},
     )

@@ -6,6 +6,7 @@
 #   PYTHON=python3.12  the interpreter to start from
 #   GPU=1              build Horovod with NCCL operations (needs CUDA and NCCL headers); 0 goes back
 #   SYSTEM_MPI=1       use the MPI whose mpicc is on PATH instead of the PyPI wheel; 0 goes back
+#   TAKE_OVER=1        use an environment whose dgc is another checkout's, and install this one's there
 #   HOROVOD_WHEELS     where built wheels are kept (default: the user's cache)
 # GPU and SYSTEM_MPI are remembered by the environment: later runs need not repeat them.
 set -euo pipefail
@@ -40,7 +41,25 @@ fi
 GPU=${GPU:-${gpu_before:-0}}
 SYSTEM_MPI=${SYSTEM_MPI:-${system_before:-0}}
 stamp=$({ echo "$PWD $GPU $SYSTEM_MPI"; cat requirements.txt scripts/setup.sh; } | sha256sum | cut -c1-16)
-ready() { [ -f "$VENV/.ready-$stamp" ] && [ -x "$VENV/bin/python" ]; }
+# An environment has one dgc, installed as a link to a checkout.
+find_other() { # sets `other`: the checkout that this environment's dgc comes from; empty for this one or none
+    local record url
+    other=
+    for record in "$VENV"/lib/python*/site-packages/dgc-*.dist-info/direct_url.json; do
+        [ -f "$record" ] || continue
+        grep -q '"editable": *true' "$record" || continue
+        url=$(sed -n 's|.*"url": *"file://\([^"]*\)".*|\1|p' "$record")
+        url=$(printf '%b' "${url//%/\\x}")
+        if [ -f "$url/dgc/__init__.py" ] && ! [ "$url" -ef . ]; then other=$url; fi
+    done
+    [ -z "$other" ] || [ "${TAKE_OVER:-0}" = 1 ] || die "the dgc of $VENV is installed from the checkout $other," \
+        "which would lose it; give this checkout another environment: make setup VENV=another/path," \
+        "or take this one over: make setup TAKE_OVER=1"
+}
+ready() {
+    find_other
+    [ -z "$other" ] && [ -f "$VENV/.ready-$stamp" ] && [ -x "$VENV/bin/python" ]
+}
 if ready; then exit 0; fi
 
 # --- one at a time -------------------------------------------------------------------------------

@@ -13,16 +13,25 @@
 # ssh. 5 minutes before the time is up (SIGUSR1), or on SIGTERM, the ranks are told to save and end, and the job
 # puts itself into the queue again, where it goes on.
 #
+#   DRY_RUN=1    prints the command and starts nothing, outside of SLURM too; HOSTS or RANKS then say for which
+#                machines (scripts/common.sh)
 #   REQUEUE      what is called with the job's number then; default: scontrol requeue; empty: nothing is
 set -euo pipefail
 die() { printf 'slurm.sh: %s\n' "$*" >&2; exit 2; }
 
-[ -n "${SLURM_JOB_NODELIST:-}" ] || die "this is no SLURM job; submit it with sbatch, or use scripts/mpirun.sh"
-# SLURM runs a copy of this file, so its own place says nothing.
-cd "${SLURM_SUBMIT_DIR:-.}"
-[ -f scripts/mpirun.sh ] || die "submit the job from the repository's root, not from $PWD"
-ranks=${SLURM_NTASKS_PER_NODE:-$((${SLURM_NTASKS:-1} / ${SLURM_JOB_NUM_NODES:-1}))}
-HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/:$ranks/" | paste -sd,)
+if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+    # SLURM runs a copy of this file, so its own place says nothing.
+    cd "${SLURM_SUBMIT_DIR:-.}"
+    [ -f scripts/mpirun.sh ] || die "submit the job from the repository's root, not from $PWD"
+    ranks=${SLURM_NTASKS_PER_NODE:-$((${SLURM_NTASKS:-1} / ${SLURM_JOB_NUM_NODES:-1}))}
+    HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/:$ranks/" | paste -sd,)
+elif [ -n "${DRY_RUN:-}" ]; then
+    cd "$(dirname "${BASH_SOURCE[0]}")/.."
+    HOSTS=${HOSTS:-node1:${RANKS:-1}}
+    echo "slurm.sh: this is not a SLURM job; $HOSTS stands for the machines that SLURM would give" >&2
+else
+    die "this is no SLURM job; submit it with sbatch, or use scripts/mpirun.sh"
+fi
 export HOSTS
 read -ra requeue <<<"${REQUEUE-scontrol requeue}"
 # train.py's exit status where it was asked to end, and has saved

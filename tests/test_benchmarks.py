@@ -2,14 +2,17 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+import benchmarks
 import dgc.kernels as kernels
-from benchmarks.convergence import simulate
+from benchmarks.convergence import report, simulate
 from benchmarks.radix_select import RadixSelect
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
+from benchmarks.results import print_json
 from benchmarks.selector_counts import Counts, count_choice, count_step, counting
 from benchmarks.selector_fit import fit, fit_tensors
 from benchmarks.selector_methods import SELECTORS, SelectorStep
@@ -41,6 +44,26 @@ def test_simulated_ranks_train_alike_every_time(tmp_path):
     assert first["final"] == again["final"] and first["ranks"] == 2 and first["samples"] > 1000
     assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_bytes"] / 4
     assert summary("other", "--configs.seed=7")["final"] != first["final"]
+
+
+def test_results_are_valid_json(capsys):
+    summary = {"final": {"acc/test_top1": 99.0}, "payload_bytes": 5}
+    other = {"final": {"acc/test_top1": 98.0}, "payload_bytes": 1}
+    report(["dense", "dgc"], {"dense": [summary], "dgc": [other]})
+    *_, head, dense, dgc, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last, parse_constant=pytest.fail)
+    assert result["dgc"]["standard_error"] is None and result["dgc"]["difference"] == -1
+    assert (len(head), dense.split()) == (len(dgc), ["dense", "99.00", "0.00", "1.0x"])
+    report(["dense", "dgc"], {"dense": [summary, summary], "dgc": [other, summary]})
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["dgc"]["standard_error"] == 0.5
+
+    print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"a": [None, 1, {"b": None, "c": "x", "d": None}]}
+    folder = Path(benchmarks.__file__).parent
+    files = {file.name: file.read_text() for file in folder.glob("*.py")}
+    assert [name for name, text in files.items() if "json.dump" in text] == ["results.py"]
+    assert sum("print_json(" in text for text in files.values()) > 9
 
 
 def test_a_distribution_fits_its_own_samples():

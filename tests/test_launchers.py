@@ -83,7 +83,7 @@ def test_every_row_has_a_script():
         ("imagenet/batch256", {}, [], "which model"),
         ("imagenet/batch256", {"HOSTS": "a:4"}, ["resnet50"], "HOSTS has 4 places, but 8 ranks"),
         ("imagenet/batch256", {"LAUNCH": "torchrun"}, ["resnet50"], "LAUNCH is torchrun"),
-        ("slurm", {}, ["--configs", "x"], "no SLURM job"),
+        ("slurm", {"DRY_RUN": ""}, ["--configs", "x"], "no SLURM job"),
         ("mpirun", {"RANKS": "2", "NETWORK": "wifi"}, ["--configs", "x"], "NETWORK is wifi"),
         ("mpirun", {"RANKS": "2", "INTERFACE": "10.0.0.0/8"}, ["--configs", "x"], "INTERFACE is 10.0.0.0/8"),
         (

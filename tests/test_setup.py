@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -9,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from setuptools import Distribution
 
 from scripts.doctor import describe, judge, mpi_version
-from scripts.facts import PACKAGES, Facts, Probe, run_probe
+from scripts.facts import PACKAGES, Facts, Probe, run_probe, source_of_library
 from scripts.launch import command, environment
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +36,8 @@ HEALTHY = Facts(
     mpi4py=Probe({"library": "Open MPI v4.1.8, package: Open MPI"}),
     kernels=Probe({"native": "native (avx2)"}),
     hello=Probe({"size": 2, "sum": 3.0, "multiple": True, "level": "MULTIPLE"}),
+    checkout="/here",
+    dgc="/here",
 )
 
 
@@ -63,6 +68,7 @@ def test_nothing_is_wrong_with_a_healthy_environment() -> None:
         ({"hello": Probe({"size": 2, "sum": 2.0, "multiple": True})}, "gave 2.0"),
         ({"hello": Probe({"size": 2, "sum": 3.0, "multiple": False, "level": "SERIALIZED"})}, "SERIALIZED"),
         ({"torchvision": Probe(error="libjpeg.so: cannot open")}, "torchvision does not load"),
+        ({"dgc": "/there"}, "dgc comes from /there, not from this checkout (/here)"),
     ],
 )
 def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], named: str) -> None:
@@ -76,6 +82,7 @@ def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], n
     ("change", "named"),
     [
         ({"root": True}, "root"),
+        ({"dgc": None}, "dgc is not installed"),
         ({"cores": 2}, "2 cores"),
         ({"variables": {"HOROVOD_FUSION_THRESHOLD": "67108864"}}, "do not repeat bitwise"),
         ({"torch": Probe({"cuda": "13.0", "gpus": ["H100"]})}, "no NCCL"),
@@ -97,6 +104,7 @@ def test_an_empty_machine_is_described_and_judged() -> None:
     nothing = Probe(error="No module named 'torch'")
     bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *[nothing] * 6)
     assert any("not installed: torch" in finding.what for finding in judge(bare))
+    assert dict(describe(replace(HEALTHY, dgc="/there")))["dgc comes from"] == "/there"
     assert dict(describe(bare))["torch"] == "missing"
 
 
@@ -114,6 +122,12 @@ def test_a_probe_tells_an_answer_from_a_failure() -> None:
     assert run_probe(["sh", "-c", "exit 3"], env).error == "exit status 3"
     assert run_probe(["no-such-program"], env).error == "no no-such-program found"
     assert "no answer" in run_probe(["sleep", "5"], env, timeout_s=0.1).error
+
+
+def test_the_library_is_looked_for_as_another_folders_script_finds_it(tmp_path: Path) -> None:
+    (tmp_path / "dgc").mkdir()
+    (tmp_path / "dgc/__init__.py").touch()
+    assert source_of_library({**os.environ, "PYTHONPATH": str(tmp_path)}) == str(tmp_path)
 
 
 def test_the_launcher_oversubscribes_only_when_it_must() -> None:
@@ -171,6 +185,61 @@ def test_setup_names_a_missing_mpi(checkout: Path) -> None:
     for name in ("bash", "flock", "dirname", "mkdir", "cat", "sha256sum", "cut", "c++"):
         (tools / name).symlink_to(shutil.which(name) or "/bin/true")
     assert "no mpicc on PATH" in setup_says(checkout, SYSTEM_MPI="1", PYTHON=sys.executable, PATH=str(tools))
+
+
+def belongs_to(checkout: Path, other: Path) -> Path:
+    """Makes the checkout's environment one whose editable dgc is installed from `other`; its record of that."""
+    record = checkout / "env/lib/python3.11/site-packages/dgc-0.1.0.dist-info/direct_url.json"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps({"dir_info": {"editable": True}, "url": other.as_uri()}))
+    return record
+
+
+def test_setup_leaves_an_environment_of_another_checkout_alone(checkout: Path, tmp_path: Path) -> None:
+    other = tmp_path / "another checkout"
+    (other / "dgc").mkdir(parents=True)
+    (other / "dgc/__init__.py").touch()
+    further = "no python3.99 found"
+    record = belongs_to(checkout, other)
+    before = record.read_text()
+    message = setup_says(checkout, PYTHON="python3.99")
+    assert f"installed from the checkout {other}" in message
+    assert "make setup VENV=" in message and "TAKE_OVER=1" in message
+    assert record.read_text() == before and not (checkout / "env/.unfinished").exists()
+    assert further in setup_says(checkout, PYTHON="python3.99", TAKE_OVER="1")
+    belongs_to(checkout, checkout)
+    assert further in setup_says(checkout, PYTHON="python3.99")
+    belongs_to(checkout, tmp_path / "removed")
+    assert further in setup_says(checkout, PYTHON="python3.99")
+    record.write_text(json.dumps({"dir_info": {}, "url": other.as_uri()}))  # a copy, installed from there
+    assert further in setup_says(checkout, PYTHON="python3.99")
+
+
+def test_train_takes_the_library_of_its_own_checkout(tmp_path: Path) -> None:
+    """Also where the environment, or PYTHONPATH, has another one."""
+    shutil.copy(ROOT / "train.py", tmp_path)
+    (tmp_path / "dgc").mkdir()
+    (tmp_path / "dgc/__init__.py").write_text("raise SystemExit(f'this is {__file__}')")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, str(tmp_path / "train.py"), "--configs", "configs/digits/cnn.py"]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stderr.strip() == f"this is {tmp_path / 'dgc/__init__.py'}"
+
+
+def test_the_package_is_the_library_alone_with_all_the_files_that_pyproject_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    package = Distribution()
+    package.parse_config_files(["pyproject.toml"])
+    package.include_package_data = False  # looks up what version control has; the globs alone are asked here
+    build = package.get_command_obj("build_py")
+    build.ensure_finalized()
+    assert {name.split(".")[0] for name in build.packages} == {"dgc"}
+    files = {f"{where}/{name}" for _, where, _, names in build.data_files for name in names}
+    assert "dgc/py.typed" in files
+    globs = {glob for globs in package.package_data.values() for glob in globs}
+    assert {glob for glob in globs if not any(fnmatch(name, f"*/{glob}") for name in files)} == set()
 
 
 def test_setup_names_a_place_it_cannot_write(checkout: Path) -> None:

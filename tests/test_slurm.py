@@ -96,6 +96,27 @@ def test_what_is_started(tmp_path, words):
     assert wrong.returncode == 2 and "repository's root" in wrong.stderr
 
 
+def test_a_dry_run_needs_no_slurm(tmp_path):
+    _, environment = job(tmp_path)
+    outside = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}
+    for script, words in (("slurm.sh", ["--configs", "a.py"]), ("gossip/sgp.sh", ["--suffix", ".a"])):
+        for variables, expected in (
+            ({}, "mpirun -np 1 -H node1:1 "),
+            ({"RANKS": "4"}, "mpirun -np 4 -H node1:4 "),
+            ({"HOSTS": "a:2,b:2"}, "mpirun -np 4 -H a:2\\,b:2 "),
+        ):
+            variables = {**outside, **variables, "DRY_RUN": "1", "LAUNCH": "slurm"}
+            script_path = str(REPOSITORY / "scripts" / script)
+            done = subprocess.run(
+                ["bash", script_path, *words], env=variables, cwd=tmp_path, capture_output=True, text=True
+            )
+            assert expected in done.stdout and done.returncode == 0, done.stderr
+            assert done.stdout.endswith(f"{words[-1]} \n") and "not a SLURM job" in done.stderr
+    script_path = str(REPOSITORY / "scripts/slurm.sh")
+    done = subprocess.run(["bash", script_path, "--configs", "a.py"], env=outside, capture_output=True, text=True)
+    assert done.returncode == 2 and "submit it with sbatch" in done.stderr
+
+
 def test_a_gossip_script_as_the_job(tmp_path):
     """sbatch scripts/gossip/sgp.sh: SLURM copies that file alone."""
     _, environment = job(tmp_path, DRY_RUN="1")

@@ -6,8 +6,13 @@
 Files apply from left to right, after the bases (`__init__.py`, `__init__.yaml`) of their folders; the command
 line comes last. A Python file starts with `from dgc_training.config import Config, configs, derived`; `configs`
 is the tree as this load has built it so far, and no state outlives a load. A YAML file says the same:
-`_target_` names a constructor, and a mapping with a `_target_` replaces a node, as `Config(Target)` does. With
-`_partial_: true` it is called later, by whoever has the arguments that are missing.
+`_target_` names a constructor. With `_partial_: true` it is called later, by whoever has the arguments that are
+missing.
+
+In YAML and on the command line a mapping is merged into the node it names: keys that it does not name keep their
+values. A mapping whose `_target_` is not the node's replaces the node, and so does a mapping after the node was
+set to null. In Python an assigned `Config(Target)` always replaces, and `configs.train.optimizer.lr = 0.1` changes
+one key.
 """
 
 from typing import TYPE_CHECKING

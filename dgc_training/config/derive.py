@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dgc_training.config.errors import closest
+from dgc_training.config.errors import closest, short
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -62,7 +62,7 @@ def keys_of(tree: DictConfig) -> list[str]:
 def _parse(formula: str) -> ast.expr:
     """The syntax tree, with nothing in it but what `_value` knows."""
     wrong = ValueError(
-        f"{formula!r} is not made of config keys, numbers, + - * / // % **, min(...) and max(...)"
+        f"{short(repr(formula))} is not made of config keys, numbers, + - * / // % **, min(...) and max(...)"
     )
     try:
         with _PARSING:
@@ -105,7 +105,7 @@ def _apply(function: Callable[..., Any], arguments: list[Any], dry: bool) -> Any
     if function is operator.pow:
         base, exponent = arguments
         if abs(exponent) * max(1, int(abs(base)).bit_length()) > _LARGEST_POWER:
-            raise ValueError(f"{base} ** {exponent} is too large")
+            raise ValueError(f"{short(base)} ** {short(exponent)} is too large")
     return function(*arguments)
 
 
@@ -120,7 +120,7 @@ def _derive(formula: str, *, _root_: DictConfig, _node_: Any) -> Any:
         if value is _ABSENT:
             raise ValueError(f"there is no key {key!r}{closest(key, keys_of(_root_))}")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{key} is {value!r}, not a number")
+            raise ValueError(f"{key} is {short(repr(value))}, not a number")
         return value
 
     token = _IN_PROGRESS.set(above | {id(_node_)})

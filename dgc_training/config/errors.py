@@ -1,11 +1,25 @@
-"""The one error of the configs, and the suggestions in its messages."""
+"""The one error of the configs, and what its messages are made of."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
     """What a user wrote in a config file or on the command line cannot work; it says where and why."""
+
+
+def together(problems: Sequence[str]) -> ConfigError:
+    """One error that tells all problems, each once: a single one as it is, several one per line."""
+    distinct = list(dict.fromkeys(problems))
+    if len(distinct) == 1:
+        return ConfigError(distinct[0])
+    return ConfigError("\n  ".join([f"{len(distinct)} errors in the config:", *distinct]))
+
+
+def short(value: object, most: int = 80) -> str:
+    """A value as a message shows it: at most `most` characters, "..." for the rest."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def closest(name: str, names: Iterable[str], show: int = 12) -> str:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dgc_training.config.errors import ConfigError, closest
-from dgc_training.config.tree import Config, copy, leaves, lookup, merge_, of_constructors
+from dgc_training.config.tree import Config, copy, is_constructor, leaves, lookup, merge_, of_constructors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SUFFIXES = (".py", ".yaml", ".yml")
@@ -83,13 +83,13 @@ def show(path: Path) -> str:
 def read_into_(tree: Config, file: Path, whole: bool = False) -> None:
     """Applies one file to the tree. Raises ConfigError with file, line and reason.
 
-    whole: of a collection of constructors (meters) that a YAML file has, the tree keeps none of its own.
+    whole: of a constructor, or a collection of them (meters), that a YAML file has, the tree keeps nothing.
     """
     if file.suffix == ".py":
         return _execute(tree, file)
     content = parse_yaml(file)
     for path, _ in leaves(content) if whole else ():
-        if of_constructors(node := lookup(tree, path)):
+        if is_constructor(node := lookup(tree, path)) or of_constructors(node):
             node.clear()
     merge_(tree, content)
 

@@ -7,12 +7,12 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dgc_training.config.changes import History, fitted, is_formula
+from dgc_training.config.changes import History, fitted, is_formula, keyword_types
 from dgc_training.config.derive import keys_of
-from dgc_training.config.errors import ConfigError, closest
+from dgc_training.config.errors import ConfigError, closest, short
 from dgc_training.config.files import REPOSITORY, SUFFIXES
 from dgc_training.config.targets import SPECIAL, import_target, keywords
-from dgc_training.config.tree import Config, Path, container, dotted
+from dgc_training.config.tree import Config, Path, container, dotted, lookup
 
 # key: (smallest value, whether it must be a whole number, whether it may be null)
 LIMITS: dict[str, tuple[float, bool, bool]] = {
@@ -41,63 +41,71 @@ CONSTRUCTORS = {
 }
 
 
-def check_finished(tree: Config, history: History) -> DictConfig:
-    """The tree in OmegaConf, read-only, formulas kept. Raises ConfigError at the first key that is wrong."""
+def check_finished(tree: Config, history: History, problems: list[str]) -> DictConfig:
+    """The tree in OmegaConf, read-only, formulas kept; `problems` gets a message for each key that is wrong.
+
+    Raises RequirementError.
+    """
     _check_required(
         tree, history
     )  # first: a node that was replaced takes the keys with it that formulas name
     result = OmegaConf.create(container(tree))
     assert isinstance(result, DictConfig)
-    for path, value in _formulas_resolved(result, tree, history):
-        try:
-            fitted(_plain_type(value), history.types.get(path))
-        except TypeError as error:
-            raise ConfigError(
-                f"{dotted(path)} ({history.origin(path)}) gives {value!r}, but {error}"
-            ) from None
-    resolved = OmegaConf.to_container(result, resolve=True)
+    wrong = list(_check_formulas(result, tree, history))
+    # Without its formulas' values the rest of the tree can still be checked.
+    resolved = OmegaConf.to_container(result, resolve=not wrong)
     assert isinstance(resolved, dict)
     _check_required(resolved, history)
-    _check_targets(resolved, (), history)
-    _check_values(resolved, history)
+    problems += [*wrong, *_check_targets(resolved, (), history), *_check_values(resolved, history)]
     OmegaConf.set_readonly(result, True)
     OmegaConf.set_struct(result, True)
     return result
 
 
-def _check_values(resolved: dict[Any, Any], history: History) -> None:
+def _check_values(resolved: dict[Any, Any], history: History) -> Iterator[str]:
     """The tables above."""
     for key, nullable in CONSTRUCTORS.items():
         value = _at(resolved, key)
-        if not (isinstance(value, dict) and "_target_" in value) and not (value is None and nullable):
+        fits = isinstance(value, dict) and "_target_" in value or is_formula(value)
+        if not fits and not (value is None and nullable):
             origin = history.origin(tuple(key.split(".")))
-            raise ConfigError(f"{key} is {value!r} ({origin}); it must name its constructor (_target_)")
+            yield f"{key} is {short(repr(value))} ({origin}); it must name its constructor (_target_)"
     for key, (least, whole, nullable) in LIMITS.items():
         value = _at(resolved, key)
         number = isinstance(value, int) or isinstance(value, float) and not whole
-        fits = number and not isinstance(value, bool) and value >= least
+        fits = number and not isinstance(value, bool) and value >= least or is_formula(value)
         if not fits and not (value is None and nullable):
             kind = "a whole number" if whole else "a number"
             origin = history.origin(tuple(key.split(".")))
-            raise ConfigError(f"{key} is {value!r} ({origin}); it must be {kind}, at least {least}")
+            yield f"{key} is {short(repr(value))} ({origin}); it must be {kind}, at least {least}"
 
 
-def _formulas_resolved(result: DictConfig, tree: Config, history: History) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of every formula, also in lists. Raises ConfigError for those without a value."""
+def _check_formulas(result: DictConfig, tree: Config, history: History) -> Iterator[str]:
+    """Every formula, also in lists, has a value, of its key's type."""
     for path, raw, node, key in _scalars(result, tree, ()):
+        where = f"{dotted(path)} ({history.origin(path)})"
         if raw == "???":
-            raise ConfigError(f"{dotted(path)} ({history.origin(path)}) has no value yet; set it")
-        if not is_formula(raw):
-            continue
-        try:
-            yield path, node[key]
-        except (OmegaConfBaseException, RecursionError) as error:
-            reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
-            if "ecursi" in reason:
-                reason = "it refers back to itself"
-            if missing := re.fullmatch(r"Interpolation key '(.*)' not found", reason):
-                reason = f"there is no key {missing[1]!r}{closest(missing[1], keys_of(result))}"
-            raise ConfigError(f"{dotted(path)} is {raw} ({history.origin(path)}): {reason}") from error
+            yield f"{where} has no value yet; set it"
+        elif is_formula(raw):
+            value = None
+            try:
+                value = node[key]
+                plain = _plain_type(value)
+                fitted(plain, history.types.get(path), *keyword_types(lookup(tree, path[:-1]), path[-1], plain))
+            except (OmegaConfBaseException, RecursionError) as error:
+                yield f"{dotted(path)} is {short(raw)} ({history.origin(path)}): {_reason(error, result)}"
+            except TypeError as error:
+                yield f"{where} gives {short(repr(value))}, but {error}"
+
+
+def _reason(error: Exception, result: DictConfig) -> str:
+    """Why a formula has no value."""
+    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+    if "ecursi" in reason:
+        return "it refers back to itself"
+    if missing := re.fullmatch(r"Interpolation key '(.*)' not found", reason):
+        return f"there is no key {missing[1]!r}{closest(missing[1], keys_of(result))}"
+    return short(reason, 160)
 
 
 def _plain_type(value: Any) -> Any:
@@ -144,28 +152,28 @@ class RequirementError(ConfigError):
         self.wanted_by, self.found_in = wanted_by, found_in
 
 
-def _check_targets(node: Any, path: Path, history: History) -> None:
+def _check_targets(node: Any, path: Path, history: History) -> Iterator[str]:
     """Every `_target_` can be imported and takes the keys beside it."""
     for key, value in enumerate(node) if isinstance(node, list) else node.items():
         if isinstance(value, dict | list):
-            _check_targets(value, (*path, str(key)), history)
-    if isinstance(node, list) or "_target_" not in node:
+            yield from _check_targets(value, (*path, str(key)), history)
+    if isinstance(node, list) or "_target_" not in node or is_formula(name := node["_target_"]):
         return
-    name = node["_target_"]
+    if not isinstance(name, str):
+        yield f"{dotted((*path, '_target_'))} is {name!r}; it must be an import path"
+        return
     try:
-        target = import_target(name) if isinstance(name, str) else None
+        known = keywords(import_target(name))
     except ConfigError as error:
         origin = history.origin((*path, "_target_"))
-        raise ConfigError(f"{dotted((*path, '_target_'))} is {name} ({origin}): {error}") from error
-    if target is None:
-        raise ConfigError(f"{dotted((*path, '_target_'))} is {name!r}; it must be an import path")
-    known = keywords(target)
+        yield f"{dotted((*path, '_target_'))} is {name} ({origin}): {error}"
+        return
     if known is None:
         return
     for key in node:
         if key not in known and key not in SPECIAL:
             origin = history.origin((*path, key))
-            raise ConfigError(
+            yield (
                 f"{dotted((*path, key))} ({origin}): {name} takes no keyword {key!r}"
                 f"{closest(key, known)}{_folders_that_replace(path)}{_anew(path, name, origin, history)}"
             )

@@ -1,6 +1,8 @@
 """The command line: `--configs.train.num_epochs 500` or `--configs.train.num_epochs=500`, literals only."""
 
+import difflib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,8 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dgc_training.config.errors import ConfigError, closest
-from dgc_training.config.tree import Config, Path, copy, dotted, suggest
+from dgc_training.config.errors import ConfigError, closest, short
+from dgc_training.config.tree import Config, Path, copy, dotted, leaves, merge_, merges, suggest
 
 PREFIX = "--configs."
 # What train.py takes beside keys: only to suggest the right spelling of a flag that nobody knows.
@@ -28,30 +30,52 @@ _INT = re.compile(r"[+-]?(0|[1-9][0-9_]*)")
 _FLOAT = re.compile(r"[+-]?(((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)
 
 
-def parse(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(key without 'configs.', value) of each override in turn. Raises ConfigError for any other word."""
+def parse(words: Sequence[str], tree: Config, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """(key without 'configs.', value) of each override in turn; `problems` gets a message for any other word.
+
+    tree: only to show a key of it that lacks its prefix as it should be written.
+    """
     rest = list(words)
     while rest:
-        flag = rest.pop(0)
-        if not flag.startswith("--"):
-            raise ConfigError(
-                f"unexpected {flag!r} on the command line: config files follow --configs directly, an "
-                "override has one value, and a list is written as one word: '[1,2]'"
-            )
-        key, equals, text = flag.partition("=")
-        if not key.startswith(PREFIX) or key == PREFIX:
-            raise ConfigError(
-                f"unknown option {key}{closest(key, FLAGS)}; config keys are written {PREFIX}KEY VALUE"
-            )
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"{key} has no value; write {key} VALUE")
+        word = rest.pop(0)
+        key, equals, value = word.partition("=")
+        text = value if equals else None
+        if word.startswith("--") and not equals and rest and not rest[0].startswith("--"):
             text = rest.pop(0)
-        if not text.strip():
-            raise ConfigError(
-                f"{key} has an empty value; write null for none, or '\"\"' for the empty string"
-            )
-        yield key.removeprefix(PREFIX), literal(text.strip(), key)
+        try:
+            override = _read(word, key, text, tree)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            yield override
+
+
+def _read(word: str, key: str, text: str | None, tree: Config) -> tuple[str, Any]:
+    if not key.startswith(PREFIX) or key == PREFIX:
+        meant = prefixed(key, text, tree)
+        if word.startswith("--"):
+            near = "" if meant else f"{closest(key, FLAGS)}; config keys are written {PREFIX}KEY VALUE"
+            raise ConfigError(f"unknown option {key}{near}{meant}")
+        rule = (
+            ": config files follow --configs directly, an override has one value, and a list is written as one "
+            "word: '[1,2]'"
+        )
+        raise ConfigError(f"unexpected {word!r} on the command line{meant or rule}")
+    if text is None:
+        raise ConfigError(f"{key} has no value; write {key} VALUE")
+    if not text.strip():
+        raise ConfigError(f"{key} has an empty value; write null for none, or '\"\"' for the empty string")
+    return key.removeprefix(PREFIX), literal(text.strip(), key)
+
+
+def prefixed(word: str, text: str | None, tree: Config) -> str:
+    """'; write --configs.KEY VALUE' where a word looks like a key of the tree without the prefix, else ''."""
+    name = re.sub(r"^-*(configs?\.)?", "", word)
+    keys = [dotted(path) for path, _ in leaves(tree)]
+    same = [key for key in keys if name and key == name] or [key for key in keys if key.endswith(f".{name}")]
+    found = same or difflib.get_close_matches(name, keys, n=1, cutoff=0.85)
+    value = "VALUE" if text is None else shlex.quote(text)
+    return f"; write {' or '.join(f'{PREFIX}{key} {value}' for key in found[:3])}" if found else ""
 
 
 def literal(text: str, key: str) -> Any:
@@ -69,7 +93,8 @@ def literal(text: str, key: str) -> Any:
             content = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))
             return copy(_nulls(content))["value"]
         except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-            raise ConfigError(f"{key}: {text} is no list or mapping: {str(error).splitlines()[0]}") from error
+            reason = short(str(error).splitlines()[0], 160)
+            raise ConfigError(f"{key}: {short(text)} is no list or mapping: {reason}") from error
     return text
 
 
@@ -83,7 +108,10 @@ def _nulls(value: Any) -> Any:
 
 
 def assign_(tree: Config, key: str, value: Any) -> None:
-    """Sets a dotted key; numbers count into lists. Raises ConfigError where a part of it is missing."""
+    """Sets a dotted key; numbers count into lists. A mapping merges as in a YAML file, but {} empties the node.
+
+    Raises ConfigError where a part of the key is missing.
+    """
     node: Any = tree
     parts = key.split(".")
     done: Path = ()
@@ -103,7 +131,10 @@ def assign_(tree: Config, key: str, value: Any) -> None:
             what = "null, so nothing is below it" if node is None else f"the value {node!r}, not a node"
             raise ConfigError(f"{dotted(done)} is {what}: {dotted((*done, *parts))} cannot be set")
         done, parts = (*done, str(step)), parts[taken:]
+        old = node[step] if isinstance(node, list) else node.get(step)
         if parts:
-            node = node[step]
+            node = old
+        elif value and merges(old, value):
+            merge_(old, value)
         else:
             node[step] = value

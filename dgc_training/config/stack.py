@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from dgc_training.config.changes import History, check_layer, is_declared
-from dgc_training.config.errors import ConfigError
+from dgc_training.config.errors import ConfigError, together
 from dgc_training.config.files import REPOSITORY, bases_of, config_files, find, parse_yaml, read_into_, show
 from dgc_training.config.finish import RequirementError, check_finished
-from dgc_training.config.overrides import assign_, parse
+from dgc_training.config.overrides import assign_, parse, prefixed
 from dgc_training.config.tree import MISSING, Config, copy, leaves, lookup
 
 NEEDED = ("dataset", "model", "train.num_epochs", "train.batch_size")
@@ -23,21 +24,28 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
 
     paths: from the working directory or else the repository; `.py` and `.yaml` are optional; a folder means
     its base. overrides: "--configs.train.num_epochs", "500" or "--configs.train.num_epochs=500".
-    Raises ConfigError: one message with the key, who set it, and the closest valid names.
+    Raises ConfigError: a message for every wrong key or value, with the key, who set it, and the closest valid
+    names. A file that cannot be read ends the list.
     """
-    files = [find(path) for path in paths]
-    stack = _stacked(files)
-    for key, value in parse(overrides):
-        stack.apply(partial(assign_, key=key, value=value), f"command line, --configs.{key}")
-    if lacking := stack.lacking():
-        names = " or ".join(_experiments())
-        raise ConfigError(
-            f"no {', '.join(lacking)} in this stack; name an experiment first: --configs {names}"
-        )
+    stack = _Stack()
+    files = _found(paths, stack)
     try:
-        return check_finished(stack.tree, stack.history)
+        stack.add_all(files)
+        for key, value in parse(overrides, stack.tree, stack.problems):
+            stack.override(key, value)
+        if lacking := stack.lacking():
+            names = " or ".join(_experiments())
+            raise ConfigError(
+                f"no {', '.join(lacking)} in this stack; name an experiment first: --configs {names}"
+            )
+        tree = check_finished(stack.tree, stack.history, stack.problems)
     except RequirementError as error:
-        raise ConfigError(f"{error}{_cure(error, files)}") from error
+        raise together([*stack.problems, f"{error}{_cure(error, files)}"]) from error
+    except ConfigError as error:
+        raise together([*stack.problems, str(error)]) from error
+    if stack.problems:
+        raise together(stack.problems)
+    return tree
 
 
 def to_yaml(tree: DictConfig, resolve: bool = False) -> str:
@@ -48,15 +56,23 @@ def to_yaml(tree: DictConfig, resolve: bool = False) -> str:
 
 
 class _Stack:
-    """The tree so far, and what is known about it."""
+    """The tree so far, what is known about it, and what was wrong with it.
+
+    The shipped root base stands under every stack, also under files that lie elsewhere.
+    """
 
     def __init__(self) -> None:
         self.tree = Config()
         self.history = History()
         self.applied: set[Path] = set()  # bases
+        self.problems: list[str] = []
+        self.add(REPOSITORY / "configs" / "__init__.py")
 
     def apply(self, change: Callable[[Config], None], origin: str, declares: bool = False) -> None:
-        """One layer: `change` works on a copy, which is checked against the tree before it."""
+        """One layer: `change` works on a copy, which is checked against the tree before it.
+
+        Raises ConfigError where the change itself fails; what is wrong with its result goes to `problems`.
+        """
         after: Config = copy(self.tree)
         try:
             change(after)
@@ -66,7 +82,7 @@ class _Stack:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{origin}: {error}") from error
         self._check_requirements(after, origin)
-        check_layer(self.history, self.tree, after, origin, declares)
+        self.problems += check_layer(self.history, self.tree, after, origin, declares)
         self.tree = after
 
     def _check_requirements(self, after: Config, origin: str) -> None:
@@ -79,6 +95,18 @@ class _Stack:
                     f"{origin} needs {key} to be {now[key]}, but {other} needs {before[key]}; leave out the one "
                     "or the other"
                 )
+
+    def override(self, key: str, value: Any) -> None:
+        """Applies a word of the command line."""
+        try:
+            self.apply(partial(assign_, key=key, value=value), f"command line, --configs.{key}")
+        except ConfigError as error:
+            self.problems.append(str(error))
+
+    def add_all(self, files: Sequence[Path]) -> None:
+        """Applies files from left to right."""
+        for n, file in enumerate(files):
+            self.add(file, first=n == 0)
 
     def add(self, file: Path, first: bool = False) -> None:
         """Applies a file after those of its bases that have not been applied yet."""
@@ -107,21 +135,29 @@ class _Stack:
         return [key for key in NEEDED if lookup(self.tree, tuple(key.split("."))) in (None, MISSING)]
 
 
-def _stacked(files: Sequence[Path]) -> _Stack:
-    """The shipped root base stands under every stack, also under files that lie elsewhere."""
-    stack = _Stack()
-    stack.add(REPOSITORY / "configs" / "__init__.py")
-    for n, file in enumerate(files):
-        stack.add(file, first=n == 0)
-    return stack
+def _found(paths: Sequence[str | os.PathLike[str]], stack: _Stack) -> list[Path]:
+    """The files that the paths mean. Raises ConfigError for those that there are not, all together."""
+    files, problems = [], []
+    for path in paths:
+        try:
+            files.append(find(path))
+        except ConfigError as error:
+            key, equals, value = str(path).partition("=")
+            meant = prefixed(key, value, stack.tree) if equals else ""
+            problems.append(f"there is no config file {path}{meant}" if meant else str(error))
+    if problems:
+        raise together(problems)
+    return files
 
 
 def _experiments() -> list[str]:
     """The shipped files that can be trained alone."""
     names = []
     for file in config_files(REPOSITORY / "configs"):
+        stack = _Stack()
         with suppress(ConfigError):
-            if not _stacked([file]).lacking():
+            stack.add(file, first=True)
+            if not stack.lacking():
                 names.append(show(file))
     return names
 

@@ -18,6 +18,8 @@ from dgc_training.config.errors import ConfigError, closest
 _ANNOTATIONS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 _ANNOTATIONS |= dict.fromkeys(("list", "List", "tuple", "Tuple", "Sequence", "Iterable", "Collection"), list)
 SPECIAL = ("_target_", "_partial_")  # keys of a node that are not its constructor's keywords
+# Words of an annotation for which no value of a config stands.
+_OTHER_WORDS = {"None", "NoneType", "Optional", "Union", "Tensor", "torch", "typing", "collections", "abc"}
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -88,19 +90,21 @@ def keywords(target: Any) -> dict[str, inspect.Parameter] | None:
     return {name: p for name, p in parameters.items() if p.kind in _KEYWORD_KINDS}
 
 
-def declared_types(path: Any, keyword: str) -> set[type]:
-    """The plain types that a constructor's annotation of this keyword mentions: {float, list} for
-    `float | Sequence[float]`. Empty where it has none, or cannot be imported.
+def declared_types(path: Any, keyword: str) -> tuple[set[type], bool]:
+    """The plain types that a constructor's annotation of this keyword mentions, {float, list} for
+    `float | Sequence[float]`, and whether it takes no other value. ({}, False) where it has none, or cannot be
+    imported.
     """
     try:
         parameter = (keywords(import_target(path)) or {}).get(keyword) if isinstance(path, str) else None
     except ConfigError:
-        return set()  # reported for the finished tree, with its own message
+        return set(), False  # reported for the finished tree, with its own message
     if parameter is None or parameter.annotation is inspect.Parameter.empty:
-        return set()
+        return set(), False
     annotation = parameter.annotation
     words = re.findall(r"\w+", annotation.__name__ if isinstance(annotation, type) else str(annotation))
-    return {kind for word, kind in _ANNOTATIONS.items() if word in words}
+    types = {kind for word, kind in _ANNOTATIONS.items() if word in words}
+    return types, bool(types) and set(words) <= _ANNOTATIONS.keys() | _OTHER_WORDS
 
 
 def instantiate(node: Any, *args: Any, **runtime: Any) -> Any:

@@ -100,14 +100,36 @@ def container(value: Any) -> Any:
     return [container(item) for item in value] if isinstance(value, list) else value
 
 
+def merges(old: Any, value: Any) -> bool:
+    """Whether a mapping changes the node `old`: it names the constructor that is there, or none.
+
+    Any other value takes the node's place.
+    """
+    if not isinstance(old, Config) or not isinstance(value, dict):
+        return False
+    return "_target_" not in value or value["_target_"] == old.get("_target_")
+
+
 def merge_(node: Config, other: dict[str, Any]) -> None:
-    """What a YAML file means: a mapping merges key by key, but one with a `_target_` replaces the node."""
+    """What a YAML file means: a mapping is merged into its node key by key where `merges`, else replaces it."""
     for key, value in other.items():
-        old = node.get(key)
-        if isinstance(value, dict) and isinstance(old, Config) and "_target_" not in value:
-            merge_(old, value)
+        if merges(node.get(key), value):
+            merge_(node[key], value)
         else:
             node[key] = value
+
+
+def restore_(node: Config, before: Config, path: Path) -> None:
+    """Gives `path` the value that it has in `before`; takes it away where it has none there."""
+    for n, key in enumerate(path, 1):
+        value = lookup(before, path[:n])
+        if value is MISSING:
+            node.pop(key, None)
+            return
+        if n == len(path) or not isinstance(node.get(key), Config):
+            node[key] = copy(value)
+            return
+        node = node[key]
 
 
 def leaves(node: dict[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:

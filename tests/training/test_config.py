@@ -252,6 +252,40 @@ train:
     assert tree.train.scheduler.T_max == 80
 
 
+def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces(tmp_path: Path) -> None:
+    """The same for a YAML file and for the command line; Config(Target), assigned in Python, replaces."""
+    same, other = "{_target_: torch.optim.SGD, lr: 0.1}", "{_target_: torch.optim.Adam, lr: 0.1}"
+    before = values(load([CNN]).train.optimizer)
+    for mapping in (same, "{lr: 0.1}"):
+        file = write(tmp_path, "a.yaml", f"train: {{optimizer: {mapping}}}")
+        for tree in (load([CNN, file]), load([CNN], ["--configs.train.optimizer", mapping])):
+            assert before["lr"] != 0.1 and values(tree.train.optimizer) == {**before, "lr": 0.1}
+    file = write(tmp_path, "b.yaml", f"train: {{optimizer: {other}}}")
+    for tree in (load([CNN, file]), load([CNN], ["--configs.train.optimizer", other])):
+        assert values(tree.train.optimizer) == {"_target_": "torch.optim.Adam", "lr": 0.1}
+    file = write(tmp_path, "c.py", "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")
+    assert values(load([CNN, file]).train.optimizer) == {"_target_": "torch.optim.SGD", "lr": 0.1}
+    words = ["--configs.train.optimizer", "null", "--configs.train.optimizer", same]
+    assert values(load([CNN], words).train.optimizer) == {"_target_": "torch.optim.SGD", "lr": 0.1}
+    # In nodes inside of the mapping too, and in a list's items.
+    memory = "{_target_: dgc.memory.DGCSGDMemory, momentum: 0.5}"
+    mapping = f"{{_target_: dgc.compression.DGCCompressor, memory: {memory}}}"
+    tree = load([CNN, WM5], ["--configs.train.compression", mapping])
+    expected = values(load([CNN, WM5]).train.compression)
+    expected["memory"]["momentum"] = 0.5
+    assert values(tree.train.compression) == expected
+    route = [CNN, "configs/powersgd/rank2.py", "configs/route/matrices_only.py"]
+    tree = load(route, ["--configs.train.compression.rules.0.compressor", "{rank: 3}"])
+    before = values(load(route).train.compression.rules[0].compressor)
+    assert values(tree.train.compression.rules[0].compressor) == {**before, "rank": 3}
+
+
+def test_a_saved_tree_keeps_nothing_that_its_stack_took_away(tmp_path: Path) -> None:
+    text = "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)\nconfigs.train.meters = Config()\n"
+    tree = load([CNN, write(tmp_path, "own.py", text + "configs.train.metric = None")])
+    assert load([write(tmp_path, "config.yaml", to_yaml(tree))]) == tree
+
+
 def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> None:
     drop = write(
         tmp_path,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dgc_training.config import Config, ConfigError, load, to_yaml
+from dgc_training.config import Config, ConfigError, derived, load, to_yaml
 from dgc_training.config.__main__ import main
 from dgc_training.config.files import REPOSITORY
 
@@ -18,6 +18,15 @@ def refusal(*stack: str | Path, words: str = "") -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def refusals(*stack: str | Path, words: str = "") -> list[str]:
+    """The lines with which a stack that has several errors is refused, after their number."""
+    with pytest.raises(ConfigError) as caught:
+        load(list(stack), words.split())
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"{len(lines)} errors in the config:"
+    return [line.removeprefix("  ") for line in lines]
 
 
 @pytest.fixture
@@ -110,9 +119,10 @@ def test_gossip_files_in_the_wrong_order_say_what_to_stack() -> None:
 
 
 def test_another_constructor_alone_says_how_to_begin_anew() -> None:
-    message = refusal(CNN, words="--configs.train.optimizer._target_ torch.optim.Adam")
-    assert "takes no keyword 'momentum'" in message and "configs/digits" not in message
-    assert message.endswith("--configs.train.optimizer '{_target_: torch.optim.Adam, ...}'")
+    lines = refusals(CNN, words="--configs.train.optimizer._target_ torch.optim.Adam")
+    for line, keyword in zip(lines, ("momentum", "nesterov"), strict=True):
+        assert f"takes no keyword '{keyword}'" in line and "stack a file" not in line
+        assert line.endswith("--configs.train.optimizer '{_target_: torch.optim.Adam, ...}'")
     load([CNN], ["--configs.train.optimizer", "{_target_: torch.optim.Adam, lr: 0.001}"])
 
 
@@ -228,7 +238,9 @@ def test_wrong_types_in_files_and_after_null(file: Path) -> None:
     words = "--configs.train.optimizer.lr null --configs.train.optimizer.lr abc"
     assert "train.optimizer.lr is 'abc'" in refusal(CNN, words=words)
     file.write_text("train: {num_epochs: '${train.metric}'}")
-    assert "train.num_epochs (mine.yaml) gives 'acc/test_top1'" in refusal(CNN, file)
+    wrong, follows = refusals(CNN, file)
+    assert wrong == "train.num_epochs (mine.yaml) gives 'acc/test_top1', but it must be a whole number"
+    assert follows.startswith("train.scheduler.T_max is") and "train.num_epochs is 'acc/test_top1'" in follows
 
 
 @pytest.mark.parametrize(
@@ -310,8 +322,8 @@ def test_formulas_without_a_value(formula: str, reason: str) -> None:
 
 def test_cycles_over_several_keys(file: Path) -> None:
     file.write_text("seed: ${train.timeout}\ntrain: {timeout: '${derive:\"seed + 1\"}'}")
-    message = refusal(CNN, file)
-    assert "mine.yaml" in message and message.endswith("it refers back to itself")
+    for line in refusals(CNN, file):
+        assert "mine.yaml" in line and line.endswith("it refers back to itself")
 
 
 # Files
@@ -376,6 +388,102 @@ def test_files_that_are_not_there_or_not_clear(file: Path) -> None:
     assert "folder has two bases" in refusal("folder/x.yaml")
     file.with_name("notes.txt").write_text("")
     assert "notes.txt is no config file" in refusal("notes.txt")
+
+
+# Several errors
+
+
+def test_all_wrong_keys_and_values_are_reported_together(file: Path) -> None:
+    file.write_text("train: {num_epoch: 5, optimizer: {nesterov: 1, momentun: 0.5}, batch_size: 9}\ntrian: {a: 1}")
+    words = "--configs.train.batch_sise 3 --configs.train.metric 5 --configs.seed=-1 --configs.train.timeout null"
+    words += " --configs.train.scheduler.T_max ${train.num_epoch} --configs.model.num_class 3 --configs.seed.x 1"
+    lines = refusals(CNN, file, words=words)
+    assert "mine.yaml: unknown key train.num_epoch; closest: num_epochs" in lines
+    assert "mine.yaml: unknown key trian; closest: train" in lines
+    assert "mine.yaml: train.optimizer.nesterov is 1, but it must be true or false" in lines
+    for start in (
+        "train.optimizer.momentun (mine.yaml): torch.optim.SGD takes no keyword 'momentun'; closest: momentum",
+        "command line, --configs.train.batch_sise: unknown key train.batch_sise; closest: batch_size",
+        "command line, --configs.train.metric: train.metric is 5, but it must be text",
+        "seed is -1 (command line, --configs.seed); it must be",
+        "train.timeout is None (command line, --configs.train.timeout); it must be",
+        "train.scheduler.T_max is ${train.num_epoch} (command line, --configs.train.scheduler.T_max): there is",
+        "model.num_class (command line, --configs.model.num_class): dgc_models.DigitsCNN takes no keyword",
+        "command line, --configs.seed.x: seed is the value -1, not a node",
+    ):
+        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    assert len(lines) == 11
+
+
+def test_a_file_that_fails_ends_the_list(file: Path) -> None:
+    file.write_text("train: {num_epoch: 5}")
+    fails = python(file, "raise OSError('gone')")
+    lines = refusals(CNN, file, fails, words="--configs.sed 3")
+    assert [line.split(":")[0] for line in lines] == ["mine.yaml", "mine.py, line 3"]
+    assert len(refusals("configs/digits/cn.py", "nosuch.yaml")) == 2
+
+
+def test_keys_taken_away_are_each_named_once(file: Path) -> None:
+    lines = refusals(CNN, python(file, "configs.data = Config()\nconfigs.train.pop('csv')"))
+    assert len(lines) == 3 and all("mine.py takes the key " in line for line in lines)
+
+
+def test_a_key_without_the_prefix_is_shown_with_it() -> None:
+    for word, meant in (
+        ("--train.num_epochs 5", "--configs.train.num_epochs 5"),
+        ("--train.num_epochs=5", "--configs.train.num_epochs 5"),
+        ("--configs.seed 3 train.num_epochs=5", "--configs.train.num_epochs 5"),
+        ("--configs.seed 3 configs.train.num_epochs=5", "--configs.train.num_epochs 5"),
+        ("--num_epochs 5", "--configs.train.num_epochs 5"),
+        ("--optimizer.lr -1", "--configs.train.optimizer.lr -1"),
+        ("--train.num_epoch 5", "--configs.train.num_epochs 5"),
+        ("--seed", "--configs.seed VALUE"),
+    ):
+        assert refusal(CNN, words=word).endswith(f"; write {meant}"), word
+    # After --configs FILE, argparse takes such a word for another file.
+    message = refusal(CNN, "train.num_epochs=5")
+    assert message == "there is no config file train.num_epochs=5; write --configs.train.num_epochs 5"
+    lines = refusals(CNN, words="--train.num_epochs 5 --seed=3 --evalute --configs.sed 4")
+    assert len(lines) == 4 and lines[2].startswith("unknown option --evalute; closest: --evaluate")
+
+
+def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path) -> None:
+    head = "from dgc.compression import DGCCompressor\nconfigs.train.compression = Config(DGCCompressor, "
+    for keywords, wrong in (
+        ("warmup_epochs='five'", "train.compression.warmup_epochs is 'five', but it must be a whole number"),
+        ("warmup_epochs=2.5", "train.compression.warmup_epochs is 2.5, but it must be a whole number"),
+        ("fp16_values='yes'", "train.compression.fp16_values is 'yes', but it must be true or false"),
+        ("warmup_coeff='x'", "train.compression.warmup_coeff is 'x', but it must be a number or a list"),
+        ("warmup_coeff=[1, 'x']", "train.compression.warmup_coeff is [1, 'x'], but it must be a number"),
+    ):
+        assert refusal(CNN, python(file, f"{head}{keywords})")) == f"mine.py: {wrong}"
+    file.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: fast}}")
+    assert refusal(CNN, file) == "mine.yaml: train.optimizer.lr is 'fast', but it must be a number"
+    file.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: '${train.metric}'}}")
+    assert refusal(CNN, file) == "train.optimizer.lr (mine.yaml) gives 'acc/test_top1', but it must be a number"
+    optimizer = "{_target_: torch.optim.Adam, lr: 1, betas: [0, 0.9], foreach: null, eps: '${seed}'}"
+    file.write_text(f"train: {{optimizer: {optimizer}}}")
+    assert load([CNN, file]).train.optimizer.betas == [0, 0.9]
+    # Whatever stood there before.
+    dampening = "--configs.train.optimizer.dampening"
+    tree = load([CNN], [dampening, "0", dampening, "${train.optimizer.lr}"])
+    assert tree.train.optimizer.dampening == tree.train.optimizer.lr
+
+
+def test_long_values_are_cut() -> None:
+    long = "+".join(["1"] * 2000)
+    with pytest.raises(ValueError, match=r"^'1\+1.*\.\.\. is not made of") as caught:
+        derived(f"{long}+f(x)")
+    messages = [str(caught.value)]
+    for value in (f'${{derive:"{long}+nosuch"}}', f'${{derive:"{long}+f(x)"}}', f"${{{long}", "9" * 1000 + "x"):
+        with pytest.raises(ConfigError) as caught:
+            load([CNN], ["--configs.train.scheduler.T_max", value])
+        messages.append(str(caught.value))
+    with pytest.raises(ConfigError) as caught:
+        load([CNN], ["--configs.train.scheduler.T_max", f"[{long}, {{]"])
+    messages.append(str(caught.value))
+    for message in messages:
+        assert "..." in message and len(message) < 400
 
 
 # The command line

@@ -1,0 +1,18 @@
+"""The last line that a benchmark prints: its result as JSON."""
+
+import json
+import math
+from typing import Any
+
+
+def print_json(result: Any) -> None:
+    """Prints a result as one line of JSON. JSON has no NaN and no infinity: such numbers become null."""
+    print(json.dumps(_finite(result), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,27 @@
+"""The command line of train.py: what its help says."""
+
+import re
+import shlex
+
+import pytest
+
+from dgc_training.arguments import parse_arguments
+from dgc_training.config import load
+from dgc_training.config.files import REPOSITORY
+from dgc_training.config.overrides import FLAGS
+
+
+def test_the_help_has_an_example_that_works_and_names_the_reference_of_all_keys(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in FLAGS)
+    (named,) = set(re.findall(r"configs/__init__\.py", text))
+    assert (REPOSITORY / named).is_file()
+    examples = re.findall(r"^ +.*python train\.py (.+)$", text, flags=re.MULTILINE)
+    assert len(examples) >= 2
+    assert any("--print-config" in example for example in examples)
+    assert any("--configs." in example for example in examples)
+    for example in examples:
+        args, overrides = parse_arguments(shlex.split(example))
+        load(args.configs, overrides)
