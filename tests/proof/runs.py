@@ -15,11 +15,20 @@ from dgc_training.checkpoint import read_tensors
 from scripts.launch import prepare
 
 REPOSITORY = Path(__file__).parents[2]
+# method: the config files stacked on the experiment, and further words
+METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "dgc": (("configs/dgc/wm5.py", "configs/dgc/fp16.py"), ()),
+    "powersgd": (("configs/powersgd/rank2.py",), ()),
+    "qsgd": (("configs/quant/qsgd.py",), ()),
+    "2bit": (("configs/threshold/2bit.py",), ()),
+    "onebit": (("configs/quant/onebit.py",), ()),
+    "osgp": (("configs/gossip/osgp.py",), ("--configs.train.check_replicas_every=0",)),
+    "diloco": (
+        ("configs/average/diloco.py",),
+        ("--configs.train.check_replicas_every=0", "--configs.train.gossip.average_every=7"),
+    ),
+}
 WORDS = [
-    "--configs",
-    "configs/digits/cnn.py",
-    "configs/dgc/wm5.py",
-    "configs/dgc/fp16.py",
     "--devices",
     "cpu",
     "--configs.train.num_epochs=4",
@@ -38,8 +47,10 @@ LAST = "e0004"
 class Run:
     """`train.py` under mpirun in a directory of its own, as one process of its own session."""
 
-    def __init__(self, directory: Path, ranks: int = 2, words: tuple[str, ...] = ()) -> None:
-        script = [str(REPOSITORY / "train.py"), *WORDS, "--run-dir", str(directory / "run"), *words]
+    def __init__(self, directory: Path, ranks: int = 2, method: str = "dgc") -> None:
+        files, words = METHODS[method]
+        stack = ["--configs", "configs/digits/cnn.py", *files]
+        script = [str(REPOSITORY / "train.py"), *stack, *WORDS, *words, "--run-dir", str(directory / "run")]
         command, environment = prepare(ranks, script)
         environment = {**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         directory.mkdir(parents=True, exist_ok=True)
@@ -99,9 +110,9 @@ def send(pid: int, number: int) -> None:
         return
 
 
-def finish(directory: Path, ranks: int = 2) -> None:
+def finish(directory: Path, ranks: int = 2, method: str = "dgc") -> None:
     """Runs to the end, from wherever the directory's run stands."""
-    run = Run(directory, ranks)
+    run = Run(directory, ranks, method)
     assert run.end(300) == 0, run.text()[-3000:]
     assert "Traceback" not in run.text()
 
