@@ -1,9 +1,11 @@
 """Runs train.py on damaged configs, command lines and run directories, in this process, and judges each end.
 
-    python tests/proof/mutations.py KIND SEED COUNT      KIND: config, words, checkpoint, saved_config
+    python tests/proof/mutations.py KIND SEED COUNT [METHOD]
+        KIND: config, words, checkpoint, saved_config; METHOD: one of runs.METHODS
 
-Good ends: it trains (the damage was none), or it is refused with exit status 2, a message and no traceback, and
-every file that was in the run directory is as it was. Prints each bad end and exits with their number.
+Good ends: it trains, because the damage was none (a tensor with NaN, inf, another dtype or shape is damage), or it
+is refused with exit status 2, a message and no traceback, and every file of the run directory is as it was. Prints
+each bad end and exits with their number.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 import yaml
+from runs import METHODS
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -32,10 +35,6 @@ from dgc_training.checkpoint import fingerprint
 from dgc_training.failure import ending_all_ranks
 
 SECONDS = 60  # a case that takes longer hangs
-GOOD = [
-    "configs/digits/cnn.py",
-    "configs/dgc/wm5.py",
-]
 QUICK = {
     "num_epochs": "2",
     "batch_size": "400",
@@ -62,7 +61,7 @@ def call(words: list[str]) -> tuple[int, str]:
         raise Hanging
 
     told = io.StringIO()
-    train.HorovodTransport = lambda timeout: LockstepWorld(1).transports[0]  # type: ignore[assignment,misc]
+    train.connect = lambda **_: LockstepWorld(1).transports[0]  # type: ignore[assignment]
     train.ending_all_ranks = partial(ending_all_ranks, leave)  # type: ignore[assignment]
     signal.signal(signal.SIGALRM, ring)
     signal.alarm(SECONDS)
@@ -111,7 +110,8 @@ def mutate_tree(tree: Any, draw: random.Random) -> str:
     node, key, path = draw.choice(places)
     match draw.choice(["rename", "value", "value", "value", "drop"]):
         case "rename":
-            node[draw.choice([key[:-1] or "x", key + "s", key.upper(), 7, ""])] = node.pop(key)
+            name = str(key)
+            node[draw.choice([name[:-1] or "x", name + "s", name.upper(), 7, ""])] = node.pop(key)
             return f"{path} renamed"
         case "drop":
             del node[key]
@@ -139,12 +139,13 @@ def mutate_text(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 class Bench:
-    """A finished good run, and cases made from copies of it."""
+    """A finished good run of a method, and cases made from copies of it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, method: str) -> None:
+        files, words = METHODS[method]
+        self.folder, self.words = folder, ["configs/digits/cnn.py", *files, *overrides(), *words]
         self.good = folder / "good"
-        status, told = call(["--configs", *GOOD, *overrides(), "--devices", "cpu", "--run-dir", str(self.good)])
+        status, told = call(["--configs", *self.words, "--devices", "cpu", "--run-dir", str(self.good)])
         assert status == 0, told
         self.text = (self.good / "config.yaml").read_bytes()
 
@@ -158,7 +159,7 @@ class Bench:
         return directory
 
     def resume(self, directory: Path, config: Path | None = None) -> list[str]:
-        configs = [*GOOD, *overrides()] if config is None else [str(config)]
+        configs = self.words if config is None else [str(config)]
         return ["--configs", *configs, "--devices", "cpu", "--run-dir", str(directory)]
 
 
@@ -207,7 +208,7 @@ def checkpoint(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]
     """A damaged file below checkpoints/; a foreign one may come with a manifest that vouches for it."""
     directory = bench.copy()
     folder = directory / "checkpoints" / "e0001s00002"
-    name = draw.choice(["shared.pt", "rank0.pt", "manifest.json", "../latest.json"])
+    name = draw.choice([*2 * ["shared.pt", "rank0.pt"], "manifest.json", "../latest.json"])
     path = folder / name
     content = path.read_bytes()
     if name.endswith(".json"):
@@ -219,7 +220,8 @@ def checkpoint(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]
             what = mutate_tree(tree, draw)
             path.write_text(json.dumps(tree))
         return f"{name}: {what}", directory, bench.resume(directory)
-    kind = draw.choice(["truncated", "flipped", "foreign", "missing", "other size", *3 * ["mutated"]])
+    kinds = ["truncated", "flipped", "foreign", "missing", "other size", *4 * ["poisoned"], *3 * ["mutated"]]
+    kind = draw.choice(kinds)
     if kind == "truncated":
         path.write_bytes(content[: draw.randrange(len(content))])
     elif kind == "flipped":
@@ -233,6 +235,8 @@ def checkpoint(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]
         tree = torch.load(path, weights_only=True)
         if kind == "other size":
             tree = _wider(tree)
+        elif kind == "poisoned":
+            kind = _poison(tree, draw)
         else:
             kind = mutate_tree(tree, draw)
         torch.save(tree, path)
@@ -248,6 +252,31 @@ def _wider(node: Any) -> Any:
     if isinstance(node, dict):
         return {key: _wider(value) for key, value in node.items()}
     return torch.cat([node, node]) if isinstance(node, torch.Tensor) and node.dim() else node
+
+
+def _poison(tree: Any, draw: random.Random) -> str:
+    """Puts NaN, inf or another dtype into one tensor; what was done."""
+    tensors: list[tuple[Any, Any, str]] = []
+
+    def walk(node: Any, path: str) -> None:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            if isinstance(value, torch.Tensor):
+                tensors.append((node, key, f"{path}.{key}"))
+            walk(value, f"{path}.{key}")
+
+    walk(tree, "")
+    if not tensors:
+        return "no tensor to change"
+    node, key, path = draw.choice(tensors)
+    tensor = node[key]
+    what = draw.choice(["nan", "inf", "float64", "int8", "transposed"])
+    if what == "transposed":
+        node[key] = tensor.reshape(-1)[None]
+    elif what in ("nan", "inf") and tensor.is_floating_point() and tensor.numel():
+        tensor.view(-1)[draw.randrange(tensor.numel())] = float(what)
+    else:
+        node[key] = tensor.to(torch.float64 if what == "float64" else torch.int8)
+    return f"{path} poisoned by {what}"
 
 
 def saved_config(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
@@ -275,7 +304,7 @@ def judge(bench: Bench, draw: random.Random, make: Callable[..., Any]) -> tuple[
     except BaseException as error:
         return what, f"escapes: {type(error).__name__}: {error}"
     if status == 0:
-        return what + " -> trains", None
+        return what + " -> trains", "a poisoned state was taken" if "poisoned" in what else None
     after = hashes(directory)
     lost = [file for file in before if after.get(file) != before[file]]
     if lost:
@@ -286,10 +315,10 @@ def judge(bench: Bench, draw: random.Random, make: Callable[..., Any]) -> tuple[
     return f"{what} -> {message[:150]}", None
 
 
-def main(kind: str, seed: int, count: int, verbose: bool) -> int:
+def main(kind: str, seed: int, count: int, method: str = "dgc", verbose: bool = False) -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
+        bench = Bench(Path(folder), method)
         for number in range(count):
             what, problem = judge(bench, random.Random(f"{kind} {seed} {number}"), KINDS[kind])
             if problem is not None:
@@ -297,9 +326,10 @@ def main(kind: str, seed: int, count: int, verbose: bool) -> int:
                 print(f"--- {kind} {seed} {number}: {what}\n{problem}", flush=True)
             elif verbose:
                 print(f"{number}: {what}", flush=True)
-    print(f"{kind}: {count} cases, {bad} bad")
+    print(f"{method}, {kind}: {count} cases, {bad} bad")
     return bad
 
 
 if __name__ == "__main__":
-    sys.exit(min(100, main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "-v" in sys.argv)))
+    given = [word for word in sys.argv[1:] if word != "-v"]
+    sys.exit(min(100, main(given[0], int(given[1]), int(given[2]), *given[3:], verbose="-v" in sys.argv)))

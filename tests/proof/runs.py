@@ -15,11 +15,20 @@ from dgc_training.checkpoint import read_tensors
 from scripts.launch import prepare
 
 REPOSITORY = Path(__file__).parents[2]
+# method: the config files stacked on the experiment, and further words
+METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "dgc": (("configs/dgc/wm5.py", "configs/dgc/fp16.py"), ()),
+    "powersgd": (("configs/powersgd/rank2.py",), ()),
+    "qsgd": (("configs/quant/qsgd.py",), ()),
+    "2bit": (("configs/threshold/2bit.py",), ()),
+    "onebit": (("configs/quant/onebit.py",), ()),
+    "osgp": (("configs/gossip/osgp.py",), ("--configs.train.check_replicas_every=0",)),
+    "diloco": (
+        ("configs/average/diloco.py",),
+        ("--configs.train.check_replicas_every=0", "--configs.train.gossip.average_every=7"),
+    ),
+}
 WORDS = [
-    "--configs",
-    "configs/digits/cnn.py",
-    "configs/dgc/wm5.py",
-    "configs/dgc/fp16.py",
     "--devices",
     "cpu",
     "--configs.train.num_epochs=4",
@@ -33,13 +42,16 @@ WORDS = [
     "--configs.model.width=8",
 ]
 LAST = "e0004"
+TIMINGS = ("seconds", "csv")  # keys of a checkpoint that no two runs share
 
 
 class Run:
     """`train.py` under mpirun in a directory of its own, as one process of its own session."""
 
-    def __init__(self, directory: Path, ranks: int = 2, words: tuple[str, ...] = ()) -> None:
-        script = [str(REPOSITORY / "train.py"), *WORDS, "--run-dir", str(directory / "run"), *words]
+    def __init__(self, directory: Path, ranks: int = 2, method: str = "dgc") -> None:
+        files, words = METHODS[method]
+        stack = ["--configs", "configs/digits/cnn.py", *files]
+        script = [str(REPOSITORY / "train.py"), *stack, *WORDS, *words, "--run-dir", str(directory / "run")]
         command, environment = prepare(ranks, script)
         environment = {**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         directory.mkdir(parents=True, exist_ok=True)
@@ -99,9 +111,9 @@ def send(pid: int, number: int) -> None:
         return
 
 
-def finish(directory: Path, ranks: int = 2) -> None:
+def finish(directory: Path, ranks: int = 2, method: str = "dgc") -> None:
     """Runs to the end, from wherever the directory's run stands."""
-    run = Run(directory, ranks)
+    run = Run(directory, ranks, method)
     assert run.end(300) == 0, run.text()[-3000:]
     assert "Traceback" not in run.text()
 
@@ -118,7 +130,7 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     if isinstance(a, dict):
         if a.keys() != b.keys():
             return [where]
-        return [w for key in a if key != "seconds" for w in differences(a[key], b[key], f"{where}/{key}")]
+        return [w for key in a if key not in TIMINGS for w in differences(a[key], b[key], f"{where}/{key}")]
     if isinstance(a, list | tuple):
         if len(a) != len(b):
             return [where]
@@ -133,7 +145,7 @@ def assert_same_end(directory: Path, reference: Path, ranks: int = 2) -> None:
     assert (directory / "run" / "summary.json").exists()
     for file in ("shared.pt", *(f"rank{rank}.pt" for rank in range(ranks))):
         ends = [read_tensors(side / "run" / "checkpoints" / LAST / file) for side in (directory, reference)]
-        assert differences(*ends) == [], file
+        assert not (found := differences(*ends)), (file, found[:5])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dgc_training.checkpoint import Checkpoints, read_tensors
 from dgc_training.interruption import SAVED
 
 sys.path.insert(0, str(Path(__file__).parent))
-from runs import Run, assert_same_end, finish, latest, send  # noqa: E402
+from runs import METHODS, Run, assert_same_end, finish, latest, send  # noqa: E402
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
 KILLS = 10  # per chunk
@@ -37,12 +37,11 @@ def targets(run: Run, draw: random.Random) -> list[int]:
     return draw.choice([ranks[:1], ranks[1:], ranks, [run.process.pid]])
 
 
-@pytest.mark.parametrize("chunk", range(5))
-def test_sigkill(reference: Path, tmp_path: Path, chunk: int) -> None:
-    draw = random.Random(chunk)
+def kill_until(kills: int, directory: Path, reference: Path, draw: random.Random, method: str = "dgc") -> None:
+    """Starts and kills one run after another in a directory, then lets it finish and compares its end."""
     done = 0
-    while done < KILLS:
-        run = Run(tmp_path)
+    while done < kills:
+        run = Run(directory, method=method)
         if draw.random() < 0.8:
             run.wait_for_training()
             delay = draw.uniform(0, 2.5)
@@ -57,11 +56,22 @@ def test_sigkill(reference: Path, tmp_path: Path, chunk: int) -> None:
         else:
             assert run.end() == 0, run.text()[-3000:]
         assert "Traceback" not in run.text(), run.text()[-3000:]
-        if (tmp_path / "run" / "summary.json").exists():
-            assert_same_end(tmp_path, reference)
-            shutil.rmtree(tmp_path / "run")
-    finish(tmp_path)
-    assert_same_end(tmp_path, reference)
+        if (directory / "run" / "summary.json").exists():
+            assert_same_end(directory, reference)
+            shutil.rmtree(directory / "run")
+    finish(directory, method=method)
+    assert_same_end(directory, reference)
+
+
+@pytest.mark.parametrize("chunk", range(5))
+def test_sigkill(reference: Path, tmp_path: Path, chunk: int) -> None:
+    kill_until(KILLS, tmp_path, reference, random.Random(chunk))
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "dgc"])
+def test_sigkill_with_other_methods(tmp_path: Path, method: str) -> None:
+    finish(tmp_path / "undisturbed", method=method)
+    kill_until(4, tmp_path / "killed", tmp_path / "undisturbed", random.Random(method), method)
 
 
 @pytest.mark.parametrize("chunk", range(2))

@@ -1,4 +1,4 @@
-"""300 damaged inputs: each one trains or is refused with a message; none hangs, none costs the user a file."""
+"""600 damaged inputs: each one trains or is refused with a message; none hangs, none costs the user a file."""
 
 import os
 import subprocess
@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-CASES = [("config", 110), ("words", 70), ("checkpoint", 90), ("saved_config", 30)]
+CASES = [("dgc", "config", 110), ("dgc", "words", 70), ("dgc", "checkpoint", 90), ("dgc", "saved_config", 30)]
+OTHERS = ("powersgd", "qsgd", "2bit", "onebit", "osgp", "diloco")
+CASES += [(method, kind, n) for method in OTHERS for kind, n in (("config", 15), ("words", 5), ("checkpoint", 30))]
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("kind", "count"), CASES)
-def test_mutated(kind: str, count: int) -> None:
+@pytest.mark.parametrize(("method", "kind", "count"), CASES)
+def test_mutated(method: str, kind: str, count: int) -> None:
     script = REPOSITORY / "tests" / "proof" / "mutations.py"
     result = subprocess.run(
-        [sys.executable, str(script), kind, "0", str(count)],
+        [sys.executable, str(script), kind, "0", str(count), method],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         capture_output=True,
