@@ -179,7 +179,8 @@ def first_nonfinite(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
         return n
     bad = (~torch.isfinite(g)).to(torch.uint8)
     first = bad.argmax()
-    return torch.where(bad[first] > 0, first, n)
+    # an index that is a tensor of no dimensions, bad[first], would be read by the host
+    return torch.where(bad.take(first) > 0, first, n)
 
 
 def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:

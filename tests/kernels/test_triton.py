@@ -19,6 +19,7 @@ with pytest.MonkeyPatch.context() as patch:
     from dgc.kernels.torch_quantizers import TorchQuantizers
     from dgc.kernels.triton import INTERPRETED, Triton
     from dgc.kernels.triton_quantizers import TritonQuantizers
+    from dgc.kernels.triton_tables import cut
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
 REFERENCE = Reference()
@@ -557,6 +558,11 @@ def test_launches_do_not_grow_with_the_number_of_tensors(kernels):
         kernels.accumulate_and_select_(due, quotas, torch.ones(tensors, device=DEVICE))
         launches.append(kernels.launches - before)
     assert launches == [10, 10]
+
+
+def test_a_bucket_too_large_for_32_bits_is_refused():
+    with pytest.raises(ValueError, match="2147483648 elements is too large"):
+        cut(torch.tensor([0, 2**31], device=DEVICE), (2**31,), TILE)
 
 
 def test_importing_dgc_does_not_import_triton():
