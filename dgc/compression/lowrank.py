@@ -127,8 +127,8 @@ class Layout:
 
     @cached_property
     def extents(self) -> Int64[Tensor, "2 parts"]:
-        """Where in v each batch begins, and behind them the tensors that are sent as they are; and how many elements
-        of each come from gradients. Made once, since a copy from the host waits for the device.
+        """Where in v each batch begins, and the tensors that are sent as they are; how many elements of each come
+        from gradients. Made once, since a copy from the host waits for the device.
         """
         begins, lengths = [b.offset for b in self.batches], [b.gradient for b in self.batches]
         if self.dense:

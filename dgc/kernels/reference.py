@@ -96,7 +96,8 @@ class Reference:
         for indices, values in entries:
             total.index_add_(0, where[start : start + indices.numel()], values)
             start += indices.numel()
-        return union, total.div_(size)
+        # by a tensor: by a number, a GPU multiplies with its inverse
+        return union, total.div_(torch.full_like(total, size))
 
     def subtract_at_(
         self,

@@ -17,26 +17,25 @@ with pytest.MonkeyPatch.context() as environment:
     if DEVICE == "cpu":
         environment.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc.kernels import triton as _  # noqa: F401
-
-import dgc.kernels as kernels
-from dgc.bucket import Bucket, lay_out
-from dgc.comm.requests import AllGather, AllToAll
-from dgc.compression import (
-    QSGD,
-    Dense,
-    DGCCompressor,
-    Natural,
-    OneBit,
-    PowerSGDCompressor,
-    RandomK,
-    ScaledSign,
-    SignSGD,
-    TernGrad,
-    Threshold,
-)
-from dgc.memory import ClipByNorm, DGCSGDMemory
-from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues
+    import dgc.kernels as kernels
+    from dgc.bucket import Bucket, lay_out
+    from dgc.comm.requests import AllGather, AllToAll
+    from dgc.compression import (
+        QSGD,
+        Dense,
+        DGCCompressor,
+        Natural,
+        OneBit,
+        PowerSGDCompressor,
+        RandomK,
+        ScaledSign,
+        SignSGD,
+        TernGrad,
+        Threshold,
+    )
+    from dgc.memory import ClipByNorm, DGCSGDMemory
+    from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues
+    from dgc.wire.payload import read_facts
 
 PACKAGE = Path(kernels.__file__).parents[1]
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
@@ -54,8 +53,8 @@ def triton_tier(monkeypatch):
 
 
 class Watching(TorchDispatchMode):
-    """Notes the function of this package that causes each wait, or each copy of a list of numbers of the host, which
-    is a copy from memory that is not pinned, and so a wait. Refuses sums whose order changes.
+    """Notes the function of this package that causes each wait. To copy a list of numbers of the host is one,
+    since its memory is not pinned. Refuses sums whose order changes.
     """
 
     def __init__(self):
@@ -143,7 +142,19 @@ def test_dgc_waits_where_it_decodes_and_nowhere_else(values, indices):
 @pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])
 def test_powersgd(mode, rank):
     seen = waits_of(PowerSGDCompressor(rank, 0, mode=mode, orthogonalization="cholesky_qr"))
-    assert set(seen) == {"compression/powersgd.py _half_step", "compression/orthogonal.py orthonormalize"}
+    assert set(seen) == {"compression/powersgd.py _half_step", "wire/payload.py read_facts"}
+
+
+def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch):
+    reads = []
+
+    def counted(facts):
+        reads.append(len(facts))
+        return read_facts(facts)
+
+    monkeypatch.setattr("dgc.compression.orthogonal.read_facts", counted)
+    waits_of(PowerSGDCompressor(2, 0, mode="paper"))
+    assert reads[-2:] == [2, 2]  # the two steps, each for P of two shapes; before them factors are drawn
 
 
 CODED = {"wire/payload.py read_facts", "compression/finite.py overflow"}
@@ -151,7 +162,7 @@ SUMMED = "compression/finite.py overflow"
 OTHERS = [
     (Dense(), {"compression/finite.py check_mean"}),
     (DGCCompressor(1.0, DGCSGDMemory()), {"compression/dgc.py _reduce_dense", SUMMED}),
-    *((method, CODED) for method in (ScaledSign(), QSGD(), TernGrad(), Natural(), OneBit(), SignSGD(), Threshold())),
+    *((method(), CODED) for method in (ScaledSign, QSGD, TernGrad, Natural, OneBit, SignSGD, Threshold)),
     (Threshold(wire="scatter"), {"compression/threshold.py _scatter", SUMMED}),
     # its numbers are drawn on the host
     (RandomK(0.1), {"compression/random_k.py exchange", SUMMED}),
