@@ -131,6 +131,24 @@ def test_shapes_of_resnet50():
     assert resnet50_shapes() == expected
 
 
+def test_training_needs_no_numpy():
+    """It may be missing beside PyTorch for CUDA."""
+    code = """
+        import sys, warnings
+        sys.modules["numpy"] = None
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        import torch
+        import dgc.kernels as kernels
+        from benchmarks.gpu_steps import Training
+        kernels.use("reference")
+        Training(16, torch.device("cpu")).step()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.proof
 def test_a_dry_run_with_torch_and_triton_alone():
