@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
-import dgc_datasets.torchvision_compat  # noqa: F401
 from benchmarks.results import print_json
 from benchmarks.step_methods import Copy, Eager, Ours, Step, TopK, floors
 from dgc.bucket import Segment, lay_out
@@ -52,16 +51,34 @@ INDICES: dict[str, IndexFormat] = {
 }
 VALUES: dict[str, ValueFormat] = {"fp32": CastValues("fp32"), "fp16": CastValues("fp16"), "sign": SignValues()}
 MOMENTUM = 0.9
+FLOOR_BYTES = 20  # per parameter: g, u and v read, u and v written
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
     if model == "transformer_big":  # Vaswani et al. 2017, 37,000 byte pairs in one shared embedding
         square, feed_forward = (1024, 1024), [(4096, 1024), (1024, 4096)]
         return [(37000, 1024), *([square] * 4 + feed_forward) * 6, *([square] * 8 + feed_forward) * 6]
+    if model == "resnet50":
+        return resnet50_shapes()
     from torchvision import models
+
+    import dgc_datasets.torchvision_compat  # noqa: F401
 
     with torch.device("meta"):
         return [tuple(p.shape) for p in getattr(models, model)().parameters() if p.dim() >= 2]
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """As torchvision's (He et al. 2015, table 1), which need not be installed for it."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7)]
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += [(width, channels, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            if block == 0:
+                shapes.append((4 * width, channels, 1, 1))
+            channels = 4 * width
+    return [*shapes, (1000, channels)]
 
 
 def plan_buckets(shapes: list[tuple[int, ...]]) -> list[tuple[Segment, ...]]:
@@ -148,7 +165,7 @@ def ratio(above: dict[int, float], below: dict[int, float]) -> float:
     return median(above[number] / below[number] for number in above.keys() & below.keys())
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=["resnet50", "vgg16", "transformer_big"], default="resnet50")
     parser.add_argument("--ratio", type=float, default=0.001)
@@ -158,9 +175,12 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=100, help="steps before anything is timed")
     parser.add_argument("--indices", choices=INDICES, default="int32")
     parser.add_argument("--values", choices=VALUES, default="fp16")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    return parser
 
+
+def report(args: argparse.Namespace) -> tuple[Step, Gradients, dict[str, float]]:
+    """Print the table. Returns our step, warm, the gradients that it takes, and the figures."""
+    torch.set_num_threads(args.threads)
     buckets = plan_buckets(shapes_of(args.model))
     gradients = Gradients(buckets, args.device)
     numel = sum(sum(sizes) for sizes in gradients.sizes)
@@ -185,9 +205,16 @@ def main() -> None:
         "ratio_to_floor": ratio(times[ours], times[floor]),
         "eager_ms": median(times["eager"].values()),
         "speedup_vs_eager": ratio(times["eager"], times[ours]),
+        "copy_gb_per_s": Copy.bytes_per_parameter * numel / median(times[Copy.name].values()) / 1e6,
+        # of the traffic of the floor, at the rate of a copy
+        "ratio_to_copy": ratio(times[ours], times[Copy.name]) * Copy.bytes_per_parameter / FLOOR_BYTES,
     }
     assert all(math.isfinite(number) for number in result.values())
-    print_json(result)
+    return steps[0], gradients, result
+
+
+def main() -> None:
+    print_json(report(arguments().parse_args())[2])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Blocking helpers for control traffic: statistics, decisions, agreement. They are not metered."""
 
+import ctypes
 import pickle
 from typing import Any
 
@@ -48,4 +49,5 @@ def _to_bytes(obj: Any) -> Tensor:
 
 
 def _from_bytes(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+    data = data.contiguous()
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

@@ -10,6 +10,7 @@ Factors lie in rows, P [B, r, n] and Q [B, r, m]: the order in which both produc
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt, prod
 
 import torch
@@ -124,6 +125,17 @@ class Layout:
             for i, (g, s, lies) in enumerate(zip(pieces, self.segments, self._lies_as, strict=True))
         ]
 
+    @cached_property
+    def extents(self) -> Int64[Tensor, "2 parts"]:
+        """Where in v each batch begins, and the tensors that are sent as they are; how many elements of each come
+        from gradients. Made once, since a copy from the host waits for the device.
+        """
+        begins, lengths = [b.offset for b in self.batches], [b.gradient for b in self.batches]
+        if self.dense:
+            begins.append(self.begin_dense)
+            lengths.append(self.numel - self.begin_dense)
+        return torch.tensor([begins, lengths], device=self.bucket.device)
+
     def number_of(self, position: int) -> int:
         """The tensor, from 1, that holds this element of v; 0 where it lies behind the last."""
         return 0 if position >= self.numel else self.order[bisect_right(self._starts, position) - 1] + 1
@@ -200,22 +212,18 @@ def accumulate_(
     Returns where in v the first NaN or inf came, its length for nowhere.
     """
     products, gradients = kernels.lowrank_of(v), layout.gradients()
-    found, begins, lengths = [], [], []
+    found = []
     for b, batch in enumerate(layout.batches):
         g = [gradients[i] for i in batch.members]
         last = None if taken is None else taken.factors[b]
         found.append(products.refresh_(batch.of(v), last, g, X[b], even, Y[b]))
-        begins.append(batch.offset)
-        lengths.append(batch.gradient)
     if layout.dense:
         own = v[layout.begin_dense :]
         if taken is not None:
             own.copy_(taken.kept)
         g = [gradients[i] for i in layout.dense]
         found.append(kernels.of(v).accumulate_(kernels.Accumulation(tuple(g), None, own)))
-        begins.append(layout.begin_dense)
-        lengths.append(own.numel())
     layout.bucket.release()
-    starts, counts = torch.tensor([begins, lengths], device=v.device)
+    starts, counts = layout.extents
     places = torch.stack(found)
     return torch.where(places < counts, places + starts, layout.numel).min()

@@ -18,12 +18,14 @@ gradient that was zero once (an unused layer) would never be compressed again, s
 Differences from the paper: it adds epsilon to the norm instead, so that such a row stays zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float32
 from torch import Tensor
+
+from dgc.wire.payload import read_facts
 
 Orthogonalization = Literal["auto", "qr", "gram_schmidt", "cholesky_qr"]
 SAFE = 1e-2  # share of a row below which rounding spoils the two short ways
@@ -47,17 +49,43 @@ def orthonormalize(
     """x is finite and r <= d. noise: [B, r, d] fp32, where rows come from that say nothing; it must be the same on
     all ranks. None: from a fixed seed.
     """
+    return orthonormalize_each([x], way, epsilon, [noise])[0]
+
+
+def orthonormalize_each(
+    xs: Sequence[Float32[Tensor, "_ _ _"]],
+    way: str,
+    epsilon: float,
+    noises: Sequence[Callable[[], Tensor] | None],
+) -> list[Float32[Tensor, "_ _ _"]]:
+    """`orthonormalize` of each. A GPU is waited for once where no row of any says nothing."""
+    tried = [attempt(x, way, epsilon) for x in xs]
+    good = read_facts([sound for _, sound in tried])
+    return [
+        basis if fine else completed(x, epsilon, noise)
+        for x, (basis, _), fine, noise in zip(xs, tried, good, noises, strict=True)
+    ]
+
+
+def attempt(
+    x: Float32[Tensor, "B r d"], way: str, epsilon: float
+) -> tuple[Float32[Tensor, "B r d"], Bool[Tensor, ""]]:
+    """(basis, whether it is one): it is not where rows say nothing or rounding has spoilt it."""
     if way == "auto":
         way = "gram_schmidt" if x.shape[1] == 1 else "cholesky_qr" if x.is_cuda else "qr"
     if x.shape[1] == 1 and way == "gram_schmidt":  # the same in fewer operations
         norm = torch.linalg.vector_norm(x, dim=2, keepdim=True)
         least, largest = norm.aminmax()
-        if bool((least > 0) & (largest < torch.inf)):
-            return x / norm
+        return x / norm, (least > 0) & (largest < torch.inf)
     basis, share = {"qr": qr, "gram_schmidt": gram_schmidt, "cholesky_qr": cholesky_qr}[way](x)
-    good = share > (epsilon if way == "qr" or x.shape[1] == 1 else SAFE)
-    if bool(good.all()):  # NaN, the share of a zero row, is not
-        return basis
+    # NaN, the share of a zero row, is not above anything
+    return basis, (share > (epsilon if way == "qr" or x.shape[1] == 1 else SAFE)).all()
+
+
+def completed(
+    x: Float32[Tensor, "B r d"], epsilon: float, noise: Callable[[], Tensor] | None
+) -> Float32[Tensor, "B r d"]:
+    """By Householder, with noise for rows that say nothing."""
     basis, share = qr(x)
     lost = ~(share > epsilon)
     if bool(lost.any()):

@@ -43,7 +43,7 @@ from dgc.compression.finite import first_blame, overflow
 from dgc.compression.lowrank import Batch, Taken, accumulate_
 from dgc.compression.lowrank_compressor import LowRankCompressor
 from dgc.compression.lowrank_state import Factors, Own
-from dgc.compression.orthogonal import check_orthogonalization, orthonormalize
+from dgc.compression.orthogonal import check_orthogonalization, orthonormalize_each
 from dgc.compression.protocol import DenseResult, Result
 from dgc.wire import CastValues
 
@@ -231,13 +231,10 @@ class PowerSGDCompressor(LowRankCompressor):
         return sent, _views(mean[: flat.numel()], shapes)
 
     def _orthonormal(self, own: Own, Y: Factor, side: Side, k: int = 0, finite: bool = True) -> Factor:
-        bases = []
-        for batch, y in zip(own.layout.batches, Y, strict=True):
-            noise = partial(self._noise, own, batch, side, k)
-            if not finite:  # it is found in the result; until then it may not stop the ranks
-                y = y.nan_to_num(0.0, 0.0, 0.0)
-            bases.append(orthonormalize(y, self.orthogonalization, self.epsilon, noise))
-        return tuple(bases)
+        noises = [partial(self._noise, own, batch, side, k) for batch in own.layout.batches]
+        if not finite:  # it is found in the result; until then it may not stop the ranks
+            Y = tuple(y.nan_to_num(0.0, 0.0, 0.0) for y in Y)
+        return tuple(orthonormalize_each(Y, self.orthogonalization, self.epsilon, noises))
 
     def _random(self, own: Own, side: Side) -> Factor:
         return tuple(self._noise(own, batch, side, -1) for batch in own.layout.batches)

@@ -70,7 +70,7 @@ class RandomK(Feedback):
         mean, firsts = yield (AllReduce(values), AllGather(first_nonfinite.view(1)))
         dense = torch.zeros_like(v)
         dense[indices] = mean.float()
-        return dense, kept, [number_of(bucket, int(first)) for first in firsts]
+        return dense, kept, [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
 
 
 class RandomBlock(RandomK):

@@ -69,6 +69,7 @@ class Threshold(Feedback):
             raise ValueError(f"wire is one of {', '.join(WIRES)}, not {wire!r}")
         super().__init__(error_feedback)
         self.bits, self.threshold, self.factor, self.wire = bits, threshold, factor, wire
+        self._wholes: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
     def compress_ratio(self) -> float:
@@ -114,13 +115,20 @@ class Threshold(Feedback):
         fields = parts[0].numel() * 8 // self.bits
         total = torch.zeros(fields, device=parts[0].device)
         quantizers, one = kernels.quantizers_of(total), torch.ones(1, device=total.device)
-        whole = torch.tensor([0, fields], device=total.device)
+        whole = self._whole(fields, total.device)
         for part in parts:
             if self.bits == 2:
                 quantizers.tern_add_(part, whole, one, total)
             else:
                 quantizers.sign_add_(part, whole, -one, one, total)
         return total
+
+    def _whole(self, fields: int, device: torch.device) -> Int64[Tensor, "2"]:
+        """One range of so many fields. Kept: a new one would be copied and laid out while the host waits."""
+        key = (fields, device)
+        if key not in self._wholes:
+            self._wholes[key] = torch.tensor([0, fields], device=device)
+        return self._wholes[key]
 
     def _scatter(
         self, bucket: Bucket, codes: Tensor, first_nonfinite: Tensor
@@ -137,7 +145,7 @@ class Threshold(Feedback):
         else:
             (shares,) = yield (AllGather(self._pack(own)),)
             total = torch.cat([self._unpack(packed, own.numel()) for packed in shares])
-        numbers = [number_of(bucket, int(first)) for first in firsts]
+        numbers = [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
         return total[: codes.numel() * 8 // self.bits], numbers
 
     @property

@@ -127,7 +127,8 @@ class TorchCodec:
         live = numbers(bounds, capacity) < selection.count
         sums = torch.zeros(ranges, dtype=torch.float64, device=section.device)
         counts = torch.zeros(ranges, dtype=torch.int64, device=section.device)
-        sums.index_add_(0, owner, selection.values.abs().double())
+        # index_add_ adds in any order on a GPU, this in the same one every time
+        sums.index_put_((owner,), selection.values.abs().double(), accumulate=True)
         counts.index_add_(0, owner, live.long())
         means = (sums / counts.clamp(min=1)).float()
         section[: 4 * ranges].view(torch.float32).copy_(means)

@@ -96,7 +96,8 @@ class Reference:
         for indices, values in entries:
             total.index_add_(0, where[start : start + indices.numel()], values)
             start += indices.numel()
-        return union, total.div_(size)
+        # by a tensor: by a number, a GPU multiplies with its inverse
+        return union, total.div_(torch.full_like(total, size))
 
     def subtract_at_(
         self,
@@ -179,7 +180,8 @@ def first_nonfinite(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
         return n
     bad = (~torch.isfinite(g)).to(torch.uint8)
     first = bad.argmax()
-    return torch.where(bad[first] > 0, first, n)
+    # an index that is a tensor of no dimensions, bad[first], would be read by the host
+    return torch.where(bad.take(first) > 0, first, n)
 
 
 def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 WARPS = 8
+LARGEST = torch.iinfo(torch.int32).max
 
 
 class Launcher:
@@ -66,6 +67,11 @@ class Tilings:
 
 def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) -> Tiling:
     device, n, ranges = bounds.device, sum(lengths), bounds.numel() - 1
+    if n > LARGEST:
+        raise ValueError(
+            f"a bucket of {n} elements is too large for the triton kernels: it can have {LARGEST} at most; split "
+            "the tensor, or use DGC_KERNELS=reference"
+        )
     starts = on_device((0, *accumulate(lengths[:-1])), torch.int64, device)
     cuts = torch.cat([bounds, starts]).sort().values
     tiles = (cuts.diff() + tile - 1) // tile

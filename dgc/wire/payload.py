@@ -106,7 +106,7 @@ class SparseFormat:
             values, finite = self.values.decode(codec, section, indices, header, quotas.bounds)
             selections.append(Selection(indices, values, header.count))
             facts += [header.count, header.number, header.sealed, sound, finite]
-        known = _read(facts)
+        known = read_facts(facts)
         for rank in range(len(selections)):
             count, number, sealed, good, fine = known[5 * rank : 5 * rank + 5]
             if not sealed:
@@ -138,8 +138,8 @@ class SparseFormat:
         return Layout(indices, slice(HEADER_BYTES, middle), slice(middle, end), -(-end // 8) * 8)
 
 
-def _read(facts: list[Tensor]) -> list[int]:
-    """All at once where each would wait for the device."""
+def read_facts(facts: list[Tensor]) -> list[int]:
+    """The numbers in tensors of no dimensions: on a GPU all in one read, since each read waits for the device."""
     if not facts or facts[0].is_cpu:
         return [int(fact) for fact in facts]
     known: list[int] = torch.stack([fact.int() for fact in facts]).tolist()

@@ -11,7 +11,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec import HEADER_BYTES, Codec
-from dgc.wire.payload import PayloadError
+from dgc.wire.payload import PayloadError, read_facts
 
 
 def sealed_bytes(nbytes: int) -> int:
@@ -40,15 +40,17 @@ def unseal(
 
     PayloadError, naming the rank, for what `seal` did not make.
     """
-    codes, numbers = [], []
+    codes, facts = [], []
     for rank, payload in enumerate(payloads):
         if payload.numel() != sealed_bytes(nbytes):
             raise PayloadError(f"rank {rank} sent {payload.numel()} bytes, {sealed_bytes(nbytes)} were planned")
         whole = payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
         header = codec.unseal(whole)
-        number = int(header.number)
-        if not bool(header.sealed) or int(header.count) or not 0 <= number <= ranges:
-            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
         codes.append(whole[HEADER_BYTES : HEADER_BYTES + nbytes])
-        numbers.append(number)
-    return codes, numbers
+        facts += [header.number, header.sealed, header.count]
+    known = read_facts(facts)
+    for rank in range(len(codes)):
+        number, sealed, count = known[3 * rank : 3 * rank + 3]
+        if not sealed or count or not 0 <= number <= ranges:
+            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
+    return codes, known[::3]

@@ -54,6 +54,7 @@ class Compile:
         self.done.add(variant)
         options = {"num_warps": WARPS, "enable_fp_fusion": False}
         compiled = triton.compile(ASTSource(kernel, signature, constants, {}), target=self.target, options=options)
+        assert ".ftz" not in str(compiled.asm.get("ptx")), f"{name} takes denormals for zero"
         if name in ("accumulate", "decay", "subtract_at", "uniform_encode", "uniform_add"):
             assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             # AMD's fma_mix also stands for a product alone whose operands or result are fp16

@@ -19,6 +19,7 @@ with pytest.MonkeyPatch.context() as patch:
     from dgc.kernels.torch_quantizers import TorchQuantizers
     from dgc.kernels.triton import INTERPRETED, Triton
     from dgc.kernels.triton_quantizers import TritonQuantizers
+    from dgc.kernels.triton_tables import cut
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
 REFERENCE = Reference()
@@ -382,6 +383,20 @@ def test_merge_mean_adds_in_the_order_of_the_parts(kernels):
     assert float(means) == float(torch.tensor(1.0) / 3)
 
 
+class NoDivisionByNumbers(TorchDispatchMode):
+    """A GPU would multiply with the inverse, which is rounded twice."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("div", "div_") or isinstance(args[1], torch.Tensor), f"{name} by a number"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_reference_divides_alike_on_every_device():
+    with NoDivisionByNumbers():
+        REFERENCE.merge_mean([sparse(90, 7, seed, 9) for seed in range(3)], 3, 90)
+
+
 def test_merge_mean_of_no_capacity(kernels):
     indices, means = kernels.merge_mean([sparse(4, 0, 0, 0)] * 2, 2, 4)
     assert indices.shape == means.shape == (0,) and indices.dtype == torch.int64
@@ -557,6 +572,11 @@ def test_launches_do_not_grow_with_the_number_of_tensors(kernels):
         kernels.accumulate_and_select_(due, quotas, torch.ones(tensors, device=DEVICE))
         launches.append(kernels.launches - before)
     assert launches == [10, 10]
+
+
+def test_a_bucket_too_large_for_32_bits_is_refused():
+    with pytest.raises(ValueError, match="2147483648 elements is too large"):
+        cut(torch.tensor([0, 2**31], device=DEVICE), (2**31,), TILE)
 
 
 def test_importing_dgc_does_not_import_triton():

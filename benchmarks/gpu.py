@@ -1,0 +1,184 @@
+"""The Triton tier on a real GPU: its laws, and what its steps cost.
+
+    make gpu        or        python -m benchmarks.gpu
+
+Needs CUDA, PyTorch and Triton, and nothing else: no Horovod, no MPI, no network. --dry-run needs no GPU:
+everything runs once, small, in Triton's interpreter, which shows that the command works and nothing more.
+
+1. The laws: every case of tests/kernels/test_triton.py on tensors of the device, payloads and steps against the
+   CPU's bits, and repetition bit for bit. One that fails makes the command end with 1.
+2. The table: milliseconds of a step, kernels launched, and where the host waited for the device, with how often.
+   `/ copy` compares with the traffic that the step cannot do without (DGC 20 bytes per parameter; PowerSGD 16: the
+   gradient and the error read, the error and the result written), at the rate of a copy measured in the same run.
+
+Targets: `gradient in, payload out` waits nowhere and takes at most 1.3 times its floor. Prints, last, one line of
+JSON.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.stand_ins import provide_jaxtyping
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.gpu_counts import Counts
+
+TARGET = 1.3
+POWERSGD_BYTES = 16
+SMALL: list[list[tuple[int, ...]]] = [[(300, 200), (64,)], [(100, 100)]]
+
+
+def obstacle(dry_run: bool) -> str | None:
+    """What keeps this machine from running the command, and the cure."""
+    pip = f"{sys.executable} -m pip install"
+    for package in ("torch", "triton"):
+        if find_spec(package) is None:
+            return f"{package} is not installed: {pip} {package}"
+    if dry_run:
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} sees no GPU; --dry-run shows that the command works without one"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 is set, so nothing would run on the GPU: unset it"
+    return None
+
+
+def keep_laws(device: "torch.device") -> tuple[int, list[str]]:
+    """How many there are, and which fail."""
+    from benchmarks.gpu_laws import laws
+
+    number, failed = 0, []
+    for name, law in laws(device):
+        number += 1
+        try:
+            law()
+        except Exception:
+            failed.append(name)
+            print(f"FAILED {name}\n{traceback.format_exc(limit=-3)}", flush=True)
+    print(f"laws: {number - len(failed)} of {number} hold", flush=True)
+    return number, failed
+
+
+class Table:
+    """Rows as they are measured, printed and kept for the JSON."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        print(f"\n{'':<42} {'ms':>9} {'/ copy':>7} {'launches':>9} {'waits':>6}")
+
+    def add(self, name: str, ms: float, counts: "Counts", against_copy: float | None = None) -> None:
+        waits = sum(counts.waits.values())
+        ratio = f"{against_copy:7.2f}" if against_copy is not None else f"{'':>7}"
+        print(f"{name:<42} {ms:9.3f} {ratio} {counts.launches or '?':>9} {waits:>6}")
+        for place, often in counts.waits.most_common():
+            print(f"    {often} at {place}")
+        row = {"ms": ms, "launches": counts.launches, "waits": waits, "driver_waits": counts.driver_waits}
+        self.rows[name] = {**row, "where": dict(counts.waits)} | (
+            {} if against_copy is None else {"ratio_to_copy": against_copy}
+        )
+
+
+def measure(device: "torch.device", dry_run: bool, rounds: int) -> dict[str, Any]:
+    import torch
+
+    from benchmarks import step_overhead
+    from benchmarks.gpu_counts import count
+    from benchmarks.gpu_steps import FORMATS, Codec, Training, Whole, milliseconds, random_gradients
+    from dgc.compression import DGCCompressor, PowerSGDCompressor
+    from dgc.memory import DGCSGDMemory
+
+    if dry_run:
+        buckets, step, copy_rate = SMALL, None, 1.0
+    else:
+        words = ["--device", "cuda", "--rounds", str(rounds)]
+        ours, gradients, step = step_overhead.report(step_overhead.arguments().parse_args(words))
+        copy_rate = step["copy_gb_per_s"]
+        layout = step_overhead.plan_buckets(step_overhead.resnet50_shapes())
+        buckets = [[segment.shape for segment in bucket] for bucket in layout]
+    numel = sum(torch.Size(shape).numel() for shapes in buckets for shape in shapes)
+
+    table = Table()
+    if step is not None:
+        counts = count(lambda: ours.step(gradients.next()), device)
+        table.add("DGC: gradient in, payload out", step["ours_ms"], counts, step["ratio_to_copy"])
+    fresh = random_gradients(buckets, 0, device)
+    methods = [
+        (Whole("DGC: gradient in, mean out", DGCCompressor(0.001, DGCSGDMemory(0.9)), buckets, device), 20),
+        (Whole("PowerSGD, rank 1", PowerSGDCompressor(1), buckets, device), POWERSGD_BYTES),
+        (Whole("PowerSGD, rank 4", PowerSGDCompressor(4), buckets, device), POWERSGD_BYTES),
+    ]
+    for method, traffic in methods:
+        ms = milliseconds(lambda: method.step(fresh), device, rounds)  # noqa: B023 (called here)
+        counts = count(lambda: method.step(fresh), device)  # noqa: B023
+        table.add(method.name, ms, counts, ms * copy_rate * 1e6 / (traffic * numel))
+    for name, form in FORMATS.items():
+        codec = Codec(form, 10_000 if dry_run else 6_500_000, 0.001, device, ranks=4)
+        for what, work in (("encode", codec.encode), ("decode of 4", codec.decode), ("merge of 4", codec.merge)):
+            table.add(f"{what}: {name}", milliseconds(work, device, rounds), count(work, device))
+    training = Training(32 if dry_run else 1024, device)
+    ms = milliseconds(training.step, device, rounds)
+    table.add(f"training step, {training.buckets} buckets", ms, count(training.step, device))
+    return {"step": step, "rows": table.rows}
+
+
+def targets(found: dict[str, Any]) -> dict[str, bool]:
+    if found["step"] is None:
+        return {}
+    row = found["rows"]["DGC: gradient in, payload out"]
+    return {
+        "waits nowhere": row["waits"] == 0,
+        f"at most {TARGET} times the floor": found["step"]["ratio_to_floor"] <= TARGET,
+        f"at most {TARGET} times a copy's rate": row["ratio_to_copy"] <= TARGET,
+    }
+
+
+def main(words: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter")
+    parser.add_argument("--rounds", type=int, default=36)
+    parser.add_argument("--laws-only", action="store_true")
+    args = parser.parse_args(None if words is None else list(words))
+    reason = obstacle(args.dry_run)
+    if reason is not None:
+        print(f"make gpu: {reason}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"
+    if provide_jaxtyping():
+        print(f"jaxtyping is not installed; annotations go without it ({sys.executable} -m pip install jaxtyping)")
+    import torch
+    import triton
+
+    import dgc.kernels as kernels
+
+    kernels.use("triton")
+    device = torch.device("cpu") if args.dry_run else torch.device("cuda", torch.cuda.current_device())
+    name = "none: a dry run" if args.dry_run else torch.cuda.get_device_name(device)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    print(f"GPU: {name}; " + ", ".join(f"{key} {value}" for key, value in versions.items()), flush=True)
+
+    number, failed = keep_laws(device)
+    found: dict[str, Any] = {"step": None, "rows": {}}
+    if not args.laws_only:
+        found = measure(device, args.dry_run, 1 if args.dry_run else args.rounds)
+    reached = targets(found)
+    for target, holds in reached.items():
+        print(f"{'reached' if holds else 'MISSED '}  {target}")
+    laws = {"number": number, "failed": failed}
+    print(json.dumps({"benchmark": "gpu", "gpu": name, **versions, "laws": laws, "targets": reached, **found}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

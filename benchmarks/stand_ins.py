@@ -1,0 +1,166 @@
+"""What takes the place of jaxtyping and pytest on a machine that has PyTorch and Triton alone.
+
+Of jaxtyping, annotations: `Float32[Tensor, "n"]` is Tensor. Nothing computes with them. Of pytest, what a file of
+tests with plain functions needs: parameters, fixtures and `raises`. A jaxtyping that is installed is used; tests
+run without pytest in any case, so that there is one way.
+"""
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+ANNOTATIONS = ("Bool", "Float", "Float32", "Float64", "Int32", "Int64", "UInt8")
+
+
+class Annotation:
+    def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
+        return item[0]
+
+
+def provide_jaxtyping() -> bool:
+    """Make `import jaxtyping` work; whether it is a stand-in that does."""
+    if sys.modules.get("jaxtyping") is not None or find_spec("jaxtyping") is not None:
+        return False
+    module = ModuleType("jaxtyping")
+    module.__dict__.update(dict.fromkeys(ANNOTATIONS, Annotation))
+    sys.modules["jaxtyping"] = module
+    return True
+
+
+class MonkeyPatch:
+    """Changes for the time of one test."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    @classmethod
+    @contextmanager
+    def context(cls) -> Iterator["MonkeyPatch"]:
+        changes = cls()
+        try:
+            yield changes
+        finally:
+            changes.undo()
+
+    def setenv(self, name: str, value: str) -> None:
+        self._start(patch.dict(os.environ, {name: value}))
+
+    def setattr(self, target: Any, *rest: Any) -> None:
+        self._start(patch(target, *rest) if isinstance(target, str) else patch.object(target, *rest))
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _start(self, change: Any) -> None:
+        change.__enter__()
+        self._undo.append(lambda: change.__exit__(None, None, None))
+
+
+@contextmanager
+def raises(error: type[BaseException], match: str = "") -> Iterator[None]:
+    try:
+        yield
+    except error as raised:
+        assert re.search(match, str(raised)), f"{match!r} is not in {str(raised)!r}"
+    else:
+        raise AssertionError(f"no {error.__name__} was raised")
+
+
+class Row(tuple[Any, ...]):
+    """Values for all names of a `parametrize`, from `pytest.param`."""
+
+
+def parametrize(names: str, values: Any) -> Callable[[Any], Any]:
+    keys = [name.strip() for name in names.split(",")]
+
+    def mark(test: Any) -> Any:
+        rows = [
+            dict(zip(keys, value if len(keys) > 1 or isinstance(value, Row) else (value,), strict=True))
+            for value in values
+        ]
+        test.rows = [*getattr(test, "rows", []), rows]
+        return test
+
+    return mark
+
+
+def fixture(function: Any = None, **options: Any) -> Any:
+    if function is None:
+        return lambda marked: fixture(marked, **options)
+    function.fixture_options = options
+    return function
+
+
+def _pytest() -> ModuleType:
+    module = ModuleType("pytest")
+    mark = SimpleNamespace(parametrize=parametrize, proof=None)
+    parts = {"MonkeyPatch": MonkeyPatch, "raises": raises, "fixture": fixture, "mark": mark}
+    module.__dict__.update(parts, param=lambda *values, marks: Row(values), importorskip=_import)
+    return module
+
+
+def _import(name: str, reason: str = "") -> ModuleType:
+    return import_module(name)
+
+
+def load_tests(path: Path) -> ModuleType:
+    """A file of tests, as a module that does not know pytest."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    with patch.dict(sys.modules, {"pytest": _pytest()}):
+        spec.loader.exec_module(module)
+    return module
+
+
+def cases(module: ModuleType, left_out: Mapping[str, str]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Name and body of every test with every combination of its parameters. left_out: names of tests, and why."""
+    found = {name: test for name, test in vars(module).items() if name.startswith("test_")}
+    unknown = left_out.keys() - found.keys()
+    assert not unknown, f"no tests of these names: {sorted(unknown)}"
+    fixtures = {name: f for name, f in vars(module).items() if hasattr(f, "fixture_options")}
+    kept: dict[str, Any] = {}
+    for name, test in found.items():
+        if name in left_out:
+            continue
+        for rows in product(*getattr(test, "rows", [])):
+            given = {key: value for row in rows for key, value in row.items()}
+            label = ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in given.items())
+            yield f"{name}({label})", _Case(test, given, fixtures, kept)
+
+
+class _Case:
+    """kept: the values of fixtures of module scope."""
+
+    def __init__(self, test: Any, given: dict[str, Any], fixtures: dict[str, Any], kept: dict[str, Any]):
+        self._test, self._given, self._fixtures, self._kept = test, given, fixtures, kept
+
+    def __call__(self) -> None:
+        with MonkeyPatch.context() as changes:
+            made = {"monkeypatch": changes}
+            for name, function in self._fixtures.items():
+                if function.fixture_options.get("autouse"):
+                    self._value(name, made)
+            wanted = inspect.signature(self._test).parameters
+            self._test(**{n: self._given[n] if n in self._given else self._value(n, made) for n in wanted})
+
+    def _value(self, name: str, made: dict[str, Any]) -> Any:
+        if name in made or name in self._kept:
+            return made[name] if name in made else self._kept[name]
+        if name not in self._fixtures:
+            raise LookupError(f"the test asks for the fixture {name!r}, which its file does not define")
+        function = self._fixtures[name]
+        where = self._kept if function.fixture_options.get("scope") == "module" else made
+        where[name] = function(**{n: self._value(n, made) for n in inspect.signature(function).parameters})
+        return where[name]

@@ -1,0 +1,174 @@
+"""Where a step on a GPU makes the host wait for the device: nowhere but in the functions that are listed here.
+
+In Triton's interpreter, where the operations that would wait or copy from the host can be seen without a GPU.
+"""
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+with pytest.MonkeyPatch.context() as environment:
+    if DEVICE == "cpu":
+        environment.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    import dgc.kernels as kernels
+    from dgc.bucket import Bucket, lay_out
+    from dgc.comm.requests import AllGather, AllToAll
+    from dgc.compression import (
+        QSGD,
+        Dense,
+        DGCCompressor,
+        Natural,
+        OneBit,
+        PowerSGDCompressor,
+        RandomK,
+        ScaledSign,
+        SignSGD,
+        TernGrad,
+        Threshold,
+    )
+    from dgc.memory import ClipByNorm, DGCSGDMemory
+    from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues
+    from dgc.wire.payload import read_facts
+
+PACKAGE = Path(kernels.__file__).parents[1]
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
+# Operations of torch that add floats in any order on a GPU, so that results would not repeat bit for bit.
+ATOMIC = {"index_add", "index_add_", "scatter_add", "scatter_add_", "put_", "cumsum", "cumsum_", "bincount"}
+
+DECODED = {"wire/payload.py read_facts", "kernels/triton.py merge_mean", "compression/finite.py sparse_overflow"}
+
+
+@pytest.fixture(autouse=True)
+def triton_tier(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(kernels, "_asked", "triton")
+
+
+class Watching(TorchDispatchMode):
+    """Notes the function of this package that causes each wait. To copy a list of numbers of the host is one,
+    since its memory is not pinned. Refuses sums whose order changes.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def note(self):
+        frame = sys._getframe(1)
+        while frame is not None and (
+            PACKAGE not in Path(frame.f_code.co_filename).parents or frame.f_code.co_name.startswith("<")
+        ):
+            frame = frame.f_back
+        if frame is not None:
+            where = Path(frame.f_code.co_filename).relative_to(PACKAGE)
+            self.seen.append(f"{where} {frame.f_code.co_name}")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ATOMIC or not args[0].is_floating_point(), f"{name} adds floats in any order on a GPU"
+        where = args[1] if name in ("index", "index_put", "index_put_") else ()
+        masked = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in where)
+        # a single number is an argument of a kernel
+        upload = name == "lift_fresh" and args[0].dim() > 0
+        if name in WAITS or upload or masked:
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watching():
+    watch, tolist = Watching(), torch.Tensor.tolist
+
+    def noted(tensor):
+        watch.note()
+        return tolist(tensor)
+
+    with watch, patch.object(torch.Tensor, "tolist", noted):
+        yield watch
+
+
+def answered(conversation):
+    """Its result where this process is the only rank."""
+    try:
+        requests = next(conversation)
+        while True:
+            copies = [(r.tensor.clone(), isinstance(r, AllGather | AllToAll)) for r in requests]
+            requests = conversation.send(tuple((copy,) if by_rank else copy for copy, by_rank in copies))
+    except StopIteration as stop:
+        return stop.value
+
+
+def waits_of(compressor):
+    """Of one step over a bucket, once the step before it has made what is kept."""
+    shapes = {"a": (12, 20), "b": (10, 12), "c": (7,), "d": (10, 12)}
+    generator = torch.Generator().manual_seed(0)
+    tensors = [(name, torch.randn(shape, generator=generator).to(DEVICE)) for name, shape in shapes.items()]
+    bucket = Bucket("bucket", lay_out(tensors), torch.float32, torch.device(DEVICE))
+    compressor.plan(bucket, 1, 0)
+    for step in range(2):
+        for segment, (_, tensor) in zip(bucket.segments, tensors, strict=True):
+            segment.of(bucket.flat).copy_(tensor)
+        if step < 1:
+            answered(compressor.reduce(bucket))
+            continue
+        with watching() as watch:
+            assert answered(compressor.reduce(bucket)).nonfinite is None
+    return watch.seen
+
+
+FORMATS = [
+    (CastValues("fp16"), PlainIndices("int32")),
+    (SignValues(), PackedIndices()),
+    (Int8Values(), RiceIndices()),
+]
+
+
+@pytest.mark.parametrize("values, indices", FORMATS)
+def test_dgc_waits_where_it_decodes_and_nowhere_else(values, indices):
+    """Clipping included."""
+    memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1.0))
+    seen = waits_of(DGCCompressor(0.05, memory, values=values, indices=indices))
+    assert set(seen) == DECODED
+
+
+@pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])
+def test_powersgd(mode, rank):
+    seen = waits_of(PowerSGDCompressor(rank, 0, mode=mode, orthogonalization="cholesky_qr"))
+    assert set(seen) == {"compression/powersgd.py _half_step", "wire/payload.py read_facts"}
+
+
+def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch):
+    reads = []
+
+    def counted(facts):
+        reads.append(len(facts))
+        return read_facts(facts)
+
+    monkeypatch.setattr("dgc.compression.orthogonal.read_facts", counted)
+    waits_of(PowerSGDCompressor(2, 0, mode="paper"))
+    assert reads[-2:] == [2, 2]  # the two steps, each for P of two shapes; before them factors are drawn
+
+
+CODED = {"wire/payload.py read_facts", "compression/finite.py overflow"}
+SUMMED = "compression/finite.py overflow"
+OTHERS = [
+    (Dense(), {"compression/finite.py check_mean"}),
+    (DGCCompressor(1.0, DGCSGDMemory()), {"compression/dgc.py _reduce_dense", SUMMED}),
+    *((method(), CODED) for method in (ScaledSign, QSGD, TernGrad, Natural, OneBit, SignSGD, Threshold)),
+    (Threshold(wire="scatter"), {"compression/threshold.py _scatter", SUMMED}),
+    # its numbers are drawn on the host
+    (RandomK(0.1), {"compression/random_k.py exchange", SUMMED}),
+]
+
+
+def test_other_methods():
+    for method, expected in OTHERS:
+        assert set(waits_of(method)) == expected, type(method).__name__

@@ -1,0 +1,162 @@
+"""`make gpu` where there is no GPU: its refusal, tests without pytest, and a dry run in Triton's interpreter."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_counts import MESSAGE, waits_of
+from benchmarks.stand_ins import ANNOTATIONS, cases, load_tests
+from benchmarks.step_overhead import resnet50_shapes
+
+ROOT = Path(__file__).parents[1]
+# A machine with PyTorch and Triton, of the packages that this one has.
+BARE = """
+    import runpy, sys
+
+    sys.modules.update(dict.fromkeys({absent}))
+    sys.argv = ["gpu", *{words}]
+    runpy.run_module("benchmarks.gpu", run_name="__main__")
+"""
+
+
+def run(words, absent=()):
+    script = textwrap.dedent(BARE).format(absent=absent, words=words)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line():
+    done = run([])
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "sees no GPU" in done.stderr
+
+
+def test_a_missing_package_is_named_with_its_cure():
+    done = run([], absent=("triton",))
+    assert done.returncode == 2 and "-m pip install triton" in done.stderr
+
+
+TESTS = """
+    import pytest
+
+    @pytest.fixture(autouse=True)
+    def always(monkeypatch):
+        monkeypatch.setenv("GPU_TEST", "set")
+
+    @pytest.fixture(scope="module")
+    def once():
+        made.append(1)
+        return made
+
+    made = []
+
+    @pytest.mark.parametrize("a, b", [(1, 2), pytest.param(3, 4, marks=pytest.mark.proof)])
+    @pytest.mark.parametrize("c", [5, 6])
+    def test_parameters(a, b, c, once):
+        import os
+        assert b == a + 1 and c in (5, 6) and os.environ["GPU_TEST"] == "set" and len(once) == 1
+
+    def test_raises():
+        with pytest.raises(ValueError, match="bad"):
+            raise ValueError("bad")
+
+    @pytest.mark.parametrize("x", [1, 2])
+    def test_fails_for_two(x):
+        assert x == 1
+
+    def test_raises_nothing():
+        with pytest.raises(ValueError):
+            pass
+"""
+
+
+def test_tests_run_without_pytest(tmp_path):
+    file = tmp_path / "test_some.py"
+    file.write_text(textwrap.dedent(TESTS))
+    failed, names = [], []
+    for name, case in cases(load_tests(file), {}):
+        names.append(name)
+        try:
+            case()
+        except AssertionError:
+            failed.append(name)
+    assert len(names) == 4 + 1 + 2 + 1 and "GPU_TEST" not in os.environ
+    assert failed == ["test_fails_for_two(x=2)", "test_raises_nothing()"]
+    with pytest.raises(AssertionError, match="no tests of these names"):
+        list(cases(load_tests(file), {"test_unknown": "it is not there"}))
+
+
+def test_every_annotation_has_its_stand_in():
+    files = (ROOT / "dgc").rglob("*.py")
+    imported = [line for file in files for line in re.findall(r"from jaxtyping import (.*)", file.read_text())]
+    assert {name.strip() for line in imported for name in line.split(",")} == set(ANNOTATIONS)
+
+
+def test_waits_are_counted_by_place(monkeypatch):
+    """PyTorch warns of each wait, at the line that asked for it."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+
+    def step():
+        for _ in range(3):
+            warnings.warn(MESSAGE, stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    line = step.__code__.co_firstlineno + 2
+    assert waits_of(step) == Counter({f"tests/test_gpu_benchmark.py:{line}": 3})
+
+
+def test_shapes_of_resnet50():
+    import dgc_datasets.torchvision_compat  # noqa: F401
+
+    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    with torch.device("meta"):
+        expected = [tuple(p.shape) for p in models.resnet50().parameters() if p.dim() >= 2]
+    assert resnet50_shapes() == expected
+
+
+def test_training_needs_no_numpy():
+    """It may be missing beside PyTorch for CUDA."""
+    code = """
+        import sys, warnings
+        sys.modules["numpy"] = None
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        import torch
+        import dgc.kernels as kernels
+        from benchmarks.gpu_steps import Training
+        kernels.use("reference")
+        Training(16, torch.device("cpu")).step()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.proof
+def test_a_dry_run_with_torch_and_triton_alone():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    absent = ("jaxtyping", "pytest", "torchvision", "horovod", "mpi4py")
+    done = run(["--dry-run"], absent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "jaxtyping is not installed" in done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["laws"]["failed"] == [] and found["laws"]["number"] > 150
+    assert {"DGC: gradient in, mean out", "PowerSGD, rank 1"} <= found["rows"].keys()
