@@ -16,7 +16,6 @@ JSON.
 """
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -25,6 +24,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.results import print_json
 from benchmarks.stand_ins import provide_jaxtyping
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def main(words: Iterable[str] | None = None) -> int:
     for target, holds in reached.items():
         print(f"{'reached' if holds else 'MISSED '}  {target}")
     laws = {"number": number, "failed": failed}
-    print(json.dumps({"benchmark": "gpu", "gpu": name, **versions, "laws": laws, "targets": reached, **found}))
+    print_json({"benchmark": "gpu", "gpu": name, **versions, "laws": laws, "targets": reached, **found})
     return 1 if failed else 0
 
 
