@@ -30,7 +30,7 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
-from dgc.compression.dense import FP16, Dense
+from dgc.compression.dense import FP16, Clipped, Dense
 from dgc.compression.finite import first_blame, number_of, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
@@ -93,7 +93,9 @@ class DGCCompressor:
             values or CastValues("fp16" if fp16_values else "fp32"),
             indices or PlainIndices("int32" if int32_indices else "int64"),
         )
-        self._dense = FP16() if self._format.values.dense.dtype == "fp16" else Dense()
+        dense = FP16() if self._format.values.dense.dtype == "fp16" else Dense()
+        clipping = self.memory.gradient_clipping
+        self._fallback = dense if clipping is None else Clipped(dense, clipping)
         self._names: set[str] | None = None
         self._seed = seed
         self._steps: dict[str, int] = {}
@@ -108,7 +110,8 @@ class DGCCompressor:
 
     @property
     def fallback(self) -> Compressor:
-        return self._dense
+        """Takes vectors and all else that `accepts` refuses: an all-reduce, and the memory's gradient_clipping."""
+        return self._fallback
 
     def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Compress these tensors alone. Without this call: every tensor of two or more dimensions."""
