@@ -54,7 +54,7 @@ class BF16(Stateless):
 
 
 class Clipped(Stateless):
-    """As `base`; then the mean is clipped, tensor by tensor, alike on every rank. A mean with NaN or inf is not."""
+    """As `base`; then a finite mean is clipped, tensor by tensor, alike on every rank."""
 
     def __init__(self, base: Stateless, clipping: Clipping):
         self._base, self._clipping = base, clipping

@@ -111,7 +111,8 @@ class ClipByGlobalNorm:
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
         squares = yield from _mean_squares(bucket)
-        for part, scale in zip(_parts(bucket), (self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0), strict=True):
+        scales = (self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        for part, scale in zip(_parts(bucket), scales, strict=True):
             part.mul_(scale)
 
     def clip_mean(self, bucket: Bucket) -> None:

@@ -32,8 +32,8 @@ class DGCSGDMemory:
 
     gradient_clipping: one of ClipByNorm, ClipByValue, ClipByGlobalNorm and ClipValueByGlobalNorm. It acts on each
     tensor's local gradient before momentum, in dense warm-up steps as well. Tensors that travel dense through the
-    compressor's fallback (vectors, as a rule) are clipped after averaging, with the same limit. Where a Route gives
-    them to another compressor, clipping is that compressor's business.
+    compressor's fallback (vectors, as a rule) are clipped after averaging, with the same limit. Where a Route
+    gives them to another compressor, clipping is that compressor's business.
 
     momentum_masking: whether elements that were sent lose their momentum.
     """

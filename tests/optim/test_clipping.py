@@ -20,9 +20,8 @@ def moved(transport, compression, gradients):
     """How far one step at learning rate 1 moves a matrix and two vectors, one of which is empty."""
     shapes = {"weight": (10, 10), "bias": (100,), "empty": (0,)}
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
-    optimizer = DistributedOptimizer(
-        DGCSGD(model.parameters(), lr=1.0, momentum=0.9), model.named_parameters(), compression, transport=transport
-    )
+    inner = DGCSGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
     sum((p * gradients[name]).sum() for name, p in model.items() if p.numel()).backward()
     optimizer.step()
     return {name: -p.detach() for name, p in model.items()}, optimizer
