@@ -27,19 +27,24 @@ import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.bucket import Bucket, Segment
+from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.compression.arguments import FLAG, NOTHING, NUMBER, WHOLE, require
 from dgc.compression.dense import FP16, Clipped, Dense
 from dgc.compression.finite import first_blame, number_of, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
-from dgc.memory import Memory, NoMemory
+from dgc.memory import Memory
 from dgc.memory.protocol import MomentumCorrection
 from dgc.selection import Exact, Plan, Predicted, Sampled, Selector, plan_selection
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
 
 FLAG_BYTES = 8
+MEMORIES = (
+    "one of dgc.memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(), "
+    "which keeps nothing back, so that what is not sent is lost"
+)
 # Of the selector, as loaded: each tensor's rows by name, and the ratio that they belong to.
 NO_HISTORY: dict[str, Any] = {"ratio": None, "tensors": {}}
 
@@ -47,16 +52,19 @@ NO_HISTORY: dict[str, Any] = {"ratio": None, "tensors": {}}
 class DGCCompressor:
     """compress_ratio: the fraction of elements sent; above 1 it is the factor saved (1000 means 0.001).
 
-    memory: DGCSGDMemory for the paper's algorithm; None keeps nothing back. selector: what is sent; None is
-    Predicted, the exact top-k of every tensor. sample_ratio and the keywords after it choose the original's
-    sampled threshold instead. values, indices: how they travel, of `dgc.wire`; None is fp32 and int64, or what
-    the original's fp16_values and int32_indices say.
+    memory: what happens to elements that are not sent. DGCSGDMemory(momentum) is the paper's algorithm,
+    ResidualMemory() adds them to the next gradient, NoMemory() keeps nothing back: they are lost.
+    selector: what is sent; None is Predicted, the exact top-k of every tensor. sample_ratio and the keywords after
+    it choose the original's sampled threshold instead. values, indices: how they travel, of `dgc.wire`; None is
+    fp32 and int64, or what the original's fp16_values and int32_indices say.
+
+    ValueError names the argument that is out of range or of another type.
     """
 
     def __init__(
         self,
         compress_ratio: float,
-        memory: Memory | None = None,
+        memory: Memory,
         sample_ratio: float | None = None,
         strided_sample: bool = True,
         compress_upper_bound: float = 1.3,
@@ -73,10 +81,20 @@ class DGCCompressor:
         values: ValueFormat | None = None,
         indices: IndexFormat | None = None,
     ):
+        require("a number", NUMBER, compress_ratio=compress_ratio, compress_upper_bound=compress_upper_bound)
+        require("a number", NUMBER, compress_lower_bound=compress_lower_bound)
+        require("None or a number", NUMBER + NOTHING, sample_ratio=sample_ratio)
+        require("a whole number", WHOLE, max_adaptation_iters=max_adaptation_iters, seed=seed)
+        require("True or False", FLAG, strided_sample=strided_sample, resample=resample)
+        require("True or False", FLAG, fp16_values=fp16_values, int32_indices=int32_indices)
+        require("None or a selector of dgc.selection", (Selector, *NOTHING), selector=selector)
+        require("None or a format of dgc.wire", (ValueFormat, *NOTHING), values=values)
+        require("None or a format of dgc.wire", (IndexFormat, *NOTHING), indices=indices)
+        require(MEMORIES, (Memory,), memory=memory)
         if not compress_ratio > 0:
             raise ValueError(f"compress_ratio must be positive, not {compress_ratio}")
         ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
-        self.memory: Memory = NoMemory() if memory is None else memory
+        self.memory = memory
         self.compress_ratio = ratio
         self._warmup = RatioWarmup(ratio, warmup_epochs, warmup_coeff)
         sampling = (
@@ -115,7 +133,7 @@ class DGCCompressor:
 
     def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Compress these tensors alone. Without this call: every tensor of two or more dimensions."""
-        self._names = {name for name, _ in named_parameters}
+        self._names = {name for name, _ in named_pairs(named_parameters)}
 
     def accepts(self, segment: Segment) -> bool:
         return len(segment.shape) > 1 if self._names is None else segment.name in self._names

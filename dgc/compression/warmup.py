@@ -13,6 +13,8 @@ documents (0.25, 0.063, 0.015, 0.004, 0.001); the first line above does.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dgc.compression.arguments import NUMBER, WHOLE, require
+
 
 @dataclass(frozen=True)
 class RatioWarmup:
@@ -21,6 +23,7 @@ class RatioWarmup:
     warmup_coeff: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        require("a whole number of epochs", WHOLE, warmup_epochs=self.warmup_epochs)
         coefficients: Sequence[float] = ()
         if isinstance(self.warmup_coeff, Sequence):
             coefficients = self.warmup_coeff
@@ -31,6 +34,10 @@ class RatioWarmup:
         elif self.warmup_coeff is not None:
             coefficients = (self.warmup_coeff,)
         for c in coefficients:
+            if isinstance(c, bool) or not isinstance(c, NUMBER):
+                raise ValueError(
+                    f"warmup_coeff must be None, a number or a list of numbers, not {self.warmup_coeff!r}"
+                )
             if not 0 < c <= 1:
                 raise ValueError(f"warmup_coeff must lie in (0, 1], not {c}")
 
