@@ -19,7 +19,6 @@ sum is made in the order of ranks, so that replicas stay equal bit for bit.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 from zlib import crc32
 
@@ -30,14 +29,14 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
-from dgc.compression.arguments import FLAG, NOTHING, NUMBER, WHOLE, require
+from dgc.compression.arguments import FLAG, NOTHING, NUMBER, WHOLE, require, selector_of
 from dgc.compression.dense import FP16, Clipped, Dense
 from dgc.compression.finite import first_blame, number_of, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
 from dgc.memory import Memory
 from dgc.memory.protocol import MomentumCorrection
-from dgc.selection import Exact, Plan, Predicted, Sampled, Selector, plan_selection
+from dgc.selection import Plan, Selector, plan_selection
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
 
 FLAG_BYTES = 8
@@ -57,6 +56,9 @@ class DGCCompressor:
     selector: what is sent; None is Predicted, the exact top-k of every tensor. sample_ratio and the keywords after
     it choose the original's sampled threshold instead. values, indices: how they travel, of `dgc.wire`; None is
     fp32 and int64, or what the original's fp16_values and int32_indices say.
+    warmup_epochs: in so many first epochs the ratio is larger, as warmup_coeff says: see `.warmup`.
+    Call begin_epoch (the original's name is warmup_compress_ratio) before each epoch, or give DistributedOptimizer
+    steps_per_epoch; otherwise the first step warns, and the ratio stays at the first epoch's.
 
     ValueError names the argument that is out of range or of another type.
     """
@@ -95,7 +97,6 @@ class DGCCompressor:
             raise ValueError(f"compress_ratio must be positive, not {compress_ratio}")
         ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
         self.memory = memory
-        self.compress_ratio = ratio
         self._warmup = RatioWarmup(ratio, warmup_epochs, warmup_coeff)
         sampling = (
             strided_sample,
@@ -104,7 +105,7 @@ class DGCCompressor:
             max_adaptation_iters,
             resample,
         )
-        self._selector = _selector_of(selector, sample_ratio, sampling)
+        self._selector = selector_of(selector, sample_ratio, sampling)
         if fp16_values and values is not None or int32_indices and indices is not None:
             raise ValueError("fp16_values and values, or int32_indices and indices, both given: keep one of them")
         self._format = SparseFormat(
@@ -119,8 +120,9 @@ class DGCCompressor:
         self._steps: dict[str, int] = {}
         self._plans: dict[str, Plan] = {}
         self._history = NO_HISTORY
-        self._size = 1
-        self.begin_epoch(0)
+        self._size, self._rank = 1, 0
+        self.compress_ratio = self._warmup.at(0)
+        self._awaits_epoch = warmup_epochs > 0
 
     @property
     def correction(self) -> MomentumCorrection | None:
@@ -141,17 +143,21 @@ class DGCCompressor:
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:
         self._format.indices.plan(0, bucket.numel)  # refuses a bucket too large to be numbered
         self.memory.plan(bucket)
-        self._size = size
+        self._size, self._rank = size, rank
         self._steps[bucket.name] = 0
 
     def begin_epoch(self, epoch: int) -> None:
-        self.compress_ratio = self._warmup.at(epoch)
+        self.compress_ratio, self._awaits_epoch = self._warmup.at(epoch), False
 
     def warmup_compress_ratio(self, epoch: int) -> None:
         """The original's name of `begin_epoch`."""
         self.begin_epoch(epoch)
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        if self._awaits_epoch:
+            self._awaits_epoch = False
+            if self._rank == 0:
+                self._warmup.warn_of_no_epoch()
         clipped = yield from self.memory.clip(bucket)
         plan, seed = self._plan_of(bucket), self._next_seed(bucket)
         due = self.memory.due(bucket)
@@ -228,15 +234,3 @@ class DGCCompressor:
         self._steps = dict.fromkeys(self._steps, state["steps"])
         self._plans.clear()
         self._history = state["history"]
-
-
-def _selector_of(selector: Selector | None, sample_ratio: float | None, sampling: tuple[Any, ...]) -> Selector:
-    """The selector that a caller names, or the sampled one of the original's keywords, or the exact one."""
-    if selector is not None and sample_ratio is not None:
-        raise ValueError("selector and sample_ratio both choose what is sent: give one of them")
-    if sample_ratio is not None:
-        return Exact() if sample_ratio == 1 else Sampled(sample_ratio, *sampling)
-    unsampled = Sampled()
-    if sampling != tuple(getattr(unsampled, f.name) for f in fields(unsampled) if f.name != "sample_ratio"):
-        raise ValueError("strided_sample, compress_*_bound, max_adaptation_iters and resample need a sample_ratio")
-    return Predicted() if selector is None else selector

@@ -10,6 +10,7 @@ Differences from the original: its default exponent is (e+1)/(W+1), which does n
 documents (0.25, 0.063, 0.015, 0.004, 0.001); the first line above does.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,15 @@ class RatioWarmup:
                 )
             if not 0 < c <= 1:
                 raise ValueError(f"warmup_coeff must lie in (0, 1], not {c}")
+
+    def warn_of_no_epoch(self) -> None:
+        """For a step before which nobody called begin_epoch."""
+        warnings.warn(
+            f"warmup_epochs={self.warmup_epochs}, but begin_epoch was not called before the first step: "
+            f"compress_ratio stays at {self.at(0):.4g}. Call optimizer.begin_epoch(epoch) before each epoch, or "
+            "pass steps_per_epoch to DistributedOptimizer",
+            stacklevel=3,
+        )
 
     def at(self, epoch: int) -> float:
         if epoch >= self.warmup_epochs:
