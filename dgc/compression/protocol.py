@@ -1,7 +1,7 @@
 """What the optimizer needs of a compressor, and what a conversation about gradients returns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -93,6 +93,21 @@ class Compressor(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def conversation_of(compressor: Compressor, bucket: Bucket) -> Conversation[Result]:
+    """`compressor.reduce(bucket)`. ValueError where that is no generator or does not return a result."""
+    what = f"reduce of {type(compressor).__name__} must"
+    conversation = compressor.reduce(bucket)
+    if not isinstance(conversation, Generator):
+        raise ValueError(
+            f"{what} be a generator, which yields tuples of requests and returns a DenseResult or SparseResult, "
+            f"not {type(conversation).__name__}"
+        )
+    result = yield from conversation
+    if not isinstance(result, DenseResult | SparseResult):
+        raise ValueError(f"{what} return a DenseResult or SparseResult, not {result!r}")
+    return result
 
 
 class Stateless(ABC):

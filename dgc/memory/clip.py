@@ -86,13 +86,17 @@ class ClipByNorm:
         _require_positive("norm_type", self.norm_type)
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
-        self.clip_mean(bucket)
+        self._clip(bucket, torch.float32)
         yield from ()
 
     def clip_mean(self, bucket: Bucket) -> None:
+        # fp64: CPUs with vectors of different widths add in other orders, which fp32 would show
+        self._clip(bucket, torch.float64)
+
+    def _clip(self, bucket: Bucket, dtype: torch.dtype) -> None:
         for part in _parts(bucket):
             if part.numel():  # an empty tensor has no largest magnitude
-                norm = part.norm(self.norm_type, dtype=torch.float32)
+                norm = part.norm(self.norm_type, dtype=dtype).float()
                 part.mul_((self.max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 

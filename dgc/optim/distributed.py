@@ -78,13 +78,14 @@ class DistributedOptimizer(Wrapper):
             raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
         if num_groups or groups is not None:
             warnings.warn("groups and num_groups have no effect here: use bucket_mb", stacklevel=2)
+        named = name_parameters(optimizer, named_parameters)
+        refuse_wrapped(named)
+        self.route = as_route(compression)
+        self._epochs = EpochCount(steps_per_epoch, super().begin_epoch)
         self.transport = transport or default_transport()
         self.meter = Meter()
         self.nonfinite, self.dropped_steps = nonfinite, 0
         self._factor = as_factor(op, self.transport.size)
-        named = name_parameters(optimizer, named_parameters)
-        refuse_wrapped(named)
-        self.route = as_route(compression)
         planned = plan_buckets(named, self.route.compressor_for, bucket_mb, unused_prefix(self.transport))
         of = {p: plan.compressor for plan in planned for p in plan.parameters}
         # in the order of the model, which names their saved states, whatever the buckets are
@@ -98,7 +99,6 @@ class DistributedOptimizer(Wrapper):
         take_compressors(compressors)
         for plan in planned:
             plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
-        self._epochs = EpochCount(steps_per_epoch, super().begin_epoch)
         self.exchange = GradientExchange(
             planned,
             backward_passes_per_step,
@@ -108,6 +108,7 @@ class DistributedOptimizer(Wrapper):
             self._epochs.begin_step,
         )
         self._should_synchronize = True
+        self._epochs.begin()
         self._dropped = False  # whether the gradients that were averaged last are unfit for a step
         self._scaler_asked = False
         self.exchange.zero(set_to_none=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class EpochCount:
-    """Calls `begin_epoch` at once and before the first step of each epoch.
+    """Calls `begin_epoch` before the first step of each epoch.
 
     steps_per_epoch: None counts nothing. A position is saved in epochs, so that it still holds where an epoch has
     another number of steps after a resume.
@@ -18,16 +18,16 @@ class EpochCount:
                 raise ValueError(f"steps_per_epoch must be None or a positive int, not {steps_per_epoch!r}")
         self.steps_per_epoch, self._begin_epoch = steps_per_epoch, begin_epoch
         self._steps, self._epoch = 0, -1
-        self._begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Tell of the epoch that the next step belongs to, unless that is done."""
         if self.steps_per_epoch is not None and (epoch := self._steps // self.steps_per_epoch) != self._epoch:
             self._epoch = epoch
             self._begin_epoch(epoch)
 
     def begin_step(self) -> None:
         """Called once per step, before anything of it is sent."""
-        self._begin()
+        self.begin()
         self._steps += 1
 
     def state_dict(self) -> dict[str, float]:
@@ -45,4 +45,4 @@ class EpochCount:
         """Go on from a saved position. One that is not needed is ignored."""
         if self.steps_per_epoch is not None and epochs is not None:
             self._steps, self._epoch = round(epochs * self.steps_per_epoch), -1
-            self._begin()
+            self.begin()

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dgc.comm.conversation import Talk
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Result
+from dgc.compression.protocol import Result, conversation_of
 from dgc.optim.planning import PlannedBucket
 from dgc.optim.scaling import LossScale
 from dgc.optim.streams import SideStream
@@ -101,7 +101,7 @@ class GradientExchange:
         with torch.no_grad(), self._side(b).behind_caller():
             if self._loss_scale.enabled:
                 self._loss_scale.divide_(plan.bucket.flat)
-            conversation = plan.compressor.reduce(plan.bucket)
+            conversation = conversation_of(plan.compressor, plan.bucket)
             self._talks[b] = Talk(plan.bucket.name, conversation, self._transport, self.meter)
         if plan.bucket.is_flat:
             plan.attach()  # what was copied need not be kept twice
