@@ -41,8 +41,8 @@ from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueF
 
 FLAG_BYTES = 8
 MEMORIES = (
-    "one of dgc.memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(), "
-    "which keeps nothing back, so that what is not sent is lost"
+    "a dgc.memory.Memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(),"
+    " which keeps nothing back, so that what is not sent is lost"
 )
 # Of the selector, as loaded: each tensor's rows by name, and the ratio that they belong to.
 NO_HISTORY: dict[str, Any] = {"ratio": None, "tensors": {}}

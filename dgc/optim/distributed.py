@@ -41,8 +41,8 @@ class DistributedOptimizer(Wrapper):
     NonFiniteGradientError, which names the parameter and the rank.
     grad_scaler: the torch.amp.GradScaler that scales the loss, if one does. `grad_scaler.step(optimizer)` is the
     step then, with or without synchronize() and unscale_() before it.
-    steps_per_epoch: number of step() calls in an epoch, the same on every rank. Compressors that warm up are then
-    told of each epoch by a count of steps, dropped ones included, and begin_epoch() is not to be called. The count
+    steps_per_epoch: number of optimizer steps in an epoch, the same on every rank. Steps are then counted, dropped
+    ones included, and compressors that warm up are told of each epoch; begin_epoch() raises ValueError. The count
     is part of compression_state_dict(), in epochs, so that a resumed run goes on where it was. None: call
     begin_epoch() before each epoch; without it a warm-up stays at its first epoch.
 
