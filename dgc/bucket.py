@@ -1,9 +1,10 @@
 """A bucket: several gradients of one dtype and device that travel together in one flat buffer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,20 @@ class Bucket:
     def _slice(self, i: int) -> Tensor:
         offset = self.segments[i].offset
         return self._flat[offset : offset + self.segments[i].numel]
+
+
+def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:
+    """As a list. ValueError where they are no pairs of a name and a tensor."""
+    pairs = list(named_parameters)
+    for pair in pairs:
+        match pair:
+            case (str(), Tensor()):
+                continue
+        raise ValueError(
+            f"named_parameters must hold pairs of a name and a tensor, not a {type(pair).__name__}: pass "
+            "model.named_parameters(), not model.parameters()"
+        )
+    return pairs
 
 
 def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:

@@ -40,7 +40,9 @@ configs.train.compression.memory = Config(DGCSGDMemory)
 configs.train.compression.memory.momentum = derived("train.optimizer.momentum")
 configs.train.compression.memory.nesterov = derived("train.optimizer.nesterov")
 configs.train.compression.memory.momentum_masking = True  # sent elements lose their momentum (section 3.3)
-configs.train.compression.memory.gradient_clipping = None  # a constructor, e.g. dgc.memory.ClipByNorm
+# The limit on each tensor's gradient, before compression (vectors: after averaging): a constructor, e.g.
+# dgc.memory.ClipByNorm.
+configs.train.compression.memory.gradient_clipping = None
 
 # A later file that puts plain SGD or another compression back would undo all this without a word.
 configs.requires["train.dgc"] = True

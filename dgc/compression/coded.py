@@ -19,7 +19,7 @@ Codes = UInt8[Tensor, "nbytes"]
 
 
 class Coded(Feedback):
-    """bits: of an element's code; the nominal ratio counts nothing else."""
+    """bits: of an element's code; unless a subclass says otherwise, the nominal ratio counts nothing else."""
 
     bits: float
 

@@ -13,6 +13,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.finite import check_mean, probe
 from dgc.compression.protocol import DenseResult, Result, Stateless
+from dgc.memory.clip import Clipping
 
 
 class Dense(Stateless):
@@ -50,6 +51,19 @@ class BF16(Stateless):
             total += payload.view(torch.bfloat16)
         bucket.flat.copy_(total.div_(len(payloads)))
         return DenseResult((yield from check_mean(bucket, own)))
+
+
+class Clipped(Stateless):
+    """As `base`; then a finite mean is clipped, tensor by tensor, alike on every rank."""
+
+    def __init__(self, base: Stateless, clipping: Clipping):
+        self._base, self._clipping = base, clipping
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        result = yield from self._base.reduce(bucket)
+        if result.nonfinite is None:
+            self._clipping.clip_mean(bucket)
+        return result
 
 
 @runtime_checkable

@@ -19,7 +19,6 @@ sum is made in the order of ranks, so that replicas stay equal bit for bit.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 from zlib import crc32
 
@@ -27,19 +26,24 @@ import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.bucket import Bucket, Segment
+from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
-from dgc.compression.dense import FP16, Dense
+from dgc.compression.arguments import FLAG, NOTHING, NUMBER, WHOLE, require, selector_of
+from dgc.compression.dense import FP16, Clipped, Dense
 from dgc.compression.finite import first_blame, number_of, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
-from dgc.memory import Memory, NoMemory
+from dgc.memory import Memory
 from dgc.memory.protocol import MomentumCorrection
-from dgc.selection import Exact, Plan, Predicted, Sampled, Selector, plan_selection
+from dgc.selection import Plan, Selector, plan_selection
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
 
 FLAG_BYTES = 8
+MEMORIES = (
+    "a dgc.memory.Memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(),"
+    " which keeps nothing back, so that what is not sent is lost"
+)
 # Of the selector, as loaded: each tensor's rows by name, and the ratio that they belong to.
 NO_HISTORY: dict[str, Any] = {"ratio": None, "tensors": {}}
 
@@ -47,16 +51,22 @@ NO_HISTORY: dict[str, Any] = {"ratio": None, "tensors": {}}
 class DGCCompressor:
     """compress_ratio: the fraction of elements sent; above 1 it is the factor saved (1000 means 0.001).
 
-    memory: DGCSGDMemory for the paper's algorithm; None keeps nothing back. selector: what is sent; None is
-    Predicted, the exact top-k of every tensor. sample_ratio and the keywords after it choose the original's
-    sampled threshold instead. values, indices: how they travel, of `dgc.wire`; None is fp32 and int64, or what
-    the original's fp16_values and int32_indices say.
+    memory: what happens to elements that are not sent. DGCSGDMemory(momentum) is the paper's algorithm,
+    ResidualMemory() adds them to the next gradient, NoMemory() keeps nothing back: they are lost.
+    selector: what is sent; None is Predicted, the exact top-k of every tensor. sample_ratio and the keywords after
+    it choose the original's sampled threshold instead. values, indices: how they travel, of `dgc.wire`; None is
+    fp32 and int64, or what the original's fp16_values and int32_indices say.
+    warmup_epochs: in so many first epochs the ratio is larger, as warmup_coeff says: see `.warmup`.
+    Call begin_epoch (the original's name is warmup_compress_ratio) before each epoch, or give DistributedOptimizer
+    steps_per_epoch; otherwise the first step warns, and the ratio stays at the first epoch's.
+
+    ValueError names the argument that is out of range or of another type.
     """
 
     def __init__(
         self,
         compress_ratio: float,
-        memory: Memory | None = None,
+        memory: Memory,
         sample_ratio: float | None = None,
         strided_sample: bool = True,
         compress_upper_bound: float = 1.3,
@@ -73,11 +83,20 @@ class DGCCompressor:
         values: ValueFormat | None = None,
         indices: IndexFormat | None = None,
     ):
+        require("a number", NUMBER, compress_ratio=compress_ratio, compress_upper_bound=compress_upper_bound)
+        require("a number", NUMBER, compress_lower_bound=compress_lower_bound)
+        require("None or a number", NUMBER + NOTHING, sample_ratio=sample_ratio)
+        require("a whole number", WHOLE, max_adaptation_iters=max_adaptation_iters, seed=seed)
+        require("True or False", FLAG, strided_sample=strided_sample, resample=resample)
+        require("True or False", FLAG, fp16_values=fp16_values, int32_indices=int32_indices)
+        require("None or a selector of dgc.selection", (Selector, *NOTHING), selector=selector)
+        require("None or a format of dgc.wire", (ValueFormat, *NOTHING), values=values)
+        require("None or a format of dgc.wire", (IndexFormat, *NOTHING), indices=indices)
+        require(MEMORIES, (Memory,), memory=memory)
         if not compress_ratio > 0:
             raise ValueError(f"compress_ratio must be positive, not {compress_ratio}")
         ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
-        self.memory: Memory = NoMemory() if memory is None else memory
-        self.compress_ratio = ratio
+        self.memory = memory
         self._warmup = RatioWarmup(ratio, warmup_epochs, warmup_coeff)
         sampling = (
             strided_sample,
@@ -86,21 +105,24 @@ class DGCCompressor:
             max_adaptation_iters,
             resample,
         )
-        self._selector = _selector_of(selector, sample_ratio, sampling)
+        self._selector = selector_of(selector, sample_ratio, sampling)
         if fp16_values and values is not None or int32_indices and indices is not None:
             raise ValueError("fp16_values and values, or int32_indices and indices, both given: keep one of them")
         self._format = SparseFormat(
             values or CastValues("fp16" if fp16_values else "fp32"),
             indices or PlainIndices("int32" if int32_indices else "int64"),
         )
-        self._dense = FP16() if self._format.values.dense.dtype == "fp16" else Dense()
+        dense = FP16() if self._format.values.dense.dtype == "fp16" else Dense()
+        clipping = self.memory.gradient_clipping
+        self._fallback = dense if clipping is None else Clipped(dense, clipping)
         self._names: set[str] | None = None
         self._seed = seed
         self._steps: dict[str, int] = {}
         self._plans: dict[str, Plan] = {}
         self._history = NO_HISTORY
-        self._size = 1
-        self.begin_epoch(0)
+        self._size, self._rank = 1, 0
+        self.compress_ratio = self._warmup.at(0)
+        self._awaits_epoch = warmup_epochs > 0
 
     @property
     def correction(self) -> MomentumCorrection | None:
@@ -108,11 +130,12 @@ class DGCCompressor:
 
     @property
     def fallback(self) -> Compressor:
-        return self._dense
+        """Takes vectors and all else that `accepts` refuses: an all-reduce, and the memory's gradient_clipping."""
+        return self._fallback
 
     def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Compress these tensors alone. Without this call: every tensor of two or more dimensions."""
-        self._names = {name for name, _ in named_parameters}
+        self._names = {name for name, _ in named_pairs(named_parameters)}
 
     def accepts(self, segment: Segment) -> bool:
         return len(segment.shape) > 1 if self._names is None else segment.name in self._names
@@ -120,17 +143,21 @@ class DGCCompressor:
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:
         self._format.indices.plan(0, bucket.numel)  # refuses a bucket too large to be numbered
         self.memory.plan(bucket)
-        self._size = size
+        self._size, self._rank = size, rank
         self._steps[bucket.name] = 0
 
     def begin_epoch(self, epoch: int) -> None:
-        self.compress_ratio = self._warmup.at(epoch)
+        self.compress_ratio, self._awaits_epoch = self._warmup.at(epoch), False
 
     def warmup_compress_ratio(self, epoch: int) -> None:
         """The original's name of `begin_epoch`."""
         self.begin_epoch(epoch)
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        if self._awaits_epoch:
+            self._awaits_epoch = False
+            if self._rank == 0:
+                self._warmup.warn_of_no_epoch()
         clipped = yield from self.memory.clip(bucket)
         plan, seed = self._plan_of(bucket), self._next_seed(bucket)
         due = self.memory.due(bucket)
@@ -207,15 +234,3 @@ class DGCCompressor:
         self._steps = dict.fromkeys(self._steps, state["steps"])
         self._plans.clear()
         self._history = state["history"]
-
-
-def _selector_of(selector: Selector | None, sample_ratio: float | None, sampling: tuple[Any, ...]) -> Selector:
-    """The selector that a caller names, or the sampled one of the original's keywords, or the exact one."""
-    if selector is not None and sample_ratio is not None:
-        raise ValueError("selector and sample_ratio both choose what is sent: give one of them")
-    if sample_ratio is not None:
-        return Exact() if sample_ratio == 1 else Sampled(sample_ratio, *sampling)
-    unsampled = Sampled()
-    if sampling != tuple(getattr(unsampled, f.name) for f in fields(unsampled) if f.name != "sample_ratio"):
-        raise ValueError("strided_sample, compress_*_bound, max_adaptation_iters and resample need a sample_ratio")
-    return Predicted() if selector is None else selector

@@ -1,7 +1,7 @@
 """What the optimizer needs of a compressor, and what a conversation about gradients returns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -48,7 +48,10 @@ class Compressor(Protocol):
 
     @property
     def compress_ratio(self) -> float:
-        """Nominal fraction of elements sent, now."""
+        """Nominal fraction of elements sent, now: numbers sent over elements, or the bits of a code over 32.
+
+        Below 1 wherever less than 2 bytes per element travel. Casts to fp16 and bf16 send every element: 1.
+        """
         ...
 
     @property
@@ -90,6 +93,21 @@ class Compressor(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def conversation_of(compressor: Compressor, bucket: Bucket) -> Conversation[Result]:
+    """`compressor.reduce(bucket)`. ValueError where that is no generator or does not return a result."""
+    what = f"reduce of {type(compressor).__name__} must"
+    conversation = compressor.reduce(bucket)
+    if not isinstance(conversation, Generator):
+        raise ValueError(
+            f"{what} be a generator, which yields tuples of requests and returns a DenseResult or SparseResult, "
+            f"not {type(conversation).__name__}"
+        )
+    result = yield from conversation
+    if not isinstance(result, DenseResult | SparseResult):
+        raise ValueError(f"{what} return a DenseResult or SparseResult, not {result!r}")
+    return result
 
 
 class Stateless(ABC):

@@ -10,8 +10,11 @@ Differences from the original: its default exponent is (e+1)/(W+1), which does n
 documents (0.25, 0.063, 0.015, 0.004, 0.001); the first line above does.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from dgc.compression.arguments import NUMBER, WHOLE, require
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class RatioWarmup:
     warmup_coeff: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        require("a whole number of epochs", WHOLE, warmup_epochs=self.warmup_epochs)
         coefficients: Sequence[float] = ()
         if isinstance(self.warmup_coeff, Sequence):
             coefficients = self.warmup_coeff
@@ -31,8 +35,21 @@ class RatioWarmup:
         elif self.warmup_coeff is not None:
             coefficients = (self.warmup_coeff,)
         for c in coefficients:
+            if isinstance(c, bool) or not isinstance(c, NUMBER):
+                raise ValueError(
+                    f"warmup_coeff must be None, a number or a list of numbers, not {self.warmup_coeff!r}"
+                )
             if not 0 < c <= 1:
                 raise ValueError(f"warmup_coeff must lie in (0, 1], not {c}")
+
+    def warn_of_no_epoch(self) -> None:
+        """For a step before which nobody called begin_epoch."""
+        warnings.warn(
+            f"warmup_epochs={self.warmup_epochs}, but begin_epoch was not called before the first step: "
+            f"compress_ratio stays at {self.at(0):.4g}. Call optimizer.begin_epoch(epoch) before each epoch, or "
+            "pass steps_per_epoch to DistributedOptimizer",
+            stacklevel=3,
+        )
 
     def at(self, epoch: int) -> float:
         if epoch >= self.warmup_epochs:

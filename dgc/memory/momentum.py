@@ -28,7 +28,15 @@ from dgc.memory.state import FlatState, Pending, Undo, load_parts, parts_of
 
 
 class DGCSGDMemory:
-    """`momentum` and `nesterov` are the optimizer's; `gradient_clipping` acts on the local gradient first."""
+    """momentum, nesterov: the optimizer's.
+
+    gradient_clipping: one of ClipByNorm, ClipByValue, ClipByGlobalNorm and ClipValueByGlobalNorm. It acts on each
+    tensor's local gradient before momentum, in dense warm-up steps as well. Tensors that travel dense through the
+    compressor's fallback (vectors, as a rule) are clipped after averaging, with the same limit. Where a Route
+    gives them to another compressor, clipping is that compressor's business.
+
+    momentum_masking: whether elements that were sent lose their momentum.
+    """
 
     def __init__(
         self,
@@ -39,10 +47,10 @@ class DGCSGDMemory:
     ):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
-        if not isinstance(gradient_clipping, Clipping | None):
+        if not isinstance(gradient_clipping, Clipping | None) or isinstance(gradient_clipping, type):
             raise ValueError(
-                "gradient_clipping must be None or one of dgc.memory's ClipByNorm, ClipByValue and "
-                f"ClipByGlobalNorm, not {gradient_clipping!r}"
+                "gradient_clipping must be None or one of dgc.memory's ClipByNorm(...), ClipByValue(...), "
+                f"ClipByGlobalNorm(...) and ClipValueByGlobalNorm(), not {gradient_clipping!r}"
             )
         self.momentum, self.nesterov = momentum, nesterov
         self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking

@@ -9,6 +9,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.kernels import Accumulation, Selection
+from dgc.memory.clip import Clipping
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Memory(Protocol):
 
     @property
     def correction(self) -> MomentumCorrection | None: ...
+
+    @property
+    def gradient_clipping(self) -> Clipping | None:
+        """The limit on gradients; it also applies to the mean of tensors that travel dense through a fallback."""
+        ...
 
     def plan(self, bucket: Bucket) -> None:
         """Make room for a bucket."""

@@ -13,12 +13,14 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.kernels import Accumulation, Selection
+from dgc.memory.clip import Clipping
 from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import FlatState, Pending, Undo, load_parts, parts_of
 
 
 class ResidualMemory:
     correction: MomentumCorrection | None = None
+    gradient_clipping: Clipping | None = None
 
     def __init__(self) -> None:
         self._residual = FlatState("residual")
@@ -64,6 +66,7 @@ class NoMemory:
     """What is not sent is lost."""
 
     correction: MomentumCorrection | None = None
+    gradient_clipping: Clipping | None = None
 
     def plan(self, bucket: Bucket) -> None:
         pass

@@ -46,6 +46,14 @@ def default_transport(point_to_point: bool = False) -> Transport:
 
     Imported here, so that the package works where Horovod is not installed.
     """
-    from dgc.comm.horovod import connect
-
+    try:
+        from dgc.comm.horovod import connect
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] == "horovod":
+            raise ModuleNotFoundError(
+                "Horovod is not installed: docs/install.md says how to, or pass another carrier of messages as "
+                "transport=",
+                name=error.name,
+            ) from error
+        raise
     return connect(point_to_point=point_to_point)

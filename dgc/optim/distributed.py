@@ -20,6 +20,7 @@ from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
 from dgc.optim.broadcast import default_transport
+from dgc.optim.epochs import EpochCount
 from dgc.optim.exchange import GradientExchange, refuse_wrapped
 from dgc.optim.momentum import MomentumOwners
 from dgc.optim.options import as_factor, as_route, name_parameters, take_compressors, unused_prefix
@@ -40,6 +41,10 @@ class DistributedOptimizer(Wrapper):
     NonFiniteGradientError, which names the parameter and the rank.
     grad_scaler: the torch.amp.GradScaler that scales the loss, if one does. `grad_scaler.step(optimizer)` is the
     step then, with or without synchronize() and unscale_() before it.
+    steps_per_epoch: number of optimizer steps in an epoch, the same on every rank. Steps are then counted, dropped
+    ones included, and compressors that warm up are told of each epoch; begin_epoch() raises ValueError. The count
+    is part of compression_state_dict(), in epochs, so that a resumed run goes on where it was. None: call
+    begin_epoch() before each epoch; without it a warm-up stays at its first epoch.
 
     Parameters that need no gradient when this is built take no part: to thaw them, close() this optimizer and
     wrap again. Parameters that are frozen later stay as they are. `groups`, `num_groups` and `sparse_as_dense` of
@@ -63,6 +68,7 @@ class DistributedOptimizer(Wrapper):
         transport: Transport | None = None,
         nonfinite: str = "skip",
         grad_scaler: Any = None,
+        steps_per_epoch: int | None = None,
     ):
         if backward_passes_per_step < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}")
@@ -72,13 +78,14 @@ class DistributedOptimizer(Wrapper):
             raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
         if num_groups or groups is not None:
             warnings.warn("groups and num_groups have no effect here: use bucket_mb", stacklevel=2)
+        named = name_parameters(optimizer, named_parameters)
+        refuse_wrapped(named)
+        self.route = as_route(compression)
+        self._epochs = EpochCount(steps_per_epoch, super().begin_epoch)
         self.transport = transport or default_transport()
         self.meter = Meter()
         self.nonfinite, self.dropped_steps = nonfinite, 0
         self._factor = as_factor(op, self.transport.size)
-        named = name_parameters(optimizer, named_parameters)
-        refuse_wrapped(named)
-        self.route = as_route(compression)
         planned = plan_buckets(named, self.route.compressor_for, bucket_mb, unused_prefix(self.transport))
         of = {p: plan.compressor for plan in planned for p in plan.parameters}
         # in the order of the model, which names their saved states, whatever the buckets are
@@ -93,9 +100,15 @@ class DistributedOptimizer(Wrapper):
         for plan in planned:
             plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
         self.exchange = GradientExchange(
-            planned, backward_passes_per_step, self.transport, self.meter, self._loss_scale
+            planned,
+            backward_passes_per_step,
+            self.transport,
+            self.meter,
+            self._loss_scale,
+            self._epochs.begin_step,
         )
         self._should_synchronize = True
+        self._epochs.begin()
         self._dropped = False  # whether the gradients that were averaged last are unfit for a step
         self._scaler_asked = False
         self.exchange.zero(set_to_none=True)
@@ -217,6 +230,25 @@ class DistributedOptimizer(Wrapper):
         self.exchange.zero(set_to_none)
         for p in (p for group in self.param_groups for p in group["params"] if p not in self.exchange):
             p.grad = None
+
+    # --- epochs -----------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> float:
+        if self._epochs.steps_per_epoch is not None:
+            raise ValueError(
+                f"begin_epoch() was called, but steps_per_epoch={self._epochs.steps_per_epoch} counts the epochs: "
+                "keep one of the two"
+            )
+        return super().begin_epoch(epoch)
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        return {**super().compression_state_dict(), **self._epochs.state_dict()}
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        epochs = state.get("epochs")
+        self._epochs.check(epochs)
+        super().load_compression_state_dict({name: part for name, part in state.items() if name != "epochs"})
+        self._epochs.load(epochs)
 
     def close(self) -> None:
         """Take the hooks off the parameters, so that another DistributedOptimizer may wrap them."""

@@ -4,7 +4,7 @@ Every rank speaks about every bucket in every step: a parameter that got no grad
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dgc.comm.conversation import Talk
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Result
+from dgc.compression.protocol import Result, conversation_of
 from dgc.optim.planning import PlannedBucket
 from dgc.optim.scaling import LossScale
 from dgc.optim.streams import SideStream
@@ -36,7 +36,8 @@ class GradientExchange:
     """One step after another over the same buckets.
 
     A bucket starts when each of its parameters has got `passes` gradients, or at `finish`. Hooks may come from
-    several threads (one per device); a lock guards what they change.
+    several threads (one per device); a lock guards what they change. begin_step: called before each step's first
+    bucket starts.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class GradientExchange:
         transport: Transport,
         meter: Meter,
         loss_scale: LossScale,
+        begin_step: Callable[[], None],
     ):
         self.planned, self.passes, self.meter = planned, passes, meter
         self.had_backward = False
         self.averaged = False  # whether the gradients are those of `finish`, with none added since
-        self._transport, self._loss_scale = transport, loss_scale
+        self._transport, self._loss_scale, self._begin_step = transport, loss_scale, begin_step
         self._lock = threading.RLock()
         self._where = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
         self._sides = {device: SideStream(device) for device in {plan.bucket.device for plan in planned}}
@@ -92,12 +94,14 @@ class GradientExchange:
                         talk.advance()
 
     def _start(self, b: int) -> None:
+        if not self._talks:
+            self._begin_step()
         plan = self.planned[b]
         self.meter.dense_bytes += 4 * plan.bucket.numel
         with torch.no_grad(), self._side(b).behind_caller():
             if self._loss_scale.enabled:
                 self._loss_scale.divide_(plan.bucket.flat)
-            conversation = plan.compressor.reduce(plan.bucket)
+            conversation = conversation_of(plan.compressor, plan.bucket)
             self._talks[b] = Talk(plan.bucket.name, conversation, self._transport, self.meter)
         if plan.bucket.is_flat:
             plan.attach()  # what was copied need not be kept twice

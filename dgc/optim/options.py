@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.bucket import named_pairs
 from dgc.comm.transport import Transport
 from dgc.compression.dense import Cast, Dense
 from dgc.compression.protocol import Compressor, Stateless
@@ -28,7 +29,7 @@ def name_parameters(
     if named_parameters is None:
         named = [(name, p) for p, name in owned.items()]
     else:
-        unique = {p: name for name, p in reversed(list(named_parameters)) if p in owned}
+        unique = {p: name for name, p in reversed(named_pairs(named_parameters)) if p in owned}
         named = [(name, p) for p, name in reversed(unique.items())]
     names = [name for name, _ in named]
     twice = sorted({name for name in names if names.count(name) > 1})

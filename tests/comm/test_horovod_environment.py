@@ -1,6 +1,7 @@
 """What must be set before Horovod and MPI start."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -53,3 +54,42 @@ def test_ranks_that_outnumber_the_cores_yield(monkeypatch, ranks, yields):
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
     prepare_environment()
     assert ("OMPI_MCA_mpi_yield_when_idle" in os.environ) is yields
+
+
+def run(program):
+    words = [sys.executable, "-W", "error", "-c", program]
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and "good" in done.stdout, done.stdout + done.stderr
+
+
+def test_init_starts_horovod_once_and_optimizers_use_its_transport():
+    """Also where the script has imported Horovod before, as most do."""
+    run("""
+import horovod.torch as hvd
+import dgc, os, torch
+transport = dgc.init()
+assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0" and hvd.is_initialized()
+from dgc.comm.transport import Transport
+assert isinstance(transport, Transport) and (transport.rank, transport.size) == (hvd.rank(), hvd.size()) == (0, 1)
+assert dgc.init() is transport
+from dgc.optim import DistributedOptimizer
+model = torch.nn.Linear(2, 2)
+assert DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)).transport is transport
+print("good")
+""")
+
+
+def test_without_horovod_all_but_its_transport_can_be_used():
+    run("""
+import sys
+sys.modules["horovod"] = None
+import dgc
+assert "torch" not in sys.modules  # dgc alone costs nothing
+import dgc.compression, dgc.gossip, dgc.memory, dgc.optim
+try:
+    dgc.init()
+except ModuleNotFoundError as error:
+    assert "Horovod is not installed" in str(error) and "transport=" in str(error), error
+    print("good")
+""")

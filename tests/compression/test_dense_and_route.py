@@ -7,6 +7,7 @@ from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import BF16, FP16, Dense, DenseResult, DGCCompressor, Route, Rule
 from dgc.compression.dense import Cast
+from dgc.memory import NoMemory
 
 N = 301
 
@@ -147,12 +148,12 @@ def test_rules(options, name, shape, matches):
 
 
 def test_what_a_compressor_does_not_accept_goes_to_its_fallback():
-    sparse = DGCCompressor(0.01)
+    sparse = DGCCompressor(0.01, NoMemory())
     route = Route([Rule(sparse)])
     assert route.compressor_for(segment("w", 3, 3)) is sparse
     bias, other = (route.compressor_for(segment(name, 3)) for name in ("b", "c"))
     assert bias is other is sparse.fallback and isinstance(bias, Dense)
-    assert isinstance(DGCCompressor(0.01, fp16_values=True).fallback, FP16)
+    assert isinstance(DGCCompressor(0.01, NoMemory(), fp16_values=True).fallback, FP16)
 
 
 def test_no_rule_for_a_tensor():

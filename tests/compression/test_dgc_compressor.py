@@ -8,7 +8,7 @@ from compression.ranks import Ranks, dense
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseResult, DGCCompressor, SparseResult
-from dgc.memory import ClipByGlobalNorm, ClipByNorm, DGCSGDMemory, ResidualMemory
+from dgc.memory import ClipByGlobalNorm, ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.selection import Exact, Laplace, Predicted
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues
 
@@ -169,7 +169,7 @@ def test_payload_bytes_of_the_docstring():
 
 def test_what_waits_leaves_with_a_dense_step():
     """Sparse first, then at ratio 1: all of v is sent."""
-    ranks = ranks_of(2, lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), warmup_epochs=1, warmup_coeff=[0.01]))
+    ranks = ranks_of(2, lambda: DGCCompressor(0.01, DGCSGDMemory(0.9)))
     ranks.exchange(gradients(2, 0))
     waiting = [next(iter(c.errors())).clone() for c in ranks.compressors]
     momenta = [c.memory.state_dict()["momentums"] for c in ranks.compressors]
@@ -219,13 +219,13 @@ def test_what_was_sent_stays_until_the_next_pass(values, indices, selector):
 
 @pytest.mark.parametrize("ratio", [0.001, 1000])
 def test_above_one_the_ratio_is_a_factor(ratio):
-    assert DGCCompressor(ratio).compress_ratio == pytest.approx(0.001)
+    assert DGCCompressor(ratio, NoMemory()).compress_ratio == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize("ratio", [0, -0.1, float("nan")])
 def test_bad_ratio(ratio):
     with pytest.raises(ValueError, match="compress_ratio"):
-        DGCCompressor(ratio)
+        DGCCompressor(ratio, NoMemory())
 
 
 def test_shuffled_ranks_and_repeats_give_the_same_bits():
@@ -257,6 +257,7 @@ def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first():
 
     def make():
         compressor = DGCCompressor(0.01, DGCSGDMemory(0.9), warmup_epochs=1, warmup_coeff=[0.3])
+        compressor.begin_epoch(0)
         buckets = [make_bucket(f"b{i}", named) for i, named in enumerate((large, mixed))]
         for bucket in buckets:
             compressor.plan(bucket, 2, 0)
@@ -296,6 +297,7 @@ def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio():
 
     def reloaded(compressor, state=None, **others):
         other = make(**others)
+        other.compressors[0].begin_epoch(0)
         other.compressors[0].load_state_dict(state or compressor.state_dict())
         return other
 
@@ -316,7 +318,7 @@ def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio():
 
 def test_another_compressors_state():
     with pytest.raises(ValueError, match="another compressor"):
-        DGCCompressor(0.01).load_state_dict({})
+        DGCCompressor(0.01, NoMemory()).load_state_dict({})
 
 
 @pytest.mark.parametrize("ratio", [0.05, 1.0])
@@ -355,7 +357,7 @@ def test_half_precision_gradients(dtype):
 
 
 def test_it_takes_matrices_unless_told_otherwise():
-    compressor = DGCCompressor(0.01)
+    compressor = DGCCompressor(0.01, NoMemory())
     named = [("w", torch.zeros(3, 4)), ("b", torch.zeros(4)), ("x", torch.zeros(()))]
     segments = make_bucket("b", named).segments
     assert [compressor.accepts(s) for s in segments] == [True, False, False]

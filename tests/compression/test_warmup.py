@@ -4,10 +4,11 @@ import pytest
 
 from dgc.compression import DGCCompressor
 from dgc.compression.warmup import RatioWarmup
+from dgc.memory import NoMemory
 
 
 def ratios(epochs=7, **options):
-    compressor = DGCCompressor(**options)
+    compressor = DGCCompressor(memory=NoMemory(), **options)
     seen = []
     for epoch in range(epochs):
         compressor.begin_epoch(epoch)
@@ -38,11 +39,11 @@ def test_a_list_is_taken_as_it_is(kind):
 
 
 def test_the_first_epochs_ratio_holds_before_any_begins():
-    assert DGCCompressor(0.001, warmup_epochs=5).compress_ratio == pytest.approx(0.001**0.2)
+    assert DGCCompressor(0.001, NoMemory(), warmup_epochs=5).compress_ratio == pytest.approx(0.001**0.2)
 
 
 def test_the_originals_name():
-    compressor = DGCCompressor(0.001, warmup_epochs=5)
+    compressor = DGCCompressor(0.001, NoMemory(), warmup_epochs=5)
     compressor.warmup_compress_ratio(1)
     assert compressor.compress_ratio == pytest.approx(0.001**0.4)
 
@@ -60,9 +61,9 @@ def test_a_factor_warms_up_like_its_fraction():
 @pytest.mark.parametrize("coefficient", [0.0, -0.1, 1.5, [0.5, 2.0], [0.5, 0.0]])
 def test_bad_coefficients(coefficient):
     with pytest.raises(ValueError, match="warmup_coeff"):
-        DGCCompressor(0.1, warmup_epochs=2, warmup_coeff=coefficient)
+        DGCCompressor(0.1, NoMemory(), warmup_epochs=2, warmup_coeff=coefficient)
 
 
 def test_a_list_that_is_too_short():
     with pytest.raises(ValueError, match="lists 2 ratios for 3 warmup_epochs"):
-        DGCCompressor(0.1, warmup_epochs=3, warmup_coeff=[0.5, 0.2])
+        DGCCompressor(0.1, NoMemory(), warmup_epochs=3, warmup_coeff=[0.5, 0.2])

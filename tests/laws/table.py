@@ -12,7 +12,7 @@ from dgc.bucket import Bucket
 from dgc.compression import BF16, FP16, Compressor, Dense, DGCCompressor
 from dgc.compression.dense import Cast
 from dgc.compression.powersgd import PowerSGDCompressor
-from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.selection import (
     Bisection,
     Exponential,
@@ -93,7 +93,13 @@ def two_bytes(bucket: Bucket) -> int:
 
 def dgc(memory: Callable[[], Any], **settings: Any) -> Callable[[], Compressor]:
     settings = {"compress_ratio": 0.05, **settings}
-    return lambda: DGCCompressor(memory=memory(), **settings)
+
+    def make() -> Compressor:
+        compressor = DGCCompressor(memory=memory(), **settings)
+        compressor.begin_epoch(0)
+        return compressor
+
+    return make
 
 
 def powersgd(**settings: Any) -> Callable[[], Compressor]:
@@ -173,7 +179,7 @@ TABLE = [
     ),
     Row(
         "sampled-no-memory",  # small elements never travel: it comes closer, not home
-        dgc(lambda: None, sample_ratio=0.01),
+        dgc(NoMemory, sample_ratio=0.01),
         sparse_bytes(0.05, 4, 8),
         conserves=False,
         left=0.9,

@@ -201,6 +201,21 @@ def test_metered_bytes_are_the_formula_s(row: Row, size: int) -> None:
 
 
 @every_row
+def test_the_ratio_tells_whether_bytes_are_saved(row: Row) -> None:
+    """Below 1 where less than 2 bytes per element travel, and only where less than dense fp32's 4 do."""
+    assert 0 < row.make().compress_ratio <= 1  # before anything is planned
+    shapes = ((40, 60), (30, 5, 5))
+    for size in (1, 3):
+        fleet = Fleet(row.make, size, [torch.zeros(shape) for shape in shapes])
+        for step in range(2):
+            fleet.step([gradients(rank, step, shapes) for rank in range(size)])
+        bytes_per_element = fleet.world.meters[0].payload_bytes / 2 / fleet.buckets[0].numel
+        ratio = fleet.compressors[0].compress_ratio
+        assert ratio < 1 or bytes_per_element >= 2
+        assert ratio >= 1 or bytes_per_element < 4
+
+
+@every_row
 @pytest.mark.usefixtures("no_type_checks")
 def test_converges_on_a_quadratic(row: Row) -> None:
     """min over x of the mean over ranks of |x - c_r|^2 / 2: x must come to the mean of c_r."""

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from nets import alone, assert_same, dgc_sgd, loss_of, net, run, wrap  # noqa: E402
 
 from dgc.compression import DGCCompressor  # noqa: E402
-from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory  # noqa: E402
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory  # noqa: E402
 
 
 def buffers(optimizer):
@@ -105,7 +105,7 @@ def by_step_and_by_synchronize(body):
     return [body(step) for step in (direct, through_gradients)]
 
 
-@pytest.mark.parametrize("memory", [ResidualMemory, lambda: None])
+@pytest.mark.parametrize("memory", [ResidualMemory, NoMemory])
 def test_momentum_of_the_optimizers_own_applies_to_sparse_means(memory):
     """Where the memory does not correct momentum, DGCSGD is SGD: a sparse mean is a gradient like others."""
 

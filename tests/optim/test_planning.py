@@ -5,6 +5,7 @@ import torch
 
 from dgc.bucket import lay_out, make_bucket
 from dgc.compression import Dense, DGCCompressor, Route, Rule
+from dgc.memory import NoMemory
 from dgc.optim.planning import MEGABYTE, describe, plan_buckets
 
 DENSE = Dense()
@@ -44,7 +45,7 @@ def test_every_parameter_once_and_no_bucket_too_large():
 
 
 def test_one_bucket_per_dtype_and_compressor():
-    sparse, other = DGCCompressor(0.1), DGCCompressor(0.2)
+    sparse, other = DGCCompressor(0.1, NoMemory()), DGCCompressor(0.2, NoMemory())
     route = Route([Rule(other, name="h*"), Rule(sparse)])
     named = [
         ("a", torch.zeros(3, 3)),
@@ -99,7 +100,7 @@ def test_layout(tensor, stride):
 def test_description_tells_names_shapes_types_and_compressors():
     first = describe(plan(parameters(3, 4), 100))
     assert first == describe(plan(parameters(3, 4), 100))
-    sparse = DGCCompressor(0.1)
+    sparse = DGCCompressor(0.1, NoMemory())
     others = [
         plan(parameters(3, 5), 100),
         plan(parameters(3, 4), 5),

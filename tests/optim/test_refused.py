@@ -21,7 +21,9 @@ from nets import (  # noqa: E402
 )
 
 from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import BF16, Dense, DGCCompressor  # noqa: E402
+from dgc.comm.requests import AllReduce  # noqa: E402
+from dgc.compression import BF16, Dense, DenseResult, DGCCompressor  # noqa: E402
+from dgc.compression.protocol import Stateless  # noqa: E402
 from dgc.memory import ResidualMemory  # noqa: E402
 from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
 
@@ -30,6 +32,56 @@ def test_parameters_without_a_name():
     model = net()
     with pytest.raises(ValueError, match="lacks 2 parameters"):
         DistributedOptimizer(momentum_sgd(model), list(model.named_parameters())[:-2], transport=alone())
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_parameters_in_place_of_named_parameters():
+    """Before anything is started: no transport is needed to find it."""
+    model = net()
+    for wrong in (
+        model.parameters(),
+        list(model.state_dict()),
+        [("a", 1.0)],
+        [(p, n) for n, p in [*model.named_parameters()]],
+    ):
+        with pytest.raises(ValueError, match=r"pairs of a name and a tensor.*model.named_parameters\(\)"):
+            DistributedOptimizer(momentum_sgd(model), wrong)
+
+
+class Own(Stateless):
+    """A user's compressor; speak: its reduce."""
+
+    def __init__(self, speak):
+        self.speak = speak
+
+    def reduce(self, bucket):
+        return self.speak(bucket)
+
+
+def no_result(bucket):
+    (mean,) = yield (AllReduce(bucket.flat),)
+    bucket.flat.copy_(mean)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_compressor_of_ones_own_that_is_no_generator():
+    for speak, words in (
+        (lambda bucket: None, "reduce of Own must be a generator.*yields.*not NoneType"),
+        (lambda bucket: DenseResult(), "reduce of Own must be a generator.*not DenseResult"),
+        (no_result, "reduce of Own must return a DenseResult or SparseResult, not None"),
+    ):
+
+        def body(model, transport, speak=speak):
+            optimizer = wrap(model, transport, compression=Own(speak))
+            loss_of(model, 0, transport.rank).backward()
+            optimizer.step()
+
+        with pytest.raises(ValueError, match=words):
+            run(2, body)
+    model = net()
+    optimizer = wrap(model, alone(), compression=Own(Dense().reduce))  # a function that hands on a generator
+    loss_of(model, 0).backward()
+    optimizer.step()
 
 
 def test_two_parameters_of_one_name():

@@ -224,7 +224,12 @@ def nonfinite(transport: Any) -> Finding:
             nesterov = corrected is not None and corrected.nesterov
             inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
             optimizer = DistributedOptimizer(
-                inner, model.named_parameters(), compression, transport=transport, nonfinite=policy
+                inner,
+                model.named_parameters(),
+                compression,
+                transport=transport,
+                nonfinite=policy,
+                steps_per_epoch=2,
             )
             messages = []
             for step in range(4):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor
+from dgc.compression import SVD, Atomo, DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.alarm import ErrorAlarm
@@ -80,3 +80,15 @@ def test_real_training(lr):
         warnings.simplefilter("error")
         for told in LockstepWorld(2).run(body):
             assert bool(told) == (lr > 1)
+
+
+@pytest.mark.parametrize("make", [SVD, Atomo])
+def test_the_alarm_watches_low_rank_methods(make):
+    """At the ratio that they report: a ratio of 1 would switch it off."""
+    model = torch.nn.Linear(40, 60)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    transport = LockstepWorld(1).transports[0]
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), make(2), transport=transport)
+    assert optimizer.compress_ratio == 2 * (40 + 60) / (40 * 60)
+    (text,) = alarms([1.02**i for i in range(600)], ratio=optimizer.compress_ratio)
+    assert "compress_ratio 0.0833" in text

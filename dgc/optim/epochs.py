@@ -1,0 +1,48 @@
+"""Epochs counted in steps, for compressors that warm up."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class EpochCount:
+    """Calls `begin_epoch` before the first step of each epoch.
+
+    steps_per_epoch: None counts nothing. A position is saved in epochs, so that it still holds where an epoch has
+    another number of steps after a resume.
+    """
+
+    def __init__(self, steps_per_epoch: int | None, begin_epoch: Callable[[int], Any]):
+        if steps_per_epoch is not None:
+            whole = isinstance(steps_per_epoch, int) and not isinstance(steps_per_epoch, bool)
+            if not whole or steps_per_epoch < 1:
+                raise ValueError(f"steps_per_epoch must be None or a positive int, not {steps_per_epoch!r}")
+        self.steps_per_epoch, self._begin_epoch = steps_per_epoch, begin_epoch
+        self._steps, self._epoch = 0, -1
+
+    def begin(self) -> None:
+        """Tell of the epoch that the next step belongs to, unless that is done."""
+        if self.steps_per_epoch is not None and (epoch := self._steps // self.steps_per_epoch) != self._epoch:
+            self._epoch = epoch
+            self._begin_epoch(epoch)
+
+    def begin_step(self) -> None:
+        """Called once per step, before anything of it is sent."""
+        self.begin()
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, float]:
+        return {} if self.steps_per_epoch is None else {"epochs": self._steps / self.steps_per_epoch}
+
+    def check(self, epochs: float | None) -> None:
+        """ValueError where a saved position is needed and there is none."""
+        if self.steps_per_epoch is not None and epochs is None:
+            raise ValueError(
+                "this state was saved without steps_per_epoch, so its epoch is not known: build the optimizer "
+                "without steps_per_epoch and call begin_epoch(epoch) before each epoch"
+            )
+
+    def load(self, epochs: float | None) -> None:
+        """Go on from a saved position. One that is not needed is ignored."""
+        if self.steps_per_epoch is not None and epochs is not None:
+            self._steps, self._epoch = round(epochs * self.steps_per_epoch), -1
+            self.begin()

@@ -1,0 +1,50 @@
+"""What DGCCompressor refuses, with one error that names the argument."""
+
+import pytest
+
+from dgc.compression import DGCCompressor
+from dgc.memory import DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.selection import Exact
+from dgc.wire import CastValues, PlainIndices
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+
+
+def test_what_is_not_sent_is_lost_only_where_asked_for():
+    for nothing in (None, DGCSGDMemory, "residual"):
+        with pytest.raises(ValueError, match=r"memory must be .*DGCSGDMemory.*ResidualMemory\(\).*NoMemory\(\)"):
+            DGCCompressor(0.001, nothing)
+    with pytest.raises(TypeError, match="memory"):
+        DGCCompressor(0.001)
+    assert isinstance(DGCCompressor(0.001, NoMemory()).memory, NoMemory)
+
+
+def test_arguments_of_a_wrong_type_are_named():
+    wrong = {
+        "compress_ratio": ["0.1", None, True],
+        "sample_ratio": ["0.1", True],
+        "strided_sample": [1, "yes"],
+        "compress_upper_bound": ["1.3", None],
+        "compress_lower_bound": [[0.8]],
+        "max_adaptation_iters": [2.5, "10"],
+        "resample": [None],
+        "fp16_values": ["fp16"],
+        "int32_indices": [32],
+        "warmup_epochs": ["five", 2.5, True, None],
+        "warmup_coeff": ["0.25", [0.5, "0.1"], True],
+        "seed": [None, 1.5],
+        "selector": ["exact", Exact],
+        "values": ["fp16", CastValues],
+        "indices": ["int32", PlainIndices],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{name} must .*not ") as error:
+                DGCCompressor(**{"compress_ratio": 0.1, "memory": ResidualMemory(), name: value})
+            assert repr(value) in str(error.value)
+
+
+def test_names_without_tensors():
+    compressor = DGCCompressor(0.1, ResidualMemory())
+    with pytest.raises(ValueError, match=r"named_parameters\(\)"):
+        compressor.initialize(["weight", "bias"])

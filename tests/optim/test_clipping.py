@@ -1,0 +1,95 @@
+"""gradient_clipping of a memory also limits what travels dense through the compressor's fallback."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import alone  # noqa: E402
+
+from dgc.comm.lockstep import LockstepWorld  # noqa: E402
+from dgc.compression import Dense, DGCCompressor, Route, Rule  # noqa: E402
+from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, DGCSGDMemory  # noqa: E402
+from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
+
+
+def moved(transport, compression, gradients):
+    """How far one step at learning rate 1 moves a matrix and two vectors, one of which is empty."""
+    shapes = {"weight": (10, 10), "bias": (100,), "empty": (0,)}
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+    inner = DGCSGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+    sum((p * gradients[name]).sum() for name, p in model.items() if p.numel()).backward()
+    optimizer.step()
+    return {name: -p.detach() for name, p in model.items()}, optimizer
+
+
+def normal(rank, scale=1.0):
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "weight": scale * torch.randn(10, 10, generator=generator),
+        "bias": scale * torch.randn(100, generator=generator),
+    }
+
+
+def clipped(clipping, ratio=0.5, **options):
+    return DGCCompressor(ratio, DGCSGDMemory(0.9, gradient_clipping=clipping), **options)
+
+
+def test_a_bias_moves_no_further_than_the_limit():
+    for ratio, options in ((1.0, {}), (0.01, {}), (0.01, {"fp16_values": True})):
+        step, _ = moved(alone(), clipped(ClipByNorm(1.0), ratio, **options), normal(0, 100.0))
+        for name in ("weight", "bias"):
+            assert float(step[name].norm()) < 1.001, (ratio, options, name)
+        assert float(step["bias"].norm()) > 0.99
+
+
+def test_the_mean_of_a_dense_tensor_is_clipped():
+    """After averaging, tensor by tensor, alike on every rank."""
+    own = [normal(rank) for rank in range(3)]
+    mean = sum(g["bias"] for g in own) / 3
+    norm = mean.norm()
+    limits = [
+        (ClipByNorm(1.0), mean / (norm + 1e-6)),
+        (ClipByNorm(100.0), mean),
+        (ClipByNorm(0.5, float("inf")), mean * 0.5 / (mean.abs().max() + 1e-6)),
+        (ClipByGlobalNorm(1.0), mean / (norm + 1e-6)),
+        (ClipByValue(0.25), mean.clamp(-0.25, 0.25)),
+    ]
+    for clipping, expected in limits:
+
+        def body(transport, clipping=clipping):
+            return moved(transport, clipped(clipping), own[transport.rank])[0]
+
+        steps = LockstepWorld(3).run(body)
+        torch.testing.assert_close(steps[0]["bias"], expected, msg=lambda m, c=clipping: f"{c}: {m}")
+        assert all(torch.equal(step[name], steps[0][name]) for step in steps for name in step)
+
+
+def test_dense_warmup_steps_are_clipped():
+    for clipping in (ClipByNorm(1.0), ClipByGlobalNorm(1.0)):
+
+        def body(transport, clipping=clipping):
+            compression = clipped(clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
+            compression.begin_epoch(0)
+            return moved(transport, compression, normal(transport.rank, 100.0))[0]
+
+        for step in LockstepWorld(2).run(body):
+            assert float(step["weight"].norm()) < 1.001 and float(step["bias"].norm()) < 1.001
+
+
+def test_a_dropped_step_stays_dropped():
+    bad = normal(0)
+    bad["bias"][3] = float("nan")
+    with pytest.warns(UserWarning, match="the gradient of bias on rank 0 has NaN or inf"):
+        step, optimizer = moved(alone(), clipped(ClipByNorm(1.0)), bad)
+    assert optimizer.dropped_steps == 1 and not any(p.any() for p in step.values())
+
+
+def test_another_compressor_for_vectors_is_not_clipped():
+    route = Route([Rule(Dense(), max_dim=1), Rule(clipped(ClipByNorm(1.0)))])
+    step, _ = moved(alone(), route, normal(0, 100.0))
+    torch.testing.assert_close(step["bias"], normal(0, 100.0)["bias"])

@@ -1,0 +1,146 @@
+"""Who tells a compressor with a ratio warm-up which epoch it is: the training loop, or a count of steps."""
+
+import copy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import alone, assert_same, dgc, dgc_sgd, loss_of, net, run, wrap  # noqa: E402
+
+from dgc.compression import PowerSGDCompressor  # noqa: E402
+
+WARM = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
+
+
+def advance(model, optimizer, steps, rank=0):
+    """The ratio that each step was sent at."""
+    ratios = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        ratios.append(optimizer.compress_ratio)
+    return ratios
+
+
+def counting(model, transport, steps_per_epoch=2, **options):
+    return wrap(
+        model, transport, dgc_sgd, compression=dgc(0.1, **WARM), steps_per_epoch=steps_per_epoch, **options
+    )
+
+
+def test_a_forgotten_begin_epoch_is_told_once():
+    def forgets(model, transport):
+        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1, **WARM))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            advance(model, optimizer, range(3), transport.rank)
+        return [str(w.message) for w in caught]
+
+    (said,) = forgets(net(), alone())
+    assert all(word in said for word in ("warmup_epochs=3", "begin_epoch(epoch)", "steps_per_epoch", "0.5"))
+
+
+def test_nothing_is_told_where_all_is_well():
+    """Warnings are errors here. The original's loop calls the compressor itself."""
+    for tell in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0)):
+        model, compression = net(), dgc(0.1, **WARM)
+        optimizer = wrap(model, alone(), dgc_sgd, compression=compression)
+        tell(optimizer, compression)
+        advance(model, optimizer, range(2))
+    model = net()
+    advance(model, wrap(model, alone(), dgc_sgd, compression=dgc(0.1)), range(2))
+
+
+def test_steps_are_counted_into_epochs():
+    def body(model, transport):
+        optimizer = counting(model, transport)
+        assert optimizer.compress_ratio == 0.5
+        assert advance(model, optimizer, range(8), transport.rank) == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2, 0.1, 0.1]
+
+    def by_hand(model, transport):
+        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1, **WARM))
+        for epoch in range(4):
+            optimizer.begin_epoch(epoch)
+            advance(model, optimizer, range(2 * epoch, 2 * epoch + 2), transport.rank)
+
+    assert_same(run(2, body)[0], run(2, by_hand)[0], exactly=True)
+
+
+def test_a_step_counts_once_however_it_is_made():
+    model = net()
+    optimizer = counting(model, alone(), backward_passes_per_step=2)
+    for p in model.parameters():  # as hvd.broadcast_optimizer_state: no step
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    ratios = []
+    for step in range(6):
+        optimizer.zero_grad()
+        for _ in range(2):
+            loss_of(model, step).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        ratios.append(optimizer.compress_ratio)
+    assert ratios == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2]
+
+
+def test_a_dropped_step_counts():
+    model = net()
+    optimizer = counting(model, alone())
+    (loss_of(model, 0) * float("nan")).backward()
+    with pytest.warns(UserWarning, match="drops this step"):
+        optimizer.step()
+    assert advance(model, optimizer, range(3)) == [0.5, 0.3, 0.3]
+
+
+def test_a_resumed_run_goes_on_with_the_ratio():
+    """Also in mid-epoch, at an epoch's end, and where an epoch now has another number of steps."""
+    for done, per_epoch, expected in ((3, 2, [0.3, 0.2, 0.2, 0.1]), (4, 2, [0.2, 0.2, 0.1]), (3, 4, [0.3, 0.2])):
+        model, again = net(), net()
+        optimizer = counting(model, alone())
+        advance(model, optimizer, range(done))
+        resumed = counting(again, alone(), steps_per_epoch=per_epoch)
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        resumed.load_compression_state_dict(optimizer.compression_state_dict())
+        assert resumed.compress_ratio == expected[0]
+        ratios = advance(again, resumed, range(done, done + len(expected)))
+        if per_epoch == 2:
+            assert ratios == expected
+            advance(model, optimizer, range(done, done + len(expected)))
+            assert_same(model, again, exactly=True)
+        else:  # 1.5 epochs are done: two of four steps are left
+            assert advance(again, resumed, range(9, 10)) == [0.2] and ratios == [0.3, 0.3]
+
+
+def test_a_state_that_was_saved_without_counting():
+    model = net()
+    by_hand = wrap(model, alone(), dgc_sgd, compression=dgc(0.1))
+    state = by_hand.compression_state_dict()
+    with pytest.raises(ValueError, match="saved without steps_per_epoch"):
+        counting(net(), alone()).load_compression_state_dict(state)
+    counted = counting(net(), alone()).compression_state_dict()
+    by_hand.load_compression_state_dict(counted)  # begin_epoch says where it is
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_what_steps_per_epoch_refuses():
+    with pytest.raises(ValueError, match="begin_epoch.*steps_per_epoch=2"):
+        counting(net(), alone()).begin_epoch(1)
+    for wrong in (0, -1, 2.5, "ten", True):
+        with pytest.raises(ValueError, match="steps_per_epoch must be"):
+            counting(net(), None, wrong)  # before the transport is started
+
+
+def test_other_methods_hear_of_epochs_too():
+    model = net()
+    compression = PowerSGDCompressor(1, min_compression_rate=0, high_rank=2)
+    optimizer = wrap(model, alone(), compression=compression, steps_per_epoch=2)
+    before = optimizer.compress_ratio
+    constant = advance(model, optimizer, [0, 0, 0, 0, 0, 0, 0])
+    assert min(constant) < before
