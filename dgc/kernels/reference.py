@@ -4,10 +4,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
+from dgc.kernels.protocol import TOO_LARGE, Accumulation, Chosen, Moments, Quotas, Selection, Tail
 
 
 class Reference:
@@ -22,8 +22,8 @@ class Reference:
         if due.sent is not None:
             self.take_(due.sent, due.u if due.masking else None, due.v)
         g = torch.cat(due.g).to(torch.float32) if len(due.g) > 1 else due.g[0].to(torch.float32)
-        first = first_nonfinite(g)
-        g = torch.where(torch.isfinite(g), g, 0.0)
+        first = first_of(~usable(g))
+        g = torch.where(usable(g), g, 0.0)
         u, v = due.u, due.v
         if u is None:
             v.add_(g)
@@ -174,19 +174,28 @@ def above(v: Float[Tensor, "n"], threshold: Float[Tensor, ""]) -> Int64[Tensor, 
 
 def first_nonfinite(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
     """The index of the first NaN or inf in g; n where there is none."""
-    n = torch.full((), g.numel(), device=g.device)
-    if g.numel() == 0:
+    return first_of(~torch.isfinite(g))
+
+
+def usable(g: Float[Tensor, "n"]) -> Bool[Tensor, "n"]:
+    """Which elements of a gradient count: not NaN, and below TOO_LARGE."""
+    return g.abs() < TOO_LARGE
+
+
+def first_of(bad: Bool[Tensor, "n"]) -> Int64[Tensor, ""]:
+    """The index of the first that holds; n where there is none."""
+    n = torch.full((), bad.numel(), dtype=torch.int64, device=bad.device)
+    if bad.numel() == 0:
         return n
-    bad = (~torch.isfinite(g)).to(torch.uint8)
-    first = bad.argmax()
-    return torch.where(bad[first] > 0, first, n)
+    first = bad.to(torch.uint8).argmax()
+    return torch.where(bad[first], first, n)
 
 
 def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
-    """Set NaN and inf in g to zero. Returns the index of the first one, n where there was none."""
-    first = first_nonfinite(g)
-    torch.nan_to_num_(g, 0.0, 0.0, 0.0)
-    return first
+    """Set what of a gradient is not usable to zero. Returns the index of the first of it, n where all is usable."""
+    bad = ~usable(g)
+    g.masked_fill_(bad, 0.0)
+    return first_of(bad)
 
 
 def first_tensor_nonfinite(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
