@@ -156,7 +156,7 @@ class Layout:
             out = [flat[s.offset : s.offset + s.numel].view(batch.n, batch.m) for s in segments]
             products.outer(U, W, out)
             return
-        whole = torch.empty(batch.count, batch.n, batch.m, device=flat.device)
+        whole = torch.empty(batch.count, batch.n, batch.m, dtype=torch.float32, device=flat.device)
         products.outer(U, W, list(whole))
         if self.square:
             flat.copy_(whole.view(-1)[: flat.numel()])
@@ -216,6 +216,6 @@ def accumulate_(
         begins.append(layout.begin_dense)
         lengths.append(own.numel())
     layout.bucket.release()
-    starts, counts = torch.tensor([begins, lengths], device=v.device)
+    starts, counts = torch.tensor([begins, lengths], dtype=torch.int64, device=v.device)
     places = torch.stack(found)
     return torch.where(places < counts, places + starts, layout.numel).min()

@@ -51,7 +51,7 @@ class Reference:
         self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
     ) -> Chosen:
         bounds, parts = quotas.bounds.tolist(), []
-        thresholds = torch.zeros(len(bounds) - 1, device=v.device)
+        thresholds = torch.zeros(len(bounds) - 1, dtype=torch.float32, device=v.device)
         for s, k in enumerate(quotas.ks.tolist()):
             indices = largest(v[bounds[s] : bounds[s + 1]], k)
             if indices.numel() == k > 0:
@@ -76,7 +76,7 @@ class Reference:
     ) -> Tail:
         found = [part[above(part, floor)] for part, floor in zip(ranges_of(v, bounds), floors, strict=True)]
         return Tail(
-            counts=torch.tensor([part.numel() for part in found], device=v.device),
+            counts=torch.tensor([part.numel() for part in found], dtype=torch.int64, device=v.device),
             sums=torch.stack([part.double().abs().sum() for part in found]),
         )
 
@@ -192,7 +192,7 @@ def first_of(bad: Bool[Tensor, "n"]) -> Int64[Tensor, ""]:
 
 
 def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
-    """Set what of a gradient is not usable to zero. Returns the index of the first of it, n where all is usable."""
+    """Set what of a gradient is not usable to zero. Returns the index of the first such element, else n."""
     bad = ~usable(g)
     g.masked_fill_(bad, 0.0)
     return first_of(bad)

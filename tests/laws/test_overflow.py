@@ -11,7 +11,7 @@ from fleet import Fleet  # noqa: E402
 from quantized import QUANTIZED  # noqa: E402
 from table import SHAPES, TABLE, Row, gradients  # noqa: E402
 
-LIKE = [torch.zeros(shape) for shape in SHAPES]
+LIKE = [torch.zeros(shape, dtype=torch.float32) for shape in SHAPES]
 SIZE = 3
 
 
