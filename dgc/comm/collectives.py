@@ -23,7 +23,7 @@ def all_reduce(transport: Transport, tensor: Tensor, op: Op = "mean", name: str 
 def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = "broadcast_object") -> Any:
     """`root`'s object, on every rank. It must pickle."""
     data = _to_bytes(obj) if transport.rank == root else torch.empty(0, dtype=torch.uint8)
-    length = all_reduce(transport, torch.tensor([data.numel()]), "max", f"{name}.length").item()
+    length = all_reduce(transport, torch.tensor([data.numel()], dtype=torch.int64), "max", f"{name}.length").item()
     if transport.rank != root:
         data = torch.empty(int(length), dtype=torch.uint8)
     return _from_bytes(_ask(transport, f"dgc.control.{name}", Broadcast(data, root)))
@@ -32,7 +32,8 @@ def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = 
 def all_gather_object(transport: Transport, obj: Any, name: str = "all_gather_object") -> list[Any]:
     """Every rank's object, by rank, on every rank. They must pickle."""
     data = _to_bytes(obj)
-    lengths = _ask(transport, f"dgc.control.{name}.length", AllGather(torch.tensor([data.numel()])))
+    length = torch.tensor([data.numel()], dtype=torch.int64)
+    lengths = _ask(transport, f"dgc.control.{name}.length", AllGather(length))
     padded = torch.zeros(int(max(length.item() for length in lengths)), dtype=torch.uint8)
     padded[: data.numel()] = data
     gathered = _ask(transport, f"dgc.control.{name}", AllGather(padded))
@@ -41,7 +42,7 @@ def all_gather_object(transport: Transport, obj: Any, name: str = "all_gather_ob
 
 def barrier(transport: Transport, name: str = "barrier") -> None:
     """Return once every rank has come here."""
-    all_reduce(transport, torch.zeros(1), "sum", name)
+    all_reduce(transport, torch.zeros(1, dtype=torch.float32), "sum", name)
 
 
 def _to_bytes(obj: Any) -> Tensor:

@@ -63,7 +63,7 @@ class Feedback(ABC):
             self._error.add(bucket)
         self._steps[bucket.name] = 0
         self._bounds[bucket.name] = torch.tensor(
-            [*(s.offset for s in bucket.segments), bucket.numel], device=bucket.device
+            [*(s.offset for s in bucket.segments), bucket.numel], dtype=torch.int64, device=bucket.device
         )
 
     def bounds(self, bucket: Bucket) -> Int64[Tensor, "bounds"]:
@@ -75,7 +75,10 @@ class Feedback(ABC):
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
         self._undo.forget(bucket)
-        v = self._error[bucket] if self.error_feedback else torch.zeros(bucket.numel, device=bucket.device)
+        if self.error_feedback:
+            v = self._error[bucket]
+        else:
+            v = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
         first = kernels.of(v).accumulate_(kernels.Accumulation(bucket.pieces, None, v))
         bucket.release()
         mean, kept, numbers = yield from self.exchange(bucket, v, first)

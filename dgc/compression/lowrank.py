@@ -134,7 +134,7 @@ class Layout:
         if self.dense:
             begins.append(self.begin_dense)
             lengths.append(self.numel - self.begin_dense)
-        return torch.tensor([begins, lengths], device=self.bucket.device)
+        return torch.tensor([begins, lengths], dtype=torch.int64, device=self.bucket.device)
 
     def number_of(self, position: int) -> int:
         """The tensor, from 1, that holds this element of v; 0 where it lies behind the last."""
@@ -168,7 +168,7 @@ class Layout:
             out = [flat[s.offset : s.offset + s.numel].view(batch.n, batch.m) for s in segments]
             products.outer(U, W, out)
             return
-        whole = torch.empty(batch.count, batch.n, batch.m, device=flat.device)
+        whole = torch.empty(batch.count, batch.n, batch.m, dtype=torch.float32, device=flat.device)
         products.outer(U, W, list(whole))
         if self.square:
             flat.copy_(whole.view(-1)[: flat.numel()])

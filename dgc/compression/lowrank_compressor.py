@@ -99,7 +99,7 @@ class LowRankCompressor:
 
     def _draw(self, what: str, r: int, length: int) -> Float32[Tensor, "r length"]:
         generator = torch.Generator().manual_seed(crc32(f"{self.seed} {what}".encode()))
-        return torch.randn(r, length, generator=generator)
+        return torch.randn(r, length, generator=generator, dtype=torch.float32)
 
     def take_back(self, bucket: Bucket) -> None:
         self._own[bucket.name].take_back()
@@ -134,7 +134,7 @@ class LowRankCompressor:
         if self.error_feedback:
             for own in self._own.values():
                 layout, error = own.layout, own.error()
-                flat = torch.empty(layout.bucket.numel, device=error.device)
+                flat = torch.empty(layout.bucket.numel, dtype=torch.float32, device=error.device)
                 for i, s in enumerate(layout.segments):
                     s.of(flat).copy_(layout.part_of(error, i))
                 yield flat

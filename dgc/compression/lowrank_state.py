@@ -108,7 +108,7 @@ def make(layout: Layout, draw: Draw, saved: Named | None = None) -> Own:
     """saved: what to go on from. Factors that are not in it, or of a lower rank, are drawn; of a higher, cut."""
     saved = saved or Named()
     device = layout.bucket.device
-    own = Own(layout, torch.zeros(layout.numel, device=device), Factors((), (), ()))
+    own = Own(layout, torch.zeros(layout.numel, dtype=torch.float32, device=device), Factors((), (), ()))
     if saved.errors:
         for i, s in enumerate(layout.segments):
             layout.part_of(own.v, i).copy_(saved.errors[s.name])

@@ -31,7 +31,7 @@ class OneBit(Coded):
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:
         super().plan(bucket, size, rank)
         edges = [s.offset + i * (s.numel // rows_of(s)) for s in bucket.segments for i in range(rows_of(s))]
-        self._rows[bucket.name] = torch.tensor([*edges, bucket.numel], device=bucket.device)
+        self._rows[bucket.name] = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
 
     def nbytes(self, bucket: Bucket) -> int:
         return sum(rows_of(s) * (8 + 4 * -(-(s.numel // rows_of(s)) // 32)) for s in bucket.segments)

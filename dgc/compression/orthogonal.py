@@ -133,4 +133,4 @@ def replaced(
 
 def _noise_like(x: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(x.shape, generator=generator).to(x.device)
+    return torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.device)

@@ -70,7 +70,8 @@ class _Step:
     def __init__(self) -> None:
         self.own: list[tuple[Tensor, Tensor]] = []
         self.mean: list[tuple[Tensor, Tensor]] = []
-        self.kept = torch.empty(0)  # of the tensors that are sent as they are, what rounding took
+        # of the tensors that are sent as they are, what rounding took
+        self.kept = torch.empty(0, dtype=torch.float32)
         self.numbers: list[int] = []
         self.largest: list[float] = []
 
@@ -203,7 +204,7 @@ class PowerSGDCompressor(LowRankCompressor):
         """(Y as this rank has sent it, its mean over the ranks). The first reads the gradients."""
         layout, v = own.layout, own.v
         shapes = [(batch.count, batch.rank, batch.m if even else batch.n) for batch in layout.batches]
-        flat = torch.empty(sum(map(prod, shapes)), device=v.device)
+        flat = torch.empty(sum(map(prod, shapes)), dtype=torch.float32, device=v.device)
         Y = _views(flat, shapes)
 
         message, requests = [], []

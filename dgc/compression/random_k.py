@@ -47,7 +47,7 @@ class RandomK(Feedback):
         self, numel: int, k: int, generator: torch.Generator
     ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:
         """(indices into a tensor of `numel` elements, ascending; one over the probability of each)"""
-        edges = torch.arange(k + 1) * numel // k
+        edges = torch.arange(k + 1, dtype=torch.int64) * numel // k
         lengths = edges.diff()
         within = (torch.rand(k, generator=generator, dtype=torch.float64) * lengths).long()
         return edges[:-1] + within.minimum(lengths - 1), lengths
@@ -56,13 +56,13 @@ class RandomK(Feedback):
         self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
         generator = torch.Generator().manual_seed(self.noise(bucket, shared=True))
-        parts, factors = [torch.empty(0, dtype=torch.int64)], [torch.empty(0)]
+        parts, factors = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float32)]
         for s in bucket.segments:
             if s.numel:
                 k = share(s.numel, self._ratio)
                 chosen, factor = self.choose(s.numel, k, generator)
                 parts.append(chosen + s.offset)
-                factors.append(torch.ones(k) if self.error_feedback else torch.ones(k) * factor)
+                factors.append(torch.ones(k, dtype=torch.float32) * (1 if self.error_feedback else factor))
         indices, scale = torch.cat(parts).to(v.device), torch.cat(factors).to(v.device)
         values = self._cast.quantize(v[indices] * scale, self.size, bucket.dtype)
         kept = v.clone()
@@ -77,5 +77,5 @@ class RandomBlock(RandomK):
     def choose(
         self, numel: int, k: int, generator: torch.Generator
     ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:
-        start = int(torch.randint(numel, (), generator=generator))
-        return ((start + torch.arange(k)) % numel).sort().values, numel / k
+        start = int(torch.randint(numel, (), generator=generator, dtype=torch.int64))
+        return ((start + torch.arange(k, dtype=torch.int64)) % numel).sort().values, numel / k

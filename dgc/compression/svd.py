@@ -96,7 +96,7 @@ class Atomo(SVD):
         U, s = left_singular(M)
         p = inclusion(s, r)
         start = torch.rand((), generator=generator, dtype=torch.float64)
-        marks = start.to(p.device) + torch.arange(r, device=p.device)
+        marks = start.to(p.device) + torch.arange(r, dtype=torch.int64, device=p.device)
         chosen = torch.searchsorted(p.cumsum(0), marks, right=True).clamp(max=s.numel() - 1)
         a, b = projected(M, U[:, chosen])
         return a / p[chosen].clamp(min=1e-30).float(), b
@@ -124,7 +124,7 @@ def inclusion(s: Float[Tensor, "k"], r: int) -> Tensor:
     """
     s = s.double() + s.double().sum() * 1e-12 + 1e-300
     rest = s.flip(0).cumsum(0).flip(0)  # sum of s_i, i >= j
-    left = r - torch.arange(s.numel(), device=s.device)  # to be shared, once j are certain
+    left = r - torch.arange(s.numel(), dtype=torch.int64, device=s.device)  # to be shared, once j are certain
     certain = (left > 0) & (left * s >= rest)
     j = int(certain.long().cumprod(0).sum())
     p = torch.ones_like(s)

@@ -98,7 +98,7 @@ class Threshold(Feedback):
 
     def _thresholds(self, v: Tensor, bounds: Tensor) -> Conversation[Float32[Tensor, "S"]]:
         if self.threshold is not None:
-            return torch.full((bounds.numel() - 1,), self.threshold, device=v.device)
+            return torch.full((bounds.numel() - 1,), self.threshold, dtype=torch.float32, device=v.device)
         squares = kernels.of(v).moments(v, bounds).squares / bounds.diff().clamp(min=1)
         (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
         # a threshold of 0 is that of a tensor of zeros, on every rank; a mean beyond fp32 sends nothing
@@ -113,8 +113,8 @@ class Threshold(Feedback):
     def _sum(self, parts: list[UInt8[Tensor, "nbytes"]]) -> Float32[Tensor, "fields"]:
         """Over ranks, field by field, the ones that fill words included: whole numbers, so no order matters."""
         fields = parts[0].numel() * 8 // self.bits
-        total = torch.zeros(fields, device=parts[0].device)
-        quantizers, one = kernels.quantizers_of(total), torch.ones(1, device=total.device)
+        total = torch.zeros(fields, dtype=torch.float32, device=parts[0].device)
+        quantizers, one = kernels.quantizers_of(total), torch.ones(1, dtype=torch.float32, device=total.device)
         whole = self._whole(fields, total.device)
         for part in parts:
             if self.bits == 2:
@@ -127,7 +127,7 @@ class Threshold(Feedback):
         """One range of so many fields. Kept: a new one would be copied and laid out while the host waits."""
         key = (fields, device)
         if key not in self._wholes:
-            self._wholes[key] = torch.tensor([0, fields], device=device)
+            self._wholes[key] = torch.tensor([0, fields], dtype=torch.int64, device=device)
         return self._wholes[key]
 
     def _scatter(

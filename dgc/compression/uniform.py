@@ -43,7 +43,7 @@ class Uniform(Coded):
         edges: list[int] = []
         for s in bucket.segments:
             edges += range(s.offset, s.offset + s.numel, self.block or max(1, s.numel))
-        self._blocks[bucket.name] = torch.tensor([*edges, bucket.numel], device=bucket.device)
+        self._blocks[bucket.name] = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
 
     def nbytes(self, bucket: Bucket) -> int:
         total = 0

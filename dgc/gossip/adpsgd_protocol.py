@@ -213,7 +213,7 @@ class Member:
         return Outgoing(sender, reply)
 
     def _headed(self, message: Tensor, kind: Kind, number: int) -> Tensor:
-        message[:3] = torch.tensor([kind, self.rank, number])
+        message[:3] = torch.tensor([kind, self.rank, number], dtype=message.dtype)
         message[3 : self._header] = self.counts
         return message
 

@@ -59,7 +59,8 @@ class Machines:
     def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
         self.name, self.model, self._transport, self._meter = name, model, transport, meter
         L, local, n = transport.group_size("local"), transport.group_rank("local"), model.z.numel()
-        smallest, most = all_reduce(transport, torch.tensor([-L, L]), "max", f"{name}.machines").tolist()
+        own = torch.tensor([-L, L], dtype=torch.int64)
+        smallest, most = all_reduce(transport, own, "max", f"{name}.machines").tolist()
         if -smallest != most:
             raise ValueError(
                 f"Machines needs as many ranks on each machine as on any other, here are {-smallest} to {most}"
@@ -115,7 +116,7 @@ class Machines:
     def _mean_gradients(self) -> Conversation[Float32[Tensor, "n_and_tensors"]]:
         """[n] gradients, and of each parameter which part of the ranks has one: a rank may have none."""
         n = self.model.z.numel()
-        flat = torch.zeros(n + len(self.model.parameters), device=self.model.z.device)
+        flat = torch.zeros(n + len(self.model.parameters), dtype=torch.float32, device=self.model.z.device)
         for i, (p, segment) in enumerate(zip(self.model.parameters, self.model.segments, strict=True)):
             if p.grad is not None:
                 segment.of(flat[:n]).copy_(p.grad.to_dense())

@@ -99,8 +99,8 @@ class Int8:
         return -(-n // self.block)
 
     def _bounds(self, z: Tensor, n: int) -> Tensor:
-        starts = torch.arange(0, n, self.block, device=z.device)
-        return torch.cat([starts, torch.tensor([n], device=z.device)])
+        starts = torch.arange(0, n, self.block, dtype=torch.int64, device=z.device)
+        return torch.cat([starts, torch.tensor([n], dtype=torch.int64, device=z.device)])
 
     def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
         x, bounds = z * factor, self._bounds(z, z.numel())
@@ -114,7 +114,7 @@ class Int8:
     def decode(self, section: Bytes, n: int) -> Vector:
         scaled = FP32 * self._blocks(n)
         scales = section[:scaled].clone().view(torch.float32)
-        total = torch.zeros(n, device=section.device)
+        total = torch.zeros(n, dtype=torch.float32, device=section.device)
         bounds = self._bounds(section, n)
         kernels.quantizers_of(total).uniform_add_(section[scaled:].clone(), bounds, scales, LEVELS, 8, total)
         return total

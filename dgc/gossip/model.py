@@ -28,7 +28,9 @@ class FlatModel:
         self.parameters = [p for _, p in named_parameters]
         self.segments: tuple[Segment, ...] = lay_out(named_parameters)
         numel = sum(segment.numel for segment in self.segments)
-        self.z: Float32[Tensor, "n"] = torch.empty(numel, device=self.parameters[0].device)
+        self.z: Float32[Tensor, "n"] = torch.empty(
+            numel, dtype=torch.float32, device=self.parameters[0].device
+        )
         self._views = [segment.of(self.z) for segment in self.segments]
         with torch.no_grad():
             for p, view in zip(self.parameters, self._views, strict=True):

@@ -126,7 +126,9 @@ class PowerGossip(Neighbours):
         generator = torch.Generator().manual_seed(self.seed)
         self._noise = {
             even: [
-                torch.linalg.qr(torch.randn(matrix.sizes(even)[0], matrix.r, generator=generator)).Q.to(self.z)
+                torch.linalg.qr(
+                    torch.randn(matrix.sizes(even)[0], matrix.r, generator=generator, dtype=torch.float32)
+                ).Q.to(self.z)
                 for matrix in self.matrices
             ]
             for even in (True, False)

@@ -119,7 +119,7 @@ class Sign:
     def plan(self, segments: Sequence[Segment], device: torch.device) -> Coder:
         bounds = [0, *(segment.offset + segment.numel for segment in segments)]
         nbytes = sum(FP32 + FP32 * -(-segment.numel // 32) for segment in segments)
-        return _Signs(torch.tensor(bounds, device=device), nbytes)
+        return _Signs(torch.tensor(bounds, dtype=torch.int64, device=device), nbytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +135,7 @@ class _Signs:
 
     def decode(self, payload: Bytes, source: int) -> Addend:
         scales = payload[: FP32 * (self.bounds.numel() - 1)].clone().view(torch.float32)
-        q = torch.zeros(int(self.bounds[-1]), device=payload.device)
+        q = torch.zeros(int(self.bounds[-1]), dtype=torch.float32, device=payload.device)
         codes = payload[FP32 * scales.numel() :].clone()
         kernels.quantizers_of(q).sign_add_(codes, self.bounds, -scales, scales, q)
         return lambda target, factor: target.add_(q, alpha=factor)

@@ -169,13 +169,14 @@ class SGP:
         Whoever still steps may wait for a round of a rank that is here already, which therefore goes on with
         rounds until all are here. Then who is behind begins those that others wait for.
         """
-        here = self._transport.launch(f"{self.name}.here", (AllReduce(torch.zeros(1), "sum"),))
+        nothing = torch.zeros(1, dtype=torch.float32)
+        here = self._transport.launch(f"{self.name}.here", (AllReduce(nothing, "sum"),))
         while not self._transport.poll(here):
             self._listen(False)
             self._send()
             time.sleep(PAUSE)
         self._transport.wait(here)
-        rounds = torch.tensor([self.round])
+        rounds = torch.tensor([self.round], dtype=torch.int64)
         last = int(all_reduce(self._transport, rounds, "max", f"{self.name}.rounds"))
         while self.round < last:
             self._listen(True)

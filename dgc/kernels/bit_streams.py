@@ -36,7 +36,7 @@ class Gaps:
 
 
 def numbers(like: Tensor, size: int) -> Int64[Tensor, "size"]:
-    return torch.arange(size, device=like.device)
+    return torch.arange(size, dtype=torch.int64, device=like.device)
 
 
 def thin(selection: Selection, kept: Int64[Tensor, ""]) -> Selection:

@@ -156,7 +156,7 @@ class TorchCodec:
     ) -> Float32[Tensor, "capacity"]:
         ranges, capacity = bounds.numel() - 1, selection.values.numel()
         owner = owners(selection.indices, bounds)
-        largest = torch.zeros(ranges, device=section.device)
+        largest = torch.zeros(ranges, dtype=torch.float32, device=section.device)
         largest.scatter_reduce_(0, owner, selection.values.abs(), "amax")
         # by a tensor: by a number, a GPU multiplies with its inverse
         scales = (largest / torch.full_like(largest, 127)).clamp(min=SMALLEST)
@@ -204,7 +204,8 @@ def owners(indices: Int32[Tensor, "capacity"], bounds: Int64[Tensor, "bounds"]) 
 def power_of_two(values: Float32[Tensor, "n"]) -> tuple[Float32[Tensor, ""], Float32[Tensor, ""]]:
     """(scale, 1 / scale), both exact, of what is not NaN."""
     if not values.numel():
-        return torch.ones((), device=values.device), torch.ones((), device=values.device)
+        one = torch.ones((), dtype=torch.float32, device=values.device)
+        return one, one.clone()
     largest = values.abs().nan_to_num(0.0).amax()
     # the exponent as its bits say it: exact on every device, and 0 for the smallest magnitudes
     exponent = (largest.view(torch.int32) >> 23) - 126 - LARGEST_EXPONENT

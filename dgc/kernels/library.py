@@ -6,11 +6,14 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from dgc.kernels.build import LIBRARY, sources_digest, stamp
 
 CURE = "run `python -m dgc.kernels.build`"
+
+FP32, FP64, INT32, INT64, UINT8 = torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8
 
 Signatures = Mapping[str, tuple[type | None, tuple[type, ...]]]  # of functions, by name: result and arguments
 
@@ -63,10 +66,30 @@ def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
         function.restype, function.argtypes = result, arguments
 
 
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def pointer(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Where the elements lie, for native code, which cannot check what it is given.
+
+    TypeError unless the tensor is of this dtype, on the CPU and contiguous.
+    """
+    if tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous():
+        return tensor.data_ptr()
+    raise TypeError(refusal(tensor, dtype, "cpu"))
 
 
-def addresses(tensors: Sequence[Tensor]) -> bytes:
+def pointer_or_none(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
+    """For an argument that may be null."""
+    return None if tensor is None else pointer(tensor, dtype)
+
+
+def pointers(tensors: Sequence[Tensor], dtype: torch.dtype) -> bytes:
     """For an argument that is an array of pointers. As bytes, because ctypes fills arrays of its own slowly."""
-    return array("Q", map(Tensor.data_ptr, tensors)).tobytes()
+    return array("Q", [pointer(tensor, dtype) for tensor in tensors]).tobytes()
+
+
+def refusal(tensor: Tensor, dtype: torch.dtype, device: str) -> str:
+    """What a kernel takes, and what this tensor is."""
+    layout = "contiguous" if tensor.is_contiguous() else f"non-contiguous (stride {tensor.stride()})"
+    return (
+        f"a kernel takes a contiguous {dtype} tensor on {device}, not a {layout} {tensor.dtype} tensor of shape "
+        f"{tuple(tensor.shape)} on {tensor.device}"
+    )

@@ -38,9 +38,9 @@ class LowRank(Protocol):
     ) -> Int64[Tensor, ""]:
         """M -= U^T W, of taken, bit for bit as subtract_; M += g; and the product of M and X into Y.
 
-        g: contiguous pieces of one dtype, one after another in the order of M's memory, NaN and inf counting as
-        zero. What lies behind them is padding, and zero afterwards. Returns the place of the first NaN or inf in
-        g, its length where there is none.
+        g: contiguous pieces of one dtype, one after another in the order of M's memory, of which NaN and TOO_LARGE
+        (see `protocol`) count as zero. What lies behind them is padding, and zero afterwards. Returns the place of
+        the first that counts as zero, g's length where there is none.
         """
         ...
 

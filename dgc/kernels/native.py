@@ -14,7 +14,18 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.library import Signatures, address, addresses, declare, load
+from dgc.kernels.library import (
+    FP32,
+    FP64,
+    INT32,
+    INT64,
+    Signatures,
+    declare,
+    load,
+    pointer,
+    pointer_or_none,
+    pointers,
+)
 from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
 from dgc.kernels.reference import Reference
 
@@ -56,16 +67,16 @@ class Native:
         return f"{self.name} ({self.isa})"
 
     def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
-        pieces, first = _fp32(due.g), torch.empty((), dtype=torch.int64)
-        self._library.dgc_update(*_pass_arguments(_form(due), pieces, due), first.data_ptr())
+        pieces, first = _fp32(due.g), torch.empty((), dtype=INT64)
+        self._library.dgc_update(*_pass_arguments(_form(due), pieces, due), pointer(first, INT64))
         return first
 
     def predicted_floors(
         self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
     ) -> Float32[Tensor, "S"]:
-        floors = torch.empty(last.numel())
-        thresholds = (last.data_ptr(), before.data_ptr())
-        self._library.dgc_predicted_floors(*thresholds, last.numel(), margin, floors.data_ptr())
+        floors = torch.empty(last.numel(), dtype=FP32)
+        thresholds = (pointer(last, FP32), pointer(before, FP32))
+        self._library.dgc_predicted_floors(*thresholds, last.numel(), margin, pointer(floors, FP32))
         return floors
 
     def accumulate_and_select_(
@@ -80,38 +91,38 @@ class Native:
 
     def _choose(self, form: int, due: Accumulation, quotas: Quotas, floors: Tensor | None) -> Chosen:
         ranges, pieces = quotas.ks.numel(), _fp32(due.g)
-        indices = torch.empty(quotas.capacity, dtype=torch.int32)
-        values = torch.empty(quotas.capacity)
-        count, missed = torch.empty((), dtype=torch.int32), torch.empty((), dtype=torch.int32)
-        thresholds, first = torch.empty(ranges), torch.empty((), dtype=torch.int64)
+        indices = torch.empty(quotas.capacity, dtype=INT32)
+        values = torch.empty(quotas.capacity, dtype=FP32)
+        count, missed = torch.empty((), dtype=INT32), torch.empty((), dtype=INT32)
+        thresholds, first = torch.empty(ranges, dtype=FP32), torch.empty((), dtype=INT64)
         self._library.dgc_update_and_choose(
             *_pass_arguments(form, pieces, due),
-            first.data_ptr(),
-            quotas.bounds.data_ptr(),
-            quotas.ks.data_ptr(),
+            pointer(first, INT64),
+            pointer(quotas.bounds, INT64),
+            pointer(quotas.ks, INT64),
             ranges,
-            None if floors is None else floors.data_ptr(),
+            pointer_or_none(floors, FP32),
             quotas.capacity,
-            indices.data_ptr(),
-            values.data_ptr(),
-            count.data_ptr(),
-            thresholds.data_ptr(),
-            missed.data_ptr(),
+            pointer(indices, INT32),
+            pointer(values, FP32),
+            pointer(count, INT32),
+            pointer(thresholds, FP32),
+            pointer(missed, INT32),
         )
         return Chosen(Selection(indices, values, count), thresholds, first, missed)
 
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
         ranges = bounds.numel() - 1
-        sums, magnitudes, squares = torch.empty(3, ranges, dtype=torch.float64)
-        largest = torch.empty(ranges)
+        sums, magnitudes, squares = torch.empty(3, ranges, dtype=FP64)
+        largest = torch.empty(ranges, dtype=FP32)
         self._library.dgc_moments(
-            v.data_ptr(),
-            bounds.data_ptr(),
+            pointer(v, FP32),
+            pointer(bounds, INT64),
             ranges,
-            sums.data_ptr(),
-            magnitudes.data_ptr(),
-            squares.data_ptr(),
-            largest.data_ptr(),
+            pointer(sums, FP64),
+            pointer(magnitudes, FP64),
+            pointer(squares, FP64),
+            pointer(largest, FP32),
             torch.get_num_threads(),
         )
         return Moments(sums, magnitudes, squares, largest)
@@ -120,35 +131,36 @@ class Native:
         self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
     ) -> Tail:
         ranges = floors.numel()
-        counts, sums = torch.empty(ranges, dtype=torch.int64), torch.empty(ranges, dtype=torch.float64)
+        counts, sums = torch.empty(ranges, dtype=INT64), torch.empty(ranges, dtype=FP64)
         self._library.dgc_tail(
-            v.data_ptr(),
-            bounds.data_ptr(),
+            pointer(v, FP32),
+            pointer(bounds, INT64),
             ranges,
-            floors.data_ptr(),
-            counts.data_ptr(),
-            sums.data_ptr(),
+            pointer(floors, FP32),
+            pointer(counts, INT64),
+            pointer(sums, FP64),
             torch.get_num_threads(),
         )
         return Tail(counts, sums)
 
     def take_(self, sent: Selection, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
-        self._library.dgc_take(*_entries(sent), address(u), v.data_ptr(), torch.get_num_threads())
+        places = (pointer_or_none(u, FP32), pointer(v, FP32))
+        self._library.dgc_take(*_entries(sent), *places, torch.get_num_threads())
 
     def merge_mean(
         self, parts: Sequence[Selection], size: int, numel: int
     ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
         most = sum(part.indices.numel() for part in parts)
-        indices, values = torch.empty(most, dtype=torch.int64), torch.empty(most)
+        indices, values = torch.empty(most, dtype=INT64), torch.empty(most, dtype=FP32)
         found = self._library.dgc_merge_mean(
-            addresses([part.indices for part in parts]),
-            addresses([part.values for part in parts]),
-            addresses([part.count for part in parts]),
+            pointers([part.indices for part in parts], INT32),
+            pointers([part.values for part in parts], FP32),
+            pointers([part.count for part in parts], INT32),
             len(parts),
             size,
             numel,
-            indices.data_ptr(),
-            values.data_ptr(),
+            pointer(indices, INT64),
+            pointer(values, FP32),
             torch.get_num_threads(),
         )
         return indices[:found], values[:found]
@@ -165,11 +177,11 @@ class Native:
             self._plain.subtract_at_(targets, bounds, indices, values, factors)
             return
         self._library.dgc_subtract_at(
-            addresses(targets),
-            bounds.data_ptr(),
+            pointers(targets, FP32),
+            pointer(bounds, INT64),
             len(targets),
-            indices.data_ptr(),
-            values.data_ptr(),
+            pointer(indices, INT64),
+            pointer(values, FP32),
             indices.numel(),
             (c_float * len(factors))(*factors),
             torch.get_num_threads(),
@@ -189,7 +201,7 @@ class Native:
             return
         threads = torch.get_num_threads()
         self._library.dgc_decay(
-            p.data_ptr(), buffer.data_ptr(), p.numel(), lr, weight_decay, momentum, nesterov, threads
+            pointer(p, FP32), pointer(buffer, FP32), p.numel(), lr, weight_decay, momentum, nesterov, threads
         )
 
 
@@ -207,7 +219,7 @@ def _fp32(pieces: Sequence[Tensor]) -> Sequence[Tensor]:
 def _entries(sent: Selection | None) -> tuple[int | None, int | None, int | None]:
     if sent is None:
         return None, None, None
-    return sent.indices.data_ptr(), sent.values.data_ptr(), sent.count.data_ptr()
+    return pointer(sent.indices, INT32), pointer(sent.values, FP32), pointer(sent.count, INT32)
 
 
 def _pass_arguments(form: int, pieces: Sequence[Tensor], due: Accumulation) -> tuple[object, ...]:
@@ -219,11 +231,11 @@ def _pass_arguments(form: int, pieces: Sequence[Tensor], due: Accumulation) -> t
     assert form == NONE or begins[-1] == n
     return (
         form,
-        addresses(pieces),
+        pointers(pieces, FP32),
         begins.tobytes(),
         len(pieces),
-        address(due.u),
-        due.v.data_ptr(),
+        pointer_or_none(due.u, FP32),
+        pointer(due.v, FP32),
         n,
         due.momentum,
         *_entries(due.sent),

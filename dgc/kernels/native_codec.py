@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec import Header, PackedCode, RiceCode
-from dgc.kernels.library import Signatures, declare, load
+from dgc.kernels.library import FP32, INT32, INT64, UINT8, Signatures, declare, load, pointer
 from dgc.kernels.protocol import Selection
 
 _SPARSE = (c_void_p, c_void_p, c_int64, c_void_p)
@@ -37,7 +37,7 @@ _SIGNATURES: Signatures = {
 }
 
 
-_FLAGS = (torch.tensor(False), torch.tensor(True))
+_FLAGS = (torch.tensor(False, dtype=torch.bool), torch.tensor(True, dtype=torch.bool))
 # As codec_values.cpp numbers them.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -55,8 +55,8 @@ class NativeCodec:
         declare(self._library, _SIGNATURES)
 
     def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        memset(payload.data_ptr(), 0, nbytes)
+        payload = torch.empty(nbytes, dtype=UINT8)
+        memset(pointer(payload, UINT8), 0, nbytes)
         return payload
 
     def encode_plain(
@@ -69,21 +69,21 @@ class NativeCodec:
         nbytes: int,
     ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
         capacity = selection.values.numel()
-        payload, decoded = torch.empty(nbytes, dtype=torch.uint8), torch.empty(capacity)
+        payload, decoded = torch.empty(nbytes, dtype=UINT8), torch.empty(capacity, dtype=FP32)
         self._library.dgc_encode_plain(
-            selection.indices.data_ptr(),
-            selection.values.data_ptr(),
+            pointer(selection.indices, INT32),
+            pointer(selection.values, FP32),
             capacity,
-            selection.count.data_ptr(),
+            pointer(selection.count, INT32),
             dtypes[0].itemsize,
             _DTYPES[dtypes[1]],
             limit,
-            first_nonfinite.data_ptr(),
-            bounds.data_ptr(),
+            pointer(first_nonfinite, INT64),
+            pointer(bounds, INT64),
             bounds.numel(),
-            payload.data_ptr(),
+            pointer(payload, UINT8),
             nbytes,
-            decoded.data_ptr(),
+            pointer(decoded, FP32),
         )
         return payload, decoded
 
@@ -95,18 +95,20 @@ class NativeCodec:
         bounds: Int64[Tensor, "bounds"],
         scale: Float32[Tensor, ""],
     ) -> None:
-        facts = (count.data_ptr(), first_nonfinite.data_ptr(), bounds.data_ptr(), bounds.numel(), scale.data_ptr())
-        self._library.dgc_seal(payload.data_ptr(), payload.numel(), *facts)
+        found = (pointer(count, INT32), pointer(first_nonfinite, INT64))
+        facts = (*found, pointer(bounds, INT64), bounds.numel(), pointer(scale, FP32))
+        self._library.dgc_seal(pointer(payload, UINT8), payload.numel(), *facts)
 
     def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
         count, number, _, scale = payload[:16].view(torch.int32).clone().unbind()
-        sealed = self._library.dgc_sealed(payload.data_ptr(), payload.numel())
+        sealed = self._library.dgc_sealed(pointer(payload, UINT8), payload.numel())
         return Header(count, number, scale.view(torch.float32), _FLAGS[sealed])
 
     def plain_encode_(
         self, indices: Int32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
     ) -> None:
-        self._library.dgc_plain_encode(indices.data_ptr(), indices.numel(), dtype.itemsize, section.data_ptr())
+        place = (indices.numel(), dtype.itemsize, pointer(section, UINT8))
+        self._library.dgc_plain_encode(pointer(indices, INT32), *place)
 
     def plain_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
@@ -139,9 +141,9 @@ class NativeCodec:
         section: UInt8[Tensor, "nbytes"],
         limit: float = inf,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        decoded, scale = torch.empty(values.numel()), torch.empty(())
-        places = (section.data_ptr(), decoded.data_ptr(), scale.data_ptr())
-        self._library.dgc_cast_encode(values.data_ptr(), values.numel(), _DTYPES[dtype], limit, *places)
+        decoded, scale = torch.empty(values.numel(), dtype=FP32), torch.empty((), dtype=FP32)
+        places = (pointer(section, UINT8), pointer(decoded, FP32), pointer(scale, FP32))
+        self._library.dgc_cast_encode(pointer(values, FP32), values.numel(), _DTYPES[dtype], limit, *places)
         return decoded, scale
 
     def cast_decode(
@@ -151,9 +153,9 @@ class NativeCodec:
         dtype: torch.dtype,
         scale: Float32[Tensor, ""],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        decoded = torch.zeros(section.numel() // dtype.itemsize)
-        place = (_within(count, decoded), _DTYPES[dtype], scale.item(), decoded.data_ptr())
-        return decoded, _FLAGS[self._library.dgc_cast_decode(section.data_ptr(), *place)]
+        decoded = torch.zeros(section.numel() // dtype.itemsize, dtype=FP32)
+        place = (_within(count, decoded), _DTYPES[dtype], scale.item(), pointer(decoded, FP32))
+        return decoded, _FLAGS[self._library.dgc_cast_decode(pointer(section, UINT8), *place)]
 
     def sign_encode_(
         self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
@@ -185,41 +187,42 @@ class NativeCodec:
 
     def _encode_(self, encode: Any, selection: Selection, limit: int, section: Tensor) -> Selection:
         """`limit`: what the code does where not everything fits."""
-        place = (selection.indices.numel(), limit, section.data_ptr(), section.numel())
+        place = (selection.indices.numel(), limit, pointer(section, UINT8), section.numel())
         count = int(selection.count)
-        kept = encode(selection.indices.data_ptr(), count, *place)
+        kept = encode(pointer(selection.indices, INT32), count, *place)
         if kept == count:
             return selection
         sent = self._thin(selection, count, kept)
-        again = encode(sent.indices.data_ptr(), kept, *place)
+        again = encode(pointer(sent.indices, INT32), kept, *place)
         assert again == kept, "fewer elements fit as well"
         return sent
 
     def _thin(self, selection: Selection, count: int, kept: int) -> Selection:
         indices, values = torch.zeros_like(selection.indices), torch.zeros_like(selection.values)
-        old = (selection.indices.data_ptr(), selection.values.data_ptr(), count)
-        self._library.dgc_thin(*old, kept, indices.data_ptr(), values.data_ptr())
-        return Selection(indices, values, torch.tensor(kept, dtype=torch.int32))
+        old = (pointer(selection.indices, INT32), pointer(selection.values, FP32), count)
+        self._library.dgc_thin(*old, kept, pointer(indices, INT32), pointer(values, FP32))
+        return Selection(indices, values, torch.tensor(kept, dtype=INT32))
 
     def _decode(
         self, decode: Any, section: Tensor, count: Tensor, capacity: int, numel: int
     ) -> tuple[Tensor, Tensor]:
-        indices = torch.zeros(capacity, dtype=torch.int32)
-        place = (section.data_ptr(), section.numel(), count.item(), capacity, numel, indices.data_ptr())
+        indices = torch.zeros(capacity, dtype=INT32)
+        place = (pointer(section, UINT8), section.numel(), count.item(), capacity, numel, pointer(indices, INT32))
         return indices, _FLAGS[decode(*place)]
 
     def _encode_values_(self, encode: Any, selection: Selection, bounds: Tensor, section: Tensor) -> Tensor:
         decoded = torch.zeros_like(selection.values)
-        entries = (selection.indices.data_ptr(), selection.values.data_ptr(), selection.count.item())
-        encode(*entries, bounds.data_ptr(), bounds.numel() - 1, section.data_ptr(), decoded.data_ptr())
+        entries = (pointer(selection.indices, INT32), pointer(selection.values, FP32), selection.count.item())
+        places = (pointer(section, UINT8), pointer(decoded, FP32))
+        encode(*entries, pointer(bounds, INT64), bounds.numel() - 1, *places)
         return decoded
 
     def _decode_values(
         self, decode: Any, section: Tensor, indices: Tensor, count: Tensor, bounds: Tensor
     ) -> tuple[Tensor, Tensor]:
-        decoded = torch.zeros(indices.numel())
-        entries = (indices.data_ptr(), _within(count, decoded), bounds.data_ptr(), bounds.numel() - 1)
-        return decoded, _FLAGS[decode(*entries, section.data_ptr(), decoded.data_ptr())]
+        decoded = torch.zeros(indices.numel(), dtype=FP32)
+        entries = (pointer(indices, INT32), _within(count, decoded), pointer(bounds, INT64), bounds.numel() - 1)
+        return decoded, _FLAGS[decode(*entries, pointer(section, UINT8), pointer(decoded, FP32))]
 
 
 def _within(count: Tensor, entries: Tensor) -> int:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.library import Signatures, address, addresses, declare, load
+from dgc.kernels.library import FP32, Signatures, declare, load, pointer, pointer_or_none, pointers
 from dgc.kernels.lowrank import Factor, Left, Matrices, Right, refresh_in_turn_
 from dgc.kernels.native import Native
 
@@ -44,7 +44,8 @@ class NativeLowRank:
     ) -> Int64[Tensor, ""]:
         if len(g) != M.shape[0] or any(piece.numel() != M[0].numel() for piece in g):
             return refresh_in_turn_(self, self._kernels, M, taken, g, X, even, Y)
-        return torch.full((), self._pass(M, taken, [piece.to(torch.float32) for piece in g], X, even, Y))
+        first = self._pass(M, taken, [piece.to(torch.float32) for piece in g], X, even, Y)
+        return torch.full((), first, dtype=torch.int64)
 
     def _pass(
         self,
@@ -57,16 +58,16 @@ class NativeLowRank:
     ) -> int:
         U, W, X = (None if f is None else f.contiguous() for f in (*(taken or (None, None)), X))
         first: int = self._library.dgc_lowrank(
-            M.data_ptr(),
+            pointer(M, FP32),
             *M.shape,
-            address(U),
-            address(W),
+            pointer_or_none(U, FP32),
+            pointer_or_none(W, FP32),
             0 if U is None else U.shape[1],
-            addresses(g) if g else None,
-            address(X),
+            pointers(g, FP32) if g else None,
+            pointer_or_none(X, FP32),
             0 if X is None else X.shape[1],
             even,
-            address(Y),
+            pointer_or_none(Y, FP32),
             torch.get_num_threads(),
         )
         return first
@@ -75,4 +76,4 @@ class NativeLowRank:
         (B, R, n), m = U.shape, W.shape[2]
         U, W = U.contiguous(), W.contiguous()
         threads = torch.get_num_threads()
-        self._library.dgc_outer(U.data_ptr(), W.data_ptr(), B, R, n, m, addresses(out), threads)
+        self._library.dgc_outer(pointer(U, FP32), pointer(W, FP32), B, R, n, m, pointers(out, FP32), threads)

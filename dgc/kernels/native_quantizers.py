@@ -6,7 +6,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from dgc.kernels.library import declare, load
+from dgc.kernels.library import FP32, INT64, UINT8, declare, load, pointer
 from dgc.kernels.quantizers import (
     WORD,
     Bounds,
@@ -50,26 +50,26 @@ class NativeQuantizers:
     def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
         ranges, codes = _ranges(bounds, 1, WORD), _codes(bounds, 1, WORD)
         residual = torch.empty_like(v)
-        values = (cuts.data_ptr(), lows.data_ptr(), highs.data_ptr())
-        made = (codes.data_ptr(), residual.data_ptr(), torch.get_num_threads())
-        self._library.dgc_quantize_signs(v.data_ptr(), *ranges, *values, *made)
+        values = (pointer(cuts, FP32), pointer(lows, FP32), pointer(highs, FP32))
+        made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
+        self._library.dgc_quantize_signs(pointer(v, FP32), *ranges, *values, *made)
         return codes, residual
 
     def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
-        values = (lows.data_ptr(), highs.data_ptr(), total.data_ptr(), torch.get_num_threads())
-        self._library.dgc_add_signs(codes.data_ptr(), *_ranges(bounds, 1, WORD), *values)
+        values = (pointer(lows, FP32), pointer(highs, FP32), pointer(total, FP32), torch.get_num_threads())
+        self._library.dgc_add_signs(pointer(codes, UINT8), *_ranges(bounds, 1, WORD), *values)
 
     def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
         ranges, codes = _ranges(bounds, 2, WORD), _codes(bounds, 2, WORD)
         residual, sent = torch.empty_like(v), thresholds_or(torch.inf, thresholds)
-        made = (codes.data_ptr(), residual.data_ptr(), torch.get_num_threads())
-        self._library.dgc_quantize_ternary(v.data_ptr(), *ranges, sent.data_ptr(), *made)
+        made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
+        self._library.dgc_quantize_ternary(pointer(v, FP32), *ranges, pointer(sent, FP32), *made)
         return codes, residual
 
     def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None:
         sent = thresholds_or(0.0, thresholds)
-        values = (sent.data_ptr(), total.data_ptr(), torch.get_num_threads())
-        self._library.dgc_add_ternary(codes.data_ptr(), *_ranges(bounds, 2, WORD), *values)
+        values = (pointer(sent, FP32), pointer(total, FP32), torch.get_num_threads())
+        self._library.dgc_add_ternary(pointer(codes, UINT8), *_ranges(bounds, 2, WORD), *values)
 
     def uniform_encode(
         self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
@@ -77,43 +77,44 @@ class NativeQuantizers:
         inverses, steps = level_factors(scales, levels, bits)
         ranges, codes = _ranges(bounds, bits, 1), _codes(bounds, bits, 1)
         residual = torch.empty_like(v)
-        values = (inverses.data_ptr(), steps.data_ptr(), levels, bits, *_random(seed))
-        made = (codes.data_ptr(), residual.data_ptr(), torch.get_num_threads())
-        self._library.dgc_quantize_levels(v.data_ptr(), *ranges, *values, *made)
+        values = (pointer(inverses, FP32), pointer(steps, FP32), levels, bits, *_random(seed))
+        made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
+        self._library.dgc_quantize_levels(pointer(v, FP32), *ranges, *values, *made)
         return codes, residual
 
     def uniform_add_(
         self, codes: Codes, bounds: Bounds, scales: Each, levels: int, bits: int, total: Dense
     ) -> None:
         _, steps = level_factors(scales, levels, bits)
-        values = (steps.data_ptr(), bits, total.data_ptr(), torch.get_num_threads())
-        self._library.dgc_add_levels(codes.data_ptr(), *_ranges(bounds, bits, 1), *values)
+        values = (pointer(steps, FP32), bits, pointer(total, FP32), torch.get_num_threads())
+        self._library.dgc_add_levels(pointer(codes, UINT8), *_ranges(bounds, bits, 1), *values)
 
     def natural_encode(self, v: Dense, seed: int | None) -> tuple[Codes, Dense]:
         codes, residual = torch.empty(4 + v.numel(), dtype=torch.uint8), torch.empty_like(v)
-        made = (codes.data_ptr(), residual.data_ptr(), torch.get_num_threads())
-        self._library.dgc_quantize_natural(v.data_ptr(), v.numel(), *_random(seed), *made)
+        made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
+        self._library.dgc_quantize_natural(pointer(v, FP32), v.numel(), *_random(seed), *made)
         return codes, residual
 
     def natural_add_(self, codes: Codes, total: Dense) -> None:
-        place = (total.numel(), total.data_ptr(), torch.get_num_threads())
-        self._library.dgc_add_natural(codes.data_ptr(), *place)
+        place = (total.numel(), pointer(total, FP32), torch.get_num_threads())
+        self._library.dgc_add_natural(pointer(codes, UINT8), *place)
 
     def pack(self, levels: UInt8[Tensor, "n"], bits: int) -> Codes:
         codes = torch.empty(-(-levels.numel() * bits // 8), dtype=torch.uint8)
-        place = (levels.numel(), bits, codes.data_ptr(), torch.get_num_threads())
-        self._library.dgc_pack(levels.data_ptr(), *place)
+        place = (levels.numel(), bits, pointer(codes, UINT8), torch.get_num_threads())
+        self._library.dgc_pack(pointer(levels, UINT8), *place)
         return codes
 
     def unpack(self, codes: Codes, bits: int, n: int) -> UInt8[Tensor, "n"]:
         levels = torch.empty(n, dtype=torch.uint8)
-        self._library.dgc_unpack(codes.data_ptr(), n, bits, levels.data_ptr(), torch.get_num_threads())
+        self._library.dgc_unpack(pointer(codes, UINT8), n, bits, pointer(levels, UINT8), torch.get_num_threads())
         return levels
 
 
 def _ranges(bounds: Bounds, width: int, unit: int) -> tuple[int, int, int]:
     # the layout is kept with the bounds, so the pointer stays good
-    return bounds.data_ptr(), layout_of(bounds, width, unit).starts.data_ptr(), bounds.numel() - 1
+    starts = layout_of(bounds, width, unit).starts
+    return pointer(bounds, INT64), pointer(starts, INT64), bounds.numel() - 1
 
 
 def _codes(bounds: Bounds, width: int, unit: int) -> Codes:

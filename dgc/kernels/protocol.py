@@ -14,6 +14,12 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float32, Float64, Int32, Int64
 from torch import Tensor
 
+# A gradient element of this magnitude or more counts as not finite; its square is beyond fp32 in any case. With
+# smaller elements u and v never overflow, for any momentum and any number of steps, and so neither do sums over
+# ranks: |u| stays below 2**90 and |v| below 2**116, since a sum rounds back to its larger term where the other is
+# less than half an ulp.
+TOO_LARGE = 2.0**64
+
 
 @dataclass(frozen=True, eq=False)
 class Quotas:
@@ -41,7 +47,7 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class Accumulation:
-    """One pass that is due over a gradient g of n elements, NaN and inf counting as zero:
+    """One pass that is due over a gradient g of n elements, of which NaN and TOO_LARGE count as zero:
 
     sent         v_i = v_i - value; with masking u_i = 0
     plain        u = m u + g          v = v + u
@@ -68,8 +74,8 @@ class Chosen:
 
     Zeros are never chosen; of equal magnitudes the lowest index goes first. thresholds: the smallest magnitude
     chosen in each range, 0 where fewer than ks[s] elements are not zero. first_nonfinite: index of the first
-    element of g that is NaN or inf, n where there is none. missed: ranges whose floor was too high or so low that
-    too many candidates passed it; they cost another pass and are as exact as the others.
+    element of g that is NaN or TOO_LARGE, n where there is none. missed: ranges whose floor was too high or so low
+    that too many candidates passed it; they cost another pass and are as exact as the others.
     """
 
     selection: Selection
@@ -108,7 +114,7 @@ class Kernels(Protocol):
     name: str
 
     def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
-        """Do the pass. Returns the index of the first element of g that is NaN or inf; n where there is none."""
+        """Do the pass. Returns the index of the first element of g that is NaN or TOO_LARGE; n where none is."""
         ...
 
     def predicted_floors(

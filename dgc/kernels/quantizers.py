@@ -143,7 +143,7 @@ def _mixed(x: int) -> int:
 def random_bits(n: int, seed: int, device: torch.device) -> Int64[Tensor, "n"]:
     """32 bits for each index: the hash lowbias32 of C. Wellons, of index + first key, the second key inside it."""
     first, second = keys_of(seed)
-    x = torch.arange(n, device=device) + first & LOW
+    x = torch.arange(n, dtype=torch.int64, device=device) + first & LOW
     x = (x ^ x >> 16) * 0x7FEB352D & LOW
     x = (x ^ x >> 15 ^ second) * 0x846CA68B & LOW
     return x ^ x >> 16

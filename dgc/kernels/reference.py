@@ -4,10 +4,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
+from dgc.kernels.protocol import TOO_LARGE, Accumulation, Chosen, Moments, Quotas, Selection, Tail
 
 
 class Reference:
@@ -22,8 +22,8 @@ class Reference:
         if due.sent is not None:
             self.take_(due.sent, due.u if due.masking else None, due.v)
         g = torch.cat(due.g).to(torch.float32) if len(due.g) > 1 else due.g[0].to(torch.float32)
-        first = first_nonfinite(g)
-        g = torch.where(torch.isfinite(g), g, 0.0)
+        first = first_of(~usable(g))
+        g = torch.where(usable(g), g, 0.0)
         u, v = due.u, due.v
         if u is None:
             v.add_(g)
@@ -51,7 +51,7 @@ class Reference:
         self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
     ) -> Chosen:
         bounds, parts = quotas.bounds.tolist(), []
-        thresholds = torch.zeros(len(bounds) - 1, device=v.device)
+        thresholds = torch.zeros(len(bounds) - 1, dtype=torch.float32, device=v.device)
         for s, k in enumerate(quotas.ks.tolist()):
             indices = largest(v[bounds[s] : bounds[s + 1]], k)
             if indices.numel() == k > 0:
@@ -76,7 +76,7 @@ class Reference:
     ) -> Tail:
         found = [part[above(part, floor)] for part, floor in zip(ranges_of(v, bounds), floors, strict=True)]
         return Tail(
-            counts=torch.tensor([part.numel() for part in found], device=v.device),
+            counts=torch.tensor([part.numel() for part in found], dtype=torch.int64, device=v.device),
             sums=torch.stack([part.double().abs().sum() for part in found]),
         )
 
@@ -175,20 +175,30 @@ def above(v: Float[Tensor, "n"], threshold: Float[Tensor, ""]) -> Int64[Tensor, 
 
 def first_nonfinite(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
     """The index of the first NaN or inf in g; n where there is none."""
-    n = torch.full((), g.numel(), device=g.device)
-    if g.numel() == 0:
+    return first_of(~torch.isfinite(g))
+
+
+def usable(g: Float[Tensor, "n"]) -> Bool[Tensor, "n"]:
+    """Which elements of a gradient count: not NaN, and below TOO_LARGE."""
+    return g.abs() < TOO_LARGE
+
+
+def first_of(bad: Bool[Tensor, "n"]) -> Int64[Tensor, ""]:
+    """The index of the first that holds; n where there is none."""
+    n = torch.full((), bad.numel(), dtype=torch.int64, device=bad.device)
+    if bad.numel() == 0:
         return n
-    bad = (~torch.isfinite(g)).to(torch.uint8)
-    first = bad.argmax()
-    # an index that is a tensor of no dimensions, bad[first], would be read by the host
-    return torch.where(bad.take(first) > 0, first, n)
+    # an index that is a tensor of no dimensions, as in bad[first], would be read by the host
+    marks = bad.to(torch.uint8)
+    first = marks.argmax()
+    return torch.where(marks.take(first) > 0, first, n)
 
 
 def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
-    """Set NaN and inf in g to zero. Returns the index of the first one, n where there was none."""
-    first = first_nonfinite(g)
-    torch.nan_to_num_(g, 0.0, 0.0, 0.0)
-    return first
+    """Set what of a gradient is not usable to zero. Returns the index of the first such element, else n."""
+    bad = ~usable(g)
+    g.masked_fill_(bad, 0.0)
+    return first_of(bad)
 
 
 def first_tensor_nonfinite(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:

@@ -89,13 +89,13 @@ class TorchQuantizers:
         total += _signed(powers.view(torch.float32), codes[4:] >= 128)
 
     def pack(self, levels: UInt8[Tensor, "n"], bits: int) -> Codes:
-        each = levels[:, None] >> torch.arange(bits, device=levels.device) & 1
+        each = levels[:, None] >> torch.arange(bits, dtype=torch.int64, device=levels.device) & 1
         stream = each.new_zeros(-(-levels.numel() * bits // 8), 8, dtype=torch.uint8)
         stream.view(-1)[: each.numel()] = each.view(-1)
         return _bytes_of(stream, range(8))
 
     def unpack(self, codes: Codes, bits: int, n: int) -> UInt8[Tensor, "n"]:
-        stream = codes[:, None] >> torch.arange(8, device=codes.device) & 1
+        stream = codes[:, None] >> torch.arange(8, dtype=torch.int64, device=codes.device) & 1
         return _bytes_of(stream.view(-1)[: n * bits].view(n, bits), range(bits))
 
 
@@ -104,14 +104,14 @@ def _signed(magnitude: Tensor, negative: Tensor) -> Tensor:
 
 
 def _range_of_each(bounds: Bounds, n: int) -> Int64[Tensor, "n"]:
-    ranges = torch.arange(bounds.numel() - 1, device=bounds.device)
+    ranges = torch.arange(bounds.numel() - 1, dtype=torch.int64, device=bounds.device)
     return torch.repeat_interleave(ranges, bounds.diff(), output_size=n)
 
 
 def _places(bounds: Bounds, width: int, unit: int, n: int) -> Int64[Tensor, "n"]:
     """Of each element the number of its field, counting what is left empty."""
     first = layout_of(bounds, width, unit).starts * (8 // width) - bounds[:-1]
-    return torch.arange(n, device=bounds.device) + first[_range_of_each(bounds, n)]
+    return torch.arange(n, dtype=torch.int64, device=bounds.device) + first[_range_of_each(bounds, n)]
 
 
 def _shifts(width: int, highest_first: bool) -> range:
@@ -127,7 +127,7 @@ def _packed(fields: Tensor, bounds: Bounds, width: int, unit: int, highest_first
 def _unpacked(
     codes: Codes, bounds: Bounds, width: int, unit: int, *, n: int, highest_first: bool = False
 ) -> UInt8[Tensor, "n"]:
-    shifts = torch.tensor(_shifts(width, highest_first), device=codes.device)
+    shifts = torch.tensor(_shifts(width, highest_first), dtype=torch.int64, device=codes.device)
     fields = codes[:, None] >> shifts & 2**width - 1
     return fields.view(-1)[_places(bounds, width, unit, n)].byte()
 

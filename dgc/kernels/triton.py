@@ -136,7 +136,7 @@ class Triton:
         scale = on_device(tuple(factors), torch.float32, values.device)
         k, ranges = indices.numel(), len(targets)
         for dtype in dict.fromkeys(t.dtype for t in targets):
-            own = on_device(tuple(t.data_ptr() * (t.dtype == dtype) for t in targets), torch.int64, values.device)
+            own = pointers([t if t.dtype == dtype else None for t in targets], dtype, values.device)
             sought = (own, bounds, scale, ranges, ranges.bit_length(), indices, values, k)
             self._launch(sparse.subtract_at, values, _blocks(k), *sought, FLOATS[dtype], _wide(dtype), BLOCK)
 
@@ -159,7 +159,8 @@ class Triton:
             self.take_(due.sent, due.u if due.masking else None, due.v)
         first = torch.full((), due.v.numel(), dtype=torch.int64, device=due.v.device)
         form = 0 if due.u is None else 2 if due.nesterov else 1
-        work = (tiling.table, tiling.count, pointers(due.g), due.u, due.v, float(due.momentum), first)
+        sources = pointers(due.g, due.g[0].dtype, due.v.device)
+        work = (tiling.table, tiling.count, sources, due.u, due.v, float(due.momentum), first)
         stock: tuple[object, ...] = (None, None, 1, None, None, None, self.tile, 1)
         if candidates is not None:
             counts = (candidates.floors, candidates.counts, candidates.floors.numel())

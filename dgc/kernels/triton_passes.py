@@ -13,7 +13,7 @@ import triton.language as tl
 # Buckets differ in these; no kernel gains from a variant of its own for a size of 1 or a multiple of 16.
 SIZES = ["n_tiles", "n_ranges"]
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-NONFINITE = tl.constexpr(0x7F800000)
+TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of protocol.TOO_LARGE
 # Added to a range's count of candidates when a tile has too many: no sum of real counts makes up for it.
 OVERFULL = tl.constexpr(-(1 << 40))
 
@@ -41,7 +41,7 @@ def accumulate(
     x = tl.load(v + start + lane, mask=live, other=0.0)
     if FORM > 0:
         m = tl.load(u + start + lane, mask=live, other=0.0)
-    bad = (g.to(tl.int32, bitcast=True) & NONFINITE) == NONFINITE
+    bad = (g.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
     first_bad = tl.min(tl.where(bad, lane, TILE), 0)
     if first_bad < TILE:
         tl.atomic_min(first, start.to(tl.int64) + first_bad, sem="relaxed")

@@ -12,6 +12,8 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dgc.kernels.library import refusal
+
 WARPS = 8
 LARGEST = torch.iinfo(torch.int32).max
 
@@ -76,13 +78,13 @@ def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) ->
     cuts = torch.cat([bounds, starts]).sort().values
     tiles = (cuts.diff() + tile - 1) // tile
     ends = tiles.cumsum(0)
-    t = torch.arange(n // tile + tiles.numel(), device=device)
+    t = torch.arange(n // tile + tiles.numel(), dtype=torch.int64, device=device)
     segment = torch.searchsorted(ends, t, right=True).clamp_(max=tiles.numel() - 1)
     start = (cuts[segment] + (t - (ends - tiles)[segment]) * tile).clamp_(max=n)
     length = (cuts[segment + 1] - start).clamp_(0, tile)
     own_range = (torch.searchsorted(bounds, start, right=True) - 1).clamp_(max=ranges - 1)
     piece = torch.searchsorted(starts, start, right=True) - 1
-    first = torch.searchsorted(own_range, torch.arange(ranges, device=device))
+    first = torch.searchsorted(own_range, torch.arange(ranges, dtype=torch.int64, device=device))
     return Tiling(torch.stack([start, length, own_range, piece, start - starts[piece]]).int(), first)
 
 
@@ -97,8 +99,14 @@ def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device, 
     return torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
-def pointers(tensors: Sequence[Tensor]) -> Int64[Tensor, "tensors"]:
-    return on_device(tuple(t.data_ptr() for t in tensors), torch.int64, tensors[0].device)
+def pointers(
+    tensors: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device
+) -> Int64[Tensor, "tensors"]:
+    """Where the elements lie, 0 for None. TypeError unless all have this dtype and device and are contiguous."""
+    for t in tensors:
+        if t is not None and not (t.dtype is dtype and t.device == device and t.is_contiguous()):
+            raise TypeError(refusal(t, dtype, str(device)))
+    return on_device(tuple(0 if t is None else t.data_ptr() for t in tensors), torch.int64, device)
 
 
 def _stream(device: torch.device) -> int:

@@ -76,7 +76,8 @@ class NoMemory:
         return None
 
     def due(self, bucket: Bucket) -> Accumulation:
-        return Accumulation(bucket.pieces, None, torch.zeros(bucket.numel, device=bucket.device))
+        nothing = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
+        return Accumulation(bucket.pieces, None, nothing)
 
     def sent_(self, bucket: Bucket, sent: Selection) -> None:
         pass

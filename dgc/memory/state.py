@@ -18,7 +18,7 @@ class FlatState:
         self._flat: dict[str, tuple[Bucket, Tensor]] = {}
 
     def add(self, bucket: Bucket) -> None:
-        self._flat[bucket.name] = (bucket, torch.zeros(bucket.numel, device=bucket.device))
+        self._flat[bucket.name] = (bucket, torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device))
 
     def __getitem__(self, bucket: Bucket) -> Tensor:
         return self._flat[bucket.name][1]

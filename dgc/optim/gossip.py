@@ -209,7 +209,8 @@ def _check_agreement(named: Iterable[tuple[str, Tensor]], transport: Transport) 
     """ValueError, on every rank, where ranks have other parameters."""
     own = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
     digest = crc32(repr(own).encode())
-    largest = all_reduce(transport, torch.tensor([digest, -digest]), "max", "gossip.digest").tolist()
+    both = torch.tensor([digest, -digest], dtype=torch.int64)
+    largest = all_reduce(transport, both, "max", "gossip.digest").tolist()
     if largest == [digest, -digest]:
         return
     for rank, other in enumerate(all_gather_object(transport, own, "gossip.model")):

@@ -74,7 +74,7 @@ class PlannedBucket:
     @cached_property
     def _bounds(self) -> Tensor:
         bounds = [*(s.offset for s in self.bucket.segments), self.bucket.numel]
-        return torch.tensor(bounds, device=self.bucket.device)
+        return torch.tensor(bounds, dtype=torch.int64, device=self.bucket.device)
 
 
 def plan_buckets(

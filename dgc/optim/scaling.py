@@ -60,4 +60,4 @@ class LossScale:
 
     def _on(self, device: torch.device) -> Tensor:
         # get_scale() would wait for the device
-        return self._scaler.scale(torch.ones((), device=device))
+        return self._scaler.scale(torch.ones((), dtype=torch.float32, device=device))

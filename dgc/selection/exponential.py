@@ -54,7 +54,7 @@ class Exponential(Estimator):
             excess = tail.sums / tail.counts.clamp(min=1) - t
             t = ranges.threshold(t + excess * fall).where(tail.counts > 0, t)
         counts = ranges.count(t, k > 0)
-        total, steps = total + counts / k.clamp(min=1), steps + 1
+        total, steps = total + counts / k.float().clamp(min=1), steps + 1
         self._adapt(ranges, stages, total, steps)
         return t, counts
 

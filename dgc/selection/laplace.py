@@ -61,14 +61,14 @@ class Laplace(Estimator):
             t = last.minimum(ranges.largest).where(last > 0, t)
 
         def bisect(bracket: Bracket) -> Thresholds:
-            step = (b * (bracket.above_low / k).log()).maximum(b / 10)
+            step = (b * (bracket.above_low / k.float()).log()).maximum(b / 10)
             further = bracket.low + step.float()
             unbounded = (bracket.above_high == 0) & (bracket.low > 0) & (further < bracket.high)
             return further.where(unbounded, bracket.middle)
 
         def secant(bracket: Bracket) -> Thresholds:
-            above, below = bracket.above_low.clamp(min=1).log(), bracket.above_high.clamp(min=1).log()
-            way = ((above - k.log()) / (above - below)).nan_to_num(0.5).clamp(0.1, 0.9)
+            above, below = (c.float().clamp(min=1).log() for c in (bracket.above_low, bracket.above_high))
+            way = ((above - k.float().log()) / (above - below)).nan_to_num(0.5).clamp(0.1, 0.9)
             return bracket.low + (bracket.high - bracket.low) * way
 
         lower, upper = STOP[self.stop]

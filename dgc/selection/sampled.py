@@ -50,15 +50,16 @@ class Sampled(Estimator):
     def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
         k, (t, whole) = ranges.k, self._from_samples(ranges)
         counts = ranges.count(t, k > 0)
-        cut = whole
+        cut, wanted = whole, k.float()
         for _ in range(self.max_adaptation_iters):
-            over, under = ~cut & (counts > self.compress_upper_bound * k), counts < self.compress_lower_bound * k
+            over = ~cut & (counts > self.compress_upper_bound * wanted)
+            under = counts < self.compress_lower_bound * wanted
             if self.resample:
                 cut, over = cut | over, torch.zeros_like(over)
             adapted = over | (under & ~cut & (t > 0))
             if not bool(adapted.any()):
                 break
-            moved = t * torch.where(over, self.compress_upper_bound, self.compress_lower_bound)
+            moved = torch.where(over, t * self.compress_upper_bound, t * self.compress_lower_bound)
             reached = ranges.count(moved, adapted)
             cut = cut | (over & (reached == 0))
             t, counts = moved.where(adapted & ~cut, t), reached.where(adapted & ~cut, counts)
@@ -77,7 +78,7 @@ class Sampled(Estimator):
             else:
                 wanted = share(samples.numel(), plan.ratio)
                 thresholds.append(samples.abs().topk(wanted, sorted=False).values.min())
-        return torch.stack(thresholds), torch.tensor(whole, device=plan.device)
+        return torch.stack(thresholds), torch.tensor(whole, dtype=torch.bool, device=plan.device)
 
     def _sample(self, v: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
         """A random part of v [n]; v itself where a sample would be no smaller."""
@@ -86,10 +87,10 @@ class Sampled(Estimator):
         if wanted >= n:
             return v
         if not self.strided_sample:
-            return v[torch.randint(n, (wanted,), generator=generator, device=v.device)]
+            return v[torch.randint(n, (wanted,), generator=generator, dtype=torch.int64, device=v.device)]
         # odd strides, so that a power of two in the tensor's shape cannot line up with the sample
         stride = math.ceil(n / wanted / 32) * 32 + 1
         while n // stride < wanted:
             stride -= 8
-        start = int(torch.randint(stride, (), generator=generator, device=v.device))
+        start = int(torch.randint(stride, (), generator=generator, dtype=torch.int64, device=v.device))
         return v[start::stride]

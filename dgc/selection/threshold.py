@@ -119,7 +119,7 @@ def narrow(
     accepted = ~sought
     for _ in range(passes):
         count = ranges.count(t, sought)
-        over, under = sought & (count > upper * k), sought & (count < lower * k)
+        over, under = sought & (count > upper * k.float()), sought & (count < lower * k.float())
         fits = sought & ~over & ~under
         found, counts, accepted = t.where(fits, found), count.where(fits, counts), accepted | fits
         bracket.low, bracket.above_low = t.where(over, bracket.low), count.where(over, bracket.above_low)

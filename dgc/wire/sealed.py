@@ -29,7 +29,7 @@ def seal(
     payload = codec.blank(sealed_bytes(codes.numel()), codes)
     payload[HEADER_BYTES : HEADER_BYTES + codes.numel()] = codes
     none = torch.zeros((), dtype=torch.int32, device=codes.device)
-    codec.seal_(payload, none, first_nonfinite, bounds, torch.ones((), device=codes.device))
+    codec.seal_(payload, none, first_nonfinite, bounds, torch.ones((), dtype=torch.float32, device=codes.device))
     return payload
 
 

@@ -149,7 +149,7 @@ class Int8Values:
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
         # 127 * (largest / 127) may be a rounding larger than the largest
         cut = Selection(selection.indices, within(selection.values, result, 2.0**-20), selection.count)
-        return codec.int8_encode_(cut, bounds, section), torch.ones((), device=section.device)
+        return codec.int8_encode_(cut, bounds, section), torch.ones((), dtype=torch.float32, device=section.device)
 
     def decode(
         self,
@@ -182,7 +182,7 @@ class SignValues:
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
         cut = Selection(selection.indices, within(selection.values, result, 0.0), selection.count)
-        return codec.sign_encode_(cut, bounds, section), torch.ones((), device=section.device)
+        return codec.sign_encode_(cut, bounds, section), torch.ones((), dtype=torch.float32, device=section.device)
 
     def decode(
         self,

@@ -92,14 +92,14 @@ class Trained:
     ):
         self.rank, self.size = transport.rank, transport.size
         generator = torch.Generator().manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).to(dtype)
+        self.model = nn.Sequential(nn.Linear(6, 9, dtype=dtype), nn.Tanh(), nn.Linear(9, 3, dtype=dtype))
         for p in self.model.parameters():
-            p.data.copy_(0.5 * torch.randn(p.shape, generator=generator))
+            p.data.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float32))
         self.optimizer = GossipOptimizer(
             make_optimizer(self.model.parameters()), self.model.named_parameters(), algorithm, transport=transport
         )
         generator.manual_seed(100 + self.rank)
-        self.inputs = torch.randn(40, 6, generator=generator).to(dtype)
+        self.inputs = torch.randn(40, 6, generator=generator, dtype=torch.float32).to(dtype)
         self.targets = self.inputs[:, :3].tanh()
 
     @property
@@ -113,7 +113,7 @@ class Trained:
     def scatter(self, seed: int = 0) -> "Trained":
         """Another model on every rank."""
         generator = torch.Generator().manual_seed(1000 * seed + self.rank)
-        self.z.add_(torch.randn(self.z.numel(), generator=generator))
+        self.z.add_(torch.randn(self.z.numel(), generator=generator, dtype=torch.float32))
         self.optimizer.model.scatter()
         return self
 

@@ -62,7 +62,7 @@ class Simulation:
         self.random = random.Random(self.seed)
         self.world = ChannelWorld(size, self.seed, longest=5 * size)
         generator = torch.Generator().manual_seed(self.seed)
-        self.xs = list(torch.randn(size, self.numel, generator=generator))
+        self.xs = list(torch.randn(size, self.numel, generator=generator, dtype=torch.float32))
         pairs = odd_even(self.topology)
         self.members = [Member(x, r, pairs, self.averagings_per_step) for r, x in enumerate(self.xs)]
         self.links = [Link(m, c, self.timeout) for m, c in zip(self.members, self.world.channels, strict=True)]

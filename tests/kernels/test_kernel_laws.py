@@ -7,6 +7,7 @@ import torch
 from kernels.tiers import NAMES, tier
 
 from dgc.kernels import Accumulation, Chosen, Quotas
+from dgc.kernels.protocol import TOO_LARGE
 from dgc.kernels.reference import Reference, as_selection
 
 REFERENCE = Reference()
@@ -150,7 +151,7 @@ def test_accumulate(kernels, dtype, form):
         assert same(ours.v, theirs.v) and (u is None or same(ours.u, theirs.u))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38])
 def test_nonfinite_elements_count_as_zero(kernels, bad):
     for n in (1, 16, 33, 5000):
         for where in {0, 1 % n, n // 2, n - 1, *(i for i in range(16, 33) if i < n)}:
@@ -166,6 +167,21 @@ def test_nonfinite_elements_count_as_zero(kernels, bad):
             assert_same_choice(kernels.accumulate_and_select_(ours, quotas, floors), expected)
             assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
             assert torch.isfinite(ours.v).all()
+
+
+@pytest.mark.parametrize("form", ["plain", "nesterov", "residual"])
+def test_no_number_of_usable_gradients_overflows_the_state(kernels, form):
+    """At these bounds the largest usable gradient changes nothing more, and below them sums are no larger."""
+    g = torch.full((40,), torch.nextafter(torch.tensor(TOO_LARGE), torch.tensor(0.0)))
+    u, v = torch.full((40,), 2.0**90), torch.full((40,), 2.0**116)
+    for momentum in (0.0, 0.9, 1 - 2.0**-24, 1.0):
+        for sign in (1, -1):
+            ours = Accumulation(
+                (sign * g,), None if form == "residual" else sign * u, sign * v, momentum, form == "nesterov"
+            )
+            assert int(kernels.accumulate_(ours)) == 40
+            assert torch.equal(ours.v, sign * v)
+            assert ours.u is None or bool((ours.u.abs() <= u).all())
 
 
 def test_gradients_in_pieces(kernels):

@@ -14,7 +14,7 @@ from kernels.tiers import tier
 from dgc.kernels import build, library
 from dgc.kernels.library import KernelsMissing, supported_isas
 from dgc.kernels.native import Native
-from dgc.kernels.protocol import Accumulation, Chosen, Quotas
+from dgc.kernels.protocol import TOO_LARGE, Accumulation, Chosen, Quotas
 from dgc.kernels.reference import Reference, as_selection
 
 REFERENCE = Reference()
@@ -161,7 +161,7 @@ def test_all_and_nothing(native, n):
         assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38])
 @pytest.mark.usefixtures("no_type_checks")
 def test_nonfinite_in_every_lane(native, bad):
     for lane in range(70):

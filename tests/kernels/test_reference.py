@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dgc.kernels import Accumulation
+from dgc.kernels.protocol import TOO_LARGE
 from dgc.kernels.reference import (
     Reference,
     above,
@@ -196,11 +197,15 @@ def test_the_first_tensor_with_a_nonfinite_value_is_numbered(bad, position, tens
     assert torch.equal(g, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_finite_gradients_stay_as_they_are(dtype):
-    g = torch.tensor([torch.finfo(dtype).max, -0.0, 1.0], dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_usable_gradients_stay_as_they_are(dtype):
+    largest = torch.tensor(min(torch.finfo(dtype).max, TOO_LARGE / 2), dtype=dtype)
+    g = torch.stack([largest, -largest, -0.0 * largest])
     before = g.clone()
     assert remove_nonfinite_(g) == 3 and torch.equal(g, before)
+    if dtype != torch.float16:
+        g[1] = -TOO_LARGE
+        assert remove_nonfinite_(g) == 1 and torch.equal(g, before * torch.tensor([1, 0, 1]))
     assert remove_nonfinite_(torch.empty(0)) == 0 and first_tensor_nonfinite(torch.empty(0), []) == 0
 
 

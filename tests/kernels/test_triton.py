@@ -14,7 +14,7 @@ with pytest.MonkeyPatch.context() as patch:
     if DEVICE == "cpu":
         patch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc.kernels.protocol import Accumulation, Quotas, Selection
+    from dgc.kernels.protocol import TOO_LARGE, Accumulation, Quotas, Selection
     from dgc.kernels.reference import Reference
     from dgc.kernels.torch_quantizers import TorchQuantizers
     from dgc.kernels.triton import INTERPRETED, Triton
@@ -104,7 +104,7 @@ def test_accumulate_without_momentum(kernels):
     assert all(map(same_bits, accumulated(kernels, (g,), None, v), accumulated(REFERENCE, (g,), None, v)))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38])
 def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels, bad):
     g, u, v = random(300, 1), random(300, 2), random(300, 3)
     g[[299, 131, 190]] = bad
@@ -164,7 +164,7 @@ def awkward(n):
         "mostly zeros": torch.where(x > 1.5, x, 0.0),
         "few values": x.round(),
         "denormal": x * 1e-41,
-        "of many magnitudes": x.sign() * torch.exp(x * 25),
+        "of many magnitudes": x.sign() * torch.exp(x * 15),
         "neighbours": 1 + x.abs() * 2**-22,
     }
 

@@ -290,4 +290,4 @@ SHAPES: tuple[tuple[int, ...], ...] = ((40, 25), (3, 3), (7, 11, 13), (1,), (200
 
 def gradients(rank: int, step: int, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]

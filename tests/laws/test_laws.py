@@ -21,7 +21,7 @@ TABLE = [*OTHERS, *QUANTIZED]
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 5])
 some_sizes = pytest.mark.parametrize("size", [1, 3])
-LIKE = [torch.zeros(shape) for shape in SHAPES]
+LIKE = [torch.zeros(shape, dtype=torch.float32) for shape in SHAPES]
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_zeros_stay_zero(row: Row, size: int) -> None:
 @some_sizes
 @pytest.mark.parametrize("shapes", [((1,),), ((1, 1),), ((0, 4),), ((0, 4), (3, 5)), ((),)], ids=str)
 def test_smallest_buckets(row: Row, size: int, shapes: tuple[tuple[int, ...], ...]) -> None:
-    fleet = Fleet(row.make, size, [torch.zeros(shape) for shape in shapes])
+    fleet = Fleet(row.make, size, [torch.zeros(shape, dtype=torch.float32) for shape in shapes])
     own = [gradients(rank, 0, shapes) for rank in range(size)]
     mean = fleet.step(own)[0]
     if mean.numel() == 1 and row.one_element:
@@ -113,13 +113,14 @@ def test_smallest_buckets(row: Row, size: int, shapes: tuple[tuple[int, ...], ..
 @pytest.mark.parametrize("row", [row for row in TABLE if not row.by_shape], ids=lambda row: row.name)
 def test_layout_of_the_gradient_plays_no_part(row: Row) -> None:
     """channels_last and transposed parameters: the same elements, in the parameter's own order of memory."""
-    plain = torch.zeros(4, 6, 5, 3)
+    plain = torch.zeros(4, 6, 5, 3, dtype=torch.float32)
     for like in (plain.to(memory_format=torch.channels_last), plain.permute(3, 0, 2, 1)):
         fleet = Fleet(row.make, 2, [like])
         same_memory = like.permute(sorted(range(4), key=lambda d: -like.stride(d)))
         reference = Fleet(row.make, 2, [same_memory])
         for step in range(3):
-            own = [torch.randn(like.shape, generator=torch.Generator().manual_seed(step + r)) for r in range(2)]
+            seeds = [torch.Generator().manual_seed(step + r) for r in range(2)]
+            own = [torch.randn(like.shape, generator=seed, dtype=torch.float32) for seed in seeds]
             order = sorted(range(4), key=lambda d: -like.stride(d))
             mean = fleet.step([[g] for g in own])[0]
             expected = reference.step([[g.permute(order)] for g in own])[0]
@@ -129,13 +130,14 @@ def test_layout_of_the_gradient_plays_no_part(row: Row) -> None:
 @pytest.mark.parametrize("row", [row for row in TABLE if row.by_shape], ids=lambda row: row.name)
 def test_order_in_memory_plays_no_part(row: Row) -> None:
     """Tensors of one shape, contiguous, channels_last and transposed, give the same, up to the order of sums."""
-    plain = torch.zeros(8, 6, 5, 3)
-    other = (plain.to(memory_format=torch.channels_last), torch.zeros(3, 8, 5, 6).permute(1, 3, 2, 0))
-    for like in (*other, torch.zeros(5, 3, 6, 8).permute(3, 2, 0, 1)):
+    plain = torch.zeros(8, 6, 5, 3, dtype=torch.float32)
+    transposed = torch.zeros(3, 8, 5, 6, dtype=torch.float32).permute(1, 3, 2, 0)
+    other = (plain.to(memory_format=torch.channels_last), transposed)
+    for like in (*other, torch.zeros(5, 3, 6, 8, dtype=torch.float32).permute(3, 2, 0, 1)):
         fleet, reference = Fleet(row.make, 2, [like]), Fleet(row.make, 2, [plain])
         for step in range(3):
             seeds = [torch.Generator().manual_seed(9 * step + r) for r in range(2)]
-            own = [torch.randn(plain.shape, generator=seed) for seed in seeds]
+            own = [torch.randn(plain.shape, generator=seed, dtype=torch.float32) for seed in seeds]
             mean = fleet.step([[g] for g in own])[0]
             expected = reference.step([[g] for g in own])[0].view(plain.shape)
             found = fleet.buckets[0].segments[0].of(mean)
@@ -161,7 +163,7 @@ def test_nonfinite_gradients_are_named_alike_on_every_rank(row: Row, size: int, 
     own = [gradients(rank, 0) for rank in range(size)]
     own[size - 1][2][1, 2, 3] = bad
     fleet.step(own)
-    assert fleet.nonfinite == [f"the gradient of p2 on rank {size - 1} has NaN or inf"] * size
+    assert fleet.nonfinite == [f"the gradient of p2 on rank {size - 1} has NaN or inf, or is 2**64 or more"] * size
     for error in fleet.errors():
         assert bool(torch.isfinite(error).all())
     mean = fleet.step([gradients(rank, 1) for rank in range(size)])[0]
@@ -222,7 +224,7 @@ def test_converges_on_a_quadratic(row: Row) -> None:
     size, shapes = 3, ((10, 8), (5,))
     targets = [gradients(rank, 99, shapes) for rank in range(size)]
     best = sum(flat(t) for t in targets) / size
-    x = [torch.zeros(shape) for shape in shapes]
+    x = [torch.zeros(shape, dtype=torch.float32) for shape in shapes]
     fleet = Fleet(row.make, size, x)
     steps = 100
     for step in range(steps):

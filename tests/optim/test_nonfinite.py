@@ -77,7 +77,7 @@ def test_a_step_is_dropped_on_every_rank(compression, through_gradients, bad):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
         assert not optimizer.exchange.in_flight
 
-    with pytest.warns(UserWarning, match="gradient of spare.weight on rank 1 has NaN or inf: every rank drops"):
+    with pytest.warns(UserWarning, match="gradient of spare.weight on rank 1 has NaN or inf, or is"):
         run(2, body)
 
 
@@ -115,7 +115,7 @@ def test_raise_is_one_error_on_every_rank_and_training_may_go_on(compression):
         assert optimizer.dropped_steps == 0
 
     run(2, body)
-    assert messages == ["the gradient of spare.weight on rank 1 has NaN or inf"] * 2
+    assert messages == ["the gradient of spare.weight on rank 1 has NaN or inf, or is 2**64 or more"] * 2
 
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])

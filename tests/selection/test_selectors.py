@@ -52,8 +52,8 @@ EXACT = ("exact", "histogram", "predicted", "trimmed", "mstopk")
 
 
 def chosen_by(selector, v, plan, seed):
-    """By the whole pass: the data are the gradient, and v begins at zero."""
-    selection = selector.select(Accumulation((v,), None, torch.zeros(v.numel())), plan, seed).selection
+    """By the whole pass, of a gradient of zeros."""
+    selection = selector.select(Accumulation((torch.zeros_like(v),), None, v.clone()), plan, seed).selection
     return selection.indices[: int(selection.count)].long()
 
 

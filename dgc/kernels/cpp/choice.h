@@ -71,7 +71,7 @@ void set_floors(Job& job);
 
 // Does the pass over all active ranges. A range that is through is handed to `choose` at once, by the thread that was
 // last in it: its candidates are still at hand, and the other threads go on. Those for which it returns true are active
-// no more. Returns the first element of g that is not finite, n where there is none.
+// no more. Returns the first element of g that is NaN or too large, n where there is none.
 int64_t collect(Job& job, int64_t n, const std::function<bool(Range&)>& choose);
 
 // The choice by counting all magnitudes of v in the range: three reads of it, whatever the numbers are.

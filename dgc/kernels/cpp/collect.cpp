@@ -39,7 +39,7 @@ std::pair<int64_t, int64_t> set_units(Job& job) {
     return {count, room + block + 16};
 }
 
-// The update alone. Returns the first element of g that is not finite, n where there is none.
+// The update alone. Returns the first element of g that is NaN or too large, n where there is none.
 int64_t update(const Source& source, int64_t n, int threads) {
     const auto kernel = pass_kernels().update[source.update];
     std::atomic<int64_t> first{n};
@@ -100,7 +100,7 @@ int64_t collect(Job& job, int64_t n, const std::function<bool(Range&)>& choose) 
 
 // update: dgc::Update. pieces, begins [piece_count + 1]: the gradient. u may be null for `residual` and `none`.
 // sent_*, masks: dgc::Sent; all null where nothing was sent, and without a part in `none`. first: one number, the
-// first element of g that is not finite, n where there is none.
+// first element of g that is NaN or too large, n where there is none.
 DGC_EXPORT void dgc_update(int update, const float* const* pieces, const int64_t* begins, int piece_count, float* u,
                            float* v, int64_t n, float momentum, const int32_t* sent_indices,
                            const float* sent_values, const int32_t* sent_count, int masks, int threads,

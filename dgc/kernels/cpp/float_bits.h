@@ -5,6 +5,9 @@
 
 namespace dgc {
 
+// Of 2^64, TOO_LARGE of protocol.py: a gradient element of this magnitude, or NaN, counts as zero.
+constexpr uint32_t too_large_bits = 0x5f800000u;
+
 static inline uint32_t bits_of(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, sizeof bits);

@@ -36,8 +36,8 @@ int useful(int64_t tasks, int64_t numel, int threads) {
 }  // namespace dgc
 
 // LowRankWork for B matrices one after another in M, of their factors U [B, R, n], W [B, R, m], X and Y [B, r, ..].
-// g: the address of each matrix's gradient, or null. Returns the first element of all the gradients that is not
-// finite, B n m where there is none.
+// g: the address of each matrix's gradient, or null. Returns the first element of all the gradients that is NaN
+// or too large, B n m where there is none.
 DGC_EXPORT int64_t dgc_lowrank(float* M, int64_t B, int64_t n, int64_t m, const float* U, const float* W, int64_t R,
                                const float* const* g, const float* X, int64_t r, int even, float* Y, int threads) {
     using namespace dgc;

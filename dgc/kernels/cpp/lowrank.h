@@ -6,7 +6,7 @@
 namespace dgc {
 
 // M [n, m] of one matrix, and what becomes of each of its rows:
-//     M -= U^T W;  M += g, NaN and inf counting as zero;  and of the outcome Y [r, m] += X M, or Y [r, n] = X M^T
+//     M -= U^T W;  M += g, what is NaN or too large counting as zero;  and of the outcome Y [r, m] += X M, or Y [r, n] = X M^T
 struct LowRankWork {
     float* M;
     int64_t n, m;
@@ -20,7 +20,7 @@ struct LowRankWork {
 };
 
 struct LowRankKernels {
-    // Does rows begin .. end - 1. Returns the first element of g there that is not finite, -1 where there is none.
+    // Does rows begin .. end - 1. Returns the first element of g there that is NaN or too large, -1 where there is none.
     int64_t (*rows)(const LowRankWork& work, int64_t begin, int64_t end, float* Y);
     // out [n, m] = U^T W, rows begin .. end - 1. R is at least 1.
     void (*outer)(const float* U, const float* W, int64_t R, int64_t n, int64_t m, int64_t begin, int64_t end,

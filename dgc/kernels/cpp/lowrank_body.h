@@ -27,16 +27,16 @@ inline void store(float* p, V x) {
     __builtin_memcpy(p, &x, sizeof x);
 }
 
-// x, or zero where it is NaN or inf, which `bad` remembers.
-inline F finite(F x, I& bad) {
+// x, or zero where it is NaN or too large, which `bad` remembers.
+inline F usable(F x, I& bad) {
     const I bits = reinterpret_cast<I>(x);
-    const I lost = (bits & 0x7FFFFFFF) >= 0x7F800000;
+    const I lost = (bits & 0x7FFFFFFF) >= static_cast<int32_t>(too_large_bits);
     bad |= lost;
     return reinterpret_cast<F>(bits & ~lost);
 }
 
-inline float finite(float x, int32_t& bad) {
-    const bool lost = (bits_of(x) & 0x7FFFFFFF) >= 0x7F800000;
+inline float usable(float x, int32_t& bad) {
+    const bool lost = (bits_of(x) & 0x7FFFFFFF) >= too_large_bits;
     bad |= lost;
     return lost ? 0.0f : x;
 }
@@ -57,7 +57,7 @@ inline void columns(const LowRankWork& w, int64_t i, int64_t j, float* Y, V (&su
         for (int64_t b = 0; b < B; ++b) x[b] -= w.U[k * w.n + i + b] * along;
     }
     if (w.g)
-        for (int64_t b = 0; b < B; ++b) x[b] += finite(load<V>(w.g + (i + b) * w.m + j), bad);
+        for (int64_t b = 0; b < B; ++b) x[b] += usable(load<V>(w.g + (i + b) * w.m + j), bad);
     if (w.R || w.g)
         for (int64_t b = 0; b < B; ++b) store(w.M + (i + b) * w.m + j, x[b]);
     for (int64_t k = 0; k < K; ++k) {
@@ -72,7 +72,7 @@ inline void columns(const LowRankWork& w, int64_t i, int64_t j, float* Y, V (&su
     }
 }
 
-// Rows i .. i + B - 1. With K rows of X: Y is that of these, [K, n]. Whether g was finite.
+// Rows i .. i + B - 1. With K rows of X: Y is that of these, [K, n]. Whether g was usable.
 template <int64_t B, int64_t K>
 inline bool rows_of(const LowRankWork& w, int64_t i, float* Y) {
     F sums[K ? K : 1][B] = {};
@@ -107,7 +107,7 @@ inline bool all_rows_of(LowRankWork w, int64_t i, float* Y) {
 int64_t first_bad(const float* g, int64_t n) {
     int32_t bad = 0;
     for (int64_t i = 0; i < n; ++i) {
-        finite(g[i], bad);
+        usable(g[i], bad);
         if (bad) return i;
     }
     return n;

@@ -1,5 +1,5 @@
-// The pass over a gradient: take out of u and v what the step before sent, update them, look for NaN and inf, and
-// collect what may be chosen.
+// The pass over a gradient: take out of u and v what the step before sent, update them, look for gradients that are
+// NaN or too large, and collect what may be chosen.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,6 @@ struct Candidates {
 
 // Magnitudes are compared as the bits of |v|: the order is the same and denormals need no care.
 constexpr uint32_t magnitude_bits = 0x7fffffffu;
-constexpr uint32_t infinity_bits = 0x7f800000u;
 constexpr uint32_t smallest_bits = 1;            // of what is not zero
 constexpr uint32_t unreachable_bits = ~0u;       // above every magnitude
 
@@ -66,7 +65,7 @@ struct Above {
 };
 
 struct PassKernels {
-    // Both return the index of the first element of g that is NaN or inf, -1 where there is none.
+    // Both return the index of the first element of g that is NaN or too large, -1 where there is none.
     int64_t (*update[updates])(const Stretch&);
     // Also appends the elements of the new v whose magnitude has at least the bits `floor` >= 1.
     int64_t (*update_and_collect[updates])(const Stretch&, uint32_t floor, Candidates&);

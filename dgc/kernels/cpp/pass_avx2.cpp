@@ -24,9 +24,6 @@ struct Lanes {
     static uint32_t mask(__m256i lanes) {
         return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(lanes)));
     }
-    static uint32_t nonfinite(F x) {
-        return mask(_mm256_cmpgt_epi32(bits(x), _mm256_set1_epi32(infinity_bits - 1)));
-    }
     static F without(F x, uint32_t lanes) {
         const __m256i bit = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1);
         __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(lanes)), bit);

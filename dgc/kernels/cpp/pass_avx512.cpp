@@ -19,10 +19,6 @@ struct Lanes {
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
-    static uint32_t nonfinite(F x) {
-        constexpr int nan_or_inf = 0x01 | 0x08 | 0x10 | 0x80;
-        return _mm512_fpclass_ps_mask(x, nan_or_inf);
-    }
     static F without(F x, uint32_t lanes) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(~lanes), x); }
     static uint32_t at_least(F x, uint32_t floor) {
         __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(magnitude_bits));

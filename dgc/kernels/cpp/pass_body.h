@@ -1,7 +1,6 @@
 // The pass, once for all instruction sets. The including file defines `Lanes` before it:
 //
 //   width; F; load, store, fill, mul, add, sub
-//   nonfinite(F)           a bit for every lane that is NaN or inf
 //   without(F, lanes)      those lanes set to zero
 //   at_least(F, floor)     a bit for every lane whose magnitude has at least the bits `floor`
 //   collect(F, lanes, first, candidates)          append them; lane j is element first + j
@@ -65,11 +64,11 @@ inline int64_t take(const Stretch& s, int64_t from) {
 }
 
 template <int update, bool collecting>
-inline void pass_one(const Stretch& s, int64_t i, uint32_t floor, Candidates& found, int64_t& nonfinite) {
+inline void pass_one(const Stretch& s, int64_t i, uint32_t floor, Candidates& found, int64_t& unusable) {
     constexpr bool has_u = update == plain || update == nesterov;
     float g = update == none ? 0.0f : s.g[i];
-    if (magnitude(g) >= infinity_bits) {
-        if (nonfinite < 0) nonfinite = s.first + i;
+    if (magnitude(g) >= too_large_bits) {
+        if (unusable < 0) unusable = s.first + i;
         g = 0.0f;
     }
     float u = has_u ? s.u[i] : 0.0f;
@@ -86,10 +85,10 @@ template <int update, bool collecting>
 inline int64_t pass(const Stretch& s, uint32_t floor, Candidates& output) {
     constexpr bool has_u = update == plain || update == nesterov;
     Candidates found = output;  // a copy whose address is not taken stays in registers
-    int64_t nonfinite = -1, i = 0, taken = update == none ? s.n : take<has_u>(s, 0);
+    int64_t unusable = -1, i = 0, taken = update == none ? s.n : take<has_u>(s, 0);
     constexpr uintptr_t line = Lanes::width * sizeof(float) - 1;
     for (; i < s.n && (reinterpret_cast<uintptr_t>(s.v + i) & line); ++i)
-        pass_one<update, collecting>(s, i, floor, found, nonfinite);
+        pass_one<update, collecting>(s, i, floor, found, unusable);
     const Lanes::F momentum = Lanes::fill(s.momentum);
     for (;;) {
         for (; i + Lanes::width <= taken; i += Lanes::width) {
@@ -99,8 +98,8 @@ inline int64_t pass(const Stretch& s, uint32_t floor, Candidates& output) {
             __builtin_prefetch(s.v + i + 512);
             if (update != none) {
                 g = Lanes::load(s.g + i);
-                if (uint32_t bad = Lanes::nonfinite(g); __builtin_expect(bad != 0, 0)) {
-                    if (nonfinite < 0) nonfinite = s.first + i + __builtin_ctz(bad);
+                if (uint32_t bad = Lanes::at_least(g, too_large_bits); __builtin_expect(bad != 0, 0)) {
+                    if (unusable < 0) unusable = s.first + i + __builtin_ctz(bad);
                     g = Lanes::without(g, bad);
                 }
             }
@@ -116,9 +115,9 @@ inline int64_t pass(const Stretch& s, uint32_t floor, Candidates& output) {
         if (taken == s.n) break;
         taken = take<has_u>(s, taken);
     }
-    for (; i < s.n; ++i) pass_one<update, collecting>(s, i, floor, found, nonfinite);
+    for (; i < s.n; ++i) pass_one<update, collecting>(s, i, floor, found, unusable);
     output.count = found.count;
-    return nonfinite;
+    return unusable;
 }
 
 template <int update>

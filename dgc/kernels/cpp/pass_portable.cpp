@@ -16,7 +16,6 @@ struct Lanes {
     static F mul(F a, F b) { return a * b; }
     static F add(F a, F b) { return a + b; }
     static F sub(F a, F b) { return a - b; }
-    static uint32_t nonfinite(F x) { return magnitude(x) >= infinity_bits; }
     static F without(F, uint32_t) { return 0.0f; }
     static uint32_t at_least(F x, uint32_t floor) { return magnitude(x) >= floor; }
     static void collect(F x, uint32_t, int32_t first, Candidates& found) {

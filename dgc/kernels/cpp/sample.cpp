@@ -39,7 +39,7 @@ uint32_t sampled_floor(Source source, const Range& range, Buffer& memory) {
         source.sent = from(source.sent, begin);  // lines ascend
         for_stretches(source, begin, begin + line, line, [&](const Stretch& s) {
             for (int64_t j = 0; j < s.n; ++j) {
-                float g = s.g && magnitude(s.g[j]) < infinity_bits ? s.g[j] : 0.0f;
+                float g = s.g && magnitude(s.g[j]) < too_large_bits ? s.g[j] : 0.0f;
                 float u = s.u ? s.u[j] : 0.0f, v = s.v[j];
                 if (s.sent->count && *s.sent->indices == s.first + j) {
                     v -= *s.sent->values;

@@ -1,0 +1,245 @@
+"""Results under a default dtype of fp16, bf16 or fp64 are those under fp32, bit for bit."""
+
+import ast
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gossip.networks import OUTER, ROWS, Trained
+from gossip.test_adpsgd import Simulation
+from gossip.test_compressed import MORE
+from kernels.codecs import CODECS
+from laws.default_dtype import OTHERS, Declared, check
+from optim.nets import data, dgc, dgc_sgd, net, wrap
+from selection.shapes import SHAPES as DATA
+from selection.test_selectors import SELECTORS, chosen_by, plan_of
+from torch import Tensor
+from wire.payloads import FORMATS, decode, encode, quotas_of, scattered, selection_of
+
+import dgc.kernels as kernels
+from dgc import gossip
+from dgc.comm.collectives import all_gather_object, barrier, broadcast_object
+from dgc.comm.lockstep import LockstepTransport, LockstepWorld
+from dgc.compression import QSGD, Compressor, DGCCompressor
+from dgc.gossip import CHOCO, Gossip, Machines
+from dgc.gossip.pairs import bipartite_complete
+from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fleet import Fleet  # noqa: E402
+from quantized import QUANTIZED  # noqa: E402
+from table import SHAPES, TABLE, Row, gradients  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+LIKE = [torch.zeros(shape) for shape in SHAPES]
+CONSTRUCTORS = set(
+    "arange empty empty_strided eye full linspace logspace normal ones rand randint randn randperm tensor zeros "
+    "as_tensor scalar_tensor from_numpy Tensor".split()
+)
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+
+
+def undeclared(source: str) -> list[str]:
+    """Calls of torch that make a tensor and do not say of which dtype."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        f"line {call.lineno}: {ast.unparse(call)}"
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "torch"
+        and call.func.attr in CONSTRUCTORS
+        and all(keyword.arg != "dtype" for keyword in call.keywords)
+    ]
+
+
+def test_every_tensor_is_made_with_a_dtype() -> None:
+    assert undeclared("x = torch.zeros(3, device=d)") == ["line 1: torch.zeros(3, device=d)"]
+    found = {str(path.relative_to(ROOT)): undeclared(path.read_text()) for path in ROOT.glob("dgc/**/*.py")}
+    assert len(found) > 100
+    assert {path: calls for path, calls in found.items() if calls} == {}
+
+
+def history(make: Callable[[], Compressor], size: int) -> list[Tensor]:
+    """Means and errors of some steps, in which one is dropped and a state reloaded."""
+    fleet, found = Fleet(make, size, LIKE), []
+    for step in range(4):
+        own = [gradients(rank, step) for rank in range(size)]
+        if step == 1:
+            own[0][2][1, 2, 3] = torch.nan
+        means = fleet.step(own)
+        assert all(torch.equal(means[0], mean) for mean in means) or step == 1
+        found += [error for compressor in fleet.compressors for error in compressor.errors()]
+        if fleet.nonfinite[0] is None:
+            found.append(means[0])
+        if step == 2:
+            other = Fleet(make, size, LIKE)
+            for old, new in zip(fleet.compressors, other.compressors, strict=True):
+                new.load_state_dict(old.state_dict())
+            fleet = other
+    assert len(found) > 2
+    return found
+
+
+@pytest.mark.parametrize("row", [*TABLE, *QUANTIZED], ids=lambda row: row.name)
+def test_compressors(row: Row) -> None:
+    """Some gather with two ranks what they reduce with three."""
+    check(lambda: [t for size in ((2, 3) if row.payload_at else (2,)) for t in history(row.make, size)])
+    if row.dense_limit is not None:
+        with Declared():
+            history(row.dense_limit, 2)
+
+
+def test_compressors_in_plain_torch() -> None:
+    kernels.use("reference")
+    try:
+        for row in [*TABLE, *QUANTIZED]:
+            with Declared():
+                history(row.make, 2)
+    finally:
+        kernels.use("auto")
+
+
+def test_selectors() -> None:
+    sizes = (1500, 300, 0, 3, 1)
+    data = [make(sum(sizes)) for make in DATA.values()]
+
+    def chosen() -> list[Tensor]:
+        plans = {name: plan_of(*sizes, ratio=0.01) for name in SELECTORS}
+        return [chosen_by(SELECTORS[name], v, plans[name], 1) for name in SELECTORS for v in data]
+
+    check(chosen)
+
+
+def test_payloads() -> None:
+    count, numel = 131, 3000
+    quotas = quotas_of(count, 0, 20, numel)
+    selection = selection_of(scattered(numel, count))
+    sizes = torch.tensor(numel)
+
+    def coded() -> list[Tensor]:
+        found = []
+        for codec in CODECS.values():
+            for form in FORMATS.values():
+                made = form.encode(codec, selection, quotas, numel, sizes, torch.float32)
+                (got,), _ = decode(form, [made.payload], quotas, numel, codec)
+                found += [made.payload, made.own, got.indices, got.values, got.count]
+        return found
+
+    check(coded)
+    assert encode(FORMATS["fp32 int64"], selection, quotas, numel).payload.dtype == torch.uint8
+
+
+def declared(body: Callable[[LockstepTransport], list[Tensor]]) -> Callable[[LockstepTransport], list[Tensor]]:
+    """A dispatch mode is its thread's own, and so each rank's."""
+
+    def watched(transport: LockstepTransport) -> list[Tensor]:
+        with Declared():
+            return body(transport)
+
+    return watched
+
+
+def talk(make: Callable[[], Gossip], world: LockstepWorld) -> list[Tensor]:
+    def body(transport: LockstepTransport) -> list[Tensor]:
+        own = Trained(transport, make()).scatter()
+        for step in range(4):
+            own.optimizer.begin_epoch(step // 2)
+            own.step()
+        state = own.optimizer.compression_state_dict()
+        own.optimizer.settle()
+        first, end = own.z.clone(), Trained(transport, make())
+        end.optimizer.load_compression_state_dict(state)
+        end.step()
+        return [first, *(p.detach().clone() for p in own.model.parameters()), end.z.clone()]
+
+    return [tensor for found in world.run(declared(body)) for tensor in found]
+
+
+@pytest.mark.parametrize("name", [row.name for row in [*ROWS, *OUTER] if not row.by_timing] + list(MORE))
+def test_gossip(name: str) -> None:
+    makes = {row.name: row.make for row in [*ROWS, *OUTER]} | MORE
+    check(lambda: talk(makes[name], LockstepWorld(4)))
+
+
+def test_gossip_between_machines() -> None:
+    check(lambda: talk(lambda: Machines(CHOCO(gossip.grid)), LockstepWorld(4, 2)))
+
+
+def test_adpsgd() -> None:
+    def averaged() -> list[Tensor]:
+        simulation = Simulation(bipartite_complete(4), seed=4)
+        simulation.run(160)
+        simulation.settle()
+        return simulation.xs
+
+    check(averaged)
+
+
+START = net()
+BATCHES = [[data(step, rank) for rank in range(2)] for step in range(5)]
+
+
+def clipped(clipping: Clipping) -> DGCCompressor:
+    return DGCCompressor(0.1, DGCSGDMemory(0.9, gradient_clipping=clipping))
+
+
+TRAININGS: dict[str, Callable[[torch.nn.Module, LockstepTransport], Any]] = {
+    "dense": wrap,
+    "momentum sgd, qsgd": lambda model, t: wrap(model, t, compression=QSGD(), bucket_mb=1e-4),
+    "nesterov": lambda model, t: wrap(
+        model, t, lambda m: dgc_sgd(m, nesterov=True, weight_decay=1e-2), compression=dgc(0.1, nesterov=True)
+    ),
+    "clipped by norm": lambda model, t: wrap(model, t, dgc_sgd, compression=clipped(ClipByNorm(0.1))),
+    "clipped by value": lambda model, t: wrap(model, t, dgc_sgd, compression=clipped(ClipByValue(0.1))),
+    "clipped by the global norm": lambda model, t: wrap(
+        model, t, dgc_sgd, compression=clipped(ClipByGlobalNorm(0.1))
+    ),
+    "bf16": lambda model, t: wrap(model.to(torch.bfloat16), t, dgc_sgd, compression=dgc(0.1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has NaN or inf")
+@pytest.mark.parametrize("make", TRAININGS.values(), ids=TRAININGS)
+def test_optimizers(make: Callable[[torch.nn.Module, LockstepTransport], Any]) -> None:
+    def body(transport: LockstepTransport) -> list[Tensor]:
+        model = copy.deepcopy(START)
+        optimizer = make(model, transport)
+        for step, batch in enumerate(BATCHES):
+            x, y = (t.to(model.last.weight.dtype) for t in batch[transport.rank])
+            optimizer.zero_grad()
+            ((model(x) - y).square().mean() * (torch.nan if step == 1 else 1.0)).backward()
+            optimizer.step()
+            if step == 2:
+                state = copy.deepcopy(optimizer.compression_state_dict())
+                optimizer.load_compression_state_dict(state)
+        assert optimizer.dropped_steps == 1
+        return [p.detach().clone() for p in model.parameters()]
+
+    check(lambda: [t for found in LockstepWorld(2).run(declared(body)) for t in found])
+
+
+def test_objects_and_barriers() -> None:
+    def body(transport: LockstepTransport) -> object:
+        barrier(transport)
+        return broadcast_object(transport, list(range(3000))), all_gather_object(transport, "x" * transport.rank)
+
+    for dtype in OTHERS:
+        torch.set_default_dtype(dtype)
+        assert LockstepWorld(3).run(body) == [(list(range(3000)), ["", "x", "xx"])] * 3
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_every_law_holds(dtype: str) -> None:
+    laws = [str(Path(__file__).with_name(name)) for name in ("test_laws.py", "test_overflow.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *laws]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"LAWS_DEFAULT_DTYPE": dtype}, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()[-3000:]
