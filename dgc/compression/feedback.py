@@ -1,6 +1,6 @@
 """What compressors with a dense result share: error feedback, seeds, steps that can be taken back.
 
-    v = g + e                 e: what earlier steps kept back; NaN and inf in g count as zero and are flagged
+    v = g + e                 e: what earlier steps kept back; NaN and TOO_LARGE in g count as zero, are flagged
     (mean, e) = exchange(v)   the mean over ranks of what each sent, and what this rank kept back
 """
 
@@ -50,7 +50,7 @@ class Feedback(ABC):
         """(mean [n] fp32, kept back [n] fp32, by rank the first tensor, from 1, that was not finite, or 0).
 
         v must stay as it is; what is kept back is a tensor of its own. first_nonfinite: index of the first element
-        of the gradient that was NaN or inf, n where there was none.
+        of the gradient that was NaN or TOO_LARGE, n where there was none.
         """
         ...
 

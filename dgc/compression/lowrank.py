@@ -209,7 +209,7 @@ def accumulate_(
     layout: Layout, v: Float32[Tensor, "V"], taken: Taken | None, X: Factor, even: bool, Y: Factor
 ) -> Int64[Tensor, ""]:
     """Subtracts what the last step took, adds the gradients, and multiplies each batch with its X into its Y.
-    Returns where in v the first NaN or inf came, its length for nowhere.
+    Returns where in v the first NaN or TOO_LARGE came, its length for nowhere.
     """
     products, gradients = kernels.lowrank_of(v), layout.gradients()
     found = []

@@ -37,9 +37,9 @@ class Memory(Protocol):
         ...
 
     def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
-        """Clip the bucket's local gradient in place, NaN and inf counting as zero.
+        """Clip the bucket's local gradient in place, NaN and TOO_LARGE (`dgc.kernels.protocol`) counting as zero.
 
-        Returns the index of the first element that was NaN or inf, n where there was none. None: nothing is
+        Returns the index of the first element that was either, n where there was none. None: nothing is
         clipped.
         """
         ...

@@ -13,7 +13,7 @@ from dgc.selection.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """first_nonfinite: index of the first element of the gradient that is NaN or inf; n where there is none."""
+    """first_nonfinite: index of the first element of the gradient that is NaN or TOO_LARGE; n where none is."""
 
     selection: Selection
     first_nonfinite: Int64[Tensor, ""]
