@@ -19,12 +19,13 @@ from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
+from dgc.optim.agreement import check_settings
 from dgc.optim.broadcast import default_transport
 from dgc.optim.exchange import GradientExchange, refuse_wrapped
 from dgc.optim.momentum import MomentumOwners
 from dgc.optim.options import as_factor, as_route, name_parameters, take_compressors, unused_prefix
 from dgc.optim.planning import check_agreement, plan_buckets
-from dgc.optim.scaling import LossScale
+from dgc.optim.scaling import LossScale, is_used
 from dgc.optim.sgd import SparseUpdate, TakesCorrected
 from dgc.optim.wrapper import Wrapper
 
@@ -40,6 +41,9 @@ class DistributedOptimizer(Wrapper):
     NonFiniteGradientError, which names the parameter and the rank.
     grad_scaler: the torch.amp.GradScaler that scales the loss, if one does. `grad_scaler.step(optimizer)` is the
     step then, with or without synchronize() and unscale_() before it.
+
+    Every setting, those of the compressors too, must be the same on every rank; a ValueError on every rank names
+    the first that is not.
 
     Parameters that need no gradient when this is built take no part: to thaw them, close() this optimizer and
     wrap again. Parameters that are frozen later stay as they are. `groups`, `num_groups` and `sparse_as_dense` of
@@ -79,6 +83,16 @@ class DistributedOptimizer(Wrapper):
         named = name_parameters(optimizer, named_parameters)
         refuse_wrapped(named)
         self.route = as_route(compression)
+        check_settings(
+            self.transport,
+            "settings",
+            op="average" if self._factor == 1 else "sum",
+            backward_passes_per_step=backward_passes_per_step,
+            nonfinite=nonfinite,
+            bucket_mb=bucket_mb,
+            uses_grad_scaler=is_used(grad_scaler),
+            compression=self.route if isinstance(compression, Route) else self.route.rules[0].compressor,
+        )
         planned = plan_buckets(named, self.route.compressor_for, bucket_mb, unused_prefix(self.transport))
         of = {p: plan.compressor for plan in planned for p in plan.parameters}
         # in the order of the model, which names their saved states, whatever the buckets are

@@ -42,8 +42,10 @@ def name_parameters(
 
 
 def as_route(compression: Any) -> Route:
-    """Horovod's compressions are classes, ours are instances."""
+    """Horovod's compressions are classes, ours are instances. ValueError where one is in use already."""
     if isinstance(compression, Route):
+        for rule in compression.rules:
+            refuse_used(rule.compressor)
         return compression
     if compression is None:
         return Route([Rule(Dense())])
@@ -51,6 +53,7 @@ def as_route(compression: Any) -> Route:
         name = compression.__name__
         raise ValueError(f"compression={name} is a class: pass an instance, compression={name}(...)")
     if hasattr(compression, "reduce"):
+        refuse_used(compression)
         return Route([Rule(compression)])
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
         return Route([Rule(Cast(compression))])
@@ -73,13 +76,17 @@ def unused_prefix(transport: Transport) -> str:
     return f"dgc{number}"
 
 
-def take_compressors(compressors: Iterable[Compressor]) -> None:
+def refuse_used(compressor: Compressor) -> None:
     """Error state belongs to one optimizer: two would save, load and count each other's."""
+    if not isinstance(compressor, Stateless) and compressor in _in_use:
+        raise ValueError(
+            f"this {type(compressor).__name__} holds the error state of another DistributedOptimizer: "
+            "give each a compressor of its own"
+        )
+
+
+def take_compressors(compressors: Iterable[Compressor]) -> None:
     for compressor in compressors:
+        refuse_used(compressor)
         if not isinstance(compressor, Stateless):
-            if compressor in _in_use:
-                raise ValueError(
-                    f"this {type(compressor).__name__} holds the error state of another DistributedOptimizer: "
-                    "give each a compressor of its own"
-                )
             _in_use.add(compressor)

@@ -72,7 +72,8 @@ def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused():
         model.first.weight.sum().backward()
         model.first.weight.grad.mul_(2)
         with pytest.raises(RuntimeError, match=rf"first\.weight changed.*{RECIPE}"):
-            (model.first.bias.sum() + model.spare(torch.ones(8)).sum() + model.last(torch.ones(8)).sum()).backward()
+            ones = torch.ones(8)
+            (model.first.bias.sum() + model.spare(ones).sum() + model.last(ones).sum()).backward()
 
     LockstepWorld(2).run(body)
 
