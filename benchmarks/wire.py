@@ -32,6 +32,7 @@ from benchmarks.recordings import Learner, endless
 from benchmarks.results import print_json
 from dgc.kernels import Codec, Quotas, Selection
 from dgc.kernels.bits import TorchCodec
+from dgc.kernels.codec import HEADER_BYTES
 from dgc.kernels.native_codec import NativeCodec
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 from dgc.wire.indices import IndexFormat
@@ -122,7 +123,7 @@ def sizes(form: SparseFormat, codec: Codec, recordings: list[Recording]) -> dict
         for selection in selections:
             done = form.encode(codec, selection, quotas, numel, torch.tensor(numel))
             planned += 8 * done.payload.numel()
-            index += 8 * (16 + form.indices.plan(quotas.capacity, numel).nbytes)
+            index += 8 * (HEADER_BYTES + form.indices.plan(quotas.capacity, numel).nbytes)
             sent += int(done.sent.count)
             capacity += quotas.capacity
     return {"bits_per_index": index / sent, "bits_per_element": planned / sent, "sent": sent / capacity}

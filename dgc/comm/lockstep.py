@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dgc.comm.conversation import Talk
+from dgc.comm.meeting import ADVICE, carry, check_agreement, spoil
 from dgc.comm.meeting import LockstepError as LockstepError
-from dgc.comm.meeting import carry, check_agreement, spoil
 from dgc.comm.meter import Meter
 from dgc.comm.requests import Conversation, Group, Reply, Request, T
 
@@ -183,7 +183,8 @@ class LockstepWorld:
 
     def _meet(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
         if len({len(r) for r in requests}) > 1:
-            raise LockstepError(f"{name}: ranks sent different numbers of requests: {[len(r) for r in requests]}")
+            numbers = [len(r) for r in requests]
+            raise LockstepError(f"{name}: ranks sent different numbers of requests: {numbers}{ADVICE}")
         replies: list[list[Reply]] = [[] for _ in range(self.size)]
         for together in zip(*requests, strict=True):
             check_agreement(name, dict(enumerate(together)), shapes=False)

@@ -18,6 +18,8 @@ from dgc.comm.requests import (
     Request,
 )
 
+ADVICE = "; give every rank the same settings, and call begin_epoch(epoch) with the same epoch on every rank"
+
 
 class LockstepError(RuntimeError):
     """Ranks that disagree about a message, or one that never came."""
@@ -39,7 +41,7 @@ def check_agreement(name: str, together: Mapping[int, Request], shapes: bool = T
     (first, wanted), *others = ((rank, _described(request, shapes)) for rank, request in together.items())
     for rank, found in others:
         if found != wanted:
-            raise LockstepError(f"{name}: rank {rank} sent {found}, rank {first} sent {wanted}")
+            raise LockstepError(f"{name}: rank {rank} sent {found}, rank {first} sent {wanted}{ADVICE}")
 
 
 def _described(request: Request, shapes: bool) -> tuple[object, ...]:

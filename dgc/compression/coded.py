@@ -1,6 +1,6 @@
 """Compressors that send a code of every element: all gather every rank's codes and add them up, in rank order.
 
-Payload of a bucket in bytes: 16 + `nbytes`, rounded up to 8.
+Payload of a bucket in bytes: 24 + `nbytes`, rounded up to 8.
 """
 
 from abc import abstractmethod
@@ -48,10 +48,11 @@ class Coded(Feedback):
     def exchange(
         self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        codec, bounds = kernels.codec_of(v), self.bounds(bucket)
+        codec, bounds, terms = kernels.codec_of(v), self.bounds(bucket), self.terms()
         codes, kept = self.encode(v, bucket)
-        (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds)),)
-        parts, numbers = unseal(codec, payloads, self.nbytes(bucket), bounds.numel() - 1)
+        (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
+        planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
+        parts, numbers = unseal(codec, payloads, *planned)
         total = torch.zeros_like(v)
         for part in parts:
             self.add_(part, bucket, total)

@@ -11,7 +11,7 @@ NaN and inf in g count as zero and are flagged beside the values; a flag of any 
 
 Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)); where all-gathering that from
 N ranks costs more than a dense all-reduce (or D = 1), the whole velocity, 4 bytes (fp16_values: 2) per element
-and 8 for a flag.
+and a header of 24. The header meets the payload of a rank at another ratio, which is told so.
 
 Differences from the paper and the original code: momentum of dense steps is corrected locally as well, which
 is ordinary momentum by linearity; values are cut to the wire's range and what rounding takes stays in v; the
@@ -31,15 +31,15 @@ from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.arguments import FLAG, NOTHING, NUMBER, WHOLE, require, selector_of
 from dgc.compression.dense import FP16, Clipped, Dense
-from dgc.compression.finite import first_blame, number_of, overflow, sparse_overflow
+from dgc.compression.finite import first_blame, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.warmup import RatioWarmup
 from dgc.memory import Memory
 from dgc.memory.protocol import MomentumCorrection
 from dgc.selection import Plan, Selector, plan_selection
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
+from dgc.wire.sealed import seal, sealed_bytes, unseal
 
-FLAG_BYTES = 8
 MEMORIES = (
     "a dgc.memory.Memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(),"
     " which keeps nothing back, so that what is not sent is lost"
@@ -164,28 +164,33 @@ class DGCCompressor:
         kernel, codec = kernels.of(due.v), kernels.codec_of(due.v)
         if self._dense_is_cheaper(bucket, plan):
             first = kernel.accumulate_(due) if clipped is None else clipped.minimum(kernel.accumulate_(due))
-            return (yield from self._reduce_dense(bucket, due.v, first))
+            return (yield from self._reduce_dense(bucket, plan, due.v, first))
         selected = self._selector.select(due, plan, seed)
         first = selected.first_nonfinite if clipped is None else clipped.minimum(selected.first_nonfinite)
         encoded = self._format.encode(
-            codec, selected.selection, plan.per_tensor, bucket.numel, first, bucket.dtype
+            codec, selected.selection, plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio
         )
         self.memory.sent_(bucket, encoded.sent)
         (payloads,) = yield (AllGather(encoded.payload),)
-        parts, flags = self._format.decode(codec, payloads, plan.per_tensor, bucket.numel)
+        planned = (plan.per_tensor, bucket.numel, plan.ratio, f"bucket {bucket.name}")
+        parts, flags = self._format.decode(codec, payloads, *planned)
         indices, values = kernel.merge_mean(parts, len(parts), bucket.numel)
         nonfinite = first_blame(bucket, flags) or sparse_overflow(bucket, indices, values)
         return SparseResult(indices, values, nonfinite)
 
-    def _reduce_dense(self, bucket: Bucket, v: Tensor, first_nonfinite: Tensor) -> Conversation[Result]:
+    def _reduce_dense(
+        self, bucket: Bucket, plan: Plan, v: Tensor, first_nonfinite: Tensor
+    ) -> Conversation[Result]:
+        codec, bounds, terms = kernels.codec_of(v), plan.per_tensor.bounds, self._format.terms(plan.ratio)
+        header = seal(codec, v.new_empty(0, dtype=torch.uint8), first_nonfinite, bounds, terms)
         values = self._format.values.dense.quantize(v, self._size, bucket.dtype)
         self.memory.sent_all_(bucket, values.float())
         # the reply may overwrite its message, and the memory keeps v until the step is known to be good
         bucket.release()  # taken in: no need to copy them
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
-        (mean, firsts) = yield (AllReduce(message), AllGather(first_nonfinite.view(1)))
+        (headers, mean) = yield (AllGather(header), AllReduce(message))
         bucket.flat.copy_(mean)
-        numbers = [number_of(bucket, i) for i in torch.cat(firsts).tolist()]
+        _, numbers = unseal(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
         return DenseResult(first_blame(bucket, numbers) or overflow(bucket))
 
     def take_back(self, bucket: Bucket) -> None:
@@ -205,7 +210,7 @@ class DGCCompressor:
         size = max(2, self._size)  # one process decides as two would
         sparse = all_gather_wire_bytes(self._format.nbytes(plan.per_tensor, bucket.numel), size)
         dense = all_reduce_wire_bytes(bucket.numel * self._format.values.dense.itemsize, size)
-        return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(FLAG_BYTES, size)
+        return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)
 
     def _next_seed(self, bucket: Bucket) -> int:
         """Fresh for each bucket and step, the same after a resume. Dense steps count: all counts agree."""

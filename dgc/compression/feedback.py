@@ -19,6 +19,7 @@ from dgc.comm.requests import Conversation
 from dgc.compression.dense import Dense
 from dgc.compression.finite import first_blame, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
+from dgc.kernels.codec import Terms
 from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import FlatState, Undo, load_parts
 
@@ -90,6 +91,10 @@ class Feedback(ABC):
 
     def take_back(self, bucket: Bucket) -> None:
         self._undo.take_back(bucket)
+
+    def terms(self) -> Terms:
+        """For the headers of payloads."""
+        return Terms(self.compress_ratio, crc32(type(self).__qualname__.encode()))
 
     def noise(self, bucket: Bucket, *, shared: bool = False) -> int:
         """A seed of 32 bits for this bucket and step, each rank's own, or the same on all."""

@@ -18,7 +18,7 @@ What travels (size: number of ranks N; C: bytes of the codes of a bucket):
              what a worker and a parameter server exchange
     auto     gather with two ranks, scatter with more
 
-All three give the same bits. Payload of a bucket in bytes: gather 16 + C, rounded up to 8; scatter C + 8 + the
+All three give the same bits. Payload of a bucket in bytes: gather 24 + C, rounded up to 8; scatter C + 8 + the
 share in b bits; server C + 8 + 4 per element of the share; thresholds from the data 4 per tensor more.
 
 Differences from MXNet: all ranks get the mean, where its servers add up (a learning rate N times as large is the
@@ -87,9 +87,10 @@ class Threshold(Feedback):
         codes, kept = self._encode(v, bounds, t)
         gather = self.wire == "gather" or (self.wire == "auto" and self.size <= 2)
         if gather:
-            codec = kernels.codec_of(v)
-            (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds)),)
-            parts, numbers = unseal(codec, payloads, self.nbytes(bucket), bounds.numel() - 1)
+            codec, terms = kernels.codec_of(v), self.terms()
+            (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
+            planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
+            parts, numbers = unseal(codec, payloads, *planned)
             sums = self._sum(parts)
         else:
             sums, numbers = yield from self._scatter(bucket, codes, first_nonfinite)

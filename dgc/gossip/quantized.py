@@ -3,7 +3,7 @@
 TopK    the ceil(ratio d) elements of largest magnitude of each tensor of d, as `dgc.wire` packs them
 Sign    (|v|_1 / d) sign(v) of each tensor; an element of 0 is sent as a negative one
 
-Bytes: TopK 16, and for each element 4 and those of a value, rounded up to 8 in all; Sign 4 + 4 ceil(d/32) for
+Bytes: TopK 24, and for each element 4 and those of a value, rounded up to 8 in all; Sign 4 + 4 ceil(d/32) for
 each tensor.
 
 gamma is the consensus step size that suits each in `dgc.gossip.choco`: on rings of 2 to 16 ranks

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dgc.kernels import bit_streams
 from dgc.kernels.bit_streams import LOW, numbers
-from dgc.kernels.codec import CHECKSUM_OF_ZEROS, HEADER_BYTES, Header, PackedCode, RiceCode
+from dgc.kernels.codec import CHECKSUM_OF_ZEROS, HEADER_BYTES, Header, PackedCode, RiceCode, Terms
 from dgc.kernels.protocol import Selection
 
 SMALLEST = 2.0**-149  # of fp32
@@ -30,6 +30,7 @@ class TorchCodec:
         limit: float,
         first_nonfinite: Int64[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
+        terms: Terms,
         nbytes: int,
     ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
         payload, (plain, cast) = self.blank(nbytes, selection.values), dtypes
@@ -37,7 +38,7 @@ class TorchCodec:
         self.plain_encode_(selection.indices, plain, payload[HEADER_BYTES:][: sizes[0]])
         values = payload[HEADER_BYTES + sizes[0] :][: sizes[1]]
         decoded, scale = self.cast_encode_(selection.values, cast, values, limit)
-        self.seal_(payload, selection.count, first_nonfinite, bounds, scale)
+        self.seal_(payload, selection.count, first_nonfinite, bounds, scale, terms)
         return payload, decoded
 
     def seal_(
@@ -47,18 +48,21 @@ class TorchCodec:
         first_nonfinite: Int64[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
         scale: Float32[Tensor, ""],
+        terms: Terms,
     ) -> None:
-        header = payload[:16].view(torch.int32)
+        header = payload[:HEADER_BYTES].view(torch.int32)
         header[0] = count
         header[1] = torch.searchsorted(bounds, first_nonfinite, right=True) % bounds.numel()
         header[2] = 0
         header[3] = scale.view(torch.int32)
+        header[4], header[5] = terms.words
         header[2] = checksum(payload).view(1).view(torch.int32)[0]
 
     def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
-        header = payload[:16].view(torch.int32).clone()
-        stored = header[2].long() & LOW
-        return Header(header[0], header[1], header[3].view(torch.float32), checksum(payload, stored) == stored)
+        count, number, stored, scale, *terms = payload[:HEADER_BYTES].view(torch.int32).clone().unbind()
+        stored = stored.long() & LOW
+        sealed = checksum(payload, stored) == stored
+        return Header(count, number, scale.view(torch.float32), (terms[0], terms[1]), sealed)
 
     def plain_encode_(
         self, indices: Int32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]

@@ -17,6 +17,7 @@ Where the code of all elements is longer than its section, `kept` < count of the
 order of indices: number floor(j count / kept) for j = 0 .. kept - 1.
 """
 
+import struct
 import sys
 from dataclasses import dataclass
 from math import inf
@@ -30,7 +31,7 @@ from dgc.kernels.protocol import Selection
 
 assert sys.byteorder == "little", "payloads are little-endian, and so must this machine be"
 
-HEADER_BYTES = 16
+HEADER_BYTES = 24
 # A payload of zeros, as a transport that lost it would give, must not pass for an empty one.
 CHECKSUM_OF_ZEROS = 0x44474331
 
@@ -67,6 +68,22 @@ class RiceCode:
     parameter: int
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What all ranks' payloads of a step must have in common. ratio: of the elements that are sent, at the time;
+    form: a number of 32 bits for the format.
+    """
+
+    ratio: float
+    form: int
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """In a header: an fp32 and a uint32, both as int32."""
+        ratio, form = struct.unpack("<ii", struct.pack("<fI", self.ratio, self.form))
+        return ratio, form
+
+
 @dataclass(frozen=True, eq=False)
 class Header:
     """What a payload says of itself; `sealed`: the checksum is that of its bytes."""
@@ -74,6 +91,7 @@ class Header:
     count: Int32[Tensor, ""]
     number: Int32[Tensor, ""]
     scale: Float32[Tensor, ""]
+    terms: tuple[Int32[Tensor, ""], Int32[Tensor, ""]]
     sealed: Bool[Tensor, ""]
 
 
@@ -98,6 +116,7 @@ class Codec(Protocol):
         limit: float,
         first_nonfinite: Int64[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
+        terms: Terms,
         nbytes: int,
     ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
         """A whole payload: `plain_encode_`, behind it `cast_encode_`, `seal_`; dtypes: of indices and of values.
@@ -113,12 +132,14 @@ class Codec(Protocol):
         first_nonfinite: Int64[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
         scale: Float32[Tensor, ""],
+        terms: Terms,
     ) -> None:
         """Write the header, its checksum last.
 
         It holds int32 count; int32 number, from 1, of the range with element `first_nonfinite`, 0 where that is
-        the end; uint32 checksum; fp32 scale. Checksum: with the payload's int64 words w_i and its own field zero,
-        s = sum of w_i (2i + 1) modulo 2**64; the two halves of s and CHECKSUM_OF_ZEROS, combined by xor.
+        the end; uint32 checksum; fp32 scale; the terms' fp32 ratio and uint32 form. Checksum: with the payload's
+        int64 words w_i and its own field zero, s = sum of w_i (2i + 1) modulo 2**64; the two halves of s and
+        CHECKSUM_OF_ZEROS, combined by xor.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Payloads in C++, for CPU tensors: the same bits as `bits`, on one thread."""
 
-from ctypes import c_float, c_int, c_int64, c_void_p, memset
+from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p, memset
 from math import inf
 from typing import Any
 
@@ -8,18 +8,22 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import Header, PackedCode, RiceCode
+from dgc.kernels.codec import HEADER_BYTES, Header, PackedCode, RiceCode, Terms
 from dgc.kernels.library import FP32, INT32, INT64, UINT8, Signatures, declare, load, pointer
 from dgc.kernels.protocol import Selection
 
 _SPARSE = (c_void_p, c_void_p, c_int64, c_void_p)
+_TERMS = (c_float, c_uint32)
 _ENCODE = (c_int64, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64))
 _DECODE = (c_int, (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p))
 _ENCODE_VALUES = (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p))
 _DECODE_VALUES = (c_int, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p))
 _SIGNATURES: Signatures = {
-    "dgc_encode_plain": (None, (*_SPARSE, c_int64, c_int, c_float, c_void_p, *(c_void_p, c_int64) * 2, c_void_p)),
-    "dgc_seal": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
+    "dgc_encode_plain": (
+        None,
+        (*_SPARSE, c_int64, c_int, c_float, c_void_p, c_void_p, c_int64, *_TERMS, c_void_p, c_int64, c_void_p),
+    ),
+    "dgc_seal": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, *_TERMS)),
     "dgc_sealed": (c_int, (c_void_p, c_int64)),
     "dgc_thin": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "dgc_plain_encode": (None, (c_void_p, c_int64, c_int64, c_void_p)),
@@ -66,6 +70,7 @@ class NativeCodec:
         limit: float,
         first_nonfinite: Int64[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
+        terms: Terms,
         nbytes: int,
     ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
         capacity = selection.values.numel()
@@ -81,6 +86,8 @@ class NativeCodec:
             pointer(first_nonfinite, INT64),
             pointer(bounds, INT64),
             bounds.numel(),
+            terms.ratio,
+            terms.form,
             pointer(payload, UINT8),
             nbytes,
             pointer(decoded, FP32),
@@ -94,15 +101,16 @@ class NativeCodec:
         first_nonfinite: Int64[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
         scale: Float32[Tensor, ""],
+        terms: Terms,
     ) -> None:
         found = (pointer(count, INT32), pointer(first_nonfinite, INT64))
         facts = (*found, pointer(bounds, INT64), bounds.numel(), pointer(scale, FP32))
-        self._library.dgc_seal(pointer(payload, UINT8), payload.numel(), *facts)
+        self._library.dgc_seal(pointer(payload, UINT8), payload.numel(), *facts, terms.ratio, terms.form)
 
     def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
-        count, number, _, scale = payload[:16].view(torch.int32).clone().unbind()
+        count, number, _, scale, ratio, form = payload[:HEADER_BYTES].view(torch.int32).clone().unbind()
         sealed = self._library.dgc_sealed(pointer(payload, UINT8), payload.numel())
-        return Header(count, number, scale.view(torch.float32), _FLAGS[sealed])
+        return Header(count, number, scale.view(torch.float32), (ratio, form), _FLAGS[sealed])
 
     def plain_encode_(
         self, indices: Int32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]

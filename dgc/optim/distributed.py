@@ -19,13 +19,21 @@ from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
+from dgc.optim.agreement import check_settings
 from dgc.optim.broadcast import default_transport
 from dgc.optim.epochs import EpochCount
 from dgc.optim.exchange import GradientExchange, refuse_wrapped
 from dgc.optim.momentum import MomentumOwners
-from dgc.optim.options import as_factor, as_route, name_parameters, take_compressors, unused_prefix
+from dgc.optim.options import (
+    as_factor,
+    as_route,
+    check_arguments,
+    name_parameters,
+    take_compressors,
+    unused_prefix,
+)
 from dgc.optim.planning import check_agreement, plan_buckets
-from dgc.optim.scaling import LossScale
+from dgc.optim.scaling import LossScale, is_used
 from dgc.optim.sgd import SparseUpdate, TakesCorrected
 from dgc.optim.wrapper import Wrapper
 
@@ -45,6 +53,9 @@ class DistributedOptimizer(Wrapper):
     ones included, and compressors that warm up are told of each epoch; begin_epoch() raises ValueError. The count
     is part of compression_state_dict(), in epochs, so that a resumed run goes on where it was. None: call
     begin_epoch() before each epoch; without it a warm-up stays at its first epoch.
+
+    Every setting, those of the compressors too, must be the same on every rank; a ValueError on every rank names
+    the first that is not.
 
     Parameters that need no gradient when this is built take no part: to thaw them, close() this optimizer and
     wrap again. Parameters that are frozen later stay as they are. `groups`, `num_groups` and `sparse_as_dense` of
@@ -70,14 +81,7 @@ class DistributedOptimizer(Wrapper):
         grad_scaler: Any = None,
         steps_per_epoch: int | None = None,
     ):
-        if backward_passes_per_step < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}")
-        if gradient_predivide_factor != 1.0:
-            raise ValueError("gradient_predivide_factor is not supported: leave it at 1.0")
-        if nonfinite not in ("skip", "raise"):
-            raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
-        if num_groups or groups is not None:
-            warnings.warn("groups and num_groups have no effect here: use bucket_mb", stacklevel=2)
+        check_arguments(backward_passes_per_step, gradient_predivide_factor, num_groups, groups, nonfinite)
         named = name_parameters(optimizer, named_parameters)
         refuse_wrapped(named)
         self.route = as_route(compression)
@@ -86,6 +90,17 @@ class DistributedOptimizer(Wrapper):
         self.meter = Meter()
         self.nonfinite, self.dropped_steps = nonfinite, 0
         self._factor = as_factor(op, self.transport.size)
+        check_settings(
+            self.transport,
+            "settings",
+            op="average" if self._factor == 1 else "sum",
+            backward_passes_per_step=backward_passes_per_step,
+            nonfinite=nonfinite,
+            bucket_mb=bucket_mb,
+            steps_per_epoch=steps_per_epoch,
+            uses_grad_scaler=is_used(grad_scaler),
+            compression=self.route if isinstance(compression, Route) else self.route.rules[0].compressor,
+        )
         planned = plan_buckets(named, self.route.compressor_for, bucket_mb, unused_prefix(self.transport))
         of = {p: plan.compressor for plan in planned for p in plan.parameters}
         # in the order of the model, which names their saved states, whatever the buckets are

@@ -36,8 +36,9 @@ class GradientExchange:
     """One step after another over the same buckets.
 
     A bucket starts when each of its parameters has got `passes` gradients, or at `finish`. Hooks may come from
-    several threads (one per device); a lock guards what they change. begin_step: called before each step's first
-    bucket starts.
+    several threads (one per device); a lock guards what they change. From its last gradient until `finish` a
+    parameter's .grad may not change (RuntimeError), whether its bucket has started or not; between passes it may.
+    begin_step: called before each step's first bucket starts.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class GradientExchange:
         self._left = dict.fromkeys(self._where, self.passes)
         self._missing = [len(plan.parameters) for plan in self.planned]
         self._talks: dict[int, Talk[Result]] = {}
+        self._final: dict[Tensor, tuple[Tensor, int]] = {}  # complete gradients and their versions
 
     def __contains__(self, p: Tensor) -> bool:
         return p in self._where
@@ -85,6 +87,7 @@ class GradientExchange:
                 self.planned[b].collect(i)
             self._left[p] -= 1
             if self._left[p] == 0:
+                self._note(p)
                 self._missing[b] -= 1
                 if self._missing[b] == 0:
                     self._start(b)
@@ -93,10 +96,26 @@ class GradientExchange:
                     with self._side(other).beside_caller():
                         talk.advance()
 
+    def _note(self, p: Tensor) -> None:
+        assert p.grad is not None
+        self._final[p] = p.grad, p.grad._version
+
+    def _refuse_changed(self, plan: PlannedBucket) -> None:
+        """What a bucket has sent of a gradient, or will send, depends on time where the gradient still changes."""
+        for p, segment in zip(plan.parameters, plan.bucket.segments, strict=True):
+            final = self._final.get(p)
+            if final is not None and (p.grad is not final[0] or final[0]._version != final[1]):
+                raise RuntimeError(
+                    f"the gradient of {segment.name} changed between backward and step() or synchronize(), while "
+                    "gradients are exchanged: call optimizer.synchronize() first, then clip, then step() inside "
+                    "optimizer.skip_synchronize()"
+                )
+
     def _start(self, b: int) -> None:
         if not self._talks:
             self._begin_step()
         plan = self.planned[b]
+        self._refuse_changed(plan)
         self.meter.dense_bytes += 4 * plan.bucket.numel
         with torch.no_grad(), self._side(b).behind_caller():
             if self._loss_scale.enabled:
@@ -105,6 +124,8 @@ class GradientExchange:
             self._talks[b] = Talk(plan.bucket.name, conversation, self._transport, self.meter)
         if plan.bucket.is_flat:
             plan.attach()  # what was copied need not be kept twice
+            for p in plan.parameters:
+                self._note(p)
 
     def _side(self, b: int) -> SideStream:
         return self._sides[self.planned[b].bucket.device]
@@ -112,6 +133,8 @@ class GradientExchange:
     def finish(self) -> list[Result]:
         """Start what backward did not fill, wait for everything; one result per bucket."""
         with self._lock, torch.no_grad():
+            for plan in self.planned:
+                self._refuse_changed(plan)
             for b, plan in enumerate(self.planned):
                 if b not in self._talks:
                     for i in range(len(plan.parameters)):

@@ -24,6 +24,7 @@ from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Asynchronous, Gossip
+from dgc.optim.agreement import check_settings
 from dgc.optim.broadcast import default_transport
 from dgc.optim.options import name_parameters, unused_prefix
 from dgc.optim.wrapper import Wrapper
@@ -62,6 +63,7 @@ class GossipOptimizer(Wrapper):
         self.meter, self.dropped_steps = Meter(), 0
         self.consensus_distance = float("nan")
         named = name_parameters(optimizer, named_parameters)
+        check_settings(self.transport, "gossip.settings", nonfinite=nonfinite, gossip=gossip)
         _check_agreement(named, self.transport)
         self._names = [name for name, _ in named]
         self.model = FlatModel(named)

@@ -1,5 +1,6 @@
 """What the arguments of DistributedOptimizer stand for."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,6 +16,18 @@ from dgc.compression.route import Route, Rule
 
 _optimizers_of: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
 _in_use: WeakSet[Compressor] = WeakSet()
+
+
+def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any, nonfinite: str) -> None:
+    """ValueError for what DistributedOptimizer does not take; a warning for what has no effect."""
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
+    if predivide != 1.0:
+        raise ValueError("gradient_predivide_factor is not supported: leave it at 1.0")
+    if nonfinite not in ("skip", "raise"):
+        raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
+    if num_groups or groups is not None:
+        warnings.warn("groups and num_groups have no effect here: use bucket_mb", stacklevel=3)
 
 
 def name_parameters(
@@ -43,8 +56,10 @@ def name_parameters(
 
 
 def as_route(compression: Any) -> Route:
-    """Horovod's compressions are classes, ours are instances."""
+    """Horovod's compressions are classes, ours are instances. ValueError where one is in use already."""
     if isinstance(compression, Route):
+        for rule in compression.rules:
+            refuse_used(rule.compressor)
         return compression
     if compression is None:
         return Route([Rule(Dense())])
@@ -52,6 +67,7 @@ def as_route(compression: Any) -> Route:
         name = compression.__name__
         raise ValueError(f"compression={name} is a class: pass an instance, compression={name}(...)")
     if hasattr(compression, "reduce"):
+        refuse_used(compression)
         return Route([Rule(compression)])
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
         return Route([Rule(Cast(compression))])
@@ -74,13 +90,17 @@ def unused_prefix(transport: Transport) -> str:
     return f"dgc{number}"
 
 
-def take_compressors(compressors: Iterable[Compressor]) -> None:
+def refuse_used(compressor: Compressor) -> None:
     """Error state belongs to one optimizer: two would save, load and count each other's."""
+    if not isinstance(compressor, Stateless) and compressor in _in_use:
+        raise ValueError(
+            f"this {type(compressor).__name__} holds the error state of another DistributedOptimizer: "
+            "give each a compressor of its own"
+        )
+
+
+def take_compressors(compressors: Iterable[Compressor]) -> None:
     for compressor in compressors:
+        refuse_used(compressor)
         if not isinstance(compressor, Stateless):
-            if compressor in _in_use:
-                raise ValueError(
-                    f"this {type(compressor).__name__} holds the error state of another DistributedOptimizer: "
-                    "give each a compressor of its own"
-                )
             _in_use.add(compressor)

@@ -26,8 +26,11 @@ class PlannedBucket:
 
     @cached_property
     def views(self) -> tuple[Tensor, ...]:
-        """Room for each parameter's gradient inside `bucket.flat`."""
-        return tuple(segment.of(self.bucket.flat) for segment in self.bucket.segments)
+        """Room for each parameter's gradient inside `bucket.flat`.
+
+        `.data`: each view counts its own changes (`_version`), not those of the other views and of `flat`.
+        """
+        return tuple(segment.of(self.bucket.flat).data for segment in self.bucket.segments)
 
     def is_view(self, i: int, gradient: Tensor | None) -> bool:
         return "views" in self.__dict__ and gradient is self.views[i]

@@ -16,12 +16,17 @@ from torch.optim import Optimizer
 from dgc.optim.planning import PlannedBucket
 
 
+def is_used(grad_scaler: Any) -> bool:
+    """Whether it is a GradScaler that scales. A disabled scaler is none."""
+    return grad_scaler is not None and bool(grad_scaler.is_enabled())
+
+
 class LossScale:
-    """grad_scaler: a torch.amp.GradScaler, or None for no scaling. A disabled scaler is none."""
+    """grad_scaler: a torch.amp.GradScaler, or None for no scaling."""
 
     def __init__(self, grad_scaler: Any, planned: Sequence[PlannedBucket]):
         self._scaler = grad_scaler
-        self.enabled = grad_scaler is not None and bool(grad_scaler.is_enabled())
+        self.enabled = is_used(grad_scaler)
         half = [s.name for p in planned if p.bucket.dtype == torch.float16 for s in p.bucket.segments]
         if self.enabled and half:
             raise ValueError(

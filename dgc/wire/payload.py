@@ -4,6 +4,8 @@
     bytes 4-7    int32   number, from 1, of the first tensor whose gradient was not finite; 0: all were
     bytes 8-11   uint32  checksum of all other bytes (dgc.kernels.codec)
     bytes 12-15  fp32    scale of the values
+    bytes 16-19  fp32    ratio of the elements that are sent in this step
+    bytes 20-23  uint32  crc32 of the formats of indices and values
     then                 indices, a multiple of 4 bytes
     then                 values; zeros fill up to a multiple of 8 bytes
 
@@ -11,15 +13,18 @@ The size depends on the plan alone. A collective whose size changes from step to
 response cache every time. Encoding waits for no device; decoding reads from it once.
 """
 
+import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from zlib import crc32
 
 import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import HEADER_BYTES, Codec
+from dgc.kernels.codec import HEADER_BYTES, Codec, Terms
 from dgc.kernels.protocol import Quotas, Selection
 from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices, PlainSection
 from dgc.wire.values import CastValues, ValueFormat
@@ -27,6 +32,40 @@ from dgc.wire.values import CastValues, ValueFormat
 
 class PayloadError(RuntimeError):
     """A payload that cannot be what its sender made."""
+
+
+def check_sizes(payloads: Sequence[UInt8[Tensor, "nbytes"]], nbytes: int, terms: Terms, what: str) -> None:
+    """PayloadError where payloads are not of the planned size.
+
+    A rank on other terms plans another size. A transport that knows one size alone then cuts what it gathered
+    into equal parts. In the whole, though, all ranks before the first that differs have the planned size, so its
+    header is found.
+    """
+    if all(payload.numel() == nbytes for payload in payloads):
+        return
+    whole = torch.cat(list(payloads)).cpu()
+    for rank in range(len(payloads)):
+        header = whole[rank * nbytes :][:HEADER_BYTES].clone()
+        if header.numel() == HEADER_BYTES:
+            refuse_other_terms(rank, header.view(torch.int32).tolist()[4:], terms, what)
+    sizes = [payload.numel() for payload in payloads]
+    rank = next(rank for rank, size in enumerate(sizes) if size != nbytes)
+    raise PayloadError(f"rank {rank} sent {sizes[rank]} bytes, {nbytes} were planned")
+
+
+def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str) -> None:
+    """PayloadError where they are not this rank's. words: as in the header of that rank's payload."""
+    (ratio, form), own = words, terms.words
+    if ratio != own[0]:
+        (theirs,) = struct.unpack("<f", struct.pack("<i", ratio))
+        raise PayloadError(
+            f"rank {rank} encoded {what} at compress_ratio {theirs:.6g}, this rank at {terms.ratio:.6g}: call "
+            "begin_epoch(epoch) on every rank, with the same epoch"
+        )
+    if form != own[1]:
+        raise PayloadError(
+            f"rank {rank} encoded {what} in another format than this rank: every rank needs the same settings"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +93,7 @@ class SparseFormat:
     indices: IndexFormat = field(default_factory=PlainIndices)
 
     def nbytes(self, quotas: Quotas, numel: int) -> int:
-        """Size of a payload: 16, the sections of indices and of values, rounded up to 8."""
+        """Size of a payload: 24, the sections of indices and of values, rounded up to 8."""
         return self._layout(quotas, numel).nbytes
 
     def encode(
@@ -65,52 +104,62 @@ class SparseFormat:
         numel: int,
         first_nonfinite: Int64[Tensor, ""],
         result: torch.dtype = torch.float32,
+        ratio: float = 1.0,
     ) -> Encoded:
         """A selection of the quotas' capacity, with finite values, from a bucket of numel elements.
 
         first_nonfinite: index of the first element of the gradient that was not finite; numel: all were.
-        result: the gradients' dtype, in whose range decoded values stay.
+        result: the gradients' dtype, in whose range decoded values stay. ratio: of the elements that are sent in
+        this step; receivers must give the same.
         """
         assert selection.values.numel() == quotas.capacity
         layout = self._layout(quotas, numel)
         if isinstance(layout.indices, PlainSection) and isinstance(self.values, CastValues):
             # the same in one call: on a CPU each small one finds cold what the pass has driven out of the caches
             dtypes, limit = (layout.indices.dtype, self.values.torch_dtype), self.values.largest(result)
-            how = (dtypes, limit, first_nonfinite, quotas.bounds, layout.nbytes)
+            how = (dtypes, limit, first_nonfinite, quotas.bounds, self.terms(ratio), layout.nbytes)
             payload, values = codec.encode_plain(selection, *how)
             return Encoded(payload, Selection(selection.indices, values, selection.count), selection.values)
         payload = codec.blank(layout.nbytes, selection.values)
         own = layout.indices.encode_(codec, selection, payload[layout.index_bytes])
         section = payload[layout.value_bytes]
         values, scale = self.values.encode_(codec, own, quotas.bounds, section, result)
-        codec.seal_(payload, own.count, first_nonfinite, quotas.bounds, scale)
+        codec.seal_(payload, own.count, first_nonfinite, quotas.bounds, scale, self.terms(ratio))
         return Encoded(payload, Selection(own.indices, values, own.count), own.values)
 
     def decode(
-        self, codec: Codec, payloads: Sequence[UInt8[Tensor, "nbytes"]], quotas: Quotas, numel: int
+        self,
+        codec: Codec,
+        payloads: Sequence[UInt8[Tensor, "nbytes"]],
+        quotas: Quotas,
+        numel: int,
+        ratio: float = 1.0,
+        what: str = "a payload",
     ) -> tuple[list[Selection], list[int]]:
         """(selections, numbers from 1 of each rank's first tensor that was not finite, or 0), in rank order.
 
-        PayloadError, naming the rank: a payload is not of the planned size, its checksum is not that of its bytes,
-        or they are none that `encode` writes.
+        ratio: as this rank has encoded. what: the payloads' name in errors.
+
+        PayloadError, naming the rank: it has encoded at another ratio or in another format, a payload is not of
+        the planned size, its checksum is not that of its bytes, or they are none that `encode` writes.
         """
-        ranges, layout = quotas.bounds.numel() - 1, self._layout(quotas, numel)
+        ranges, layout, terms = quotas.bounds.numel() - 1, self._layout(quotas, numel), self.terms(ratio)
+        check_sizes(payloads, layout.nbytes, terms, what)
         selections, facts = [], []
-        for rank, given in enumerate(payloads):
-            if given.numel() != layout.nbytes:
-                raise PayloadError(f"rank {rank} sent {given.numel()} bytes, {layout.nbytes} were planned")
+        for given in payloads:
             payload = given if given.is_contiguous() and given.storage_offset() % 8 == 0 else given.clone()
             header = codec.unseal(payload)
             indices, sound = layout.indices.decode(codec, payload[layout.index_bytes], header.count)
             section = payload[layout.value_bytes]
             values, finite = self.values.decode(codec, section, indices, header, quotas.bounds)
             selections.append(Selection(indices, values, header.count))
-            facts += [header.count, header.number, header.sealed, sound, finite]
+            facts += [header.count, header.number, *header.terms, header.sealed, sound, finite]
         known = read_facts(facts)
         for rank in range(len(selections)):
-            count, number, sealed, good, fine = known[5 * rank : 5 * rank + 5]
+            count, number, *theirs, sealed, good, fine = known[7 * rank : 7 * rank + 7]
             if not sealed:
                 raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
+            refuse_other_terms(rank, theirs, terms, what)
             if not 0 <= count <= quotas.capacity:
                 raise PayloadError(f"rank {rank} sent {count} elements, at most {quotas.capacity} fit")
             if not 0 <= number <= ranges:
@@ -119,12 +168,21 @@ class SparseFormat:
                 raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
             if not fine:
                 raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
-        return selections, known[1::5]
+        return selections, known[1::7]
 
     def _layout(self, quotas: Quotas, numel: int) -> Layout:
         key = (quotas.capacity, quotas.bounds.numel() - 1, numel)
         found = self._layouts.get(key)
         return found if found is not None else self._layouts.setdefault(key, self._plan(*key))
+
+    def terms(self, ratio: float) -> Terms:
+        """What all ranks' payloads have in common that encode in this format at this ratio."""
+        return Terms(ratio, self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> int:
+        told = repr((self.indices, self.values))
+        return crc32(re.sub(r" at 0x[0-9a-f]+", "", told).encode())  # an object's address is its process's own
 
     @cached_property
     def _layouts(self) -> dict[tuple[int, int, int], Layout]:

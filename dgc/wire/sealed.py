@@ -1,6 +1,7 @@
 """Codes of any kind as one uint8 buffer of planned size.
 
-    bytes 0-15   header as in `payload`: count 0, the first tensor whose gradient was not finite, checksum, scale 1
+    bytes 0-23   header as in `payload`: count 0, the first tensor whose gradient was not finite, checksum,
+                 scale 1; ratio: nominal; form: crc32 of the compressor's name
     then         codes; zeros fill up to a multiple of 8 bytes
 """
 
@@ -10,8 +11,8 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import HEADER_BYTES, Codec
-from dgc.wire.payload import PayloadError, read_facts
+from dgc.kernels.codec import HEADER_BYTES, Codec, Terms
+from dgc.wire.payload import PayloadError, check_sizes, read_facts, refuse_other_terms
 
 
 def sealed_bytes(nbytes: int) -> int:
@@ -24,33 +25,40 @@ def seal(
     codes: UInt8[Tensor, "nbytes"],
     first_nonfinite: Int64[Tensor, ""],
     bounds: Int64[Tensor, "bounds"],
+    terms: Terms,
 ) -> UInt8[Tensor, "total"]:
     """first_nonfinite: index of the first element of the gradient that was not finite; bounds[-1]: all were."""
     payload = codec.blank(sealed_bytes(codes.numel()), codes)
     payload[HEADER_BYTES : HEADER_BYTES + codes.numel()] = codes
     none = torch.zeros((), dtype=torch.int32, device=codes.device)
-    codec.seal_(payload, none, first_nonfinite, bounds, torch.ones((), dtype=torch.float32, device=codes.device))
+    one = torch.ones((), dtype=torch.float32, device=codes.device)
+    codec.seal_(payload, none, first_nonfinite, bounds, one, terms)
     return payload
 
 
 def unseal(
-    codec: Codec, payloads: Sequence[UInt8[Tensor, "total"]], nbytes: int, ranges: int
+    codec: Codec,
+    payloads: Sequence[UInt8[Tensor, "total"]],
+    nbytes: int,
+    ranges: int,
+    terms: Terms,
+    what: str,
 ) -> tuple[list[UInt8[Tensor, "nbytes"]], list[int]]:
     """(codes, numbers from 1 of each rank's first tensor that was not finite, or 0), in rank order.
 
-    PayloadError, naming the rank, for what `seal` did not make.
+    PayloadError, naming the rank, for what `seal` did not make, or made on other terms. what: the payloads' name.
     """
     codes, facts = [], []
-    for rank, payload in enumerate(payloads):
-        if payload.numel() != sealed_bytes(nbytes):
-            raise PayloadError(f"rank {rank} sent {payload.numel()} bytes, {sealed_bytes(nbytes)} were planned")
+    check_sizes(payloads, sealed_bytes(nbytes), terms, what)
+    for payload in payloads:
         whole = payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
         header = codec.unseal(whole)
         codes.append(whole[HEADER_BYTES : HEADER_BYTES + nbytes])
-        facts += [header.number, header.sealed, header.count]
+        facts += [header.number, header.sealed, header.count, *header.terms]
     known = read_facts(facts)
     for rank in range(len(codes)):
-        number, sealed, count = known[3 * rank : 3 * rank + 3]
+        number, sealed, count, *theirs = known[5 * rank : 5 * rank + 5]
         if not sealed or count or not 0 <= number <= ranges:
             raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
-    return codes, known[::3]
+        refuse_other_terms(rank, theirs, terms, what)
+    return codes, known[::5]

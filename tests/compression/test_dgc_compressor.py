@@ -153,18 +153,18 @@ def test_the_cheaper_way_is_taken(size, ratio, sparse):
     (result, *_), _ = ranks.exchange([torch.randn(10_000, generator=generator) for _ in range(size)])
     assert isinstance(result, SparseResult) == sparse
     meter = ranks.world.meters[0]
-    both = (16 + 12 * round(ratio * 10_000)) * (size - 1), 2 * 40_000 * (size - 1) / size
-    assert meter.wire_bytes <= min(both) + 16 * size
+    both = (24 + 12 * round(ratio * 10_000)) * (size - 1), 2 * 40_000 * (size - 1) / size
+    assert meter.wire_bytes <= min(both) + 24 * size
 
 
 def test_payload_bytes_of_the_docstring():
     ranks = ranks_of(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), int32_indices=True))
     ranks.exchange(gradients(2, 0))
     pairs = 10 + 3 + 1
-    assert [meter.payload_bytes for meter in ranks.world.meters] == [16 + 8 * pairs] * 2
+    assert [meter.payload_bytes for meter in ranks.world.meters] == [24 + 8 * pairs] * 2
     ranks = ranks_of(2, lambda: DGCCompressor(1.0, DGCSGDMemory(0.9)))
     ranks.exchange(gradients(2, 0))
-    assert [meter.payload_bytes for meter in ranks.world.meters] == [4 * NUMEL + 8] * 2
+    assert [meter.payload_bytes for meter in ranks.world.meters] == [4 * NUMEL + 24] * 2
 
 
 def test_what_waits_leaves_with_a_dense_step():

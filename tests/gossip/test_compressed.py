@@ -235,8 +235,8 @@ def up(nbytes):
 @pytest.mark.parametrize(
     ("make", "nbytes"),
     [
-        (CHOCO, up(16 + 8 * KS)),
-        (lambda: CHOCO(quantizer=TopK(0.1, "fp16")), up(16 + 6 * KS)),
+        (CHOCO, up(24 + 8 * KS)),
+        (lambda: CHOCO(quantizer=TopK(0.1, "fp16")), up(24 + 6 * KS)),
         (lambda: CHOCO(quantizer=Sign()), 4 * 4 + 4 * (2 + 1 + 1 + 1)),
         (PowerGossip, 4 * (12 + 15 + 12)),
         (lambda: PowerGossip(rank=2), 4 * (12 + 2 * (15 + 12))),

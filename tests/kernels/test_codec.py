@@ -19,7 +19,7 @@ from wire.payloads import (
     selection_of,
 )
 
-from dgc.kernels.codec import RICE_BLOCK
+from dgc.kernels.codec import HEADER_BYTES, RICE_BLOCK, Terms
 from dgc.wire import PayloadError
 from dgc.wire.lengths import plan_packed, plan_rice
 
@@ -72,6 +72,7 @@ def test_codecs_agree_on_what_is_broken(form):
         payload = encode(form, selection_of(scattered(3000, count, trial)), quotas, 3000).payload
         noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
         some = torch.rand(payload.shape, generator=generator) < (1.0, 0.05, 0.003)[trial % 3]
+        some[16:HEADER_BYTES] = False  # the terms: other ones are refused before anything is decoded
         payload[12:] = torch.where(some, noise, payload)[12:]
         seal_(payload)
         outcomes = []
@@ -105,10 +106,13 @@ def test_any_parameter_and_count_is_safe(codec, form):
 def test_the_checksum_is_the_weighted_sum_of_the_words(codec):
     payload = torch.randint(0, 256, (808,), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
     bounds, zero = torch.tensor([0, 10]), torch.tensor(0)
-    codec.seal_(payload, zero.int(), zero, bounds, zero.float())
+    codec.seal_(payload, zero.int(), zero, bounds, zero.float(), Terms(0.1, 2**32 - 2))
     expected = payload.clone()
     seal_(expected)
     assert torch.equal(payload, expected) and codec.unseal(payload).sealed
+    assert payload[16:20].view(torch.float32).item() == torch.tensor(0.1).item()
+    assert payload[20:24].tolist() == [254, 255, 255, 255]
+    assert [int(word) for word in codec.unseal(payload).terms] == [0x3DCCCCCD, -2]
     payload[700] += 1
     assert not codec.unseal(payload).sealed
 
@@ -245,7 +249,8 @@ def test_encoding_never_waits_and_decoding_does_once(name):
     with Waits() as waits:
         plan = form.indices.plan(40, 5000)
         header = CODECS["reference"].unseal(done.payload)
-        indices, _ = plan.decode(CODECS["reference"], done.payload[16 : 16 + plan.nbytes], header.count)
+        section = done.payload[HEADER_BYTES : HEADER_BYTES + plan.nbytes]
+        indices, _ = plan.decode(CODECS["reference"], section, header.count)
         assert indices.numel() == 40
     assert not waits.waiting
 

@@ -74,7 +74,7 @@ class Row:
 def sparse_bytes(ratio: float, value: int, index: int) -> Callable[[Bucket], int]:
     def formula(bucket: Bucket) -> int:
         capacity = sum(-(-s.numel * int(1000 * ratio) // 1000) for s in bucket.segments)
-        return -(-(16 + capacity * (value + index)) // 8) * 8
+        return -(-(24 + capacity * (value + index)) // 8) * 8
 
     return formula
 
@@ -260,7 +260,7 @@ TABLE = [
     Row(
         "dgc-warm-up",
         dgc(DGCSGDMemory, warmup_epochs=1, warmup_coeff=[1.0]),
-        lambda bucket: own_bytes(bucket) + 8,
+        lambda bucket: own_bytes(bucket) + 24,
         conserves=False,
         momentum=0.9,
     ),

@@ -1,5 +1,6 @@
 """What only real ranks can show: Horovod over MPI at 1 to 4 ranks, and over Gloo."""
 
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,24 @@ def check_quick(found: list[dict]) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_mpirun(ranks: int, tmp_path: Path) -> None:
     check_quick(findings(ranks, tmp_path, *QUICK))
+
+
+def test_ranks_that_disagree_are_told_so(tmp_path: Path) -> None:
+    """All in one start: settings, ratios of a step, gradients that one's own clipping changes in flight."""
+    found = findings(2, tmp_path, "other_settings", "clipped_in_flight", "ratios_of_a_step")
+    for rank, own in enumerate(found):
+        setting = "compression.threshold is 0.5 on rank 0 and 0.25 on rank 1: every rank needs the same settings"
+        assert own["other_settings"]["message"] == setting
+        assert "call optimizer.synchronize() first, then clip" in own["clipped_in_flight"]["message"]
+        assert own["clipped_in_flight"]["weights"] == found[0]["clipped_in_flight"]["weights"]
+        told = own["ratios_of_a_step"]
+        for name, ratios in {"sizes": (0.25, 0.125), "one size": (0.006, 0.01)}.items():
+            theirs = rf"rank {1 - rank} encoded bucket \S+ at compress_ratio {ratios[1 - rank]}"
+            here = rf"this rank at {ratios[rank]}: call begin_epoch\(epoch\) on every rank"
+            assert re.match(f"{theirs}, {here}", told[name]), told
+    sparse, dense = (found[rank]["ratios_of_a_step"]["dense"] for rank in (1, 0))
+    assert re.match(r"rank 0 encoded bucket \S+ at compress_ratio 1, this rank at 0.125: call begin_epoch", sparse)
+    assert "Horovod has been shut down" in dense, "it waits for an all-reduce until the other ranks have left"
 
 
 def test_horovodrun_with_gloo(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from dgc.comm import (
 )
 from dgc.comm.horovod import HorovodTransport, hvd
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import BF16, FP16, Dense, DGCCompressor, NonFiniteGradientError
+from dgc.compression import BF16, FP16, Dense, DGCCompressor, NonFiniteGradientError, Threshold
 from dgc.kernels.library import supported_isas
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
@@ -185,6 +185,75 @@ def one_rank_differs(transport: Any) -> Finding:
     return {"message": ""}
 
 
+def other_settings(transport: Any) -> Finding:
+    """The last rank with another threshold: every rank is told which setting differs."""
+    model = torch.nn.Linear(4, 8)
+    threshold = 0.25 if transport.rank == transport.size - 1 else 0.5
+    return _told(
+        lambda: DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), Threshold(threshold=threshold)
+        ),
+        ValueError,
+    )
+
+
+def ratios_of_a_step(transport: Any) -> Finding:
+    """begin_epoch on one rank only: ratios differ, and with them the payloads' sizes, or even the collectives."""
+    told = {}
+    last = transport.rank == transport.size - 1
+    for name, (numel, ratios) in {
+        "sizes": (1000, [0.25, 0.125, 0.125]),
+        "one size": (100, [0.006, 0.01, 0.01]),
+        "dense": (1000, [1.0, 0.125, 0.125]),  # ends Horovod: the last
+    }.items():
+        model = torch.nn.Linear(numel, 1, bias=False)
+        dgc = DGCCompressor(ratios[-1], DGCSGDMemory(), warmup_epochs=2, warmup_coeff=ratios)
+        optimizer = DistributedOptimizer(
+            DGCSGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), dgc
+        )
+        optimizer.begin_epoch(int(last))
+        model(torch.ones(1, numel)).sum().backward()
+        told[name] = _told(optimizer.step, RuntimeError)["message"]
+        optimizer.close()
+    return told
+
+
+def clipped_in_flight(transport: Any) -> Finding:
+    """Gradients that change between backward and step() are refused on every rank."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 2))
+    optimizer = DistributedOptimizer(
+        DGCSGD(model.parameters(), lr=0.1, momentum=0.9),
+        model.named_parameters(),
+        DGCCompressor(0.5, DGCSGDMemory()),
+        bucket_mb=1e-4,
+    )
+
+    def clipped() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4) + transport.rank).square().sum().backward()
+        optimizer.synchronize()
+        clipped()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    found = {"weights": hashlib.sha256(model[0].weight.detach().numpy().tobytes()).hexdigest()}
+    optimizer.zero_grad()
+    model(torch.ones(3, 4) + transport.rank).square().sum().backward()
+    clipped()
+    return {**found, **_told(optimizer.step, RuntimeError)}
+
+
+def _told(act: Callable[[], Any], kind: type[Exception]) -> Finding:
+    try:
+        act()
+    except kind as error:
+        return {"message": str(error)}
+    return {"message": ""}
+
+
 def state_initialisation(transport: Any) -> Finding:
     """hvd.broadcast_optimizer_state leaves the weights alone."""
     torch.manual_seed(0)
@@ -300,6 +369,9 @@ SCENARIOS = {
         interpreted,
         interpreted_briefly,
         one_rank_differs,
+        other_settings,
+        ratios_of_a_step,
+        clipped_in_flight,
         state_initialisation,
         unused_on_one_rank,
         nonfinite,

@@ -1,6 +1,7 @@
 """Round trips of payloads, their planned sizes, and what every format does with the values."""
 
 import math
+from zlib import crc32
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def check_round_trip(form, selection, quotas, numel):
 @pytest.mark.parametrize("name", PAIR_BYTES)
 @pytest.mark.parametrize("capacity", [0, 1, 2, 3, 7, 64, 101, 1000])
 def test_planned_size_of_plain_formats(name, capacity):
-    exact = 16 + capacity * PAIR_BYTES[name]
+    exact = 24 + capacity * PAIR_BYTES[name]
     planned = FORMATS[name].nbytes(quotas_of(capacity, 0, NUMEL), NUMEL)
     assert exact <= planned < exact + 8 and planned % 8 == 0
 
@@ -108,7 +109,10 @@ def test_bytes_by_hand():
     indices = [2, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0]
     values = [0, 0, 0x80, 0x3F, 0, 0, 0, 0xC0, 0, 0, 0, 0]
     assert payload[:8].tolist() == [2] + [0] * 7
-    assert payload[12:].tolist() == [0, 0, 0x80, 0x3F] + indices + values
+    assert payload[12:20].tolist() == [0, 0, 0x80, 0x3F] * 2  # scale and ratio: 1
+    form_number = crc32(b"(PlainIndices(dtype='int32'), CastValues(dtype='fp32'))")
+    assert payload[20:24].tolist() == list(form_number.to_bytes(4, "little"))
+    assert payload[24:].tolist() == indices + values
 
 
 def test_rice_and_sign_bytes_by_hand():
@@ -118,7 +122,7 @@ def test_rice_and_sign_bytes_by_hand():
     payload = encode(form, selection, quotas, 6).payload
     indices = [0, 0b100110, 0, 0]
     means = [0, 0, 0xC0, 0x3F, 0, 0, 0x80, 0x40]
-    assert payload[16:].tolist() == indices + means + [0b110, 0, 0, 0]
+    assert payload[24:].tolist() == indices + means + [0b110, 0, 0, 0]
 
 
 def test_packed_bytes_by_hand():
@@ -126,8 +130,8 @@ def test_packed_bytes_by_hand():
     form, quotas = FORMATS["int8 packed"], quotas_of(3, 0, 100)
     selection = selection_of(torch.tensor([1, 2, 8]), torch.tensor([127.0, -64.4, 1.0]))
     payload = encode(form, selection, quotas, 100).payload
-    assert payload[16 : 16 + 4].tolist() == [3, 0b01000001, 0b1, 0]
-    start = 16 + form.indices.plan(3, 100).nbytes
+    assert payload[24 : 24 + 4].tolist() == [3, 0b01000001, 0b1, 0]
+    start = 24 + form.indices.plan(3, 100).nbytes
     assert payload[start : start + 7].tolist() == [0, 0, 0x80, 0x3F, 127, 256 - 64, 1]
 
 
@@ -207,7 +211,7 @@ def test_the_mean_is_added_up_in_double_precision():
 def test_a_tensor_that_sends_nothing_has_mean_zero():
     form, quotas = SparseFormat(SignValues(), PlainIndices("int32")), quotas_of(2, 0, 2, 50, 60)
     payload = encode(form, selection_of(torch.tensor([3, 55])), quotas, 60).payload
-    means = payload[16 + 8 : 16 + 8 + 12].view(torch.float32)
+    means = payload[24 + 8 : 24 + 8 + 12].view(torch.float32)
     assert means[0] == 0 and (means[1:] > 0).all()
 
 

@@ -8,7 +8,7 @@
 
 namespace dgc {
 
-constexpr int64_t HEADER_BYTES = 16;
+constexpr int64_t HEADER_BYTES = 24;
 constexpr int LARGEST_PARAMETER = 31;
 
 enum Dtype : int { FP32 = 0, FP16 = 1, BF16 = 2 };

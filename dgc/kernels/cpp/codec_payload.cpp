@@ -36,14 +36,16 @@ bool plain_decode(const uint8_t* section, int64_t count, int64_t numel, int32_t*
 
 using namespace dgc;
 
-// count, first_nonfinite, scale: one number each.
+// count, first_nonfinite, scale: one number each. ratio, form: as Terms in dgc/kernels/codec.py.
 DGC_EXPORT void dgc_seal(uint8_t* payload, int64_t nbytes, const int32_t* count, const int64_t* first_nonfinite,
-                         const int64_t* bounds, int64_t size, const float* scale) {
+                         const int64_t* bounds, int64_t size, const float* scale, float ratio, uint32_t form) {
     int64_t number = std::upper_bound(bounds, bounds + size, *first_nonfinite) - bounds;
     store<int32_t>(payload, *count);
     store<int32_t>(payload + 4, static_cast<int32_t>(number % size));
     store<uint32_t>(payload + 8, 0);
     store<float>(payload + 12, *scale);
+    store<float>(payload + 16, ratio);
+    store<uint32_t>(payload + 20, form);
     store<uint32_t>(payload + 8, checksum(payload, nbytes));
 }
 
@@ -62,15 +64,15 @@ DGC_EXPORT void dgc_plain_encode(const int32_t* indices, int64_t capacity, int64
 // A whole payload: plain indices of `index_size` bytes, behind them values as in dgc_cast_encode, sealed.
 DGC_EXPORT void dgc_encode_plain(const int32_t* indices, const float* values, int64_t capacity, const int32_t* count,
                                  int64_t index_size, int dtype, float limit, const int64_t* first_nonfinite,
-                                 const int64_t* bounds, int64_t size, uint8_t* payload, int64_t nbytes,
-                                 float* decoded) {
+                                 const int64_t* bounds, int64_t size, float ratio, uint32_t form, uint8_t* payload,
+                                 int64_t nbytes, float* decoded) {
     uint8_t* section = payload + HEADER_BYTES;
     float scale;
     dgc_plain_encode(indices, capacity, index_size, section);
     section += capacity * index_size;
     dgc_cast_encode(values, capacity, dtype, limit, section, decoded, &scale);
     std::fill(section + capacity * size_of(dtype), payload + nbytes, uint8_t{0});
-    dgc_seal(payload, nbytes, count, first_nonfinite, bounds, size, &scale);
+    dgc_seal(payload, nbytes, count, first_nonfinite, bounds, size, &scale, ratio, form);
 }
 
 // As dgc_rice_decode.

@@ -1,0 +1,130 @@
+"""The settings of all ranks are compared before training starts: those that differ train apart, or deadlock.
+
+`describe` gives a text for each setting, by its path, such as `compression.rules[0].compressor.threshold`:
+
+    numbers, strings, bools, None, dtypes     their repr
+    classes, functions, methods               their qualified name, and the variables that a function encloses
+    tuples, lists, dicts, sets                the elements
+    tensors, arrays                           shape, dtype and a checksum of the contents; of tensors that require
+                                              a gradient (parameters) no contents: these may be broadcast later
+    devices                                   their type: the number is the rank's own
+    generators of random numbers, modules,
+    optimizers, transports                    their class alone: their state is the rank's own
+    other objects                             their class and all their attributes, private ones too, and plain
+                                              class attributes; cached properties are left out
+"""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from enum import Enum
+from functools import cached_property, partial
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from dgc.comm.collectives import all_gather_object, all_reduce
+from dgc.comm.requests import as_bytes
+from dgc.comm.transport import Transport
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
+NAMED = (type, FunctionType, BuiltinFunctionType)
+OF_A_RANK = (torch.Generator, torch.nn.Module, torch.optim.Optimizer, Transport)
+ABSENT = "not there"
+
+
+def describe(**settings: object) -> dict[str, str]:
+    """What each setting, and each part of it, is. Paths begin with the keywords."""
+    return {path: text for name, value in settings.items() for path, text in _walk(value, name, ())}
+
+
+def check_settings(transport: Transport, name: str, **settings: object) -> None:
+    """Compare settings with those of all ranks. Collective; name: of the messages.
+
+    Raises:
+        ValueError: on every rank alike, naming the first setting that differs, both values and both ranks.
+    """
+    own = describe(**settings)
+    digest = crc32(repr(own).encode())
+    largest = all_reduce(transport, torch.tensor([digest, -digest], dtype=torch.int64), "max", f"{name}.digest").tolist()
+    if largest == [digest, -digest]:
+        return
+    first, *others = all_gather_object(transport, own, name)
+    for rank, other in enumerate(others, 1):
+        for path in dict.fromkeys(chain(first, other)):
+            here, there = first.get(path, ABSENT), other.get(path, ABSENT)
+            if here != there:
+                raise ValueError(
+                    f"{path} is {here} on rank 0 and {there} on rank {rank}: every rank needs the same settings"
+                )
+
+
+def _walk(obj: Any, path: str, outer: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    if isinstance(obj, PLAIN):
+        yield path, repr(obj)
+    elif isinstance(obj, NAMED) and id(obj) not in outer:
+        yield path, _name(obj)
+        enclosed = inspect.getclosurevars(obj).nonlocals if isinstance(obj, FunctionType) else {}
+        for label, part in enclosed.items():
+            yield from _walk(part, f"{path}.{label}", (*outer, id(obj)))
+    elif isinstance(obj, torch.device):
+        yield path, obj.type
+    elif isinstance(obj, torch.Tensor):
+        contents = "" if obj.requires_grad else f", crc32 {_checksum(obj)}"
+        yield path, f"tensor of shape {tuple(obj.shape)}, {obj.dtype}{contents}"
+    elif hasattr(obj, "tobytes") and hasattr(obj, "dtype"):
+        yield path, f"array of shape {tuple(obj.shape)}, {obj.dtype}, crc32 {crc32(obj.tobytes())}"
+    elif id(obj) in outer:
+        yield path, "an object around it"
+    elif isinstance(obj, OF_A_RANK):
+        yield path, _name(type(obj))
+    else:
+        parts = _parts(obj)
+        yield path, _name(type(obj)) if parts is not None else _repr(obj)
+        for label, part in parts or ():
+            yield from _walk(part, path + label, (*outer, id(obj)))
+
+
+def _parts(obj: Any) -> list[tuple[str, Any]] | None:
+    """(how a path goes on, what is there) of all that an object consists of; None if it cannot be looked into."""
+    if isinstance(obj, Mapping):
+        return [(f"[{_repr(key)}]", value) for key, value in obj.items()]
+    if isinstance(obj, Sequence | Set):
+        elements = sorted(map(_repr, obj)) if isinstance(obj, Set) else obj
+        return [(f"[{i}]", value) for i, value in enumerate(elements)]
+    if isinstance(obj, MethodType):
+        return [(".__func__", obj.__func__), (".__self__", obj.__self__)]
+    if isinstance(obj, partial):
+        return [(".func", obj.func), (".args", obj.args), (".keywords", obj.keywords)]
+    kinds = type(obj).__mro__
+    slots = [name for kind in kinds for name in _names(vars(kind).get("__slots__", ()))]
+    if not hasattr(obj, "__dict__") and not slots:
+        return None
+    own = dict(getattr(obj, "__dict__", {}))
+    own |= {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
+    shared: dict[str, Any] = {}
+    for kind in reversed(kinds):
+        shared |= vars(kind)
+    plain = {name: value for name, value in shared.items() if isinstance(value, PLAIN) and name[:2] != "__"}
+    known = {name: value for name, value in own.items() if not isinstance(shared.get(name), cached_property)}
+    return [(f".{name}", value) for name, value in (plain | known).items()]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return crc32(as_bytes(tensor.cpu().contiguous()).numpy().tobytes())
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if name[:2] != "__")
+
+
+def _repr(obj: object) -> str:
+    """Without addresses, which are this process's own."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(obj))
+
+
+def _name(named: Any) -> str:
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,198 @@
+"""Every setting must be the same on every rank before training starts."""
+
+import functools
+import re
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import QSGD, Dense, DGCCompressor, PowerSGDCompressor, Route, Rule, Threshold
+from dgc.compression.protocol import Stateless
+from dgc.gossip import DPSGD, Periodic, from_weights
+from dgc.memory import ClipByNorm, DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer, GossipOptimizer
+from dgc.optim.agreement import describe
+from dgc.selection import Sampled
+from dgc.wire import CastValues, PackedIndices
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import wrap  # noqa: E402
+
+
+class OfAUser(Stateless):
+    def __init__(self, seed, table=(1.0,)):
+        self._seed, self.table = seed, torch.tensor(table)
+
+    def reduce(self, bucket):
+        raise AssertionError
+
+
+def dgc(ratio=0.1, momentum=0.9, clipping=None, **options):
+    return DGCCompressor(ratio, DGCSGDMemory(momentum, gradient_clipping=clipping), **options)
+
+
+# (setting's path, its value on rank 0, on the last rank, and a wrapper for each value)
+CASES = [
+    ("op", "average", "sum", lambda op: {"op": op}),
+    ("nonfinite", "skip", "raise", lambda n: {"nonfinite": n}),
+    ("bucket_mb", 25.0, 24.0, lambda mb: {"bucket_mb": mb}),
+    ("backward_passes_per_step", 1, 2, lambda n: {"backward_passes_per_step": n}),
+    (
+        "uses_grad_scaler",
+        True,
+        False,
+        lambda used: {"grad_scaler": torch.amp.GradScaler("cpu", enabled=used)},
+    ),
+    ("compression.threshold", 0.5, 0.25, lambda t: {"compression": Threshold(threshold=t)}),
+    ("compression.threshold", 0.5, None, lambda t: {"compression": Threshold(threshold=t)}),
+    ("compression._seed", 0, 1, lambda s: {"compression": QSGD(seed=s)}),
+    ("compression._seed", 3, 4, lambda s: {"compression": OfAUser(s)}),
+    ("compression.compress_ratio", 0.1, 0.2, lambda r: {"compression": dgc(r)}),
+    ("compression.memory.momentum", 0.9, 0.8, lambda m: {"compression": dgc(momentum=m)}),
+    (
+        "compression.memory.gradient_clipping.max_norm",
+        1.0,
+        2.0,
+        lambda n: {"compression": dgc(clipping=ClipByNorm(n))},
+    ),
+    ("compression._selector.sample_ratio", 0.1, 0.2, lambda r: {"compression": dgc(selector=Sampled(r))}),
+    ("compression._format.values.dtype", "fp16", "bf16", lambda v: {"compression": dgc(values=CastValues(v))}),
+    (
+        "compression._warmup.warmup_coeff[1]",
+        0.2,
+        0.3,
+        lambda c: {"compression": dgc(warmup_epochs=2, warmup_coeff=[0.5, c])},
+    ),
+    (
+        "compression.rules[0].compressor.threshold",
+        1.0,
+        2.0,
+        lambda t: {"compression": Route([Rule(Threshold(threshold=t), name="*weight"), Rule(Dense())])},
+    ),
+    ("compression.rules[0].min_numel", 1, 2, lambda n: {"compression": Route([Rule(Dense(), min_numel=n)])}),
+]
+
+
+def inner(model):
+    return DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_the_setting_that_differs_is_named_on_every_rank():
+    for path, first, last, make in CASES:
+        told = []
+
+        def body(transport, first=first, last=last, make=make, told=told):
+            value = last if transport.rank == transport.size - 1 else first
+            with pytest.raises(ValueError, match="every rank needs the same settings") as caught:
+                wrap(nn.Linear(3, 3), transport, inner, **make(value))
+            told.append(str(caught.value))
+
+        LockstepWorld(3).run(body)
+        assert len(told) == 3 and len(set(told)) == 1
+        assert told[0].startswith(f"{path} is {first!r} on rank 0 and {last!r} on rank 2"), told[0]
+
+
+def test_other_kinds_of_settings():
+    def told(*settings):
+        def body(transport):
+            wrap(nn.Linear(3, 3), transport, inner, compression=settings[transport.rank])
+
+        with pytest.raises(ValueError, match="every rank needs the same settings") as caught:
+            LockstepWorld(2).run(body)
+        return str(caught.value)
+
+    assert "compression is dgc.compression.dense.Dense" in told(Dense(), Threshold())
+    assert "compression.rank is 1 on rank 0 and 2" in told(PowerSGDCompressor(1), PowerSGDCompressor(2))
+    indices = told(dgc(), dgc(indices=PackedIndices()))
+    assert "compression._format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind" in indices
+    assert "compression.table is tensor of shape (1,), torch.float32" in told(OfAUser(1), OfAUser(1, (2.0,)))
+
+
+def test_gossip_algorithms_too():
+    def weighted(own):
+        return lambda size: from_weights([[[own, 1 - own], [1 - own, own]]])
+
+    for path, make in {
+        "gossip": lambda rank: Periodic(2) if rank else DPSGD(),
+        "gossip.average_every": lambda rank: Periodic(2 + rank),
+        "gossip._graphs[0].own": lambda rank: DPSGD(weighted(0.5 + 0.1 * rank)),
+    }.items():
+
+        def body(transport, path=path, make=make):
+            model = nn.Linear(3, 3)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            with pytest.raises(ValueError, match=rf"^{re.escape(path)} is .* on rank 0 and .* on rank 1: every"):
+                GossipOptimizer(sgd, model.named_parameters(), make(transport.rank), transport=transport)
+
+        LockstepWorld(2).run(body)
+
+
+def test_what_is_a_ranks_own_may_differ():
+    """Learning rates, generators of random numbers, parameters before a broadcast, numbers of devices."""
+
+    def body(transport):
+        rank = transport.rank
+        compression = OfAUser(1)
+        compression.generator = torch.Generator().manual_seed(rank)
+        compression.module = nn.Linear(2 + rank, 2)
+        compression.parameter = nn.Parameter(torch.full((2,), float(rank)))
+        compression.device, compression.itself = torch.device("cuda", rank), compression
+        compression.transport = transport
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+        DistributedOptimizer(optimizer, model.named_parameters(), compression, transport=transport)
+
+    LockstepWorld(2).run(body)
+
+
+@dataclass
+class Settings:
+    numbers: dict[str, tuple[float, ...]]
+    function: object
+
+
+class Slotted:
+    __slots__ = ("empty", "value")
+    limit = 7
+
+    def __init__(self):
+        self.value = {3, 1}
+
+
+class Kind(Enum):
+    A = 1
+
+
+def test_description():
+    told = describe(a=Settings({"x": (1.0, 2.0)}, functools.partial(sorted, reverse=True)), b=Slotted(), c=Kind.A)
+    here = __name__
+    assert told == {
+        "a": f"{here}.Settings",
+        "a.numbers": "builtins.dict",
+        "a.numbers['x']": "builtins.tuple",
+        "a.numbers['x'][0]": "1.0",
+        "a.numbers['x'][1]": "2.0",
+        "a.function": "functools.partial",
+        "a.function.func": "builtins.sorted",
+        "a.function.args": "builtins.tuple",
+        "a.function.keywords": "builtins.dict",
+        "a.function.keywords['reverse']": "True",
+        "b": f"{here}.Slotted",
+        "b.limit": "7",
+        "b.value": "builtins.set",
+        "b.value[0]": "'1'",
+        "b.value[1]": "'3'",
+        "c": "<Kind.A: 1>",
+    }
+    assert describe(d=torch.float16, e=object(), f=Slotted.__init__, g=None) == {
+        "d": "torch.float16",
+        "e": "<object object>",
+        "f": f"{here}.Slotted.__init__",
+        "g": "None",
+    }

@@ -1,0 +1,107 @@
+"""Ranks that encode at different ratios or in different formats: an error on every rank that says so."""
+
+import pytest
+import torch
+from wire.payloads import FORMATS, SOME, encode, quotas_of, scattered, selection_of
+
+from dgc.comm.lockstep import LockstepError, LockstepWorld
+from dgc.compression import DGCCompressor
+from dgc.kernels.bits import TorchCodec
+from dgc.kernels.codec import Terms
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.wire import PayloadError
+from dgc.wire.sealed import seal, unseal
+
+CODEC, NUMEL = TorchCodec(), 4000
+
+
+def sent(form, ratio):
+    """(payload, quotas) of a rank."""
+    count = round(ratio * NUMEL)
+    quotas = quotas_of(count, 0, 100, NUMEL)
+    first = torch.tensor(NUMEL)
+    selection = selection_of(scattered(NUMEL, count))
+    return form.encode(CODEC, selection, quotas, NUMEL, first, ratio=ratio).payload, quotas
+
+
+def as_horovod_gathers(payloads):
+    """It tells the whole alone: each rank cuts it into equal parts."""
+    return torch.cat(payloads).chunk(len(payloads))
+
+
+def told(form, ratio, quotas, payloads):
+    with pytest.raises(PayloadError) as caught:
+        form.decode(CODEC, as_horovod_gathers(payloads), quotas, NUMEL, ratio, "bucket b")
+    return str(caught.value)
+
+
+def test_a_rank_at_another_ratio_is_named_on_every_rank_whatever_the_sizes():
+    for form in SOME.values():
+        for ratios in ([0.1, 0.2], [0.2, 0.1], [0.1, 0.1, 0.2], [0.1, 0.2, 0.1], [0.2, 0.1, 0.1, 0.1]):
+            made = [sent(form, ratio) for ratio in ratios]
+            for own, (_, quotas) in zip(ratios, made, strict=True):
+                other = next(rank for rank, ratio in enumerate(ratios) if ratio != own)
+                theirs = f"rank {other} encoded bucket b at compress_ratio {ratios[other]}"
+                words = told(form, own, quotas, [payload for payload, _ in made])
+                assert words.startswith(f"{theirs}, this rank at {own}: call begin_epoch")
+
+
+def test_where_the_sizes_are_the_same_too():
+    """Two ratios that send the same number of elements."""
+    form, (payload, quotas) = SOME["fp32 int64"], sent(SOME["fp32 int64"], 0.1)
+    words = told(form, 0.1001, quotas, [payload, payload])
+    assert words.startswith("rank 0 encoded bucket b at compress_ratio 0.1, this rank at 0.1001: call")
+    form.decode(CODEC, [payload, payload], quotas, NUMEL, 0.1)
+
+
+def test_another_format_is_told_as_such():
+    forms = ["fp16 int32", "bf16 int32", "fp32 int64"]  # the first two are of one size
+    for own in forms:
+        for other in set(forms) - {own}:
+            (mine, quotas), (theirs, _) = sent(FORMATS[own], 0.1), sent(FORMATS[other], 0.1)
+            words = told(FORMATS[own], 0.1, quotas, [mine, theirs])
+            assert words.startswith("rank 1 encoded bucket b in another format than this rank"), (own, other)
+
+
+def test_codes_are_sealed_on_terms_too():
+    bounds, first = torch.tensor([0, 10]), torch.tensor(10)
+    one, two = Terms(2 / 32, 7), Terms(1 / 32, 7)
+
+    def sealed(nbytes, terms):
+        return seal(CODEC, torch.ones(nbytes, dtype=torch.uint8), first, bounds, terms)
+
+    for nbytes in (16, 48):
+        gathered = as_horovod_gathers([sealed(16, one), sealed(nbytes, two)])
+        with pytest.raises(PayloadError, match="rank 1 encoded bucket b at compress_ratio 0.03125"):
+            unseal(CODEC, gathered, 16, 1, one, "bucket b")
+    with pytest.raises(PayloadError, match="rank 0 encoded bucket b in another format"):
+        unseal(CODEC, [sealed(16, one)], 16, 1, Terms(2 / 32, 8), "bucket b")
+
+
+def test_defaults_agree():
+    form, (payload, quotas) = SOME["sign rice"], sent(SOME["sign rice"], 0.1)
+    plain = encode(form, selection_of(scattered(NUMEL, 400)), quotas, NUMEL).payload
+    form.decode(CODEC, [plain], quotas, NUMEL)
+    with pytest.raises(PayloadError, match="this rank at 1: call begin_epoch"):
+        form.decode(CODEC, [payload], quotas, NUMEL)
+
+
+def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent():
+    """The lockstep transport refuses payloads of two sizes, or a dense step beside a sparse one."""
+    for ratios, words in (
+        ((0.25, 0.125), "AllGather"),
+        ((1.0, 0.125), r"different numbers of requests: \[2, 1\]"),
+    ):
+
+        def body(transport, ratios=ratios):
+            model = torch.nn.Linear(1000, 1, bias=False)
+            dgc = DGCCompressor(ratios[1], DGCSGDMemory(), warmup_epochs=2, warmup_coeff=ratios)
+            inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = DistributedOptimizer(inner, model.named_parameters(), dgc, transport=transport)
+            optimizer.begin_epoch(transport.rank)
+            model(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+
+        with pytest.raises(LockstepError, match=rf"{words}.*; give every rank .* call begin_epoch\(epoch\)"):
+            LockstepWorld(2).run(body)
