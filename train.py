@@ -8,6 +8,7 @@
 the config's business alone: here it is the optimizer that wraps the one that steps.
 """
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from omegaconf import DictConfig
 
 from dgc.comm import Transport
 from dgc.comm.horovod import connect
+from dgc.comm.launch import LaunchError, check_launcher
 from dgc.optim import broadcast_parameters
 from dgc_training.arguments import parse_arguments
 from dgc_training.checkpoint import Checkpoints, checkpoint_name
@@ -55,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tree = load(args.configs, overrides)
         if not args.print_config:
             require_complete(tree, args.devices)
-    except ConfigError as error:
+            check_launcher(os.environ)
+    except (ConfigError, LaunchError) as error:
         return complain(str(error))
     if args.print_config:
         if launched_rank() == 0:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import dgc.kernels as kernels
 from dgc.comm import Transport, all_gather_object, broadcast_object
+from dgc.comm.launch import LaunchError
 from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
 from dgc_training.checkpoint import write_atomically
 from dgc_training.code import code_difference, code_hashes
@@ -98,7 +99,7 @@ def building() -> Iterator[None]:
     """Inside, a value that some part of the run refuses (its ValueError) is a ConfigError: no traceback."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, LaunchError):
         raise
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"the run cannot be built from this config: {_cause(error)}") from error

@@ -246,3 +246,12 @@ def make(path: str) -> Digits:
     assert len(told) == 1 and told[0].startswith("[rank 1 of 2 on ")
     assert "dataset (shards.make): FileNotFoundError" in told[0] and "shard1" in told[0]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.timeout(120)
+def test_torchrun_is_refused_with_one_message(tmp_path):
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", REPOSITORY / "train.py"]
+    result = launch([*words, "--configs", "configs/digits/cnn.py", *FLAGS], tmp_path)
+    assert result.returncode != 0 and list(tmp_path.iterdir()) == []
+    assert result.stderr.count("WORLD_SIZE is 2, but Horovod sees 1 rank") == 1
+    assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr
