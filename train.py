@@ -4,7 +4,7 @@
     horovodrun -np 4 python train.py --configs configs/digits/cnn.py configs/dgc/wm5.py --configs.seed 7
 
 `main` reads the command line and the configs; nothing is started or written before they are known to be good.
-`run` builds every part from the config and holds the loop. Which algorithm the ranks speak to each other by is
+`build_and_train` builds every part from the config and holds the loop. Which algorithm the ranks speak to each other by is
 the config's business alone: here it is the optimizer that wraps the one that steps.
 """
 
@@ -12,6 +12,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ from dgc_training.setup import (
     build,
     building,
     check_agreement,
+    check_run_directory,
     choose_kernels,
     open_run_directory,
     prepare_device,
@@ -81,6 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
     """One rank's part, from building to the summary; exit status 0, or SAVED where a signal ended it early."""
+    with ExitStack() as held:
+        return build_and_train(args, tree, transport, held)
+
+
+def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, held: ExitStack) -> int:
+    """held: takes the run directory's lock, which is released when the run has ended."""
     rank, size, settings = transport.rank, transport.size, tree.train
     device = prepare_device(tree, args.devices, transport)
     check_agreement(tree, device, transport)
@@ -125,7 +133,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
     checkpoints = Checkpoints(directory / "checkpoints", transport)
     if args.evaluate:
         return evaluate_only(directory, tree, checkpoints, state, evaluation)
-    open_run_directory(directory, tree, transport, resume=not args.no_resume)
+    held.enter_context(open_run_directory(directory, tree, transport, resume=not args.no_resume))
     if rank == 0:
         print(to_yaml(tree, resolve=True), flush=True)
     latest = checkpoints.find("latest")
@@ -207,7 +215,7 @@ def evaluate_only(
             f"--evaluate: there is no checkpoint in {checkpoints.directory}; train first, or give --run-dir."
         )
     cure = f"--configs {directory / 'config.yaml'} --run-dir {directory} evaluates it as it was trained."
-    open_run_directory(directory, tree, state.transport, resume=True, cure=cure)
+    check_run_directory(directory, tree, state.transport, cure)
     state.load_model(checkpoints.load(found, own_part=False))
     results = evaluation(state.model)
     if state.transport.rank == 0:

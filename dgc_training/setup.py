@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import dgc.kernels as kernels
-from dgc.comm import Transport, all_gather_object, broadcast_object
+from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
 from dgc.comm.launch import LaunchError
 from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
 from dgc_training.checkpoint import write_atomically
 from dgc_training.code import code_difference, code_hashes
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
 from dgc_training.failure import Refused
+from dgc_training.lock import RunLock, remove_temporary_files
 from dgc_training.random_state import seed_everything
 from dgc_training.runs import config_differences, move_aside
 
@@ -164,18 +165,45 @@ def check_agreement(tree: DictConfig, device: torch.device, transport: Transport
             raise Refused(f"rank {rank} has another config than rank 0 (0 -> {rank}):\n" + "\n".join(lines))
 
 
-def open_run_directory(
-    directory: Path, tree: DictConfig, transport: Transport, *, resume: bool, cure: str = ANOTHER_PLACE
-) -> None:
-    """Makes the run directory and writes its config.yaml; rank 0 does it, and every rank learns how it went.
+@contextmanager
+def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, *, resume: bool) -> Iterator[None]:
+    """Makes the run directory and writes its config.yaml; inside, no other run may use it.
 
-    Refused, with this cure, if it holds a run with another config. With resume=False an earlier run there is moved
-    aside.
+    Rank 0 does it and holds the lock, and every rank learns how it went. Refused if another run uses the directory,
+    or if it holds a run with another config. With resume=False an earlier run there is moved aside.
     """
+    lock: RunLock | None = None
+
+    def prepare() -> None:
+        nonlocal lock
+        lock = RunLock(directory)
+        if not resume and (directory / "config.yaml").exists():
+            lock = _move_aside(directory, lock)
+        _claim(directory, tree)
+
+    try:
+        _on_rank_0(prepare, directory, transport)
+        if transport.local_rank == 0:
+            remove_temporary_files(directory)
+        barrier(transport, name="run_directory.clean")
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def check_run_directory(directory: Path, tree: DictConfig, transport: Transport, cure: str) -> None:
+    """Refused, with this cure, if the directory holds a run with another config. Nothing is written or locked, so
+    that a run can be evaluated while it trains.
+    """
+    _on_rank_0(lambda: _compare(directory / "config.yaml", tree, cure), directory, transport)
+
+
+def _on_rank_0(work: Callable[[], None], directory: Path, transport: Transport) -> None:
     problem = None
     if transport.rank == 0:
         try:
-            problem = _open(directory, tree, resume, cure)
+            work()
         except Refused as error:
             problem = str(error)
         except OSError as error:
@@ -185,23 +213,31 @@ def open_run_directory(
         raise Refused(problem)
 
 
-def _open(directory: Path, tree: DictConfig, resume: bool, cure: str) -> str | None:
+def _move_aside(directory: Path, lock: RunLock) -> RunLock:
+    """The lock of the new directory."""
+    try:
+        lock.directory = move_aside(directory)
+        print(f"--no-resume: the earlier run is now {lock.directory}", flush=True)
+        return RunLock(directory)
+    finally:
+        lock.release()
+
+
+def _claim(directory: Path, tree: DictConfig) -> None:
     path = directory / "config.yaml"
-    if path.exists() and not resume:
-        print(f"--no-resume: the earlier run is now {move_aside(directory)}", flush=True)
     if path.exists():
-        differences = config_differences(_resolved(path), to_yaml(tree, resolve=True))
-        if not differences:
-            return None
-        return (
-            f"{directory} holds a run with another config (there -> now):\n"
+        return _compare(path, tree, ANOTHER_PLACE)
+    text = to_yaml(tree, resolve=False)
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+def _compare(path: Path, tree: DictConfig, cure: str) -> None:
+    if path.exists() and (differences := config_differences(_resolved(path), to_yaml(tree, resolve=True))):
+        raise Refused(
+            f"{path.parent} holds a run with another config (there -> now):\n"
             + "\n".join(differences)
             + f"\nNothing was changed. {cure}"
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    text = to_yaml(tree, resolve=False)
-    write_atomically(path, lambda temporary: temporary.write_text(text))
-    return None
 
 
 def _resolved(path: Path) -> str:
