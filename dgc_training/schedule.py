@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, LRScheduler, OneCycleLR, SequentialLR
 
 
 def warmup_factor(epoch: float, size: int, warmup_epochs: int) -> float:
@@ -91,6 +91,17 @@ class Schedule:
     def _set(self, rates: list[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    def may_change(self, key: str) -> bool:
+        """Whether the scheduler may set this key of the groups, beside lr: one that cycles momentum does, and one
+        that is not torch's may.
+        """
+        if self.scheduler is None:
+            return False
+        if type(self.scheduler).__module__ != "torch.optim.lr_scheduler":
+            return True
+        cycles = isinstance(self.scheduler, OneCycleLR | CyclicLR | SequentialLR | ChainedScheduler)
+        return cycles and key in ("momentum", "betas")
 
     def state_dict(self) -> dict[str, Any]:
         """With the optimizer's state_dict, which holds the rates in force, all that the next step's rates

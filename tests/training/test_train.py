@@ -31,8 +31,8 @@ QUICK = [
 BRIEF = ["--configs.train.num_epochs=1", "--configs.train.checkpoint_every=null"]
 
 
-def run(words, size=2):
-    args, overrides = parse_arguments([*EXPERIMENT, "--devices", "cpu", *QUICK, *words])
+def run(words, size=2, experiment=EXPERIMENT):
+    args, overrides = parse_arguments([*experiment, "--devices", "cpu", *QUICK, *words])
     tree = load(args.configs, overrides)
     LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
 
@@ -253,8 +253,57 @@ def test_a_foreign_part_of_one_rank_names_that_rank(copy):
     folder = copy / "checkpoints" / "e0002"
     torch.save({"compression": {}, "batch_norm": {"other": 1}, "random": {}}, folder / "rank1.pt")
     vouch_for(folder, "rank1.pt")
-    with pytest.raises(Refused, match=r"does not fit this run \(rank 1\): ValueError: batch_norm is \['other'\]"):
+    with pytest.raises(Refused, match=r"does not fit this run \(rank 1\): rank1\.pt: ValueError: batch_norm is \['other'\]"):
         run(["--run-dir", str(copy)])
+
+
+def test_numbers_that_are_not_finite_or_of_another_type_are_refused(tmp_path):
+    """By file and name, with the cure: else every step is dropped, and the run ends well."""
+    nan, inf = float("nan"), float("inf")
+
+    def poison(tensor):
+        tensor.view(-1)[-1] = nan
+
+    def error_of(own, *path):
+        state = own["compression"]
+        for key in path:
+            state = state[key]
+        poison(next(iter(state.values())))
+
+    def double(own):
+        errors = own["compression"]["PowerSGDCompressor.0"]["errors"]
+        errors.update({name: error.double() for name, error in errors.items()})
+
+    dgc = ["configs/dgc/wm5.py"]
+    cases = [
+        (dgc, "shared", lambda s: poison(s["model"]["classifier.2.weight"]), r"shared\.pt: .* model\.classifier\.2\.weight has NaN"),
+        (dgc, "shared", lambda s: s["model"].update({"classifier.2.bias": s["model"]["classifier.2.bias"].double()}), "model.classifier.2.bias is not a tensor of .* torch.float32"),
+        (dgc, "shared", lambda s: poison(s["optimizer"]["state"][0]["momentum_buffer"]), r"optimizer\.state\.0\.momentum_buffer has NaN"),
+        (dgc, "shared", lambda s: s["optimizer"]["param_groups"][0].update(momentum=0.5), r"param_groups\.0\.momentum is 0\.5, and 0\.9 in the config"),
+        (dgc, "shared", lambda s: s["optimizer"]["param_groups"][0].update(lr=inf), r"param_groups\.0\.lr is inf"),
+        (dgc, "shared", lambda s: s["progress"].update(samples=2**80), r"progress\.samples is 1208925819614629174706176"),
+        (dgc, "rank1", lambda s: error_of(s, "DGCCompressor.0", "memory", "velocities"), r"\(rank 1\): rank1\.pt: .* velocity of \S+ has NaN"),
+        (["configs/quant/onebit.py"], "rank0", lambda s: error_of(s, "OneBit.0", "errors"), "error of .* has NaN"),
+        (["configs/powersgd/rank4.py"], "rank0", double, "error of .* has type torch.float64, not torch.float32"),
+        (["configs/powersgd/rank4.py"], "rank1", lambda s: error_of(s, "PowerSGDCompressor.0", "Q"), "Q of .* has NaN"),
+        (["configs/gossip/osgp.py"], "rank0", lambda s: poison(s["compression"]["OSGP.0"]["z"]), "z has NaN"),
+        (["configs/gossip/osgp.py"], "rank0", lambda s: poison(s["compression"]["optimizer"]["state"][0]["momentum_buffer"]), r"rank0\.pt: .*momentum_buffer has NaN"),
+    ]  # fmt: skip
+    made = {}
+    for number, (stack, file, damage, message) in enumerate(cases):
+        words = ["--configs", "configs/digits/cnn.py", *stack, "--configs.train.check_replicas_every=0", *BRIEF]
+        words.append("--configs.train.batch_size=400")
+        if stack[0] not in made:
+            made[stack[0]] = tmp_path / f"made{number}"
+            run([*words, "--run-dir", str(made[stack[0]])], experiment=())
+        copied = shutil.copytree(made[stack[0]], tmp_path / f"copy{number}")
+        folder = copied / "checkpoints" / "e0001"
+        content = read_tensors(folder / f"{file}.pt")
+        damage(content)
+        torch.save(content, folder / f"{file}.pt")
+        vouch_for(folder, f"{file}.pt")
+        with pytest.raises(Refused, match=rf"e0001 does not fit this run (.|\n)*{message}(.|\n)*latest\.json; --no-resume"):
+            run([*words, "--run-dir", str(copied)], experiment=())
 
 
 @pytest.mark.parametrize("damage", [b"a: [", b"\x00\x1a", b"\xff\xfe\xfa", b"  a: 1\nb: 2\n"])
