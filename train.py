@@ -8,7 +8,11 @@
 the config's business alone: here it is the optimizer that wraps the one that steps.
 """
 
+import dgc_training.installed  # noqa: F401  (says what to do where torch is missing)
+
+# isort: split
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -29,6 +33,7 @@ from dgc_training.data import TrainBatches
 from dgc_training.evaluation import Evaluation
 from dgc_training.failure import Refused, ending_all_ranks
 from dgc_training.interruption import SAVED, Interruption
+from dgc_training.labels import LabelCheck
 from dgc_training.launcher import complain, launched_rank
 from dgc_training.log import Log
 from dgc_training.parameters import parameter_groups
@@ -62,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_launcher(os.environ)
     except (ConfigError, LaunchError) as error:
         return complain(str(error))
+    except KeyboardInterrupt:
+        complain("Stopped by Ctrl-C (or by a config that raises KeyboardInterrupt): nothing was started.")
+        return 128 + signal.SIGINT
     if args.print_config:
         if launched_rank() == 0:
             print(to_yaml(tree, resolve=True), end="")
@@ -149,6 +157,7 @@ def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, hel
         checkpoint = checkpoint_name(progress.epoch, progress.step)
         checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
 
+    check_labels = LabelCheck(criterion)
     model.train()
     with Interruption(transport, lag=optimizer.steps_apart) as interruption:
         asked = None
@@ -165,6 +174,7 @@ def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, hel
                 with log.clock.phase("forward_backward"):
                     for inputs, targets in passes:
                         outputs = model(inputs)
+                        check_labels(outputs, targets)
                         part = criterion(outputs, targets) / len(passes)
                         part.backward()
                         loss += part.detach()
@@ -224,5 +234,15 @@ def evaluate_only(
     return 0
 
 
+def let_users_modules_win() -> None:
+    """Python puts this file's folder first on its path: there its `configs` and `scripts` would hide packages of
+    these names that a module in a config imports.
+    """
+    here = Path(__file__).resolve().parent
+    if sys.path and Path(sys.path[0]).resolve() == here:
+        sys.path.append(sys.path.pop(0))
+
+
 if __name__ == "__main__":
+    let_users_modules_win()
     sys.exit(main())

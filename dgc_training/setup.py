@@ -21,6 +21,7 @@ from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
 from dgc_training.checkpoint import write_atomically
 from dgc_training.code import code_difference, code_hashes
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
+from dgc_training.data import check_workers
 from dgc_training.failure import Refused
 from dgc_training.lock import RunLock, remove_temporary_files
 from dgc_training.random_state import seed_everything
@@ -117,7 +118,10 @@ def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torc
     ranks.
     """
     # Ranks of one machine share its cores; more threads than cores only make them slower.
-    cores = max(1, len(os.sched_getaffinity(0)) // transport.local_size)
+    all_cores = len(os.sched_getaffinity(0))
+    cores = max(1, all_cores // transport.local_size)
+    with building():
+        check_workers(tree.data.num_workers, transport.local_size, all_cores)
     torch.set_num_threads(max(1, min(tree.data.num_threads_per_worker, cores)))
     if tree.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -14,6 +14,7 @@ from dgc_training.arguments import parse_arguments
 from dgc_training.checkpoint import fingerprint, read_tensors
 from dgc_training.config import ConfigError, load
 from dgc_training.failure import Refused
+from dgc_training.labels import LabelCheck
 from dgc_training.setup import require_complete
 from dgc_training.state import Progress
 
@@ -317,7 +318,10 @@ def test_a_damaged_config_of_the_run_is_told(copy, damage):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("model.width=-3", r"model \(dgc_models\.DigitsCNN\): RuntimeError: .*\.py:\d+\)"),
+        ("model.width=0", r"model \(dgc_models\.DigitsCNN\): width must be at least 1, not 0"),
+        ("model.num_classes=-3", r"model \(dgc_models\.DigitsCNN\): num_classes must be at least 1, not -3"),
+        ("train.optimizer.lr=1e308", "the learning rate is .*e[+]308, which is no number of fp32"),
+        ("train.batch_size=1180591620717411303424", r"train\.batch_size is 1180\d+; it must be .* at most 2147483647"),
         ("train.num_batches_per_step=2000", r"cannot be built from this config: .* has 1437 samples, too few"),
         ("seed=1000000000000000000000", "seed is 1000000000000000000000; generators take 63 bits"),
     ],
@@ -330,6 +334,24 @@ def test_values_that_cannot_be_are_told_in_one_line(tmp_path, word, message):
         require_complete(tree, "cpu")
         LockstepWorld(1).run(lambda transport: train.run(args, tree, transport))
     assert "\n" not in str(told.value) and list(tmp_path.iterdir()) == []
+
+
+def test_labels_without_an_output_are_told_in_one_line(tmp_path):
+    """At their first batch, each rank for itself; labels that the loss ignores are no fault."""
+    words = ["--run-dir", str(tmp_path / "run"), "--configs.model.num_classes=9", *BRIEF]
+    with pytest.raises(ConfigError, match=r"label 9, but model has 9 outputs, for labels from 0 to 8: .*num_classes"):
+        run(words, size=1)
+    labels = torch.tensor([0, -100, 8])
+    LabelCheck(torch.nn.CrossEntropyLoss())(torch.zeros(3, 9), labels)
+    LabelCheck(torch.nn.MSELoss())(torch.zeros(3, 1), torch.tensor([7, 8, 9]))
+    with pytest.raises(ConfigError, match="label -1, but model"):
+        LabelCheck(torch.nn.CrossEntropyLoss())(torch.zeros(3, 9, 4), labels.clamp(min=-1).view(3, 1))
+
+
+def test_a_config_that_raises_keyboard_interrupt_has_no_traceback(tmp_path, capsys):
+    (tmp_path / "stop.py").write_text("raise KeyboardInterrupt\n")
+    assert train.main(["--configs", str(tmp_path / "stop.py")]) == 130
+    assert capsys.readouterr().err.startswith("Stopped by Ctrl-C")
 
 
 def test_settings_that_train_the_same_may_change(copy, capsys, monkeypatch):
