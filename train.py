@@ -4,8 +4,8 @@
     horovodrun -np 4 python train.py --configs configs/digits/cnn.py configs/dgc/wm5.py --configs.seed 7
 
 `main` reads the command line and the configs; nothing is started or written before they are known to be good.
-`build_and_train` builds every part from the config and holds the loop. Which algorithm the ranks speak to each other by is
-the config's business alone: here it is the optimizer that wraps the one that steps.
+`build_and_train` builds every part from the config and holds the loop. Which algorithm the ranks speak to each
+other by is the config's business alone: here it is the optimizer that wraps the one that steps.
 """
 
 import dgc_training.installed  # noqa: F401  (says what to do where torch is missing)

@@ -29,8 +29,8 @@ from dgc_training.random_state import derive_seed, temporary_seed
 
 LAP = 1_000_000  # more epochs than any run has
 MOST = 2**31 - 1  # samples of a pass, passes of a step
-# More workers on a core, even ones that wait for a slow file system, only cost memory; each imports torch, once for
-# training and once for evaluation.
+# More workers on a core, even ones that wait for a slow file system, only cost memory: each is a process that
+# imports torch, and there is one for training and one for evaluation.
 WORKERS_PER_CORE = 8
 WORKER_MEMORY = 700 * 10**6
 
@@ -117,8 +117,8 @@ def check_workers(num_workers: int, local_size: int, cores: int, memory: int | N
     most = min(WORKERS_PER_CORE * cores, memory // WORKER_MEMORY) // local_size
     if num_workers > max(1, most):
         raise ValueError(
-            f"data.num_workers is {num_workers}: {local_size} rank{'s' * (local_size > 1)} on this machine would have "
-            f"{num_workers * local_size} of them. It is at most {max(1, most)} here, with {cores} cores and "
+            f"data.num_workers is {num_workers}: {local_size} rank{'s' * (local_size > 1)} on this machine would "
+            f"have {num_workers * local_size} of them. It is at most {max(1, most)} here, with {cores} cores and "
             f"{memory / 1e9:.0f} GB; about {max(1, cores // local_size)} serves well"
         )
 

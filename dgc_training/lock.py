@@ -47,8 +47,8 @@ class RunLock:
         except BlockingIOError:
             holder = os.read(descriptor, 300).decode(errors="replace").strip() or "another process"
             raise Refused(
-                f"the run directory {self.directory} is in use by {holder}. Wait until that run has ended, or give "
-                "this run a directory of its own with --suffix or --run-dir."
+                f"the run directory {self.directory} is in use by {holder}. Wait until that run has ended, or "
+                "give this run a directory of its own with --suffix or --run-dir."
             ) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:

@@ -173,8 +173,8 @@ def check_agreement(tree: DictConfig, device: torch.device, transport: Transport
 def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, *, resume: bool) -> Iterator[None]:
     """Makes the run directory and writes its config.yaml; inside, no other run may use it.
 
-    Rank 0 does it and holds the lock, and every rank learns how it went. Refused if another run uses the directory,
-    or if it holds a run with another config. With resume=False an earlier run there is moved aside.
+    Rank 0 does it and holds the lock, and every rank learns how it went. Refused if another run uses the
+    directory, or if it holds a run with another config. With resume=False an earlier run there is moved aside.
     """
     lock: RunLock | None = None
 

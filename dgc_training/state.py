@@ -27,11 +27,10 @@ from dgc_training.random_state import random_state, restore_random_state
 from dgc_training.rows import Rows
 from dgc_training.schedule import Schedule
 
-
 MOST = 2**62  # of any count
 OLDER = (
-    "To go on from an older checkpoint, put its name into checkpoints/latest.json; --no-resume starts anew and keeps "
-    "this run aside."
+    "To go on from an older checkpoint, put its name into checkpoints/latest.json; --no-resume starts anew and "
+    "keeps this run aside."
 )
 
 

@@ -33,6 +33,6 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None) -> N
             if name.startswith("SLURM"):
                 cure = f"Start the ranks with scripts/slurm.sh or mpirun -np {ranks}, or srun --mpi=pmix"
             raise LaunchError(
-                f"{name} is {ranks}, but Horovod sees {size} rank{'s' * (size > 1)}: each process would train a run "
-                f"of its own. {cure}. If one run on {size} is what you want: env -u {name}"
+                f"{name} is {ranks}, but Horovod sees {size} rank{'s' * (size > 1)}: each process would train a "
+                f"run of its own. {cure}. If one run on {size} is what you want: env -u {name}"
             )

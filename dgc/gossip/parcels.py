@@ -63,7 +63,7 @@ def state_of(heard: Mapping[int, Heard], rank: int, size: int) -> dict[str, Any]
 
 
 def heard_of(state: Mapping[str, Any], rank: int, size: int, z: Vector) -> dict[int, Heard]:
-    """By sender, as it was; on the device of the model z. ValueError where it is not finite, or of another model."""
+    """By sender, as it was, on the device of the model z. ValueError: it is not finite, or of another model."""
     for share in state.values():
         check_tensor("heard x", share["x"], z.shape)
         check_tensor("heard w", share["w"], (), torch.float64)

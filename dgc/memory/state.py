@@ -108,7 +108,7 @@ class Undo:
 def check_tensor(
     what: str, saved: Any, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """ValueError, naming `what`, unless `saved` is a tensor of this shape (None: any) and dtype without NaN or inf."""
+    """ValueError, naming `what`, unless `saved` is a finite tensor of this dtype and shape (None: of any)."""
     if not isinstance(saved, Tensor):
         raise ValueError(f"{what} is of type {type(saved).__name__}, not a tensor")
     if shape is not None and tuple(saved.shape) != tuple(shape):

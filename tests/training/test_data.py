@@ -168,7 +168,7 @@ def test_workers_end_with_their_rank_however_it_ends(tmp_path):
 
 
 def test_more_workers_than_the_machine_can_hold_are_refused():
-    message = r"data.num_workers is 500: 2 ranks on this machine would have 1000 .* at most 32 .* 8 cores and 64 GB"
+    message = r"num_workers is 500: 2 ranks on this machine would have 1000 .* at most 32 .* 8 cores and 64 GB"
     with pytest.raises(ValueError, match=message):
         check_workers(500, local_size=2, cores=8, memory=64 * 10**9)
     with pytest.raises(ValueError, match="at most 5 .* 64 cores and 4 GB"):

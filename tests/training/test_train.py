@@ -254,7 +254,7 @@ def test_a_foreign_part_of_one_rank_names_that_rank(copy):
     folder = copy / "checkpoints" / "e0002"
     torch.save({"compression": {}, "batch_norm": {"other": 1}, "random": {}}, folder / "rank1.pt")
     vouch_for(folder, "rank1.pt")
-    with pytest.raises(Refused, match=r"does not fit this run \(rank 1\): rank1\.pt: ValueError: batch_norm is \['other'\]"):
+    with pytest.raises(Refused, match=r"this run \(rank 1\): rank1\.pt: ValueError: batch_norm is \['other'\]"):
         run(["--run-dir", str(copy)])
 
 
@@ -276,34 +276,51 @@ def test_numbers_that_are_not_finite_or_of_another_type_are_refused(tmp_path):
         errors.update({name: error.double() for name, error in errors.items()})
 
     dgc = ["configs/dgc/wm5.py"]
+    def group(**values):
+        return lambda s: s["optimizer"]["param_groups"][0].update(values)
+
+    onebit, powersgd, osgp = "configs/quant/onebit.py", "configs/powersgd/rank4.py", "configs/gossip/osgp.py"
+    weight, bias = "classifier.2.weight", "classifier.2.bias"
+    dgc, buffer = "configs/dgc/wm5.py", "momentum_buffer"
     cases = [
-        (dgc, "shared", lambda s: poison(s["model"]["classifier.2.weight"]), r"shared\.pt: .* model\.classifier\.2\.weight has NaN"),
-        (dgc, "shared", lambda s: s["model"].update({"classifier.2.bias": s["model"]["classifier.2.bias"].double()}), "model.classifier.2.bias is not a tensor of .* torch.float32"),
-        (dgc, "shared", lambda s: poison(s["optimizer"]["state"][0]["momentum_buffer"]), r"optimizer\.state\.0\.momentum_buffer has NaN"),
-        (dgc, "shared", lambda s: s["optimizer"]["param_groups"][0].update(momentum=0.5), r"param_groups\.0\.momentum is 0\.5, and 0\.9 in the config"),
-        (dgc, "shared", lambda s: s["optimizer"]["param_groups"][0].update(lr=inf), r"param_groups\.0\.lr is inf"),
-        (dgc, "shared", lambda s: s["progress"].update(samples=2**80), r"progress\.samples is 1208925819614629174706176"),
-        (dgc, "rank1", lambda s: error_of(s, "DGCCompressor.0", "memory", "velocities"), r"\(rank 1\): rank1\.pt: .* velocity of \S+ has NaN"),
-        (["configs/quant/onebit.py"], "rank0", lambda s: error_of(s, "OneBit.0", "errors"), "error of .* has NaN"),
-        (["configs/powersgd/rank4.py"], "rank0", double, "error of .* has type torch.float64, not torch.float32"),
-        (["configs/powersgd/rank4.py"], "rank1", lambda s: error_of(s, "PowerSGDCompressor.0", "Q"), "Q of .* has NaN"),
-        (["configs/gossip/osgp.py"], "rank0", lambda s: poison(s["compression"]["OSGP.0"]["z"]), "z has NaN"),
-        (["configs/gossip/osgp.py"], "rank0", lambda s: poison(s["compression"]["optimizer"]["state"][0]["momentum_buffer"]), r"rank0\.pt: .*momentum_buffer has NaN"),
-    ]  # fmt: skip
+        (dgc, "shared", lambda s: poison(s["model"][weight]), rf"shared\.pt.*{weight} has NaN"),
+        (dgc, "shared", lambda s: s["model"].update({bias: s["model"][bias].double()}), f"{bias} is not .*32"),
+        (dgc, "shared", lambda s: poison(s["optimizer"]["state"][0][buffer]), rf"state\.0\.{buffer} has NaN"),
+        (dgc, "shared", group(momentum=0.5), r"param_groups\.0\.momentum is 0\.5, and 0\.9 in the config"),
+        (dgc, "shared", group(lr=inf), r"param_groups\.0\.lr is inf"),
+        (dgc, "shared", lambda s: s["progress"].update(samples=2**80), rf"progress\.samples is {2**80}"),
+        (
+            dgc,
+            "rank1",
+            lambda s: error_of(s, "DGCCompressor.0", "memory", "velocities"),
+            r"\(rank 1\): rank1\.pt: .* velocity of \S+ has NaN",
+        ),
+        (onebit, "rank0", lambda s: error_of(s, "OneBit.0", "errors"), "error of .* has NaN"),
+        (powersgd, "rank0", double, "error of .* has type torch.float64, not torch.float32"),
+        (powersgd, "rank1", lambda s: error_of(s, "PowerSGDCompressor.0", "Q"), "Q of .* has NaN"),
+        (osgp, "rank0", lambda s: poison(s["compression"]["OSGP.0"]["z"]), "z has NaN"),
+        (
+            osgp,
+            "rank0",
+            lambda s: poison(s["compression"]["optimizer"]["state"][0][buffer]),
+            rf"rank0\.pt: .*{buffer} has NaN",
+        ),
+    ]
     made = {}
-    for number, (stack, file, damage, message) in enumerate(cases):
-        words = ["--configs", "configs/digits/cnn.py", *stack, "--configs.train.check_replicas_every=0", *BRIEF]
+    for number, (method, file, damage, message) in enumerate(cases):
+        words = ["--configs", "configs/digits/cnn.py", method, "--configs.train.check_replicas_every=0", *BRIEF]
         words.append("--configs.train.batch_size=400")
-        if stack[0] not in made:
-            made[stack[0]] = tmp_path / f"made{number}"
-            run([*words, "--run-dir", str(made[stack[0]])], experiment=())
-        copied = shutil.copytree(made[stack[0]], tmp_path / f"copy{number}")
+        if method not in made:
+            made[method] = tmp_path / f"made{number}"
+            run([*words, "--run-dir", str(made[method])], experiment=())
+        copied = shutil.copytree(made[method], tmp_path / f"copy{number}")
         folder = copied / "checkpoints" / "e0001"
         content = read_tensors(folder / f"{file}.pt")
         damage(content)
         torch.save(content, folder / f"{file}.pt")
         vouch_for(folder, f"{file}.pt")
-        with pytest.raises(Refused, match=rf"e0001 does not fit this run (.|\n)*{message}(.|\n)*latest\.json; --no-resume"):
+        cure = r"(.|\n)*latest\.json; --no-resume"
+        with pytest.raises(Refused, match=rf"e0001 does not fit this run (.|\n)*{message}{cure}"):
             run([*words, "--run-dir", str(copied)], experiment=())
 
 
@@ -321,7 +338,7 @@ def test_a_damaged_config_of_the_run_is_told(copy, damage):
         ("model.width=0", r"model \(dgc_models\.DigitsCNN\): width must be at least 1, not 0"),
         ("model.num_classes=-3", r"model \(dgc_models\.DigitsCNN\): num_classes must be at least 1, not -3"),
         ("train.optimizer.lr=1e308", "the learning rate is .*e[+]308, which is no number of fp32"),
-        ("train.batch_size=1180591620717411303424", r"train\.batch_size is 1180\d+; it must be .* at most 2147483647"),
+        ("train.batch_size=1180591620717411303424", r"train\.batch_size is 1180\d+; it must .* most 2147483647"),
         ("train.num_batches_per_step=2000", r"cannot be built from this config: .* has 1437 samples, too few"),
         ("seed=1000000000000000000000", "seed is 1000000000000000000000; generators take 63 bits"),
     ],
@@ -339,7 +356,7 @@ def test_values_that_cannot_be_are_told_in_one_line(tmp_path, word, message):
 def test_labels_without_an_output_are_told_in_one_line(tmp_path):
     """At their first batch, each rank for itself; labels that the loss ignores are no fault."""
     words = ["--run-dir", str(tmp_path / "run"), "--configs.model.num_classes=9", *BRIEF]
-    with pytest.raises(ConfigError, match=r"label 9, but model has 9 outputs, for labels from 0 to 8: .*num_classes"):
+    with pytest.raises(ConfigError, match=r"label 9, but model has 9 outputs, for labels from 0 to 8: .*classes"):
         run(words, size=1)
     labels = torch.tensor([0, -100, 8])
     LabelCheck(torch.nn.CrossEntropyLoss())(torch.zeros(3, 9), labels)
