@@ -27,6 +27,6 @@ class LabelCheck:
             wrong &= labels != self._ignored
         if bool(wrong.any()):
             raise ConfigError(
-                f"dataset has the label {int(labels[wrong][0])}, but model has {classes} outputs, for labels from 0 "
-                f"to {classes - 1}: set model.num_classes, or what the model calls it, to the data set's"
+                f"dataset has the label {int(labels[wrong][0])}, but model has {classes} outputs, for labels from "
+                f"0 to {classes - 1}: set model.num_classes (or what the model calls it) to the number of classes"
             )

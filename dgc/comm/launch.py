@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 # Numbers of ranks as launchers tell them that Horovod knows: Open MPI's mpirun, horovodrun over Gloo, PMI.
 SIZES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "PMI_SIZE")
+NAMES = (*SIZES, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 class LaunchError(ValueError):
@@ -18,7 +19,7 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None) -> N
         size: the number of ranks as Horovod tells it; None before it has started, where it follows from the
             environment, or cannot be known yet.
     """
-    told = {name: int(value) for name, value in environment.items() if value.isdecimal()}
+    told = {name: int(environment[name]) for name in NAMES if environment.get(name, "").isdecimal()}
     known = [told[name] for name in SIZES if name in told]
     if size is None:
         if not known and "PMIX_RANK" in environment:
