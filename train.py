@@ -224,6 +224,7 @@ def evaluate_only(
         raise Refused(
             f"--evaluate: there is no checkpoint in {checkpoints.directory}; train first, or give --run-dir."
         )
+    # No lock: a run can be evaluated while it trains.
     cure = f"--configs {directory / 'config.yaml'} --run-dir {directory} evaluates it as it was trained."
     check_run_directory(directory, tree, state.transport, cure)
     state.load_model(checkpoints.load(found, own_part=False))
@@ -234,9 +235,9 @@ def evaluate_only(
     return 0
 
 
-def let_users_modules_win() -> None:
+def put_repository_last_on_path() -> None:
     """Python puts this file's folder first on its path: there its `configs` and `scripts` would hide packages of
-    these names that a module in a config imports.
+    these names that a user's module imports.
     """
     here = Path(__file__).resolve().parent
     if sys.path and Path(sys.path[0]).resolve() == here:
@@ -244,5 +245,5 @@ def let_users_modules_win() -> None:
 
 
 if __name__ == "__main__":
-    let_users_modules_win()
+    put_repository_last_on_path()
     sys.exit(main())

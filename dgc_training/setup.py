@@ -197,9 +197,7 @@ def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, 
 
 
 def check_run_directory(directory: Path, tree: DictConfig, transport: Transport, cure: str) -> None:
-    """Refused, with this cure, if the directory holds a run with another config. Nothing is written or locked, so
-    that a run can be evaluated while it trains.
-    """
+    """Refused, with this cure, if the directory holds a run with another config. Writes and locks nothing."""
     _on_rank_0(lambda: _compare(directory / "config.yaml", tree, cure), directory, transport)
 
 
