@@ -4,13 +4,19 @@
     horovodrun -np 4 python train.py --configs configs/digits/cnn.py configs/dgc/wm5.py --configs.seed 7
 
 `main` reads the command line and the configs; nothing is started or written before they are known to be good.
-`run` builds every part from the config and holds the loop. Which algorithm the ranks speak to each other by is
-the config's business alone: here it is the optimizer that wraps the one that steps.
+`build_and_train` builds every part from the config and holds the loop. Which algorithm the ranks speak to each
+other by is the config's business alone: here it is the optimizer that wraps the one that steps.
 """
 
+import dgc_training.installed  # noqa: F401  (says what to do where torch is missing)
+
+# isort: split
+import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,6 +24,7 @@ from omegaconf import DictConfig
 
 from dgc.comm import Transport
 from dgc.comm.horovod import connect
+from dgc.comm.launch import LaunchError, check_launcher
 from dgc.optim import broadcast_parameters
 from dgc_training.arguments import parse_arguments
 from dgc_training.checkpoint import Checkpoints, checkpoint_name
@@ -26,6 +33,7 @@ from dgc_training.data import TrainBatches
 from dgc_training.evaluation import Evaluation
 from dgc_training.failure import Refused, ending_all_ranks
 from dgc_training.interruption import SAVED, Interruption
+from dgc_training.labels import LabelCheck
 from dgc_training.launcher import complain, launched_rank
 from dgc_training.log import Log
 from dgc_training.parameters import parameter_groups
@@ -38,6 +46,7 @@ from dgc_training.setup import (
     build,
     building,
     check_agreement,
+    check_run_directory,
     choose_kernels,
     open_run_directory,
     prepare_device,
@@ -55,8 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         tree = load(args.configs, overrides)
         if not args.print_config:
             require_complete(tree, args.devices)
-    except ConfigError as error:
+            check_launcher(os.environ)
+    except (ConfigError, LaunchError) as error:
         return complain(str(error))
+    except KeyboardInterrupt:
+        complain("Stopped by Ctrl-C (or by a config that raises KeyboardInterrupt): nothing was started.")
+        return 128 + signal.SIGINT
     if args.print_config:
         if launched_rank() == 0:
             print(to_yaml(tree, resolve=True), end="")
@@ -78,6 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
     """One rank's part, from building to the summary; exit status 0, or SAVED where a signal ended it early."""
+    with ExitStack() as held:
+        return build_and_train(args, tree, transport, held)
+
+
+def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, held: ExitStack) -> int:
+    """held: takes the run directory's lock, which is released when the run has ended."""
     rank, size, settings = transport.rank, transport.size, tree.train
     device = prepare_device(tree, args.devices, transport)
     check_agreement(tree, device, transport)
@@ -122,7 +141,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
     checkpoints = Checkpoints(directory / "checkpoints", transport)
     if args.evaluate:
         return evaluate_only(directory, tree, checkpoints, state, evaluation)
-    open_run_directory(directory, tree, transport, resume=not args.no_resume)
+    held.enter_context(open_run_directory(directory, tree, transport, resume=not args.no_resume))
     if rank == 0:
         print(to_yaml(tree, resolve=True), flush=True)
     latest = checkpoints.find("latest")
@@ -138,6 +157,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
         checkpoint = checkpoint_name(progress.epoch, progress.step)
         checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
 
+    check_labels = LabelCheck(criterion)
     model.train()
     with Interruption(transport, lag=optimizer.steps_apart) as interruption:
         asked = None
@@ -154,6 +174,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
                 with log.clock.phase("forward_backward"):
                     for inputs, targets in passes:
                         outputs = model(inputs)
+                        check_labels(outputs, targets)
                         part = criterion(outputs, targets) / len(passes)
                         part.backward()
                         loss += part.detach()
@@ -203,8 +224,9 @@ def evaluate_only(
         raise Refused(
             f"--evaluate: there is no checkpoint in {checkpoints.directory}; train first, or give --run-dir."
         )
+    # No lock: a run can be evaluated while it trains.
     cure = f"--configs {directory / 'config.yaml'} --run-dir {directory} evaluates it as it was trained."
-    open_run_directory(directory, tree, state.transport, resume=True, cure=cure)
+    check_run_directory(directory, tree, state.transport, cure)
     state.load_model(checkpoints.load(found, own_part=False))
     results = evaluation(state.model)
     if state.transport.rank == 0:
@@ -213,5 +235,15 @@ def evaluate_only(
     return 0
 
 
+def put_repository_last_on_path() -> None:
+    """Python puts this file's folder first on its path: there its `configs` and `scripts` would hide packages of
+    these names that a user's module imports.
+    """
+    here = Path(__file__).resolve().parent
+    if sys.path and Path(sys.path[0]).resolve() == here:
+        sys.path.append(sys.path.pop(0))
+
+
 if __name__ == "__main__":
+    put_repository_last_on_path()
     sys.exit(main())

@@ -16,6 +16,9 @@ class DigitsCNN(nn.Module):
 
     def __init__(self, num_classes: int = 10, width: int = 32) -> None:
         super().__init__()
+        for name, value in (("num_classes", num_classes), ("width", width)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         self.features = nn.Sequential(
             *_stage(1, width),
             *_stage(width, 2 * width),

@@ -14,8 +14,11 @@ Evaluation: rank r takes test indices [r::size], unpadded, so every sample is se
 ranks.
 """
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
+from multiprocessing import parent_process
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +28,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 from dgc_training.random_state import derive_seed, temporary_seed
 
 LAP = 1_000_000  # more epochs than any run has
+MOST = 2**31 - 1  # samples of a pass, passes of a step
+# More workers on a core, even ones that wait for a slow file system, only cost memory: each is a process that
+# imports torch, and there is one for training and one for evaluation.
+WORKERS_PER_CORE = 8
+WORKER_MEMORY = 700 * 10**6
 
 
 class Pass(NamedTuple):
@@ -96,10 +104,39 @@ class SeededDataset(Dataset[Any]):
             return [self.dataset[index] for index in wanted.indices]
 
 
-def ignore_requests_to_end(worker: int) -> None:
-    """In a worker: a signal to the whole process group must not end the worker before its rank has saved."""
+def check_workers(num_workers: int, local_size: int, cores: int, memory: int | None = None) -> None:
+    """ValueError where the ranks of a machine would start more workers than it has room for.
+
+    Args:
+        num_workers: data.num_workers, of each rank.
+        local_size: ranks on this machine.
+        cores: of this machine.
+        memory: of this machine, in bytes; None: what the system says.
+    """
+    memory = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = min(WORKERS_PER_CORE * cores, memory // WORKER_MEMORY) // local_size
+    if num_workers > max(1, most):
+        raise ValueError(
+            f"data.num_workers is {num_workers}: {local_size} rank{'s' * (local_size > 1)} on this machine would "
+            f"have {num_workers * local_size} of them. It is at most {max(1, most)} here, with {cores} cores and "
+            f"{memory / 1e9:.0f} GB; about {max(1, cores // local_size)} serves well"
+        )
+
+
+def begin_worker(worker: int) -> None:
+    """In a worker: a signal to the whole process group must not end it before its rank has saved, and it must not
+    outlive its rank. (The parent that the kernel knows is the fork server, which waits for its workers.)
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    rank = parent_process()
+    assert rank is not None
+
+    def end_with_rank() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_rank, daemon=True, name="end_with_rank").start()
 
 
 def worker_options(num_workers: int) -> dict[str, Any]:
@@ -112,7 +149,7 @@ def worker_options(num_workers: int) -> dict[str, Any]:
         "num_workers": num_workers,
         "multiprocessing_context": "forkserver",
         "persistent_workers": True,
-        "worker_init_fn": ignore_requests_to_end,
+        "worker_init_fn": begin_worker,
     }
 
 
@@ -132,8 +169,8 @@ class TrainBatches:
         num_workers: int = 0,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("num_batches_per_step", num_batches_per_step)):
-            if value < 1:
-                raise ValueError(f"train.{name} is {value}; it must be at least 1")
+            if not 1 <= value <= MOST:
+                raise ValueError(f"train.{name} is {value}; it must be at least 1 and at most {MOST}")
         samples = count_samples(dataset)
         self.sampler = PassSampler(samples, batch_size, num_batches_per_step, rank=rank, size=size, seed=seed)
         self.steps_per_epoch = self.sampler.steps

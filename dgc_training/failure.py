@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from dgc.comm.launch import LaunchError
 from dgc_training.config import ConfigError
 from dgc_training.launcher import launched_rank, launched_size
 
@@ -68,7 +69,7 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
     try:
         try:
             yield
-        except (Refused, ConfigError) as error:
+        except (Refused, ConfigError, LaunchError) as error:
             time.sleep(PATIENCE if rank else 0.0)
             sys.stdout.flush()
             print(

@@ -1,9 +1,15 @@
-"""Whether a loaded state has the form of the one it replaces: torch's own loaders take almost anything."""
+"""Whether a loaded state has the form of the one it replaces, and finite numbers: torch's own loaders take almost
+anything.
+"""
 
+from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, zeros_like
 from torch.optim import Optimizer
+
+from dgc_training.schedule import Schedule
 
 
 def check_form(saved: Any, now: Any, where: str) -> None:
@@ -27,11 +33,36 @@ def check_form(saved: Any, now: Any, where: str) -> None:
     elif isinstance(now, Tensor):
         if not isinstance(saved, Tensor) or saved.shape != now.shape or saved.dtype != now.dtype:
             raise ValueError(f"{where} is not a tensor of shape {tuple(now.shape)} and type {now.dtype}")
+        # a mask may hold inf from its beginning
+        if not bool((saved.isfinite() | ~now.isfinite().to(saved.device)).all()):
+            raise ValueError(f"{where} has NaN or inf")
     elif isinstance(now, bool) or not isinstance(now, int | float):
         if type(saved) is not type(now):
             raise ValueError(f"{where} is of type {type(saved).__name__}, not {type(now).__name__}")
     elif isinstance(saved, bool) or not isinstance(saved, int | float):
         raise ValueError(f"{where} is of type {type(saved).__name__}, not a number")
+    elif not isfinite(saved) and isfinite(now):
+        raise ValueError(f"{where} is {saved}")
+
+
+def check_tensors(saved: Any, now: Mapping[str, Any], where: str) -> None:
+    """As `check_form` for the tensors that both have; which ones are missing is left to the model's own loader."""
+    if not isinstance(saved, dict):
+        raise ValueError(f"{where} is of type {type(saved).__name__}, not a mapping")
+    for name in now.keys() & saved.keys():
+        check_form(saved[name], now[name], f"{where}.{name}")
+
+
+def check_hyperparameters(saved: Any, optimizer: Optimizer, schedule: Schedule) -> None:
+    """ValueError where a group's settings are not those of the config, the learning rate and what a scheduler may
+    change apart. `saved`: an optimizer's state_dict that `check_optimizer_state` has passed.
+    """
+    for number, (group, now) in enumerate(zip(saved["param_groups"], optimizer.param_groups, strict=True)):
+        for key in sorted(optimizer.defaults.keys() - {"lr"}):
+            if group[key] != now[key] and not schedule.may_change(key):
+                raise ValueError(
+                    f"optimizer.param_groups.{number}.{key} is {group[key]!r}, and {now[key]!r} in the config"
+                )
 
 
 def check_optimizer_state(saved: Any, optimizer: Optimizer) -> None:
@@ -50,6 +81,8 @@ def check_optimizer_state(saved: Any, optimizer: Optimizer) -> None:
         for name, value in buffers.items():
             plain = value is None or isinstance(value, bool | int | float)
             if isinstance(value, Tensor) and value.dim():
-                check_form(value.float(), parameters[number].float(), f"{where}.{name}")
+                check_form(value.float(), zeros_like(parameters[number]).float(), f"{where}.{name}")
             elif type(name) is not str or not (plain or isinstance(value, Tensor)):
                 raise ValueError(f"{where}.{name} is of type {type(value).__name__}")
+            elif value is not None and not isfinite(value):
+                raise ValueError(f"{where}.{name} is {float(value)}")

@@ -5,12 +5,14 @@ import sys
 import time
 
 # Rank and size as each launcher names them: mpirun, horovodrun over Gloo, an MPI that srun or Hydra starts
-# through PMI, and srun alone. SLURM's size is that of the step: a job's own script has SLURM_PROCID and
-# SLURM_NTASKS too, but is no rank, and srun may start fewer tasks than the job has room for.
+# through PMI, torchrun (which `dgc.comm.launch` refuses, with one message), and srun alone. SLURM's size is that
+# of the step: a job's own script has SLURM_PROCID and SLURM_NTASKS too, but is no rank, and srun may start fewer
+# tasks than the job has room for.
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
+    ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 

@@ -15,8 +15,11 @@ scheduler that starts below its base rate (LinearLR) keeps its start.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, LRScheduler, OneCycleLR, SequentialLR
+
+from dgc_training.config import ConfigError
 
 
 def warmup_factor(epoch: float, size: int, warmup_epochs: int) -> float:
@@ -69,6 +72,7 @@ class Schedule:
         self.epoch = -1
         # After the scheduler's initial step, so that its own starting factor is kept.
         self.start_rates: list[float] = self.rates()
+        self._check_rates()
 
     def rates(self) -> list[float]:
         """The learning rate in force, per parameter group."""
@@ -87,10 +91,30 @@ class Schedule:
             self._set(self.start_rates)
         elif self.scheduler is not None and (begins or not self.per_epoch):
             self.scheduler.step()
+            self._check_rates()
+
+    def _check_rates(self) -> None:
+        for rate in self.rates():
+            if not abs(rate) <= torch.finfo(torch.float32).max:
+                raise ConfigError(
+                    f"the learning rate is {rate}, which is no number of fp32: lower train.optimizer.lr (which is "
+                    "multiplied by the ranks and by train.num_batches_per_step), or change train.scheduler"
+                )
 
     def _set(self, rates: list[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    def may_change(self, key: str) -> bool:
+        """Whether the scheduler may set this key of the groups, beside lr: one that cycles momentum does, and one
+        that is not torch's may.
+        """
+        if self.scheduler is None:
+            return False
+        if type(self.scheduler).__module__ != "torch.optim.lr_scheduler":
+            return True
+        cycles = isinstance(self.scheduler, OneCycleLR | CyclicLR | SequentialLR | ChainedScheduler)
+        return cycles and key in ("momentum", "betas")
 
     def state_dict(self) -> dict[str, Any]:
         """With the optimizer's state_dict, which holds the rates in force, all that the next step's rates

@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 import dgc.kernels as kernels
-from dgc.comm import Transport, all_gather_object, broadcast_object
+from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
+from dgc.comm.launch import LaunchError
 from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
 from dgc_training.checkpoint import write_atomically
 from dgc_training.code import code_difference, code_hashes
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
+from dgc_training.data import check_workers
 from dgc_training.failure import Refused
+from dgc_training.lock import RunLock, remove_temporary_files
 from dgc_training.random_state import seed_everything
 from dgc_training.runs import config_differences, move_aside
 
@@ -98,7 +101,7 @@ def building() -> Iterator[None]:
     """Inside, a value that some part of the run refuses (its ValueError) is a ConfigError: no traceback."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, LaunchError):
         raise
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"the run cannot be built from this config: {_cause(error)}") from error
@@ -115,7 +118,10 @@ def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torc
     ranks.
     """
     # Ranks of one machine share its cores; more threads than cores only make them slower.
-    cores = max(1, len(os.sched_getaffinity(0)) // transport.local_size)
+    all_cores = len(os.sched_getaffinity(0))
+    cores = max(1, all_cores // transport.local_size)
+    with building():
+        check_workers(tree.data.num_workers, transport.local_size, all_cores)
     torch.set_num_threads(max(1, min(tree.data.num_threads_per_worker, cores)))
     if tree.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -163,18 +169,43 @@ def check_agreement(tree: DictConfig, device: torch.device, transport: Transport
             raise Refused(f"rank {rank} has another config than rank 0 (0 -> {rank}):\n" + "\n".join(lines))
 
 
-def open_run_directory(
-    directory: Path, tree: DictConfig, transport: Transport, *, resume: bool, cure: str = ANOTHER_PLACE
-) -> None:
-    """Makes the run directory and writes its config.yaml; rank 0 does it, and every rank learns how it went.
+@contextmanager
+def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, *, resume: bool) -> Iterator[None]:
+    """Makes the run directory and writes its config.yaml; inside, no other run may use it.
 
-    Refused, with this cure, if it holds a run with another config. With resume=False an earlier run there is moved
-    aside.
+    Rank 0 does it and holds the lock, and every rank learns how it went. Refused if another run uses the
+    directory, or if it holds a run with another config. With resume=False an earlier run there is moved aside.
     """
+    lock: RunLock | None = None
+
+    def prepare() -> None:
+        nonlocal lock
+        lock = RunLock(directory)
+        if not resume and (directory / "config.yaml").exists():
+            lock = _move_aside(directory, lock)
+        _claim(directory, tree)
+
+    try:
+        _on_rank_0(prepare, directory, transport)
+        if transport.local_rank == 0:
+            remove_temporary_files(directory)
+        barrier(transport, name="run_directory.clean")
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def check_run_directory(directory: Path, tree: DictConfig, transport: Transport, cure: str) -> None:
+    """Refused, with this cure, if the directory holds a run with another config. Writes and locks nothing."""
+    _on_rank_0(lambda: _compare(directory / "config.yaml", tree, cure), directory, transport)
+
+
+def _on_rank_0(work: Callable[[], None], directory: Path, transport: Transport) -> None:
     problem = None
     if transport.rank == 0:
         try:
-            problem = _open(directory, tree, resume, cure)
+            work()
         except Refused as error:
             problem = str(error)
         except OSError as error:
@@ -184,23 +215,31 @@ def open_run_directory(
         raise Refused(problem)
 
 
-def _open(directory: Path, tree: DictConfig, resume: bool, cure: str) -> str | None:
+def _move_aside(directory: Path, lock: RunLock) -> RunLock:
+    """The lock of the new directory."""
+    try:
+        lock.directory = move_aside(directory)
+        print(f"--no-resume: the earlier run is now {lock.directory}", flush=True)
+        return RunLock(directory)
+    finally:
+        lock.release()
+
+
+def _claim(directory: Path, tree: DictConfig) -> None:
     path = directory / "config.yaml"
-    if path.exists() and not resume:
-        print(f"--no-resume: the earlier run is now {move_aside(directory)}", flush=True)
     if path.exists():
-        differences = config_differences(_resolved(path), to_yaml(tree, resolve=True))
-        if not differences:
-            return None
-        return (
-            f"{directory} holds a run with another config (there -> now):\n"
+        return _compare(path, tree, ANOTHER_PLACE)
+    text = to_yaml(tree, resolve=False)
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+def _compare(path: Path, tree: DictConfig, cure: str) -> None:
+    if path.exists() and (differences := config_differences(_resolved(path), to_yaml(tree, resolve=True))):
+        raise Refused(
+            f"{path.parent} holds a run with another config (there -> now):\n"
             + "\n".join(differences)
             + f"\nNothing was changed. {cure}"
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    text = to_yaml(tree, resolve=False)
-    write_atomically(path, lambda temporary: temporary.write_text(text))
-    return None
 
 
 def _resolved(path: Path) -> str:

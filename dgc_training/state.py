@@ -8,7 +8,8 @@ state), its batch norm's running statistics, its random generators.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from math import inf, isnan, nan
 from typing import Any
@@ -21,10 +22,16 @@ from dgc.optim import Wrapper
 from dgc_training.checkpoint import Loaded
 from dgc_training.evaluation import averaged_batch_norm, batch_norm_buffers
 from dgc_training.failure import Refused
-from dgc_training.fits import check_form, check_optimizer_state
+from dgc_training.fits import check_form, check_hyperparameters, check_optimizer_state, check_tensors
 from dgc_training.random_state import random_state, restore_random_state
 from dgc_training.rows import Rows
 from dgc_training.schedule import Schedule
+
+MOST = 2**62  # of any count
+OLDER = (
+    "To go on from an older checkpoint, put its name into checkpoints/latest.json; --no-resume starts anew and "
+    "keeps this run aside."
+)
 
 
 @dataclass
@@ -66,8 +73,22 @@ def check_progress(saved: Any) -> None:
         if isinstance(fresh[key], dict):
             if not isinstance(value, dict) or not all(isinstance(v, float) for v in value.values()):
                 raise ValueError(f"progress.{key} is no mapping of results")
-        elif type(value) is not type(fresh[key]) or not 0 <= value < inf:
+        elif type(value) is not type(fresh[key]) or not 0 <= value < (MOST if type(value) is int else inf):
             raise ValueError(f"progress.{key} is {value!r}")
+
+
+class DoesNotFit(ValueError):
+    """A file of a checkpoint cannot be loaded."""
+
+
+@contextmanager
+def part(file: str) -> Iterator[None]:
+    """Inside, an error is DoesNotFit and names this file of the checkpoint."""
+    try:
+        yield
+    # whatever a foreign file can make torch raise; the cause is in its message
+    except Exception as error:
+        raise DoesNotFit(f"{file}: {type(error).__name__}: {error}") from error
 
 
 @dataclass
@@ -107,52 +128,68 @@ class State:
     def load_model(self, loaded: Loaded) -> None:
         """The model alone, with batch norm averaged over the ranks: for evaluation."""
         cure = "Evaluate it with the version of the code that it was trained with."
-        self._agree(loaded, lambda: self.model.load_state_dict(loaded.shared["model"]), cure)
+        self._agree(loaded, lambda: self._load_model(loaded.shared), cure)
 
     def load(self, loaded: Loaded) -> None:
         """Everything, so that the next step is the one the saved run would have taken. Collective; if any rank
         cannot take its part, every rank raises `Refused`.
         """
-        self._agree(loaded, lambda: self._load(loaded), "--no-resume starts anew and keeps it aside.")
+        self._agree(loaded, lambda: self._load(loaded), OLDER)
+
+    def _load_model(self, shared: dict[str, Any]) -> None:
+        with part("shared.pt"):
+            check_tensors(shared["model"], self.model.state_dict(), "model")
+            self.model.load_state_dict(shared["model"])
 
     def _agree(self, loaded: Loaded, load: Callable[[], object], cure: str) -> None:
         problem = None
         try:
             load()
-        # whatever a foreign file can make torch raise; the cause is in its message
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+        except DoesNotFit as error:
+            problem = str(error)
         problems = all_gather_object(self.transport, problem, name="state.problem")
         for rank, text in enumerate(problems):
             if text:
                 raise Refused(
                     f"checkpoint {loaded.name} does not fit this run (rank {rank}): {text}\n"
-                    f"It is of another model, config or version. {cure}"
+                    f"It is damaged, or of another model, config or version. {cure}"
                 )
 
     def _load(self, loaded: Loaded) -> None:
         shared, own, same_size = loaded.shared, loaded.own, loaded.size == self.transport.size
-        check_optimizer_state(shared["optimizer"], self.optimizer)
-        check_form(shared["schedule"], self.schedule.state_dict(), "schedule")
-        check_progress(shared["progress"])
-        if same_size:
-            check_form(own["batch_norm"], batch_norm_buffers(self.model), "batch_norm")
-            check_form(own["random"], random_state(self.device), "random")
-        self.model.load_state_dict(shared["model"])
-        self.optimizer.load_state_dict(shared["optimizer"])
-        self.schedule.load_state_dict(shared["schedule"])
+        own_file = f"rank{self.transport.rank}.pt" if same_size else f"the files of {loaded.size} ranks"
+        with part("shared.pt"):
+            self._check_optimizer(shared["optimizer"])
+            check_form(shared["schedule"], self.schedule.state_dict(), "schedule")
+            check_progress(shared["progress"])
+        with part(own_file):
+            if same_size:
+                check_form(own["batch_norm"], batch_norm_buffers(self.model), "batch_norm")
+                check_form(own["random"], random_state(self.device), "random")
+            if "optimizer" in own["compression"]:  # where ranks gossip each has its own
+                self._check_optimizer(own["compression"]["optimizer"])
+        self._load_model(shared)
+        with part("shared.pt"):
+            self.optimizer.load_state_dict(shared["optimizer"])
+            self.schedule.load_state_dict(shared["schedule"])
         for name, value in shared["progress"].items():
             setattr(self.progress, name, value)
-        self.optimizer.load_compression_state_dict(own["compression"])
+        with part(own_file):
+            self.optimizer.load_compression_state_dict(own["compression"])
         if not same_size:
             self._continue_on_other_size(loaded)
             return
-        buffers = batch_norm_buffers(self.model)
-        for name, value in own["batch_norm"].items():
-            buffers[name].copy_(value)
-        restore_random_state(own["random"], self.device)
-        if self.rows is not None and own["csv"] is not None:
-            self.rows.file.load_state_dict(own["csv"])
+        with part(own_file):
+            buffers = batch_norm_buffers(self.model)
+            for name, value in own["batch_norm"].items():
+                buffers[name].copy_(value)
+            restore_random_state(own["random"], self.device)
+            if self.rows is not None and own["csv"] is not None:
+                self.rows.file.load_state_dict(own["csv"])
+
+    def _check_optimizer(self, saved: Any) -> None:
+        check_optimizer_state(saved, self.optimizer)
+        check_hyperparameters(saved, self.optimizer, self.schedule)
 
     def _continue_on_other_size(self, loaded: Loaded) -> None:
         """At the same place of the epoch; batch norm begins from the mean over the old ranks."""

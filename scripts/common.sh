@@ -100,11 +100,36 @@ network() { # what NETWORK and INTERFACE mean for Open MPI (the array mca), Gloo
     fi
 }
 
+known() { # whether a machine has an address, also under a name that only ssh's configuration has
+    local name
+    getent hosts "$1" >/dev/null && return
+    name=$(ssh -G "$1" 2>/dev/null | sed -n 's/^hostname //p')
+    [ -n "$name" ] && getent hosts "$name" >/dev/null
+}
+
+check_network() { # that HOSTS and INTERFACE exist, which mpirun tells in many words or not at all
+    local host name here="" interfaces=${INTERFACE:-}
+    [ -z "${SLURM_JOB_NODELIST:-}" ] || return 0 # SLURM knows its machines
+    for host in ${HOSTS//,/ }; do
+        host=${host%%:*}
+        if command -v getent >/dev/null && ! known "$host"; then
+            die "HOSTS names $host, which has no address here (getent hosts $host finds none)"
+        fi
+        case $host in localhost | "$(hostname)" | "$(hostname -s)") here=1 ;; esac
+    done
+    if [ -z "$here" ] || [ ! -d /sys/class/net ]; then return; fi
+    for name in ${interfaces//,/ }; do
+        [ -e "/sys/class/net/${name%%:*}" ] ||
+            die "INTERFACE names $name, but this machine has: $(ls -m /sys/class/net)"
+    done
+}
+
 start() { # becomes the command
     if [ -n "${DRY_RUN:-}" ]; then
         printf '%q ' "$@"
         echo
     else
+        check_network
         command -v "$1" >/dev/null || die "there is no $1; make setup brings one"
         exec "$@"
     fi

@@ -44,6 +44,17 @@ def test_shell(script):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("script", ["mpirun", "horovodrun"])
+def test_a_machine_or_an_interface_that_is_not_there_is_told_at_once(script):
+    told = [
+        ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS names nowhere.invalid, which has no address here"),
+        ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "INTERFACE names eth99, but this machine has: "),
+    ]
+    for variables, complaint in told:
+        done = shell(REPOSITORY / f"scripts/{script}.sh", "--configs", "x", DRY_RUN="", **variables)
+        assert done.returncode == 2 and f"{script}.sh: {complaint}" in done.stderr and not done.stdout
+
+
 @pytest.mark.parametrize("script", ROWS, ids=lambda script: script.stem)
 def test_a_row_of_the_accuracy_table(script):
     row = next(row for row in table("script in") if row[0] == f"`{script.name}`")

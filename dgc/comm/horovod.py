@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dgc.comm.launch import check_launcher
 from dgc.comm.requests import (
     AllGather,
     AllReduce,
@@ -89,14 +90,17 @@ class HorovodTransport:
 
     hierarchical: make the `local` and `cross` groups as well (every rank must ask for it).
     timeout: seconds after which an operation that some ranks never joined ends the run; None: never.
+    LaunchError where the launcher started more ranks than Horovod sees.
     """
 
     def __init__(self, hierarchical: bool = False, timeout: float | None = None):
         if not hvd.is_initialized():
+            check_launcher(os.environ)
             if timeout is not None:
                 os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, int(timeout / 2))))
                 os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(max(1, int(timeout))))
             hvd.init(process_sets="dynamic" if hierarchical else None)
+        check_launcher(os.environ, hvd.size())
         if hvd.size() > 2 and _fusion_is_on:
             warnings.warn(
                 "Horovod's fusion is on: from 3 ranks on its sums depend on timing, so two runs of one experiment "

@@ -235,6 +235,11 @@ class DGCCompressor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != {"memory", "steps", "history"}:
             raise ValueError(f"state of another compressor: {sorted(state)}")
+        if not isinstance(state["history"], dict) or state["history"].keys() != {"ratio", "tensors"}:
+            raise ValueError("history is not a mapping of ratio and tensors")
+        for name, rows in state["history"]["tensors"].items():
+            if bad := [key for key, row in rows.items() if bool(row.isnan().any())]:
+                raise ValueError(f"history of {name}: {bad[0]} has NaN")
         self.memory.load_state_dict(state["memory"])
         self._steps = dict.fromkeys(self._steps, state["steps"])
         self._plans.clear()

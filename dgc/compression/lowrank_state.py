@@ -18,6 +18,7 @@ from dgc.compression.lowrank import (
     settle_,
 )
 from dgc.compression.orthogonal import orthonormalize
+from dgc.memory.state import check_tensor
 
 Draw = Callable[[str, int, int], Tensor]  # (what for, r, length) -> [r, length], the same on all ranks
 
@@ -143,8 +144,7 @@ def check_errors(named: Named, buckets: Sequence[Bucket]) -> None:
         missing, unknown = sorted(shapes.keys() - named.errors.keys()), sorted(named.errors.keys() - shapes.keys())
         raise ValueError(f"error of another model: missing {missing}, unknown {unknown}")
     for name, shape in shapes.items():
-        if tuple(named.errors[name].shape) != shape:
-            raise ValueError(f"error of {name} has shape {tuple(named.errors[name].shape)}, not {shape}")
+        check_tensor(f"error of {name}", named.errors[name], shape)
 
 
 def as_dict(named: Named) -> dict[str, Any]:
@@ -159,9 +159,16 @@ def as_dict(named: Named) -> dict[str, Any]:
 
 
 def from_dict(state: Mapping[str, Any]) -> Named:
-    """ValueError for another compressor's state."""
+    """ValueError for another compressor's state, and for factors that are no matrices or not finite."""
     names = {"errors", "P", "Q", "sums", "half_steps", "steps"}
     if state.keys() != names:
         raise ValueError(f"state of another compressor: {sorted(state)}")
     errors, P, Q, sums = (dict(state[key]) for key in ("errors", "P", "Q", "sums"))
+    for side, factors in (("P", P), ("Q", Q)):
+        for name, factor in factors.items():
+            check_tensor(f"{side} of {name}", factor)
+            if factor.dim() != 2:
+                raise ValueError(f"{side} of {name} has shape {tuple(factor.shape)}, not that of a matrix")
+    for name, pair in sums.items():
+        check_tensor(f"sums of {name}", pair, (2,), torch.float64)
     return Named(errors, P, Q, sums, state["half_steps"], state["steps"])

@@ -34,6 +34,7 @@ from dgc.gossip.model import FlatModel
 from dgc.gossip.pairs import bipartite_complete, odd_even
 from dgc.gossip.protocol import NOT_BEGUN
 from dgc.gossip.topology import Graph, made
+from dgc.memory.state import check_tensor
 
 
 class ADPSGD:
@@ -193,8 +194,7 @@ class ADPSGD:
         member = self._member
         if state.keys() != {"x", "steps"}:
             raise ValueError(f"state of another algorithm: {sorted(state)}")
-        if state["x"].shape != member.x.shape:
-            raise ValueError(f"the state is of {state['x'].numel()} parameters, here are {member.x.numel()}")
+        check_tensor("x", state["x"], member.x.shape)
         member.x.copy_(state["x"])
         # only the sum counts from here on, on whatever number of ranks
         member.counts.zero_()

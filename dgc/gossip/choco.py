@@ -32,6 +32,7 @@ from dgc.gossip.mixing import Mixing, Shares, metropolis
 from dgc.gossip.neighbours import Neighbours, two_way_ring
 from dgc.gossip.quantized import Quantizer, TopK
 from dgc.gossip.topology import Graph, Peers, Topology
+from dgc.memory.state import check_tensor
 
 NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)
 
@@ -116,6 +117,8 @@ class CHOCO(Neighbours):
     def _load(self, state: dict[str, Any]) -> None:
         if state["graph"] != self._graph:
             raise ValueError("state of another graph or mixing: d is a sum over other neighbours")
+        for name in ("xhat", "d"):
+            check_tensor(name, state[name], self.z.shape)
         self.xhat.copy_(state["xhat"])
         self.d.copy_(state["d"])
         self._have_met = state["have_met"]

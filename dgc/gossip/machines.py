@@ -39,6 +39,7 @@ from dgc.gossip.cross import Cross, Slice
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import NOT_BEGUN, Gossip
 from dgc.gossip.sgp import SGP
+from dgc.memory.state import check_tensor
 
 
 class Machines:
@@ -179,8 +180,7 @@ class Machines:
             raise ValueError(f"state of another algorithm: {sorted(state)}, here are ['base', 'slice', 'z']")
         if list(state["slice"]) != [self._own.start, self._own.stop]:
             raise ValueError("state of another place in a machine: Machines goes on with as many ranks on each")
-        if state["z"].shape != self.model.z.shape:
-            raise ValueError(f"state of {state['z'].numel()} parameters, this model has {self.model.z.numel()}")
+        check_tensor("z", state["z"], self.model.z.shape)
         self.model.z.copy_(state["z"])
         self.base.load_state_dict(state["base"])
         self.model.scatter()

@@ -21,6 +21,7 @@ from dgc.gossip.mixing import ROUNDING, Mixing, Shares, check_mixing
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import NOT_BEGUN
 from dgc.gossip.topology import Graph, Peers, Topology, made
+from dgc.memory.state import check_tensor
 
 
 def two_way_ring(size: int) -> Topology:
@@ -134,8 +135,7 @@ class Neighbours(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != {"z", "round", "size", *self._state()}:
             raise ValueError(f"state of another algorithm: {sorted(state)}")
-        if state["z"].shape != self.z.shape:
-            raise ValueError(f"state of a model of {state['z'].numel()} parameters, this one has {self.z.numel()}")
+        check_tensor("z", state["z"], self.z.shape)
         if state["size"] == self.size:
             self._load(state)
         else:

@@ -9,6 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from dgc.gossip.messages import Bytes, Message, Vector
+from dgc.memory.state import check_tensor
 
 WEIGHT = 8  # bytes, of fp64
 
@@ -61,9 +62,12 @@ def state_of(heard: Mapping[int, Heard], rank: int, size: int) -> dict[str, Any]
     }
 
 
-def heard_of(state: Mapping[str, Any], rank: int, size: int, device: torch.device) -> dict[int, Heard]:
-    """By sender, as it was."""
+def heard_of(state: Mapping[str, Any], rank: int, size: int, z: Vector) -> dict[int, Heard]:
+    """By sender, as it was, on the device of the model z. ValueError: it is not finite, or of another model."""
+    for share in state.values():
+        check_tensor("heard x", share["x"], z.shape)
+        check_tensor("heard w", share["w"], (), torch.float64)
     return {
-        (rank + int(distance)) % size: Heard(share["x"].to(device), float(share["w"]))
+        (rank + int(distance)) % size: Heard(share["x"].to(z.device), float(share["w"]))
         for distance, share in state.items()
     }

@@ -29,6 +29,7 @@ from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
+from dgc.memory.state import check_tensor
 
 Vector = Float32[Tensor, "n"]
 
@@ -181,6 +182,8 @@ class Periodic:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != self._keys():
             raise ValueError(f"state of another algorithm: {sorted(state)}, here are {sorted(self._keys())}")
+        for name in self._keys() & {"z", "z0", "u"}:
+            check_tensor(name, state[name], self.z.shape)
         if self.base is None:
             self.z.copy_(state["z"])
             self.model.scatter()

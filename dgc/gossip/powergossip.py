@@ -33,6 +33,7 @@ from dgc.gossip.cross import Slice
 from dgc.gossip.mixing import Mixing, metropolis
 from dgc.gossip.neighbours import Neighbours, two_way_ring
 from dgc.gossip.topology import Graph, Topology
+from dgc.memory.state import check_tensor
 
 NOISE = 1e-6  # of a factor's norm
 
@@ -195,8 +196,9 @@ class PowerGossip(Neighbours):
         self._edges = {}
 
     def _load(self, state: dict[str, Any]) -> None:
+        check_tensor("edges", state["edges"])
         rows = state["edges"].to(self.z)
-        if rows.shape[1] != self._row_length:
+        if rows.dim() != 2 or rows.shape[1] != self._row_length:
             raise ValueError("state of another model, or of another rank of PowerGossip")
         self._edges = {}
         for row in rows:

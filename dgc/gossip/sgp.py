@@ -33,6 +33,7 @@ from dgc.gossip.model import FlatModel
 from dgc.gossip.parcels import Heard, heard_of, length, pack, state_of, unpack
 from dgc.gossip.protocol import NOT_BEGUN
 from dgc.gossip.topology import Graph, Topology, made
+from dgc.memory.state import check_tensor
 
 PAUSE = 5e-4  # seconds
 
@@ -280,11 +281,15 @@ class SGP:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != {"z", "x", "size", "w", "round", "since", "heard"}:
             raise ValueError(f"state of another algorithm: {sorted(state)}")
-        if state["z"].shape != self.z.shape or state["since"] not in self._graphs:
-            raise ValueError("state of another model, or of other graphs")
+        for name in ("z", "x"):
+            check_tensor(name, state[name], self.z.shape)
+        check_tensor("w", state["w"], (), torch.float64)
+        heard = heard_of(state["heard"], self.rank, self.size, self.z)
+        if state["since"] not in self._graphs:
+            raise ValueError("state of other graphs")
         self.w, self.round, self.age = float(state["w"]), state["round"], 0
         # a state that is a sum over other ranks' has the sum of their x, not of their z
         self.z.copy_(state["z"] if state["size"] == self.size else state["x"] / self.w)
         self.model.scatter()
         self._since, self._talk, self._begun = state["since"], None, False
-        self._heard = heard_of(state["heard"], self.rank, self.size, self.z.device) or None
+        self._heard = heard or None

@@ -1,6 +1,7 @@
 """fp32 state that lies flat beside each bucket and is saved under parameter names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +43,7 @@ class FlatState:
             missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
             raise ValueError(f"{self._what} of another model: missing {missing}, unknown {unknown}")
         for name, tensor in own.items():
-            if tensor.shape != state[name].shape:
-                raise ValueError(
-                    f"{self._what} of {name} has shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
-                )
+            check_tensor(f"{self._what} of {name}", state[name], tensor.shape)
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
@@ -105,6 +103,20 @@ class Undo:
         if bucket.name in self._whole:
             state, whole = self._whole.pop(bucket.name)
             state.replace(bucket, whole)
+
+
+def check_tensor(
+    what: str, saved: Any, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    """ValueError, naming `what`, unless `saved` is a finite tensor of this dtype and shape (None: of any)."""
+    if not isinstance(saved, Tensor):
+        raise ValueError(f"{what} is of type {type(saved).__name__}, not a tensor")
+    if shape is not None and tuple(saved.shape) != tuple(shape):
+        raise ValueError(f"{what} has shape {tuple(saved.shape)}, not {tuple(shape)}")
+    if saved.dtype != dtype:
+        raise ValueError(f"{what} has type {saved.dtype}, not {dtype}")
+    if not bool(saved.isfinite().all()):
+        raise ValueError(f"{what} has NaN or inf")
 
 
 def parts_of(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:

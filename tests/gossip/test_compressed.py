@@ -286,6 +286,35 @@ def test_options_that_cannot_be_are_refused():
             LockstepWorld(4, 2).run(lambda transport, base=base: Trained(transport, Machines(base())))
 
 
+def test_a_state_with_nan_is_refused():
+    """Wherever it is, and one of another type."""
+    inner = [gossip.SGP, gossip.OSGP, gossip.DPSGD, CHOCO, PowerGossip]
+    makes = [*inner, lambda: gossip.Periodic(2), lambda: gossip.Periodic(2, gossip.SGP())]
+
+    def tensors(state):
+        for value in state.values():
+            if isinstance(value, dict):
+                yield from tensors(value)
+            elif isinstance(value, torch.Tensor) and value.is_floating_point():
+                yield state, value
+
+    def body(transport, make):
+        own = stepped(transport, make(), 3).algorithm
+        state = own.state_dict()
+        for holder, tensor in list(tensors(state)):
+            key = next(key for key, value in holder.items() if value is tensor)
+            for wrong, message in ((tensor * float("nan"), "has NaN or inf"), (tensor.to(torch.half), "has type")):
+                holder[key] = wrong
+                with pytest.raises(ValueError, match=message):
+                    own.load_state_dict(state)
+            holder[key] = tensor
+        own.load_state_dict(state)
+        return True
+
+    for make in makes:
+        assert on(2, lambda transport, make=make: body(transport, make)) == [True, True]
+
+
 def test_states_of_others_are_refused():
     def body(transport):
         choco, power = (Trained(transport, make()).algorithm for make in (CHOCO, PowerGossip))

@@ -1,8 +1,9 @@
 """The laws: what every compressor keeps, in lockstep at 1, 2, 3 and 5 ranks."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,32 @@ def test_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
         assert torch.equal(fleet.step(own)[0], other.step(own)[0])
     for a, b in zip(fleet.errors(), other.errors(), strict=True):
         assert torch.equal(a, b)
+
+
+def real_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of floating-point numbers in a nested state, by its place."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from real_tensors(value, f"{path}.{key}")
+    elif isinstance(state, Tensor) and state.is_floating_point() and state.numel():
+        yield path, state
+
+
+@every_row
+def test_a_state_with_nan_is_refused(row: Row) -> None:
+    """Wherever it is: every later step would be dropped, or worse."""
+    fleet, other = Fleet(row.make, 2, LIKE), Fleet(row.make, 2, LIKE, seed=1)
+    for step in range(2):
+        fleet.step([gradients(rank, step) for rank in range(2)])
+    state = fleet.compressors[0].state_dict()
+    for path, tensor in real_tensors(state):
+        kept = tensor.clone()
+        tensor.view(-1)[-1] = float("nan")
+        with pytest.raises(ValueError, match="has NaN"):
+            other.compressors[0].load_state_dict(state)
+            pytest.fail(f"{path} was taken")
+        tensor.copy_(kept)
+    other.compressors[0].load_state_dict(state)
 
 
 @every_row

@@ -1,10 +1,17 @@
 """Order and sharding of the data."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from dgc_training.data import PassSampler, TrainBatches, evaluation_loader, steps_per_epoch
+from dgc_training.data import PassSampler, TrainBatches, check_workers, evaluation_loader, steps_per_epoch
 
 CPU = torch.device("cpu")
 
@@ -122,3 +129,49 @@ def test_evaluation_covers_every_sample_once(samples, size):
         for y in targets
     ]
     assert sorted(seen) == list(range(samples))
+
+
+KILLED = """
+import torch
+from torch.utils.data import TensorDataset
+from dgc_training.data import TrainBatches
+
+if __name__ == "__main__":
+    dataset = TensorDataset(torch.arange(64.0), torch.arange(64))
+    batches = TrainBatches(dataset, 4, rank=0, size=1, seed=7, device=torch.device("cpu"), num_workers=2)
+    steps = batches.epoch(0)
+    next(steps)
+    print(*(worker.pid for worker in batches.loader._iterator._workers), flush=True)
+    input()
+"""
+
+
+def test_workers_end_with_their_rank_however_it_ends(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "killed.py")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        workers = [Path(f"/proc/{pid}") for pid in process.stdout.readline().split()]
+        assert len(workers) == 2 and all(worker.exists() for worker in workers)
+        process.kill()
+    limit = time.monotonic() + 20
+    while (left := [worker for worker in workers if worker.exists()]) and time.monotonic() < limit:
+        time.sleep(0.05)
+    for worker in left:
+        os.kill(int(worker.name), signal.SIGKILL)
+    assert not left
+
+
+def test_more_workers_than_the_machine_can_hold_are_refused():
+    message = r"num_workers is 500: 2 ranks on this machine would have 1000 .* at most 32 .* 8 cores and 64 GB"
+    with pytest.raises(ValueError, match=message):
+        check_workers(500, local_size=2, cores=8, memory=64 * 10**9)
+    with pytest.raises(ValueError, match="at most 5 .* 64 cores and 4 GB"):
+        check_workers(6, local_size=1, cores=64, memory=4 * 10**9)
+    for workers, size, cores, memory in ((0, 8, 1, 10**9), (8, 1, 1, 16 * 10**9), (32, 2, 8, 64 * 10**9)):
+        check_workers(workers, size, cores, memory)

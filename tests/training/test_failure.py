@@ -246,3 +246,52 @@ def make(path: str) -> Digits:
     assert len(told) == 1 and told[0].startswith("[rank 1 of 2 on ")
     assert "dataset (shards.make): FileNotFoundError" in told[0] and "shard1" in told[0]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.timeout(120)
+def test_torchrun_is_refused_with_one_message(tmp_path):
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", REPOSITORY / "train.py"]
+    result = launch([*words, "--configs", "configs/digits/cnn.py", *FLAGS], tmp_path)
+    assert result.returncode != 0 and list(tmp_path.iterdir()) == []
+    assert result.stderr.count("WORLD_SIZE is 2, but Horovod sees 1 rank") == 1
+    assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr
+
+
+def test_a_python_without_torch_is_told_what_to_do(tmp_path):
+    """`-I -S`: without the environment's packages, as the system's Python is."""
+    program = f"import runpy, sys; sys.path.insert(0, '{REPOSITORY}'); runpy.run_path('{REPOSITORY}/train.py')"
+    result = launch([sys.executable, "-I", "-S", "-c", program], tmp_path)
+    assert result.stderr.startswith(f"train.py: {sys.executable} has no torch. Run ") and result.returncode == 2
+    assert result.stderr.count("\n") == 1
+
+
+USERS = """
+import benchmarks, configs, datasets, models, scripts, training
+from dgc_models import DigitsCNN
+
+for module in (benchmarks, configs, datasets, models, scripts, training):
+    assert module.OWNER == "user", module
+
+class Mine(DigitsCNN):
+    pass
+"""
+
+
+def test_packages_of_a_user_win_over_the_repositorys(tmp_path):
+    """In a run, and in the processes that load its data."""
+    for name in ("benchmarks", "configs", "datasets", "models", "scripts", "training"):
+        (tmp_path / "path" / name).mkdir(parents=True)
+        (tmp_path / "path" / name / "__init__.py").write_text("OWNER = 'user'\n")
+    (tmp_path / "path" / "mine.py").write_text(USERS)
+    (tmp_path / "mine.yaml").write_text("model: {_target_: mine.Mine, width: 4}\ndata: {num_workers: 1}\n")
+    words = ["--configs", "configs/digits/cnn.py", "mine.yaml", *FLAGS, "--configs.train.batch_size", "700"]
+    result = subprocess.run(
+        [sys.executable, str(REPOSITORY / "train.py"), *words],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path / "path")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0 and "_target_: mine.Mine" in result.stdout, result.stderr

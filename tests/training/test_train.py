@@ -14,6 +14,7 @@ from dgc_training.arguments import parse_arguments
 from dgc_training.checkpoint import fingerprint, read_tensors
 from dgc_training.config import ConfigError, load
 from dgc_training.failure import Refused
+from dgc_training.labels import LabelCheck
 from dgc_training.setup import require_complete
 from dgc_training.state import Progress
 
@@ -31,8 +32,8 @@ QUICK = [
 BRIEF = ["--configs.train.num_epochs=1", "--configs.train.checkpoint_every=null"]
 
 
-def run(words, size=2):
-    args, overrides = parse_arguments([*EXPERIMENT, "--devices", "cpu", *QUICK, *words])
+def run(words, size=2, experiment=EXPERIMENT):
+    args, overrides = parse_arguments([*experiment, "--devices", "cpu", *QUICK, *words])
     tree = load(args.configs, overrides)
     LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
 
@@ -253,8 +254,74 @@ def test_a_foreign_part_of_one_rank_names_that_rank(copy):
     folder = copy / "checkpoints" / "e0002"
     torch.save({"compression": {}, "batch_norm": {"other": 1}, "random": {}}, folder / "rank1.pt")
     vouch_for(folder, "rank1.pt")
-    with pytest.raises(Refused, match=r"does not fit this run \(rank 1\): ValueError: batch_norm is \['other'\]"):
+    with pytest.raises(Refused, match=r"this run \(rank 1\): rank1\.pt: ValueError: batch_norm is \['other'\]"):
         run(["--run-dir", str(copy)])
+
+
+def test_numbers_that_are_not_finite_or_of_another_type_are_refused(tmp_path):
+    """By file and name, with the cure: else every step is dropped, and the run ends well."""
+    nan, inf = float("nan"), float("inf")
+
+    def poison(tensor):
+        tensor.view(-1)[-1] = nan
+
+    def error_of(own, *path):
+        state = own["compression"]
+        for key in path:
+            state = state[key]
+        poison(next(iter(state.values())))
+
+    def double(own):
+        errors = own["compression"]["PowerSGDCompressor.0"]["errors"]
+        errors.update({name: error.double() for name, error in errors.items()})
+
+    dgc = ["configs/dgc/wm5.py"]
+    def group(**values):
+        return lambda s: s["optimizer"]["param_groups"][0].update(values)
+
+    onebit, powersgd, osgp = "configs/quant/onebit.py", "configs/powersgd/rank4.py", "configs/gossip/osgp.py"
+    weight, bias = "classifier.2.weight", "classifier.2.bias"
+    dgc, buffer = "configs/dgc/wm5.py", "momentum_buffer"
+    cases = [
+        (dgc, "shared", lambda s: poison(s["model"][weight]), rf"shared\.pt.*{weight} has NaN"),
+        (dgc, "shared", lambda s: s["model"].update({bias: s["model"][bias].double()}), f"{bias} is not .*32"),
+        (dgc, "shared", lambda s: poison(s["optimizer"]["state"][0][buffer]), rf"state\.0\.{buffer} has NaN"),
+        (dgc, "shared", group(momentum=0.5), r"param_groups\.0\.momentum is 0\.5, and 0\.9 in the config"),
+        (dgc, "shared", group(lr=inf), r"param_groups\.0\.lr is inf"),
+        (dgc, "shared", lambda s: s["progress"].update(samples=2**80), rf"progress\.samples is {2**80}"),
+        (
+            dgc,
+            "rank1",
+            lambda s: error_of(s, "DGCCompressor.0", "memory", "velocities"),
+            r"\(rank 1\): rank1\.pt: .* velocity of \S+ has NaN",
+        ),
+        (onebit, "rank0", lambda s: error_of(s, "OneBit.0", "errors"), "error of .* has NaN"),
+        (powersgd, "rank0", double, "error of .* has type torch.float64, not torch.float32"),
+        (powersgd, "rank1", lambda s: error_of(s, "PowerSGDCompressor.0", "Q"), "Q of .* has NaN"),
+        (osgp, "rank0", lambda s: poison(s["compression"]["OSGP.0"]["z"]), "z has NaN"),
+        (
+            osgp,
+            "rank0",
+            lambda s: poison(s["compression"]["optimizer"]["state"][0][buffer]),
+            rf"rank0\.pt: .*{buffer} has NaN",
+        ),
+    ]
+    made = {}
+    for number, (method, file, damage, message) in enumerate(cases):
+        words = ["--configs", "configs/digits/cnn.py", method, "--configs.train.check_replicas_every=0", *BRIEF]
+        words.append("--configs.train.batch_size=400")
+        if method not in made:
+            made[method] = tmp_path / f"made{number}"
+            run([*words, "--run-dir", str(made[method])], experiment=())
+        copied = shutil.copytree(made[method], tmp_path / f"copy{number}")
+        folder = copied / "checkpoints" / "e0001"
+        content = read_tensors(folder / f"{file}.pt")
+        damage(content)
+        torch.save(content, folder / f"{file}.pt")
+        vouch_for(folder, f"{file}.pt")
+        cure = r"(.|\n)*latest\.json; --no-resume"
+        with pytest.raises(Refused, match=rf"e0001 does not fit this run (.|\n)*{message}{cure}"):
+            run([*words, "--run-dir", str(copied)], experiment=())
 
 
 @pytest.mark.parametrize("damage", [b"a: [", b"\x00\x1a", b"\xff\xfe\xfa", b"  a: 1\nb: 2\n"])
@@ -268,7 +335,10 @@ def test_a_damaged_config_of_the_run_is_told(copy, damage):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("model.width=-3", r"model \(dgc_models\.DigitsCNN\): RuntimeError: .*\.py:\d+\)"),
+        ("model.width=0", r"model \(dgc_models\.DigitsCNN\): width must be at least 1, not 0"),
+        ("model.num_classes=-3", r"model \(dgc_models\.DigitsCNN\): num_classes must be at least 1, not -3"),
+        ("train.optimizer.lr=1e308", "the learning rate is .*e[+]308, which is no number of fp32"),
+        ("train.batch_size=1180591620717411303424", r"train\.batch_size is 1180\d+; it must .* most 2147483647"),
         ("train.num_batches_per_step=2000", r"cannot be built from this config: .* has 1437 samples, too few"),
         ("seed=1000000000000000000000", "seed is 1000000000000000000000; generators take 63 bits"),
     ],
@@ -281,6 +351,24 @@ def test_values_that_cannot_be_are_told_in_one_line(tmp_path, word, message):
         require_complete(tree, "cpu")
         LockstepWorld(1).run(lambda transport: train.run(args, tree, transport))
     assert "\n" not in str(told.value) and list(tmp_path.iterdir()) == []
+
+
+def test_labels_without_an_output_are_told_in_one_line(tmp_path):
+    """At their first batch, each rank for itself; labels that the loss ignores are no fault."""
+    words = ["--run-dir", str(tmp_path / "run"), "--configs.model.num_classes=9", *BRIEF]
+    with pytest.raises(ConfigError, match=r"label 9, but model has 9 outputs, for labels from 0 to 8: .*classes"):
+        run(words, size=1)
+    labels = torch.tensor([0, -100, 8])
+    LabelCheck(torch.nn.CrossEntropyLoss())(torch.zeros(3, 9), labels)
+    LabelCheck(torch.nn.MSELoss())(torch.zeros(3, 1), torch.tensor([7, 8, 9]))
+    with pytest.raises(ConfigError, match="label -1, but model"):
+        LabelCheck(torch.nn.CrossEntropyLoss())(torch.zeros(3, 9, 4), labels.clamp(min=-1).view(3, 1))
+
+
+def test_a_config_that_raises_keyboard_interrupt_has_no_traceback(tmp_path, capsys):
+    (tmp_path / "stop.py").write_text("raise KeyboardInterrupt\n")
+    assert train.main(["--configs", str(tmp_path / "stop.py")]) == 130
+    assert capsys.readouterr().err.startswith("Stopped by Ctrl-C")
 
 
 def test_settings_that_train_the_same_may_change(copy, capsys, monkeypatch):

@@ -1,0 +1,39 @@
+"""Whether Horovod sees all the processes that a launcher started. torchrun, for one, tells it nothing."""
+
+from collections.abc import Mapping
+
+# Numbers of ranks as launchers tell them that Horovod knows: Open MPI's mpirun, horovodrun over Gloo, PMI.
+SIZES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "PMI_SIZE")
+NAMES = (*SIZES, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+class LaunchError(ValueError):
+    """The launcher started more processes than Horovod sees: each would train a run of its own."""
+
+
+def check_launcher(environment: Mapping[str, str], size: int | None = None) -> None:
+    """LaunchError where a launcher tells of more ranks than Horovod sees.
+
+    Args:
+        environment: the process's variables, usually `os.environ`.
+        size: the number of ranks as Horovod tells it; None before it has started, where it follows from the
+            environment, or cannot be known yet.
+    """
+    told = {name: int(environment[name]) for name in NAMES if environment.get(name, "").isdecimal()}
+    known = [told[name] for name in SIZES if name in told]
+    if size is None:
+        if not known and "PMIX_RANK" in environment:
+            return
+        size = max(known, default=1)
+    names = ["WORLD_SIZE", *SIZES]
+    if not known:  # mpirun may start fewer ranks than its SLURM job has tasks; a step's size is not the job's
+        names.append("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in told else "SLURM_NTASKS")
+    for name in names:
+        if (ranks := told.get(name, 0)) > size:
+            cure = f"Start the ranks with horovodrun -np {ranks} or mpirun -np {ranks} in place of torchrun"
+            if name.startswith("SLURM"):
+                cure = f"Start the ranks with scripts/slurm.sh or mpirun -np {ranks}, or srun --mpi=pmix"
+            raise LaunchError(
+                f"{name} is {ranks}, but Horovod sees {size} rank{'s' * (size > 1)}: each process would train a "
+                f"run of its own. {cure}. If one run on {size} is what you want: env -u {name}"
+            )

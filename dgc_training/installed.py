@@ -1,0 +1,17 @@
+"""Imported first by train.py: where the Python that runs it lacks what it needs, one message says so."""
+
+import sys
+from importlib.util import find_spec
+
+from dgc_training.launcher import complain
+
+NEEDED = ("torch", "omegaconf", "horovod")
+
+missing = [name for name in NEEDED if find_spec(name) is None]
+if missing:
+    raise SystemExit(
+        complain(
+            f"train.py: {sys.executable} has no {missing[0]}. Run `make setup` in the repository, then "
+            "`source .venv/bin/activate`, or start train.py with the Python of your environment."
+        )
+    )

@@ -1,0 +1,91 @@
+"""One run at a time in a run directory: a lock that the kernel releases when its holder ends, however it ends."""
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import warnings
+from pathlib import Path
+
+from dgc_training.failure import Refused
+
+NAME = ".lock"
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
+
+
+class RunLock:
+    """The exclusive lock of a run directory, which is made if it is missing.
+
+    The lock file names its holder. Refused if another process holds the lock; a warning where the file system
+    has no locks. `directory` follows where the directory is moved while the lock is held.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._descriptor = self._acquire()
+
+    def _acquire(self) -> int:
+        while True:
+            descriptor = os.open(self.directory / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                self._lock(descriptor)
+                if self._is_in_place(descriptor):
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # its holder removed it in between
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 300).decode(errors="replace").strip() or "another process"
+            raise Refused(
+                f"the run directory {self.directory} is in use by {holder}. Wait until that run has ended, or "
+                "give this run a directory of its own with --suffix or --run-dir."
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            warnings.warn(
+                f"{self.directory} cannot be locked ({error.strerror}): make sure that no other run uses it",
+                stacklevel=4,
+            )
+
+    def _is_in_place(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.directory / NAME), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        if self._is_in_place(self._descriptor):
+            (self.directory / NAME).unlink()
+        os.close(self._descriptor)
+
+
+def remove_temporary_files(directory: Path) -> None:
+    """Removes what writers that were killed left below `directory`; only for the holder of its lock."""
+    for path in directory.rglob(".*.tmp"):
+        found = TEMPORARY.fullmatch(path.name)
+        if found and not _lives(int(found[1])):
+            path.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether another process of this machine has this id. This process itself has written nothing so far."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,109 @@
+"""One run at a time in a run directory."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training import lock
+from dgc_training.arguments import parse_arguments
+from dgc_training.config import load
+from dgc_training.failure import Refused
+from dgc_training.lock import RunLock, remove_temporary_files
+
+REPOSITORY = Path(__file__).parents[2]
+BRIEF = ["num_epochs=1", "batch_size=180", "warmup_lr_epochs=0"]
+
+
+def run(directory: Path, *words: str) -> None:
+    own = ["--run-dir", str(directory), *(f"--configs.train.{word}" for word in BRIEF), *words]
+    args, overrides = parse_arguments(["--configs", "configs/digits/cnn.py", "--configs.model.width=4", *own])
+    tree = load(args.configs, overrides)
+    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+
+
+def held_by_another_process(directory: Path) -> subprocess.Popen[str]:
+    program = f"import sys\nfrom dgc_training.lock import *\nlock = RunLock(Path({str(directory)!r}))\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program + "print('held', flush=True)\nsys.stdin.read()"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_in_the_directory_is_refused_until_the_first_is_gone(tmp_path, capsys):
+    """However the first ends, SIGKILL included. Evaluation needs no lock."""
+    directory = tmp_path / "run"
+    run(directory)
+    assert not (directory / lock.NAME).exists()
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    with held_by_another_process(directory) as holder:
+        message = rf"{directory} is in use by process {holder.pid} on \S+\. Wait .* --suffix or --run-dir"
+        for words in ([], ["--no-resume"]):
+            with pytest.raises(Refused, match=message):
+                run(directory, *words)
+        after = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+        assert after.pop(directory / lock.NAME).decode().startswith(f"process {holder.pid} on ")
+        assert after == before and list(tmp_path.iterdir()) == [directory]
+        capsys.readouterr()
+        run(directory, "--evaluate")
+        assert capsys.readouterr().out.startswith("acc/")
+        holder.send_signal(signal.SIGKILL)
+    run(directory, "--no-resume")
+    assert "--no-resume: the earlier run is now" in capsys.readouterr().out
+    assert not list(tmp_path.rglob(lock.NAME))
+
+
+def test_a_lock_is_of_the_directory_that_is_there_now(tmp_path):
+    """A waiting process may have opened a lock file that its holder then moved away."""
+    first = RunLock(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "aside")
+    second = RunLock(tmp_path / "run")
+    with pytest.raises(Refused):
+        RunLock(tmp_path / "run")
+    first.release()
+    assert (tmp_path / "run" / lock.NAME).exists()
+    second.release()
+    assert not (tmp_path / "run" / lock.NAME).exists()
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
+    def unsupported(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
+    with pytest.warns(UserWarning, match="cannot be locked .No locks available.: make sure"):
+        RunLock(tmp_path).release()
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    (tmp_path / "checkpoints").mkdir()
+    left = [tmp_path / f".config.yaml.{dead.pid}.tmp", tmp_path / "checkpoints" / f".latest.json.{dead.pid}.tmp"]
+    left.append(tmp_path / f".own.{os.getpid()}.tmp")
+    others = [tmp_path / ".mine.tmp", tmp_path / f".latest.json.{os.getppid()}.tmp", tmp_path / "a.1.tmp"]
+    for path in [*left, *others]:
+        path.touch()
+    remove_temporary_files(tmp_path)
+    assert not any(path.exists() for path in left) and all(path.exists() for path in others)
+
+
+def test_a_run_removes_them_at_its_start(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    left = tmp_path / "run" / "checkpoints" / f".latest.json.{dead.pid}.tmp"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    run(tmp_path / "run")
+    assert not left.exists()
