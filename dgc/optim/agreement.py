@@ -49,7 +49,8 @@ def check_settings(transport: Transport, name: str, **settings: object) -> None:
     """
     own = describe(**settings)
     digest = crc32(repr(own).encode())
-    largest = all_reduce(transport, torch.tensor([digest, -digest], dtype=torch.int64), "max", f"{name}.digest").tolist()
+    both = torch.tensor([digest, -digest], dtype=torch.int64)
+    largest = all_reduce(transport, both, "max", f"{name}.digest").tolist()
     if largest == [digest, -digest]:
         return
     first, *others = all_gather_object(transport, own, name)
