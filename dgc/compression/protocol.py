@@ -92,6 +92,16 @@ class Compressor(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class SparseOrDense(Protocol):
+    """A compressor that sends a bucket dense where a sparse message would cost more."""
+
+    @property
+    def dense_share(self) -> float:
+        """Share of its buckets' elements that went dense in the last step; 0 before the first."""
+        ...
+
+
 class Stateless(ABC):
     """The parts of a compressor that keeps nothing between steps, accepts every tensor and sends it whole."""
 

@@ -93,7 +93,7 @@ class GradientExchange:
 
     def _start(self, b: int) -> None:
         plan = self.planned[b]
-        self.meter.dense_bytes += 4 * plan.bucket.numel
+        self.meter.count_dense(plan.bucket.numel, self._transport.size)
         with torch.no_grad(), self._side(b).behind_caller():
             if self._loss_scale.enabled:
                 self._loss_scale.divide_(plan.bucket.flat)

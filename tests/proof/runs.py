@@ -15,6 +15,7 @@ from dgc_training.checkpoint import read_tensors
 from scripts.launch import prepare
 
 REPOSITORY = Path(__file__).parents[2]
+TIMES = ("seconds", "training_seconds")  # of a checkpoint
 WORDS = [
     "--configs",
     "configs/digits/cnn.py",
@@ -118,7 +119,7 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     if isinstance(a, dict):
         if a.keys() != b.keys():
             return [where]
-        return [w for key in a if key != "seconds" for w in differences(a[key], b[key], f"{where}/{key}")]
+        return [w for key in a if key not in TIMES for w in differences(a[key], b[key], f"{where}/{key}")]
     if isinstance(a, list | tuple):
         if len(a) != len(b):
             return [where]
