@@ -228,7 +228,8 @@ def main() -> None:
     dense = all_reduce_wire_bytes(4 * numel, args.ranks)
     where = f"{args.ranks} ranks, {args.threads} threads, {epoch} steps per epoch"
     print(f"{args.model}: {numel:,} parameters, {where}")
-    heads = f"{'payload':>12}{'wire':>12}{'MiB/epoch':>11}{'fewer':>8}{'encode':>9}{'decode':>9}{'error':>8}{'mean':>8}"
+    heads = f"{'payload':>12}{'wire':>12}{'MiB/epoch':>11}{'fewer':>8}"
+    heads += f"{'encode':>9}{'decode':>9}{'error':>8}{'mean':>8}"
     print(f"\n{'':<22}{heads}")
     rows: dict[str, dict[str, float]] = {}
     for name in args.methods:

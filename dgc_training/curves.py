@@ -100,7 +100,8 @@ class Curves:
             summary = scalar(tag, value)
             if tag not in self.described:  # TensorBoard takes it from a curve's first point
                 self.described.add(tag)
-                summary.value[0].metadata.summary_description = describe(tag)
+                metadata = summary.value[0].metadata
+                metadata.plugin_data.plugin_name, metadata.summary_description = "scalars", describe(tag)
             self.writer.file_writer.add_summary(summary, samples)
 
     def end_epoch(self) -> float:

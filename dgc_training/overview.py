@@ -13,8 +13,8 @@ WIDTH = 80
 
 
 def overview(tree: DictConfig) -> str:
-    """One line per key, wrapped at 80 columns. A node with a `_target_` is written as a call, without arguments that
-    equal its constructor's defaults.
+    """One line per key, wrapped at 80 columns. A node with a `_target_` is written as a call, without arguments
+    that equal its constructor's defaults.
     """
     found = list(_changed(OmegaConf.to_container(tree, resolve=True), defaults()))
     width = max((len(key) for key, _ in found), default=0)

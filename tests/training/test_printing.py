@@ -1,4 +1,4 @@
-"""What a run prints: bytes compared like with like, settings that differ, a table that fits, no colour in files."""
+"""What a run prints: bytes compared like with like, changed settings, a table that fits, no colour in files."""
 
 import os
 import pty
@@ -18,6 +18,7 @@ from dgc_training.screen import Screen
 from dgc_training.state import Progress
 from dgc_training.summary import summarize, table
 from dgc_training.terminal import wants_colour
+from scripts.demo import comparison
 from scripts.launch import prepare
 
 STACK = ["configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/dgc/fp16.py"]
@@ -147,3 +148,15 @@ def test_a_warm_up_that_goes_dense_says_so(capsys, tmp_path):
 def test_gossip_that_sends_more_than_dense_says_how_much_more(capsys, tmp_path):
     stack = ["configs/digits/cnn.py", "configs/gossip/dpsgd.py", "configs/topology/full.py"]
     assert "2 times the bytes of a dense fp32 all-reduce" in printed(capsys, tmp_path, *stack, size=4)
+
+
+def test_the_demonstration_compares_both_runs():
+    def run(accuracy, wire):
+        found = {"acc/test_top1": accuracy}
+        sent = {"wire_bytes": wire, "dense_wire_bytes": 3e8, "wire_over_dense": wire / 3e8}
+        return {"final": found, **sent, "seconds": 9.5}
+
+    told = comparison({"dense": run(99.5, 3e8), "DGC": run(99.0, 2e7)})
+    rows = [line.split() for line in told.splitlines()[1:3]]
+    assert rows == [["dense", "99.50%", "300", "MB", "100", "9.5"], ["DGC", "99.00%", "20.0", "MB", "6.67", "9.5"]]
+    assert "15 times fewer" in told and "-0.50 points" in told
