@@ -1,7 +1,9 @@
 """What rank 0 prints while it trains: a table with a row for each epoch, and within an epoch a progress bar.
 
-The bar is drawn where standard error ends at a terminal, also through mpirun; elsewhere a line every 20 seconds
-tells how far the epoch is. A column has the name of its TensorBoard tag without the group.
+The bar is drawn where standard output ends at a terminal, also through mpirun; elsewhere a line every 20 seconds
+tells how far the epoch is. It is on standard output, as the table is: mpirun passes the two streams on
+independently, so a bar on standard error would wipe out rows. A column has the name of its TensorBoard tag without
+the group.
 """
 
 import sys
@@ -13,7 +15,7 @@ from dgc_training.amounts import human_bytes
 from dgc_training.terminal import columns, terminal_of, wants_colour
 
 LINE_EVERY = 20.0  # seconds between two lines within an epoch
-CLEAR = "\r\x1b[K"  # to the beginning of the line, and clear it
+BAR = "{desc} |{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
 BOLD, GREEN, RESET = "\x1b[1m", "\x1b[1;32m", "\x1b[0m"
 
 
@@ -23,9 +25,8 @@ class Screen:
     def __init__(self, rank: int, num_epochs: int, steps_per_epoch: int, result: str | None) -> None:
         self.speaks = rank == 0
         self.num_epochs, self.steps_per_epoch, self.result = num_epochs, steps_per_epoch, result
-        shown = terminal_of(1) if self.speaks else None
-        self.colour, self.on_terminal = wants_colour(shown), shown is not None
-        self.watched = terminal_of(2) if self.speaks else None  # the terminal with the bar
+        self.terminal = terminal_of(1) if self.speaks else None
+        self.colour = wants_colour(self.terminal)
         self.bar: Any = None
         self.headed = False
         self.last_line = time.perf_counter()
@@ -34,7 +35,9 @@ class Screen:
         """One line (or more) on standard output; a progress bar stays below it."""
         if self.speaks:
             self.last_line = time.perf_counter()
-            print(CLEAR + text if self.bar is not None and self.on_terminal else text, flush=True)
+            if self.bar is not None:
+                self.bar.clear()
+            print(text, flush=True)
 
     def step(self, epoch: int, step: int, state: str) -> None:
         """After the step numbered `step`, from 1, of the epoch numbered `epoch`, from 0. state: what is known of
@@ -42,7 +45,7 @@ class Screen:
         """
         if not self.speaks:
             return
-        if self.watched is not None:
+        if self.terminal is not None:
             self._advance(epoch, step, state)
         elif time.perf_counter() - self.last_line > LINE_EVERY:
             self.say(f"  epoch {epoch + 1}/{self.num_epochs}, step {step}/{self.steps_per_epoch}: {state}")
@@ -51,15 +54,15 @@ class Screen:
         if self.bar is None:
             from tqdm import tqdm  # type: ignore[import-untyped]
 
-            assert self.watched is not None
+            assert self.terminal is not None
             self.bar = tqdm(
                 desc=f"epoch {epoch + 1}/{self.num_epochs}",
                 total=self.steps_per_epoch,
                 initial=step - 1,
                 leave=False,
-                unit="step",
-                file=sys.stderr,
-                ncols=columns(self.watched),
+                bar_format=BAR,
+                file=sys.stdout,
+                ncols=columns(self.terminal),
             )
         self.bar.set_postfix_str(state, refresh=False)
         self.bar.update()

@@ -13,7 +13,7 @@ REDIRECTING = ("tag-output", "timestamp-output", "output", "output-filename", "x
 
 
 def terminal_of(descriptor: int) -> str | None:
-    """The terminal that shows what is written to `descriptor` (1 or 2); None where it is none."""
+    """The terminal that shows what is written to `descriptor`, 1 or 2; None where it is none."""
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
         return os.ttyname(descriptor) if os.isatty(descriptor) else None
     parent = Path(f"/proc/{os.getppid()}")

@@ -101,6 +101,24 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch):
     assert not wants_colour("/dev/pts/0")
 
 
+def test_the_bar_is_on_the_stream_of_the_rows_and_gone_before_them(capsys, monkeypatch):
+    """mpirun passes the two streams on independently: a bar on the other one would wipe out rows."""
+    monkeypatch.setattr("dgc_training.screen.terminal_of", lambda descriptor: "/dev/pts/0")
+    monkeypatch.setattr("dgc_training.screen.columns", lambda terminal: 70)
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Screen(0, 3, 12, "acc/test_top1")
+    screen.step(0, 1, "loss 0.5")
+    screen.end_epoch(1, VALUES, best=True)
+    told = capsys.readouterr()
+    _, bar, blank, head, row = told.out.replace("\n", "\r").rstrip("\r").split("\r")
+    assert bar.startswith("epoch 1/3") and "/12" in bar and len(bar) <= 70 and not blank.strip()
+    assert head.startswith("epoch ") and row.startswith("  1/3") and not told.err
+    silent = Screen(1, 3, 12, "acc/test_top1")
+    silent.step(0, 1, "")
+    silent.end_epoch(1, VALUES, best=True)
+    assert capsys.readouterr() == ("", "")
+
+
 TELL = "from dgc_training.terminal import terminal_of; print(terminal_of(1), terminal_of(2))"
 
 
