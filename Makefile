@@ -11,7 +11,7 @@ WORKERS ?= $(shell nproc)
 BIN := $(abspath $(VENV))/bin
 
 help:
-	@echo 'make demo     train on digits: 4 ranks, DGC, 0.1 % of the gradient on the wire'
+	@echo 'make demo     train on digits with 4 ranks: dense, then DGC at 0.1 % of the gradient'
 	@echo 'make test     lint, types, unit tests, laws, parallel tests under mpirun and horovodrun'
 	@echo 'make proof    the long proofs (many minutes)'
 	@echo 'make gpu      on a GPU: the laws of its kernels, times, waits for the device (needs no set-up)'

@@ -142,16 +142,11 @@ def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, hel
     if args.evaluate:
         return evaluate_only(directory, tree, checkpoints, state, evaluation)
     held.enter_context(open_run_directory(directory, tree, transport, resume=not args.no_resume))
-    if rank == 0:
-        print(to_yaml(tree, resolve=True), flush=True)
     latest = checkpoints.find("latest")
     if latest is not None:
         state.load(checkpoints.load(latest))
-    log = Log(directory, state, settings, batches.steps_per_epoch)
-    log.begin(
-        f"{size} ranks on {device.type} ({tier} kernels), {batches.steps_per_epoch} steps per epoch, {directory}",
-        latest,
-    )
+    log = Log(directory, state, tree, batches.steps_per_epoch)
+    log.begin(tier, evaluation.names, latest)
 
     def save(best: bool = False) -> None:
         checkpoint = checkpoint_name(progress.epoch, progress.step)

@@ -9,7 +9,8 @@ Simulated ranks in one process: each has its own gradient, the same direction fo
 tails, tensors of different scales; in buckets of 25 MB. The wire costs nothing: times are those of rank 0, over
 all buckets, medians over steps after a warm-up. Methods that keep errors do so from step to step.
 
-bytes      payload of one rank and step; MiB of an epoch; how many times fewer than dense fp32
+payload    bytes that one rank contributes per step
+wire       bytes that it sends for that; MiB of an epoch; how many times fewer than dense fp32 all-reduce
 encode     milliseconds until the first message is there; decode: all that comes later, orthonormalization included
 error      |what waits| / |gradient + what waited| after the last step
 mean       |mean returned - true mean| / |true mean|, summed over all steps: what is late counts less and less
@@ -33,6 +34,7 @@ from torch import Tensor
 from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.meter import all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
 from dgc.compression import (
     BF16,
@@ -154,8 +156,8 @@ def timed(talk: Conversation[Result], clock: Clock) -> Conversation[Result]:
 
 @dataclass
 class Measured:
-    payload: float
-    dense: float
+    payload: float = 0.0
+    wire: float = 0.0
     encode: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     error: float = math.nan
@@ -173,7 +175,7 @@ def measure(name: str, model: str, size: int, steps: int, warmup: int) -> Measur
         ranks.append((compressor, planned))
     world = LockstepWorld(size)
     gradients = Gradients([plan.bucket for plan in ranks[0][1]], size)
-    found = Measured(0.0, 4.0 * sum(p.numel() for _, p in named))
+    found = Measured()
     due, late, true = 0.0, [], []
     for step in range(warmup + steps):
         clock, before = Clock(), [e.clone() for e in ranks[0][0].errors()]
@@ -204,6 +206,7 @@ def measure(name: str, model: str, size: int, steps: int, warmup: int) -> Measur
             found.encode.append(1e3 * clock.encode)
             found.decode.append(1e3 * clock.decode)
     found.payload = world.meters[0].payload_bytes / (warmup + steps)
+    found.wire = world.meters[0].wire_bytes / (warmup + steps)
     found.error = math.sqrt(sum(float(e.square().sum()) for e in ranks[0][0].errors()) / due)
     apart = sum(float((a - b).square().sum()) for a, b in zip(late, true, strict=True))
     found.mean = math.sqrt(apart / sum(float(t.square().sum()) for t in true))
@@ -222,9 +225,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     epoch = STEPS_PER_EPOCH[args.model]
     numel = sum(p.numel() for _, p in parameters_of(args.model))
+    dense = all_reduce_wire_bytes(4 * numel, args.ranks)
     where = f"{args.ranks} ranks, {args.threads} threads, {epoch} steps per epoch"
     print(f"{args.model}: {numel:,} parameters, {where}")
-    heads = f"{'bytes':>12}{'MiB/epoch':>11}{'fewer':>8}{'encode':>9}{'decode':>9}{'error':>8}{'mean':>8}"
+    heads = f"{'payload':>12}{'wire':>12}{'MiB/epoch':>11}{'fewer':>8}"
+    heads += f"{'encode':>9}{'decode':>9}{'error':>8}{'mean':>8}"
     print(f"\n{'':<22}{heads}")
     rows: dict[str, dict[str, float]] = {}
     for name in args.methods:
@@ -233,15 +238,16 @@ def main() -> None:
             found = measure(name, args.model, args.ranks, 1 if slow else args.steps, 0 if slow else args.warmup)
         rows[name] = {
             "payload_bytes": found.payload,
-            "mib_per_epoch": found.payload * epoch / MIB,
-            "fewer": found.dense / found.payload,
+            "wire_bytes": found.wire,
+            "mib_per_epoch": found.wire * epoch / MIB,
+            "fewer": dense / found.wire if found.wire else math.nan,
             "encode_ms": median(found.encode),
             "decode_ms": median(found.decode),
             "error": found.error,
             "mean": found.mean,
         }
         r = rows[name]
-        cells = f"{r['payload_bytes']:12,.0f}{r['mib_per_epoch']:11.1f}{r['fewer']:8.1f}"
+        cells = f"{r['payload_bytes']:12,.0f}{r['wire_bytes']:12,.0f}{r['mib_per_epoch']:11.1f}{r['fewer']:8.1f}"
         cells += f"{r['encode_ms']:9.1f}{r['decode_ms']:9.1f}{r['error']:8.3f}{r['mean']:8.3f}"
         print(f"{name:<22}{cells}", flush=True)
     print_json({"benchmark": "compressors", "model": args.model, "ranks": args.ranks, "methods": rows})

@@ -4,7 +4,8 @@
 
 Each fold's test images are tested by a model that never saw them; over all folds every image is tested once.
 The accuracy is that of the last epoch: no epoch is chosen by its test accuracy. Prints each run, the paired
-difference to the first method with its standard error, the bytes that one rank sent, and, last, one line of JSON.
+difference to the first method with its standard error, the wire bytes of one rank beside those of dense fp32
+all-reduce (docs/bytes.md), and, last, one line of JSON.
 
 With --simulate the ranks are threads of one process, which exchange the same messages without Horovod and MPI; one
 run on each core at a time. Many runs on few cores take a third of the time.
@@ -138,7 +139,7 @@ def main() -> None:
             summaries[method].append(summary)
             print(
                 f"fold {fold}  {method:<18} accuracy {summary['final']['acc/test_top1']:6.2f} %   "
-                f"{summary['payload_bytes'] / 1e6:8.2f} MB sent per rank   {summary['seconds']:6.1f} s",
+                f"{summary['wire_bytes'] / 1e6:8.2f} MB on the wire per rank   {summary['seconds']:6.1f} s",
                 flush=True,
             )
     report(args.methods, summaries)
@@ -157,9 +158,10 @@ def to_train(args: argparse.Namespace, fold: int, method: str, place: Path) -> l
 
 def report(methods: list[str], summaries: dict[str, list[dict[str, Any]]]) -> None:
     accuracy = {m: [s["final"]["acc/test_top1"] for s in summaries[m]] for m in methods}
-    bytes_sent = {m: sum(s["payload_bytes"] for s in summaries[m]) for m in methods}
+    wire = {m: sum(s["wire_bytes"] for s in summaries[m]) for m in methods}
+    dense = {m: sum(s["dense_wire_bytes"] for s in summaries[m]) for m in methods}
     first = methods[0]
-    print(f"\n{'method':<18} {'accuracy %':>10} {'minus ' + first:>20} {'std. error':>10} {'fewer bytes':>11}")
+    print(f"\n{'method':<18} {'accuracy %':>10} {'minus ' + first:>20} {'std. error':>10} {'dense / wire':>12}")
     result: dict[str, Any] = {}
     for m in methods:
         differences = [a - b for a, b in zip(accuracy[m], accuracy[first], strict=True)]
@@ -168,13 +170,14 @@ def report(methods: list[str], summaries: dict[str, list[dict[str, Any]]]) -> No
             "accuracy": mean(accuracy[m]),
             "difference": mean(differences),
             "standard_error": error,
-            "payload_bytes": bytes_sent[m],
-            "fewer_bytes": bytes_sent[first] / bytes_sent[m],
+            "wire_bytes": wire[m],
+            "dense_wire_bytes": dense[m],
+            "dense_over_wire": dense[m] / wire[m] if wire[m] else math.nan,
         }
         result[m] = row
         cell = "" if error is None else f"{error:.2f}"
         print(
-            f"{m:<18} {row['accuracy']:10.2f} {row['difference']:20.2f} {cell:>10} {row['fewer_bytes']:10.1f}x"
+            f"{m:<18} {row['accuracy']:10.2f} {row['difference']:20.2f} {cell:>10} {row['dense_over_wire']:12.1f}"
         )
     print_json(result)
 

@@ -10,12 +10,12 @@ from dgc_training.checkpoint import write_atomically
 TIMES = ("BT(s)", "NT(s)", "DT(s)")
 SCORES = ("Loss", "Prec@1", "Prec@5")
 LATEST = ("consensus", "weight", "staleness")
-SUMMED = ("bytes", "wait(s)")
+SUMMED = ("payload_bytes", "wire_bytes", "wait(s)")
 COLUMNS = (
     *("Epoch", "itr"),
     *(f"{kind}{name}" for name in TIMES for kind in ("", "avg:", "std:")),
     *(f"{kind}{name}" for name in SCORES for kind in ("", "avg:")),
-    *("val", "consensus", "weight", "bytes", "staleness", "wait(s)", "elapsed(s)"),
+    *("val", "consensus", "weight", "payload_bytes", "wire_bytes", "staleness", "wait(s)", "elapsed(s)"),
 )
 PREAMBLE = 5  # lines before the first row
 # The itr of a row after validation: its place is behind every step of its epoch.

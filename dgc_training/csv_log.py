@@ -10,7 +10,8 @@ Four lines tell of the run (BEGIN-TRAINING; World-Size, Num-DLWorkers, Batch-Siz
     val                        top-1 % of the validation; -1 in the rows of training
     consensus                  distance of this rank's model to the mean of all, where it was measured, else -1
     weight, staleness          push-sum weight, and rounds by which the newest message is late: as last told
-    bytes, wait(s)             payload sent, and seconds waited for other ranks, since the row before
+    payload_bytes, wire_bytes  what this rank contributed and sent (docs/bytes.md) since the row before
+    wait(s)                    seconds waited for other ranks, since the row before
     elapsed(s)                 BT summed over every step since the job's first start: the time axis of plots
 
 A row is written for an epoch's first step, then for each `every`-th, for its last, and after its validation.
@@ -19,7 +20,7 @@ A row is written for an epoch's first step, then for each `every`-th, for its la
 A resumed job appends. What a killed one wrote after the checkpoint is removed first: a row is identified by its
 (Epoch, itr), and the state in the checkpoint knows which one was the last.
 
-Differences from the reference: the last six columns; elapsed time is measured where it was estimated afterwards.
+Differences from the reference: the last seven columns; elapsed time is measured where it was estimated afterwards.
 """
 
 import math
@@ -112,7 +113,8 @@ class CsvLog:
         """After each step: its place, its seconds (data_s of batch_s waited for data), its scores on `samples`.
 
         A score may be a 0-d tensor on any device, which is read only where a row is written; -1: not known.
-        gauges: any of consensus, weight, staleness (values of now) and bytes, wait(s) (amounts of this step).
+        gauges: any of consensus, weight, staleness (values of now) and payload_bytes, wire_bytes, wait(s) (amounts
+        of this step).
         ValueError for another name.
         """
         if unknown := gauges.keys() - self.gauges.keys():
@@ -200,7 +202,8 @@ class CsvLog:
             for value in (float(self.now[name]), self.times[name].mean, self.times[name].deviation)
         ]
         gauges = [f"{self.gauges[name]:.7g}" for name in ("consensus", "weight")]
-        gauges += [f"{self.gauges['bytes']:.0f}", f"{self.gauges['staleness']:g}", f"{self.gauges['wait(s)']:.6g}"]
+        gauges += [f"{self.gauges[name]:.0f}" for name in ("payload_bytes", "wire_bytes")]
+        gauges += [f"{self.gauges['staleness']:g}", f"{self.gauges['wait(s)']:.6g}"]
         cells = [f"{value:.6g}" for value in (*times, *scores, val)]
         line = ",".join([*map(str, self.place), *cells, *gauges, f"{self.elapsed:.3f}"])
         if self.file is None:
@@ -215,9 +218,9 @@ class CsvLog:
 class Since:
     """Amounts since the last call, of totals that only grow: gauges out of a meter's counters.
 
-    since = Since({"bytes": meter.payload_bytes})
+    since = Since({"wire_bytes": meter.wire_bytes})
     ...
-    csv.step(..., gauges=since({"bytes": meter.payload_bytes}))
+    csv.step(..., gauges=since({"wire_bytes": meter.wire_bytes}))
     """
 
     def __init__(self, totals: Mapping[str, float]) -> None:

@@ -5,7 +5,7 @@ a slower one because of it: a point is written that much later.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from dgc.comm import AllReduce, Transport
+from dgc_training.runs import flatten
+from dgc_training.tags import LAYOUT, describe
 
 
 @dataclass
@@ -40,11 +42,31 @@ class Curves:
         self.epoch_loss, self.epoch_steps = 0.0, 0
         self.launched = 0
         self.points: deque[Point] = deque()
+        self.described: set[str] = set()
+        self.last: dict[str, float] = {}  # the last value of every curve
         self.writer: Any = None
         if transport.rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank's business
 
             self.writer = SummaryWriter(str(directory), purge_step=samples + 1)
+
+    def write_config(self, config: dict[str, Any], text: str, results: Iterable[str]) -> None:
+        """The run's settings, as text and as hyperparameters, beside which TensorBoard shows the last values of
+        `results`. config: nested plain values.
+        """
+        if self.writer is None:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        self.writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
+        self.writer.add_custom_scalars(LAYOUT)
+        settings = {
+            key: value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in flatten(config).items()
+        }
+        metrics = [*results, "train/loss", "bytes/wire", "bytes/wire_over_dense", "time/elapsed"]
+        for summary in hparams(settings, dict.fromkeys(metrics, 0.0)):
+            self.writer.file_writer.add_summary(summary)
 
     def add(self, loss: Tensor, values: dict[str, float], samples: int, steps: int) -> None:
         """loss: this rank's mean since the last point (scalar, on the device). samples: the x axis."""
@@ -66,12 +88,21 @@ class Curves:
             self.loss = float(loss)
             self.epoch_loss += self.loss * point.steps
             self.epoch_steps += point.steps
-            self.write({"loss/train": self.loss, **point.values}, point.samples)
+            self.write({"train/loss": self.loss, **point.values}, point.samples)
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
-        if self.writer is not None:
-            for tag, value in values.items():
-                self.writer.add_scalar(tag, value, samples)
+        self.last |= values
+        if self.writer is None:
+            return
+        from torch.utils.tensorboard.summary import scalar
+
+        for tag, value in values.items():
+            summary = scalar(tag, value)
+            if tag not in self.described:  # TensorBoard takes it from a curve's first point
+                self.described.add(tag)
+                metadata = summary.value[0].metadata
+                metadata.plugin_data.plugin_name, metadata.summary_description = "scalars", describe(tag)
+            self.writer.file_writer.add_summary(summary, samples)
 
     def end_epoch(self) -> float:
         """The epoch's mean loss; not a number if it had no step, as in a run resumed after its last."""

@@ -125,10 +125,10 @@ class Evaluation:
             for split in dataset
             if split != "train"
         }
-        names = [name for split in self.loaders for name in self.make_meters(split)]
-        if settings.metric is not None and settings.metric not in names:
+        self.names = [name for split in self.loaders for name in self.make_meters(split)]
+        if settings.metric is not None and settings.metric not in self.names:
             raise ConfigError(
-                f"train.metric {settings.metric!r} is no result; there is: {', '.join(names) or 'none'}"
+                f"train.metric {settings.metric!r} is no result; there is: {', '.join(self.names) or 'none'}"
             )
 
     def make_meters(self, split: str) -> dict[str, Meter]:

@@ -41,7 +41,8 @@ class Rows:
     def _totals(self) -> dict[str, float]:
         meter = self.optimizer.meter
         data = self.clock.seconds.get("data", 0.0)
-        return {"bytes": float(meter.payload_bytes), "wait(s)": meter.seconds["wait"], "data": data}
+        sent = {"payload_bytes": float(meter.payload_bytes), "wire_bytes": meter.wire_bytes}
+        return {**sent, "wait(s)": meter.seconds["wait"], "data": data}
 
     def batch(self, outputs: Tensor, targets: Tensor) -> None:
         """After each forward pass."""

@@ -39,16 +39,18 @@ class Progress:
     """Where a run stands: epochs completed, steps done in the next one, and totals since the run's first
     start.
 
-    samples and seconds are the whole run's; bytes are those of one rank.
+    samples and seconds are the whole run's, training_seconds without evaluation and checkpoints; bytes are those
+    of one rank.
     """
 
     epoch: int = 0
     step: int = 0
     samples: int = 0
     seconds: float = 0.0
+    training_seconds: float = 0.0
     payload_bytes: int = 0
     wire_bytes: float = 0.0
-    dense_bytes: int = 0
+    dense_wire_bytes: float = 0.0
     dropped_steps: int = 0
     best_epoch: int = 0
     best: dict[str, float] = field(default_factory=dict)

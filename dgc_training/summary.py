@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from dgc_training.amounts import against_dense, human_bytes
 from dgc_training.checkpoint import write_json
 from dgc_training.state import Progress
 
 
 def summarize(name: str, progress: Progress, *, ranks: int, metric: str | None) -> dict[str, Any]:
-    """All that is known at the end; bytes are those of one rank, over the whole run."""
-    sent = progress.payload_bytes
+    """All that is known at the end. Bytes are those of one rank over the whole run, as docs/bytes.md defines them;
+    wire_over_dense is wire_bytes / dense_wire_bytes, None where one process has nobody to send to.
+    """
+    dense = progress.dense_wire_bytes
     return {
         "name": name,
         "ranks": ranks,
@@ -21,11 +24,11 @@ def summarize(name: str, progress: Progress, *, ranks: int, metric: str | None) 
         "best": progress.best,
         "best_epoch": progress.best_epoch,
         "final": progress.latest,
-        "payload_bytes": sent,
+        "payload_bytes": progress.payload_bytes,
         "wire_bytes": round(progress.wire_bytes),
-        "dense_bytes": progress.dense_bytes,
+        "dense_wire_bytes": round(dense),
+        "wire_over_dense": progress.wire_bytes / dense if dense else None,
         "dropped_steps": progress.dropped_steps,
-        "dense_over_payload": progress.dense_bytes / sent if sent else None,
     }
 
 
@@ -38,23 +41,17 @@ def table(summary: dict[str, Any]) -> str:
     rows += [(f"final {name}", f"{value:.2f}") for name, value in summary["final"].items()]
     rate = summary["samples_per_second"]
     rows.append(("time", f"{summary['seconds']:.1f} s" + (f", {rate:.0f} samples/s" if rate else "")))
-    rows.append(("sent per rank", human_bytes(summary["payload_bytes"])))
-    rows.append(("dense would send", human_bytes(summary["dense_bytes"])))
-    if summary["dense_over_payload"]:
-        rows.append(("fewer bytes by", f"{summary['dense_over_payload']:.1f} x"))
+    wire, dense = summary["wire_bytes"], summary["dense_wire_bytes"]
+    if dense:
+        rows.append(("payload per rank", human_bytes(summary["payload_bytes"])))
+        rows.append(("wire bytes per rank", f"{human_bytes(wire)}, {against_dense(wire, dense)}"))
+        rows.append(("dense wire bytes", human_bytes(dense)))
+    elif summary["ranks"] == 1:
+        rows.append(("wire bytes per rank", "0 B (1 process: nothing travels)"))
     if summary["dropped_steps"]:
         rows.append(("dropped steps", f"{summary['dropped_steps']} (gradients that were not finite)"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
-
-
-def human_bytes(count: float) -> str:
-    """12_300_000 -> '12.3 MB'."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def finish(directory: Path, summary: dict[str, Any]) -> None:

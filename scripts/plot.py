@@ -1,14 +1,16 @@
-"""Draws runs that wrote CSV logs (train.csv=True): error, scaling and loss, as PNG and SVG.
+"""Draws runs: error, accuracy against bytes, scaling and loss, as PNG and SVG.
 
     python -m scripts.plot 'runs/[imagenet.resnet50+gossip.sgp].np8' runs/imagenet.resnet50.np8
     python -m scripts.plot --out figures 'SGP, 10 Gbit/s=runs/a' 'SGP, 100 Gbit/s=runs/b'
 
     error      top-1 error of training and validation after each epoch, against time and against iterations
+    bytes      top-1 accuracy of validation after each epoch, against the wire bytes of one rank (docs/bytes.md)
     scaling    average time per iteration and samples per second, against the number of ranks
     loss       training loss against optimizer steps
 
-A run is named after its algorithm (its config.yaml), or by what stands before "=". Runs of the same name and of
-different numbers of ranks make one line of `scaling`. Time is that of all training steps, without validation.
+A run with CSV logs (train.csv=True) is read from them, another from its TensorBoard files, which have no training
+error. A run is named after its algorithm (its config.yaml), or by what stands before "=". Runs of the same name on
+several numbers of ranks make one line of `scaling`. Time is that of all training steps, without validation.
 """
 
 import argparse
@@ -20,8 +22,9 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from scripts.plot_figures import STYLE, error_figure, loss_figure, scaling_figure
-from scripts.plot_runs import PlotError, Run, check_comparable, read_run
+from scripts.plot_events import read_events
+from scripts.plot_figures import STYLE, bytes_figure, error_figure, loss_figure, scaling_figure
+from scripts.plot_runs import PlotError, Run, check_comparable, has_csv, read_run
 
 
 def read(word: str) -> Run:
@@ -32,7 +35,8 @@ def read(word: str) -> Run:
         label, directory = "", word
     if not Path(directory).is_dir():
         raise PlotError(f"there is no run directory {directory}")
-    return read_run(Path(directory), label or None)
+    reader = read_run if has_csv(Path(directory)) else read_events
+    return reader(Path(directory), label or None)
 
 
 def draw(runs: Sequence[Run], out: Path, formats: Sequence[str]) -> list[Path]:
@@ -45,6 +49,7 @@ def draw(runs: Sequence[Run], out: Path, formats: Sequence[str]) -> list[Path]:
     with matplotlib.rc_context(STYLE):
         figures: dict[str, Figure | None] = {
             "error": error_figure(runs),
+            "bytes": bytes_figure(runs),
             "scaling": scaling_figure(runs),
             "loss": loss_figure(runs),
         }

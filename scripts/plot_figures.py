@@ -1,4 +1,6 @@
-"""The figures that `scripts.plot` writes: error against time and iterations, scaling, loss against steps."""
+"""The figures that `scripts.plot` writes: error against time and iterations, accuracy against bytes, scaling, loss
+against steps. In all of them a colour stands for a method, a marker or a line style for a number of ranks.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,14 +11,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
+from dgc_training.amounts import plural
 from scripts.plot_runs import Curve, Run, mean
 
 FAMILIES = ((r"ar\b|all-?reduce", "Reds"), (r"d-?psgd", "Greens"), (r"o?sgp", "Blues"))
 # matplotlib's own cycle without its blue, green and red, which would pass for a family's
 OTHERS = ("C1", "C4", "C5", "C6", "C8", "C9", "C7")
 MARKERS = "osD^vP*X"
+LINES = ("-", "--", "-.", ":")
 STYLE = {
     "font.size": 10,
     "axes.grid": True,
@@ -32,34 +36,57 @@ STYLE = {
 def names(runs: Sequence[Run]) -> list[str]:
     """What the legend calls each run: no more than tells them apart."""
     found = [run.label for run in runs]
-    if len(set(found)) < len(runs):
-        found = [f"{run.label}, {run.ranks} ranks" for run in runs]
+    if len({run.ranks for run in runs}) > 1:
+        found = [f"{run.label}, {plural(run.ranks, 'rank')}" for run in runs]
     return [
         f"{name} ({run.directory.resolve().name})" if found.count(name) > 1 else name
         for name, run in zip(found, runs, strict=True)
     ]
 
 
-def colours(labels: Sequence[str]) -> list[Any]:
-    """AR reds, D-PSGD greens, SGP blues, from dark to light; each other label a colour of its own."""
-    families = [
-        next((shades for pattern, shades in FAMILIES if re.match(pattern, label.lower())), None)
-        for label in labels
-    ]
-    others = [label for label, family in zip(labels, families, strict=True) if family is None]
-    found: list[Any] = []
-    for i, family in enumerate(families):
+def methods(runs: Sequence[Run]) -> list[tuple[str, int]]:
+    """What has a colour of its own: a label; runs of one label on equally many ranks are numbered from 0."""
+    kinds = [(run.label, run.ranks) for run in runs]
+    return [(label, kinds[:i].count((label, ranks))) for i, (label, ranks) in enumerate(kinds)]
+
+
+def colours(methods: Sequence[tuple[str, int]]) -> list[Any]:
+    """AR reds, D-PSGD greens, SGP blues, from dark to light; each other method a colour of its own."""
+    distinct = list(dict.fromkeys(methods))
+    families = {
+        method: next((shades for pattern, shades in FAMILIES if re.match(pattern, method[0].lower())), None)
+        for method in distinct
+    }
+    found: dict[tuple[str, int], Any] = {}
+    for method, family in families.items():
+        of = [other for other in distinct if families[other] == family]
+        number = of.index(method)
         if family is None:
-            found.append(OTHERS[others.index(labels[i]) % len(OTHERS)])
+            found[method] = OTHERS[number % len(OTHERS)]
         else:
-            number, of = families[:i].count(family), families.count(family)
-            found.append(matplotlib.colormaps[family](0.75 if of == 1 else 0.95 - 0.5 * number / (of - 1)))
-    return found
+            shade = 0.75 if len(of) == 1 else 0.95 - 0.5 * number / (len(of) - 1)
+            found[method] = matplotlib.colormaps[family](shade)
+    return [found[method] for method in methods]
+
+
+def of_ranks(runs: Sequence[Run], kinds: Sequence[str]) -> list[str]:
+    """One of `kinds` for each run, by its number of ranks."""
+    counts = sorted({run.ranks for run in runs})
+    return [kinds[counts.index(run.ranks) % len(kinds)] for run in runs]
 
 
 def figure(width: float, panels: int) -> tuple[Figure, list[Axes]]:
     drawn = Figure(figsize=(width, 4.2), layout="constrained")
+    engine = drawn.get_layout_engine()
+    assert engine is not None
+    engine.set(w_pad=0.08, h_pad=0.08)  # type: ignore[call-arg]  # inches
     return drawn, list(np.atleast_1d(drawn.subplots(1, panels)))
+
+
+def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], line: str, **style: Any) -> None:
+    """A line whose markers are whole also where they lie on the edge of the axes; 20 markers at most."""
+    (drawn,) = axes.plot(x, y, line, markevery=1 + len(x) // 20, clip_on=False, **style)
+    drawn.set_in_layout(False)  # what is not clipped would count as a part of the figure's margin
 
 
 def legend(drawn: Figure, handles: list[Any]) -> None:
@@ -86,22 +113,43 @@ def error_figure(runs: Sequence[Run]) -> Figure | None:
     drawn, (by_time, by_step) = figure(10, 2)
     seconds, unit = time_unit(max(curve.seconds[-1] for curve in curves if curve.y))
     handles: list[Any] = []
-    for run, name, colour in zip(runs, names(runs), colours([run.label for run in runs]), strict=True):
-        marker = MARKERS[len(handles) % len(MARKERS)]
+    drawn_as = zip(runs, names(runs), colours(methods(runs)), of_ranks(runs, MARKERS), strict=True)
+    for run, name, colour, marker in drawn_as:
         for curve, line, fill in ((run.training_error, "--", "none"), (run.validation_error, "-", "full")):
             for axes, x in ((by_time, [s / seconds for s in curve.seconds]), (by_step, curve.steps)):
-                every = 1 + len(x) // 20
-                axes.plot(
-                    x, curve.y, line, color=colour, marker=marker, fillstyle=fill, markevery=every, alpha=0.9
-                )
+                draw_line(axes, x, curve.y, line, color=colour, marker=marker, fillstyle=fill, alpha=0.9)
         handles.append(Line2D([], [], color=colour, marker=marker, label=name))
     handles.append(Line2D([], [], color="0.4", linestyle="-", label="validation"))
-    handles.append(Line2D([], [], color="0.4", linestyle="--", label="training"))
+    if any(run.training_error.y for run in runs):
+        handles.append(Line2D([], [], color="0.4", linestyle="--", label="training"))
     by_time.set(xlabel=f"training time ({unit})", ylabel="top-1 error (%)")
     by_step.set(xlabel="iterations", ylabel="top-1 error (%)")
     for axes in (by_time, by_step):
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
+    legend(drawn, handles)
+    return drawn
+
+
+def bytes_figure(runs: Sequence[Run]) -> Figure | None:
+    """Accuracy after each epoch against the bytes that one rank has sent; None where no run has sent any."""
+    if not any(wire > 0 for run in runs for wire in run.validation_error.wire):
+        return None
+    drawn, (axes,) = figure(7, 1)
+    handles: list[Any] = []
+    for run, name, colour, marker in zip(
+        runs, names(runs), colours(methods(runs)), of_ranks(runs, MARKERS), strict=True
+    ):
+        curve = run.validation_error
+        points = [(wire, 100 - y) for wire, y in zip(curve.wire, curve.y, strict=True) if wire > 0]
+        if points:
+            wire, accuracy = zip(*points, strict=True)
+            draw_line(axes, wire, accuracy, "-", color=colour, marker=marker)
+            handles.append(Line2D([], [], color=colour, marker=marker, label=name))
+    axes.set(xlabel="bytes sent by one rank", ylabel="top-1 accuracy, validation (%)", xscale="log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.xaxis.set_minor_locator(NullLocator())
     legend(drawn, handles)
     return drawn
 
@@ -116,7 +164,7 @@ def scaling_figure(runs: Sequence[Run]) -> Figure:
     # thousandths of a second where that gives readable numbers
     factor, unit = (1e3, "ms") if max(run.seconds_per_step for run in runs) < 1 else (1.0, "s")
     handles: list[Any] = []
-    for label, colour in zip(labels, colours(labels), strict=True):
+    for label, colour in zip(labels, colours([(label, 0) for label in labels]), strict=True):
         marker = MARKERS[len(handles) % len(MARKERS)]
         values: tuple[Callable[[Run], float], ...] = (
             lambda run: factor * run.seconds_per_step,
@@ -125,7 +173,7 @@ def scaling_figure(runs: Sequence[Run]) -> Figure:
         ranks = [n for n in counts if any(run.ranks == n and run.label == label for run in runs)]
         for axes, value in zip((times, rates), values, strict=True):
             y = [mean(value(run) for run in runs if run.label == label and run.ranks == n) for n in ranks]
-            axes.plot(ranks, y, "-", color=colour, marker=marker)
+            draw_line(axes, ranks, y, "-", color=colour, marker=marker)
         handles.append(Line2D([], [], color=colour, marker=marker, label=label))
     if len(counts) > 1:
         first = max((run for run in runs if run.ranks == counts[0]), key=lambda run: run.samples_per_second)
@@ -149,7 +197,7 @@ def smooth(curve: Curve) -> Curve:
     half = len(curve.y) // 100
     y = np.asarray(curve.y)
     means = [float(y[max(0, i - half) : i + half + 1].mean()) for i in range(len(y))]
-    return Curve(curve.steps, curve.seconds, means)
+    return Curve(curve.steps, curve.seconds, curve.wire, means)
 
 
 def loss_figure(runs: Sequence[Run]) -> Figure | None:
@@ -158,10 +206,11 @@ def loss_figure(runs: Sequence[Run]) -> Figure | None:
         return None
     drawn, (axes,) = figure(7, 1)
     handles: list[Any] = []
-    for run, name, colour in zip(runs, names(runs), colours([run.label for run in runs]), strict=True):
+    drawn_as = zip(runs, names(runs), colours(methods(runs)), of_ranks(runs, LINES), strict=True)
+    for run, name, colour, style in drawn_as:
         axes.plot(run.loss.steps, run.loss.y, color=colour, linewidth=0.8, alpha=0.25, zorder=1)
         line = smooth(run.loss)
-        handles += axes.plot(line.steps, line.y, color=colour, label=name)
+        handles += axes.plot(line.steps, line.y, style, color=colour, label=name)
     axes.set(xlabel="optimizer steps", ylabel="training loss")
     axes.set_xlim(left=0)
     legend(drawn, handles)

@@ -28,15 +28,17 @@ class PlotError(ValueError):
 
 @dataclass
 class Curve:
-    """Points of one line; x in two units."""
+    """Points of one line; x in three units. wire: bytes that one rank has sent, NaN where that is not known."""
 
     steps: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    wire: list[float] = field(default_factory=list)
     y: list[float] = field(default_factory=list)
 
-    def add(self, steps: float, seconds: float, y: float) -> None:
+    def add(self, steps: float, seconds: float, wire: float, y: float) -> None:
         self.steps.append(steps)
         self.seconds.append(seconds)
+        self.wire.append(wire)
         self.y.append(y)
 
 
@@ -91,25 +93,22 @@ def read_file(path: Path) -> tuple[dict[str, int], Rows]:
     return head, rows
 
 
-def add_elapsed(rows: Rows, per_epoch: int) -> None:
-    """Estimates elapsed(s) where the file has no such column."""
-    seconds = done = 0.0
+def add_totals(rows: Rows, per_epoch: int) -> None:
+    """Adds up wire_bytes, and estimates elapsed(s) where the file has no such column."""
+    seconds = done = wire = 0.0
     for (epoch, itr), row in rows.items():
         if itr >= 0:
             steps = epoch * per_epoch + itr + 1
             seconds += row["BT(s)"] * (steps - done)
             done = steps
         row.setdefault("elapsed(s)", seconds)
+        wire += row.get("wire_bytes", float("nan"))
+        row["wire"] = wire
 
 
 def read_run(directory: Path, label: str | None = None) -> Run:
-    """The run of a directory; label: None takes the algorithm's name from its config.yaml."""
+    """The run of a directory that `has_csv`; label: None takes the algorithm's name from its config.yaml."""
     paths = {tuple(map(int, found.groups())): p for p, found in _files(directory / "csv")}
-    if not paths:
-        raise PlotError(
-            f"{directory}/csv has no out_r*_n*.csv. A run writes them where train.csv is True:\n"
-            "  python train.py --configs ... --configs.train.csv True"
-        )
     sizes = sorted({size for _, size in paths})
     if len(sizes) > 1:
         raise PlotError(
@@ -126,8 +125,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         raise PlotError(f"{empty[0]} has no rows: the run was killed before its first step")
     per_epoch = max(itr for rows in files for _, itr in rows) + 1
     for rows in files:
-        add_elapsed(rows, per_epoch)
-    config = _config(directory / "config.yaml")
+        add_totals(rows, per_epoch)
+    config = read_config(directory / "config.yaml")
     training, validation = epochs(files, per_epoch)
     return Run(
         directory=directory,
@@ -142,13 +141,17 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     )
 
 
+def has_csv(directory: Path) -> bool:
+    return any(_files(directory / "csv"))
+
+
 def _files(folder: Path) -> Iterable[tuple[Path, re.Match[str]]]:
     for path in sorted(folder.glob("*.csv")):
         if found := NAME.fullmatch(path.name):
             yield path, found
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text())
     except FileNotFoundError:
@@ -193,12 +196,12 @@ def epochs(files: Iterable[Rows], per_epoch: int) -> tuple[Curve, Curve]:
     for epoch in sorted(set.intersection(*(set(rank) for rank in ranks))):
         ends = [rank[epoch] for rank in ranks]
         steps = (epoch + 1) * per_epoch
-        seconds = mean(row["elapsed(s)"] for row, _ in ends)
+        seconds, wire = (mean(row[name] for row, _ in ends) for name in ("elapsed(s)", "wire"))
         correct = mean(row["avg:Prec@1"] for row, _ in ends if row["avg:Prec@1"] >= 0)
         tested = mean(row["val"] for _, row in ends if row is not None and row["val"] >= 0)
         for curve, value in ((training, correct), (validation, tested)):
             if value == value:
-                curve.add(steps, seconds, 100 - value)
+                curve.add(steps, seconds, wire, 100 - value)
     return training, validation
 
 
@@ -212,7 +215,8 @@ def losses(files: Iterable[Rows], per_epoch: int) -> Curve:
     curve = Curve()
     for (epoch, itr), rows_there in sorted(found.items()):
         steps = epoch * per_epoch + itr + 1
-        curve.add(steps, mean(row["elapsed(s)"] for row in rows_there), mean(row["Loss"] for row in rows_there))
+        seconds, wire, loss = (mean(row[name] for row in rows_there) for name in ("elapsed(s)", "wire", "Loss"))
+        curve.add(steps, seconds, wire, loss)
     return curve
 
 

@@ -42,7 +42,7 @@ def test_simulated_ranks_train_alike_every_time(tmp_path):
 
     first, again = summary("first"), summary("again")
     assert first["final"] == again["final"] and first["ranks"] == 2 and first["samples"] > 1000
-    assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_bytes"] / 4
+    assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_wire_bytes"] / 4
     assert summary("other", "--configs.seed=7")["final"] != first["final"]
 
 

@@ -1,14 +1,19 @@
 """The plots: what is read from the CSV files, what is refused, and which colours and files come out."""
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 import yaml
 
+import train
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.arguments import parse_arguments
+from dgc_training.config import load
 from dgc_training.csv_log import CsvLog
-from scripts.plot import main
-from scripts.plot_figures import colours, error_figure, loss_figure, names, scaling_figure, time_unit
+from scripts.plot import main, read
+from scripts.plot_figures import bytes_figure, colours, error_figure, loss_figure, names, scaling_figure, time_unit
 from scripts.plot_runs import PlotError, read_run
 
 CONFIG = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
@@ -21,11 +26,12 @@ def write_run(
     ranks: int = 2,
     epochs: int = 3,
     batch: int = 32,
+    compression: str = "dgc.compression.Dense",
     **other: str,
 ) -> Path:
     """Rank r takes 1 + r seconds a step, 10 the first; its accuracy is 50, 60, ... %, in validation 2 r more."""
     gossip = {"gossip": {"_target_": target} if target else None}
-    train = {**gossip, "compression": {"_target_": "dgc.compression.Dense"}}
+    train = {**gossip, "compression": {"_target_": compression}}
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **other, "train": train}))
     for rank in range(ranks):
@@ -33,7 +39,8 @@ def write_run(
         for epoch in range(epochs):
             for itr in range(STEPS):
                 seconds = 10.0 if (epoch, itr) == (0, 0) else 1.0 + rank
-                log.step(epoch, itr, seconds, 0.0, 3.0 - epoch + rank, 50.0 + 10 * epoch, 90.0, batch)
+                sent = {"wire_bytes": 1000.0 * ranks}
+                log.step(epoch, itr, seconds, 0.0, 3.0 - epoch + rank, 50.0 + 10 * epoch, 90.0, batch, sent)
             log.end_epoch(epoch, 50.0 + 10 * epoch + 2 * rank)
         log.close()
     return directory
@@ -46,6 +53,7 @@ def test_what_is_read(tmp_path):
     assert run.training_error.y == [50.0, 40.0, 30.0] and run.validation_error.y == [49.0, 39.0, 29.0]
     assert run.training_error.steps == [6, 12, 18]
     assert run.training_error.seconds == [(15 + 20) / 2, (21 + 32) / 2, (27 + 44) / 2]
+    assert run.validation_error.wire == [12_000, 24_000, 36_000]
     assert run.loss.steps == [1, 5, 6, 7, 11, 12, 13, 17, 18]
     assert run.loss.y == [3.5] * 3 + [2.5] * 3 + [1.5] * 3
 
@@ -97,12 +105,12 @@ def test_labels(tmp_path, config, label):
 
 def test_names_tell_runs_apart(tmp_path):
     runs = [read_run(write_run(tmp_path / name, ranks=n)) for name, n in (("a", 1), ("b", 2), ("c", 2))]
-    assert names(runs[:1]) == ["SGP"] and names(runs[:2]) == ["SGP, 1 ranks", "SGP, 2 ranks"]
+    assert names(runs[:1]) == ["SGP"] and names(runs[:2]) == ["SGP, 1 rank", "SGP, 2 ranks"]
     assert names(runs)[1:] == ["SGP, 2 ranks (b)", "SGP, 2 ranks (c)"]
 
 
 def test_colours():
-    found = colours(["AR-SGD", "D-PSGD", "SGP", "OSGP", "AD-PSGD", "DGC", "DGC"])
+    found = colours([(name, 0) for name in ("AR-SGD", "D-PSGD", "SGP", "OSGP", "AD-PSGD", "DGC", "DGC")])
     red, green, blue, other_blue, *cycle = found
     assert red[0] > max(red[1:3]) and green[1] > max(green[0], green[2])
     assert blue != other_blue and all(shade[2] > shade[0] for shade in (blue, other_blue))
@@ -127,15 +135,55 @@ def test_figures(tmp_path):
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
 
 
+def test_one_method_on_several_numbers_of_ranks_can_be_told_apart(tmp_path):
+    """By marker or line style, and by name; the same method on as many ranks by colour."""
+    ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
+    dgc = {"target": None, "compression": "dgc.compression.DGCCompressor"}
+    runs = [read_run(write_run(tmp_path / name, ranks=n, **dgc)) for name, n in ranks.items()]
+    for make, every, line in ((error_figure, 2, 1), (bytes_figure, 1, 0), (loss_figure, 2, 1)):
+        drawn = make(runs)
+        lines = drawn.axes[0].lines[line::every]
+        looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
+        assert len(set(looks)) == 4 and looks[0][0] == looks[1][0] == looks[2][0] != looks[3][0], make
+        texts = [text.get_text() for text in drawn.legends[0].get_texts()]
+        assert texts[:2] == ["DGC, 1 rank", "DGC, 2 ranks"] and len(set(texts)) == len(texts)
+        markers = [line for line in drawn.axes[0].lines if line.get_marker() != "None"]
+        assert not any(line.get_clip_on() for line in markers)
+
+
+def test_bytes(tmp_path):
+    runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (2, 4)]
+    (axes,) = bytes_figure(runs).axes
+    assert axes.get_xscale() == "log" and list(axes.lines[1].get_xdata()) == [24_000, 48_000, 72_000]
+    assert list(axes.lines[0].get_ydata()) == [51.0, 61.0, 71.0]
+
+
+def test_a_run_without_csv_files_is_read_from_its_tensorboard_files(tmp_path, capsys):
+    words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--devices", "cpu"]
+    words += ["--configs.train.num_epochs=2", "--configs.train.batch_size=90", "--configs.model.width=8"]
+    args, overrides = parse_arguments([*words, "--run-dir", str(tmp_path / "run")])
+    tree = load(args.configs, overrides)
+    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    run = read(str(tmp_path / "run"))
+    assert (run.label, run.ranks, run.batch) == ("DGC", 2, 90) and run.training_error.y == []
+    assert run.validation_error.steps == [8, 16] and run.loss.steps[-1] == 16
+    assert run.validation_error.y[-1] == pytest.approx(100 - summary["final"]["acc/test_top1"], abs=1e-4)
+    assert run.validation_error.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
+    assert 0 < run.validation_error.seconds[0] < run.validation_error.seconds[1] < summary["seconds"]
+    capsys.readouterr()
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
 def test_files(tmp_path, capsys):
     run = write_run(tmp_path / "a=b")
     assert (
         main([str(run), f"AR-SGD={write_run(tmp_path / 'ar', target=None)}", "--out", str(tmp_path / "out")]) == 0
     )
     told = capsys.readouterr()
-    expected = [
-        tmp_path / "out" / f"{name}.{kind}" for name in ("error", "scaling", "loss") for kind in ("png", "svg")
-    ]
+    names_ = ("error", "bytes", "scaling", "loss")
+    expected = [tmp_path / "out" / f"{name}.{kind}" for name in names_ for kind in ("png", "svg")]
     assert told.out.splitlines() == [str(path) for path in expected] and not told.err
     for path in expected:
         if path.suffix == ".svg":
@@ -150,7 +198,7 @@ def test_a_run_in_its_first_epoch(tmp_path, capsys):
     log.close()
     assert main([f"new={tmp_path / 'run'}", "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
     told = capsys.readouterr()
-    assert "no figure 'error'" in told.err and told.out.count("svg") == 2
+    assert "no figure 'error'" in told.err and "no figure 'bytes'" in told.err and told.out.count("svg") == 2
 
 
 def refused(capsys, tmp_path: Path, *words: object) -> str:
@@ -165,7 +213,7 @@ def test_what_is_refused(tmp_path, capsys):
     text = csv.read_text()
     assert "no run directory" in refused(capsys, tmp_path, tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    assert "--configs.train.csv True" in refused(capsys, tmp_path, tmp_path / "empty")
+    assert "has neither CSV files (train.csv=True) nor" in refused(capsys, tmp_path, tmp_path / "empty")
 
     csv.write_text(text.replace("BEGIN-TRAINING", "BEGIN"))
     assert "out_r0_n2.csv is no CSV log" in refused(capsys, tmp_path, run)

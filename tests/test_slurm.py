@@ -169,7 +169,7 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path):
     words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(run)]
     words += ["--configs.train.num_epochs", "5", "--configs.train.checkpoint_every", "5"]
     with started(copy, environment, *words) as process:
-        text = read_until(process, "epoch 1/5")
+        text = read_until(process, " 1/5 ")
         process.send_signal(signal.SIGTERM)
         text += process.communicate(timeout=60)[0]
         assert process.returncode == 0, text

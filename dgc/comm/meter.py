@@ -9,6 +9,9 @@ sends to carry it, by the usual bandwidth-optimal algorithm with N ranks and b p
     all-to-all (pairwise)    what goes to other ranks
     broadcast (pipeline)     b from every rank but the last: b (N-1)/N on average
     exchange                 what goes to other ranks
+
+`dense_wire_bytes` is what `wire_bytes` would be if the same gradients travelled by dense all-reduce in fp32. It is
+what `wire_bytes` is compared with: payloads of different collectives do not compare. docs/bytes.md has an example.
 """
 
 from dataclasses import dataclass, field
@@ -59,7 +62,7 @@ def wire_bytes(request: Request, rank: int, size: int) -> float:
 
 @dataclass
 class Meter:
-    """Totals since the start, for this rank. `dense_bytes` is what dense fp32 gradients would have been.
+    """Totals since the start, for this rank.
 
     `seconds` is time of the host: on a GPU the work itself may still be running. "compress" is work that ends in
     a message, "launch" handing messages to the transport, "wait" what step() or synchronize() waits for replies,
@@ -68,7 +71,7 @@ class Meter:
 
     payload_bytes: int = 0
     wire_bytes: float = 0.0
-    dense_bytes: int = 0
+    dense_wire_bytes: float = 0.0
     rounds: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     trace: Trace | None = None
@@ -76,6 +79,10 @@ class Meter:
     def count(self, request: Request, rank: int, size: int) -> None:
         self.payload_bytes += payload_bytes(request, rank)
         self.wire_bytes += wire_bytes(request, rank, size)
+
+    def count_dense(self, numel: int, size: int) -> None:
+        """`numel` gradients were exchanged, by whatever method, among `size` ranks."""
+        self.dense_wire_bytes += all_reduce_wire_bytes(4 * numel, size)
 
     def spent(self, phase: str, on: str, start: float, end: float) -> None:
         """Seconds of time.perf_counter() between which this phase of `on` (a bucket) lasted."""

@@ -118,6 +118,7 @@ class DGCCompressor:
         self._names: set[str] | None = None
         self._seed = seed
         self._steps: dict[str, int] = {}
+        self._sent: dict[str, tuple[int, bool]] = {}  # per bucket: its elements, and whether they went dense
         self._plans: dict[str, Plan] = {}
         self._history = NO_HISTORY
         self._size, self._rank = 1, 0
@@ -162,7 +163,9 @@ class DGCCompressor:
         plan, seed = self._plan_of(bucket), self._next_seed(bucket)
         due = self.memory.due(bucket)
         kernel, codec = kernels.of(due.v), kernels.codec_of(due.v)
-        if self._dense_is_cheaper(bucket, plan):
+        dense = self._dense_is_cheaper(bucket, plan)
+        self._sent[bucket.name] = (bucket.numel, dense)
+        if dense:
             first = kernel.accumulate_(due) if clipped is None else clipped.minimum(kernel.accumulate_(due))
             return (yield from self._reduce_dense(bucket, plan, due.v, first))
         selected = self._selector.select(due, plan, seed)
@@ -211,6 +214,12 @@ class DGCCompressor:
         sparse = all_gather_wire_bytes(self._format.nbytes(plan.per_tensor, bucket.numel), size)
         dense = all_reduce_wire_bytes(bucket.numel * self._format.values.dense.itemsize, size)
         return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)
+
+    @property
+    def dense_share(self) -> float:
+        """Share of the elements that went dense in the last step, because that costs less; 0 before the first."""
+        whole = sum(numel for numel, _ in self._sent.values())
+        return sum(numel for numel, dense in self._sent.values() if dense) / max(1, whole)
 
     def _next_seed(self, bucket: Bucket) -> int:
         """Fresh for each bucket and step, the same after a resume. Dense steps count: all counts agree."""

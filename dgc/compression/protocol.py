@@ -110,6 +110,16 @@ def conversation_of(compressor: Compressor, bucket: Bucket) -> Conversation[Resu
     return result
 
 
+@runtime_checkable
+class SparseOrDense(Protocol):
+    """A compressor that sends a bucket dense where a sparse message would cost more."""
+
+    @property
+    def dense_share(self) -> float:
+        """Share of its buckets' elements that went dense in the last step; 0 before the first."""
+        ...
+
+
 class Stateless(ABC):
     """The parts of a compressor that keeps nothing between steps, accepts every tensor and sends it whole."""
 

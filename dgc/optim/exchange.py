@@ -116,7 +116,7 @@ class GradientExchange:
             self._begin_step()
         plan = self.planned[b]
         self._refuse_changed(plan)
-        self.meter.dense_bytes += 4 * plan.bucket.numel
+        self.meter.count_dense(plan.bucket.numel, self._transport.size)
         with torch.no_grad(), self._side(b).behind_caller():
             if self._loss_scale.enabled:
                 self._loss_scale.divide_(plan.bucket.flat)

@@ -86,7 +86,7 @@ class GossipOptimizer(Wrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.meter.dense_bytes += 4 * self.model.z.numel()
+        self.meter.count_dense(self.model.z.numel(), self.transport.size)
         step = self.inner.step if self._fit() else _stand_still
         self._timed("step", lambda: self.gossip.update(step, float(self.param_groups[0]["lr"])))
         return loss

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
+from dgc.compression.protocol import SparseOrDense
 
 
 @runtime_checkable
@@ -101,7 +102,8 @@ class Wrapper(Optimizer):
 
     def gauges(self) -> dict[str, float]:
         """Further numbers of the last step, for logs."""
-        return {}
+        shares = [m.dense_share for m in self._methods if isinstance(m, SparseOrDense)]
+        return {"dense_share": max(shares)} if shares else {}
 
     # --- compression ------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from dgc_training.config.derive import derived as derived
 from dgc_training.config.errors import ConfigError as ConfigError
 from dgc_training.config.files import UNDER_CONSTRUCTION
+from dgc_training.config.stack import defaults as defaults
 from dgc_training.config.stack import load as load
 from dgc_training.config.stack import to_yaml as to_yaml
 from dgc_training.config.targets import instantiate as instantiate

@@ -48,6 +48,11 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
     return tree
 
 
+def defaults() -> Config:
+    """The tree of the root base, configs/__init__.py, which stands under every stack."""
+    return _Stack().tree
+
+
 def to_yaml(tree: DictConfig, resolve: bool = False) -> str:
     """The tree as YAML. resolve=False keeps formulas: that file alone loads as the same tree, and overrides
     reach what derives from them. resolve=True writes the values instead.

@@ -470,10 +470,10 @@ def test_bytes_are_those_of_the_formula():
                 own.step()
             own.optimizer.settle()
             meter = own.optimizer.meter
-            return own.z.numel(), meter.payload_bytes, meter.wire_bytes, meter.dense_bytes
+            return own.z.numel(), meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
 
         for n, payload, wire, dense in world.run(body):
-            assert (payload, wire, dense) == (3 * peers * each(n), 3 * peers * each(n), 12 * n)
+            assert (payload, wire, dense) == (3 * peers * each(n), 3 * peers * each(n), 1.5 * 12 * n)
 
 
 def refused(algorithm, size, match, kind=ValueError):

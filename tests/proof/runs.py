@@ -42,7 +42,7 @@ WORDS = [
     "--configs.model.width=8",
 ]
 LAST = "e0004"
-TIMINGS = ("seconds", "csv")  # keys of a checkpoint that no two runs share
+TIMINGS = ("seconds", "training_seconds", "csv")  # keys of a checkpoint that no two runs share
 
 
 class Run:

@@ -36,7 +36,7 @@ def log(directory: Path, state: dict | None = None, **options: int) -> CsvLog:
 def rows(directory: Path) -> list[dict[str, str]]:
     lines = (directory / "csv" / "out_r1_n4.csv").read_text().splitlines()
     assert lines[:4] == ["BEGIN-TRAINING", "World-Size,4", "Num-DLWorkers,2", "Batch-Size,32"]
-    assert lines[4] == REFERENCE + ",consensus,weight,bytes,staleness,wait(s),elapsed(s)"
+    assert lines[4] == REFERENCE + ",consensus,weight,payload_bytes,wire_bytes,staleness,wait(s),elapsed(s)"
     return list(csv.DictReader(lines[4:]))
 
 
@@ -50,7 +50,8 @@ def train(out: CsvLog, start: tuple[int, int], end: tuple[int, int]) -> CsvLog:
         first, last = start[1] if epoch == start[0] else 0, end[1] if epoch == end[0] else STEPS
         for itr in range(first, last):
             loss = torch.tensor(10.0 - epoch - itr / 10)
-            gauges = {"bytes": 100.0, "wait(s)": 0.5, "weight": 0.5, "staleness": float(itr % 2)}
+            gauges = {"payload_bytes": 100.0, "wire_bytes": 150.0, "wait(s)": 0.5, "weight": 0.5}
+            gauges["staleness"] = float(itr % 2)
             samples = 32 if itr < STEPS - 1 else 8
             out.step(epoch, itr, seconds(epoch, itr), 0.25, loss, 25.0, 50.0, samples, gauges)
         if epoch < end[0]:
@@ -65,7 +66,8 @@ def test_rows_and_columns(tmp_path):
         (str(epoch), str(itr)) for epoch in (0, 1) for itr in (0, 3, 6, 7, -1)
     ]
     assert [row["val"] for row in table] == ["-1"] * 4 + ["60"] + ["-1"] * 4 + ["61"]
-    assert [row["bytes"] for row in table[:5]] == ["100", "300", "300", "100", "0"]
+    assert [row["payload_bytes"] for row in table[:5]] == ["100", "300", "300", "100", "0"]
+    assert [row["wire_bytes"] for row in table[:5]] == ["150", "450", "450", "150", "0"]
     assert [float(row["wait(s)"]) for row in table[:5]] == [0.5, 1.5, 1.5, 0.5, 0]
     assert [row["consensus"] for row in table[:5]] == ["-1", "-1", "-1", "0.125", "0.125"]
     assert {row["weight"] for row in table} == {"0.5"} and table[1]["staleness"] == "1"

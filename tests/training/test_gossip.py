@@ -75,7 +75,7 @@ def test_it_learns_and_logs_a_row_for_each_rank(tmp_path):
         trained = [row for row in rows if row["itr"] != "-1"]
         assert [row["Epoch"] for row in rows if row["itr"] == "-1"] == ["0", "1", "2", "3"]
         assert float(trained[-1]["weight"]) == 1.0 and float(rows[-1]["consensus"]) > 0
-        assert sum(float(row["bytes"]) for row in rows) == pytest.approx(summary["payload_bytes"])
+        assert sum(float(row["payload_bytes"]) for row in rows) == pytest.approx(summary["payload_bytes"])
         assert float(rows[-1]["val"]) == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-3)
 
 

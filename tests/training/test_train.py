@@ -17,6 +17,7 @@ from dgc_training.failure import Refused
 from dgc_training.labels import LabelCheck
 from dgc_training.setup import require_complete
 from dgc_training.state import Progress
+from dgc_training.tags import TAGS, describe
 
 EXPERIMENT = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
 QUICK = [
@@ -44,7 +45,7 @@ def assert_equal(a, b, where=""):
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
         for key in a:
-            if key != "seconds":
+            if key not in ("seconds", "training_seconds"):
                 assert_equal(a[key], b[key], f"{where}/{key}")
     elif isinstance(a, list | tuple):
         assert len(a) == len(b), where
@@ -75,8 +76,8 @@ def test_what_a_run_leaves(finished):
     assert summary["ranks"] == 2 and summary["epochs"] == 2
     assert summary["samples"] == 2 * (11 * 64 + 15) * 2
     assert summary["best"]["acc/test_top1"] > 50
-    assert summary["dense_over_payload"] > 2
-    assert summary["payload_bytes"] * summary["dense_over_payload"] == pytest.approx(summary["dense_bytes"])
+    assert summary["wire_over_dense"] == pytest.approx(summary["wire_bytes"] / summary["dense_wire_bytes"])
+    assert summary["wire_over_dense"] < 0.9
     names = sorted(path.name for path in (finished / "checkpoints").iterdir() if path.is_dir())
     assert "e0002" in names and len(names) in (3, 4)
     assert (finished / "config.yaml").exists()
@@ -87,15 +88,32 @@ def test_curves(finished):
 
     events = EventAccumulator(str(finished)).Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"loss/train", "lr", "acc/test_top1", "acc/test_top5", "compress_ratio", "error_norm"} <= tags
-    assert {f"bytes_per_step/{kind}" for kind in ("payload", "wire", "dense")} <= tags
+    assert {"acc/test_top1", "acc/test_top5", "compression/dense_share"} <= tags
+    assert tags - {"acc/test_top1", "acc/test_top5"} <= TAGS.keys()
+    of_gossip = {tag for tag in TAGS if tag.startswith("gossip/")}
+    assert TAGS.keys() - of_gossip <= tags
+    assert events.summary_metadata["train/lr"].summary_description == describe("train/lr")
+    assert "samples seen" in describe("train/lr") and "train.meters" in describe("acc/test_top1")
     phases = ("data", "forward_backward", "compress", "launch", "wait", "decode", "step")
-    assert {f"seconds/{phase}" for phase in phases} <= tags
+    assert {f"time/{phase}" for phase in phases} <= tags
     accuracy = events.Scalars("acc/test_top1")
     assert [point.step for point in accuracy] == [1438, 2876]
-    assert [point.step for point in events.Scalars("loss/train")] == [1280, 1438, 2718, 2876]
-    dense = events.Scalars("bytes_per_step/dense")[0].value
+    assert [point.step for point in events.Scalars("train/loss")] == [1280, 1438, 2718, 2876]
+    dense = events.Scalars("bytes/dense_wire_per_step")[0].value  # 2 ranks: once the payload
     assert dense == 4 * sum(p.numel() for p in __import__("dgc_models").DigitsCNN(width=8).parameters())
+
+
+def test_tensorboard_knows_the_settings(finished):
+    """The config as text, and as hyperparameters of the HParams page."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    events = EventAccumulator(str(finished)).Reload()
+    assert b"    compress_ratio: 0.001" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    settings = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert settings["ranks"].number_value == 2 and settings["train.batch_size"].number_value == 64
+    assert settings["train.compression.compress_ratio"].number_value == 0.001
 
 
 def test_a_traced_run_has_a_timeline_of_each_rank(tmp_path):
@@ -482,7 +500,7 @@ def test_the_saved_config_repeats_the_run(finished, tmp_path, monkeypatch):
     LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
     again = json.loads((tmp_path / "runs" / "run.repeat.np2" / "summary.json").read_text())
     before = json.loads((finished / "summary.json").read_text())
-    for key in ("samples", "epochs", "payload_bytes", "dense_bytes"):
+    for key in ("samples", "epochs", "payload_bytes", "wire_bytes", "dense_wire_bytes"):
         assert again[key] == before[key]
 
 

@@ -1,0 +1,59 @@
+"""What a run prints of its config: the keys whose values are not those of configs/__init__.py."""
+
+from collections.abc import Iterator
+from textwrap import wrap
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dgc_training.config import defaults
+from dgc_training.config.targets import import_target, keywords
+
+WIDTH = 80
+
+
+def overview(tree: DictConfig) -> str:
+    """One line per key, wrapped at 80 columns. A node with a `_target_` is written as a call, without arguments
+    that equal its constructor's defaults.
+    """
+    found = list(_changed(OmegaConf.to_container(tree, resolve=True), defaults()))
+    width = max((len(key) for key, _ in found), default=0)
+    lines: list[str] = []
+    for key, value in found:
+        lines += wrap(
+            f"  {key:<{width}}  {value}",
+            WIDTH,
+            subsequent_indent=" " * (width + 6),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+def _changed(now: Any, base: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in now.items():
+        key = f"{prefix}{name}"
+        # train.dgc and requires are how config files speak to each other
+        if key in ("requires", "train.dgc") or (name in base and base[name] == value):
+            continue
+        inner = base.get(name)
+        if isinstance(value, dict) and isinstance(inner, dict) and "_target_" not in value:
+            yield from _changed(value, inner, f"{key}.")
+        else:
+            yield key, _written(value)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    if not isinstance(value, dict):
+        return str(value)
+    if "_target_" not in value:
+        return "{" + ", ".join(f"{key}: {_written(v)}" for key, v in value.items()) + "}"
+    known = keywords(import_target(value["_target_"])) or {}
+    arguments = [
+        f"{key}={_written(v)}"
+        for key, v in value.items()
+        if not key.startswith("_") and not (key in known and known[key].default == v)
+    ]
+    return f"{value['_target_'].rpartition('.')[2]}({', '.join(arguments)})"

@@ -1,0 +1,102 @@
+"""What rank 0 prints while it trains: a table with a row for each epoch, and within an epoch a progress bar.
+
+The bar is drawn where standard output ends at a terminal, also through mpirun; elsewhere a line every 20 seconds
+tells how far the epoch is. It is on standard output, as the table is: mpirun passes the two streams on
+independently, so a bar on standard error would wipe out rows. A column has the name of its TensorBoard tag without
+the group.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dgc_training.amounts import human_bytes
+from dgc_training.terminal import columns, terminal_of, wants_colour
+
+LINE_EVERY = 20.0  # seconds between two lines within an epoch
+BAR = "{desc} |{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
+BOLD, GREEN, RESET = "\x1b[1m", "\x1b[1;32m", "\x1b[0m"
+
+
+class Screen:
+    """Silent on every rank but 0. result: the tag of the result in the table, None where nothing is evaluated."""
+
+    def __init__(self, rank: int, num_epochs: int, steps_per_epoch: int, result: str | None) -> None:
+        self.speaks = rank == 0
+        self.num_epochs, self.steps_per_epoch, self.result = num_epochs, steps_per_epoch, result
+        self.terminal = terminal_of(1) if self.speaks else None
+        self.colour = wants_colour(self.terminal)
+        self.bar: Any = None
+        self.headed = False
+        self.last_line = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """One line (or more) on standard output; a progress bar stays below it."""
+        if self.speaks:
+            self.last_line = time.perf_counter()
+            if self.bar is not None:
+                self.bar.clear()
+            print(text, flush=True)
+
+    def step(self, epoch: int, step: int, state: str) -> None:
+        """After the step numbered `step`, from 1, of the epoch numbered `epoch`, from 0. state: what is known of
+        the training so far; may be empty.
+        """
+        if not self.speaks:
+            return
+        if self.terminal is not None:
+            self._advance(epoch, step, state)
+        elif time.perf_counter() - self.last_line > LINE_EVERY:
+            self.say(f"  epoch {epoch + 1}/{self.num_epochs}, step {step}/{self.steps_per_epoch}: {state}")
+
+    def _advance(self, epoch: int, step: int, state: str) -> None:
+        if self.bar is None:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            assert self.terminal is not None
+            self.bar = tqdm(
+                desc=f"epoch {epoch + 1}/{self.num_epochs}",
+                total=self.steps_per_epoch,
+                initial=step - 1,
+                leave=False,
+                bar_format=BAR,
+                file=sys.stdout,
+                ncols=columns(self.terminal),
+            )
+        self.bar.set_postfix_str(state, refresh=False)
+        self.bar.update()
+
+    def end_epoch(self, epoch: int, values: Mapping[str, float], best: bool) -> None:
+        """The row of an epoch, counted from 1: its loss and result, and the last values of other tags. best:
+        whether the result is the best so far.
+        """
+        self.close()
+        cells = {"epoch": f"{epoch}/{self.num_epochs}", "loss": f"{values['train/loss']:.4f}"}
+        if self.result is not None:
+            cells[self.result.rpartition("/")[2]] = f"{values[self.result]:.2f}"
+        cells["lr"] = f"{values['train/lr']:.3g}"
+        cells["compress_ratio"] = f"{values['compression/compress_ratio']:.4g}"
+        if values.get("bytes/dense_wire_per_step"):
+            cells["wire/step"] = human_bytes(values["bytes/wire_per_step"])
+            cells["wire/dense"] = f"{100 * values['bytes/wire_over_dense']:.3g}%"
+        cells["samples/s"] = f"{values['time/samples_per_second']:.0f}"
+        least = {"epoch": len(f"{self.num_epochs}/{self.num_epochs}"), "loss": 6, "lr": 7}
+        widths = {name: max(len(name), least.get(name, 0)) for name in cells}
+        if not self.headed:
+            self.say(self._styled(" ".join(f"{name:>{widths[name]}}" for name in cells), BOLD))
+            self.headed = True
+        row = {name: f"{cell:>{widths[name]}}" for name, cell in cells.items()}
+        if best and self.result is not None:
+            name = self.result.rpartition("/")[2]
+            row[name] = self._styled(row[name], GREEN)
+        self.say(" ".join(row.values()))
+
+    def _styled(self, text: str, style: str) -> str:
+        return f"{style}{text}{RESET}" if self.colour else text
+
+    def close(self) -> None:
+        """Removes the bar; the next step draws it again."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None

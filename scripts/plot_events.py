@@ -1,0 +1,57 @@
+"""Runs without CSV logs, read from the files that TensorBoard reads; `dgc_training.tags` has their curves."""
+
+from bisect import bisect_right
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from scripts.plot_runs import Curve, PlotError, Run, algorithm, read_config
+
+SETTINGS = "_hparams_/session_start_info"
+
+
+def read_events(directory: Path, label: str | None = None) -> Run:
+    """The run of a directory; label: None takes the algorithm's name from its config.yaml. It has no training
+    error: TensorBoard gets the training loss alone.
+    """
+    events_of = import_module("tensorboard.backend.event_processing.event_accumulator")  # slow to import
+
+    events = events_of.EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    tags = events.Tags()["scalars"]
+    if SETTINGS not in events.summary_metadata or "train/loss" not in tags:
+        raise PlotError(
+            f"{directory} has neither CSV files (train.csv=True) nor TensorBoard files of a run that has begun to "
+            "train. Give the directory of a run: runs/NAME.npN"
+        )
+    settings = _settings(events.summary_metadata[SETTINGS].plugin_data.content)
+    samples = [point.step for point in events.Scalars("train/steps")]
+    steps, seconds, wire = (
+        [float(point.value) for point in events.Scalars(tag)]
+        for tag in ("train/steps", "time/elapsed", "bytes/wire")
+    )
+
+    def curve(tag: str, top: float, sign: float) -> Curve:
+        drawn = Curve()
+        for point in events.Scalars(tag) if tag in tags else ():
+            i = bisect_right(samples, point.step) - 1
+            drawn.add(steps[i], seconds[i], wire[i], top + sign * point.value)
+        return drawn
+
+    config = read_config(directory / "config.yaml")
+    return Run(
+        directory=directory,
+        label=label if label is not None else algorithm(config, directory),
+        ranks=int(settings["ranks"]),
+        batch=int(settings["train.batch_size"] * settings["train.num_batches_per_step"]),
+        seconds_per_step=seconds[-1] / steps[-1],
+        training_error=Curve(),
+        validation_error=curve(str(settings["train.metric"]), 100.0, -1.0),
+        loss=curve("train/loss", 0.0, 1.0),
+        setting={key: config.get(key) for key in ("dataset", "model")} if config else {},
+    )
+
+
+def _settings(content: bytes) -> dict[str, Any]:
+    data = import_module("tensorboard.plugins.hparams.plugin_data_pb2")
+    values = data.HParamsPluginData.FromString(content).session_start_info.hparams
+    return {key: getattr(value, value.WhichOneof("kind")) for key, value in values.items()}

@@ -1,0 +1,180 @@
+"""What a run prints: bytes compared like with like, changed settings, a table that fits, no colour in files."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.amounts import against_dense, human_bytes, plural
+from dgc_training.arguments import parse_arguments
+from dgc_training.config import load
+from dgc_training.overview import overview
+from dgc_training.screen import Screen
+from dgc_training.state import Progress
+from dgc_training.summary import summarize, table
+from dgc_training.terminal import wants_colour
+from scripts.demo import comparison
+from scripts.launch import prepare
+
+STACK = ["configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/dgc/fp16.py"]
+VALUES = {
+    "train/loss": 1.25,
+    "train/lr": 0.0123456,
+    "acc/test_top1": 100.0,
+    "compression/compress_ratio": 0.0158489,
+    "bytes/wire_per_step": 907176.0,
+    "bytes/dense_wire_per_step": 1360764.0,
+    "bytes/wire_over_dense": 2 / 3,
+    "time/samples_per_second": 123456.0,
+}
+
+
+def test_amounts():
+    assert [human_bytes(n) for n in (0, 907, 2820, 999_600, 1_360_764, 15_020_000, 3e12)] == [
+        *("0 B", "907 B", "2.82 kB", "1.00 MB", "1.36 MB", "15.0 MB", "3.00 TB"),
+    ]
+    assert (plural(1, "rank"), plural(2, "rank")) == ("1 rank", "2 ranks")
+    dense = "a dense fp32 all-reduce"
+    for wire, words in (
+        (100 / 215, f"215 times fewer than {dense}"),
+        (99, f"as many as {dense}"),
+        (200, f"2 times the bytes of {dense}"),
+        (0, "nothing travelled"),
+    ):
+        assert against_dense(wire, 100) == words
+
+
+def test_the_summary_compares_wire_with_wire():
+    """Where nobody is there to send to, nothing is compared."""
+    progress = Progress(epoch=1, samples=10, payload_bytes=8_060_000, wire_bytes=15e6, dense_wire_bytes=150e6)
+    told = table(summarize("run", progress, ranks=4, metric=None))
+    assert "payload per rank     8.06 MB" in told
+    assert "wire bytes per rank  15.0 MB, 10 times fewer than a dense" in told and "150 MB" in told
+    alone = summarize("run", Progress(epoch=1, samples=10, payload_bytes=163_000_000), ranks=1, metric=None)
+    told = table(alone)
+    assert "0 B (1 process: nothing travels)" in told and "163" not in told and alone["wire_over_dense"] is None
+
+
+def test_the_overview_has_what_differs_and_fits():
+    lines = overview(load(STACK, ["--configs.train.num_epochs=7", "--configs.seed=3"])).splitlines()
+    words = " ".join(" ".join(lines).split())
+    assert "train.num_epochs 7" in words and "seed 3" in words and "fp16_values=True" in words
+    assert "CosineAnnealingLR(T_max=2)" in words
+    for absent in ("timeout", "log_every", "requires", "selector", "None"):
+        assert absent not in words
+    assert len(lines) < 20 and max(map(len, lines)) <= 80
+
+
+def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys):
+    screen = Screen(0, 100, 12, "acc/test_top1")
+    screen.step(0, 1, "")
+    screen.end_epoch(100, VALUES, best=True)
+    screen.end_epoch(100, VALUES, best=False)
+    told = capsys.readouterr()
+    head, best, row = told.out.splitlines()
+    assert "\x1b" not in told.out and not told.err and best == row and len(head) == len(row) <= 80
+    assert dict(zip(head.split(), row.replace(" kB", "kB").split(), strict=True)) == {
+        "epoch": "100/100",
+        "loss": "1.2500",
+        "test_top1": "100.00",
+        "lr": "0.0123",
+        "compress_ratio": "0.01585",
+        "wire/step": "907kB",
+        "wire/dense": "66.7%",
+        "samples/s": "123456",
+    }
+
+
+def test_colour_is_for_terminals_that_want_it(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_colour("/dev/pts/0") and not wants_colour(None)
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_colour("/dev/pts/0")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_colour("/dev/pts/0")
+
+
+def test_the_bar_is_on_the_stream_of_the_rows_and_gone_before_them(capsys, monkeypatch):
+    """mpirun passes the two streams on independently: a bar on the other one would wipe out rows."""
+    monkeypatch.setattr("dgc_training.screen.terminal_of", lambda descriptor: "/dev/pts/0")
+    monkeypatch.setattr("dgc_training.screen.columns", lambda terminal: 70)
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Screen(0, 3, 12, "acc/test_top1")
+    screen.step(0, 1, "loss 0.5")
+    screen.end_epoch(1, VALUES, best=True)
+    told = capsys.readouterr()
+    _, bar, blank, head, row = told.out.replace("\n", "\r").rstrip("\r").split("\r")
+    assert bar.startswith("epoch 1/3") and "/12" in bar and len(bar) <= 70 and not blank.strip()
+    assert head.startswith("epoch ") and row.startswith("  1/3") and not told.err
+    silent = Screen(1, 3, 12, "acc/test_top1")
+    silent.step(0, 1, "")
+    silent.end_epoch(1, VALUES, best=True)
+    assert capsys.readouterr() == ("", "")
+
+
+TELL = "from dgc_training.terminal import terminal_of; print(terminal_of(1), terminal_of(2))"
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_terminal_is_found_behind_the_launcher_too(launched):
+    """Open MPI gives each rank a pseudo-terminal of its own: what counts is where mpirun writes to."""
+    command, environment = prepare(1, ["-c", TELL])
+    command = command if launched else [sys.executable, "-c", TELL]
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
+    master, slave = pty.openpty()
+    name = os.ttyname(slave)
+    on_terminal = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=60)
+    in_file = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    tagged = [command[0], "--tag-output", *command[1:]]
+    if launched:
+        told = subprocess.run(tagged, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=60).stdout
+        assert told.count(b"None") == 2 and name.encode() not in told
+    os.close(slave)
+    os.close(master)
+    assert on_terminal.stdout.decode().split() == ["None", name]
+    assert in_file.stdout.decode().split() == ["None", "None"]
+
+
+def printed(capsys, tmp_path, *words, size):
+    quick = ["--configs.train.num_epochs=1", "--configs.train.batch_size=90", "--configs.model.width=8"]
+    place = ["--devices", "cpu", "--run-dir", str(tmp_path / "r")]
+    args, overrides = parse_arguments(["--configs", *words, *place, *quick])
+    tree = load(args.configs, overrides)
+    LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
+    return capsys.readouterr().out
+
+
+def test_one_process_sends_nothing(capsys, tmp_path):
+    told = printed(capsys, tmp_path, "configs/digits/cnn.py", size=1)
+    assert "1 rank on cpu" in told and told.count("1 process: nothing travels") == 2 and "MB" not in told
+
+
+def test_a_warm_up_that_goes_dense_says_so(capsys, tmp_path):
+    told = printed(capsys, tmp_path, *STACK, size=4)
+    assert "at compress_ratio 0.2512 sparse messages cost more" in told
+    assert "100% of the gradient went dense" in told
+    assert max(len(line) for line in told.splitlines() if str(tmp_path) not in line) <= 80
+
+
+def test_gossip_that_sends_more_than_dense_says_how_much_more(capsys, tmp_path):
+    stack = ["configs/digits/cnn.py", "configs/gossip/dpsgd.py", "configs/topology/full.py"]
+    assert "2 times the bytes of a dense fp32 all-reduce" in printed(capsys, tmp_path, *stack, size=4)
+
+
+def test_the_demonstration_compares_both_runs():
+    def run(accuracy, wire):
+        found = {"acc/test_top1": accuracy}
+        sent = {"wire_bytes": wire, "dense_wire_bytes": 3e8, "wire_over_dense": wire / 3e8}
+        return {"final": found, **sent, "seconds": 9.5}
+
+    told = comparison({"dense": run(99.5, 3e8), "DGC": run(99.0, 2e7)})
+    rows = [line.split() for line in told.splitlines()[1:3]]
+    assert rows == [["dense", "99.50%", "300", "MB", "100", "9.5"], ["DGC", "99.00%", "20.0", "MB", "6.67", "9.5"]]
+    assert "15 times fewer" in told and "-0.50 points" in told
