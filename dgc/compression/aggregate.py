@@ -46,7 +46,7 @@ class Config:
 
 
 class Aggregator(ABC):
-    """What `optimizer_step` needs: the average of gradients over all ranks. Subclass it for a method of your own."""
+    """What `optimizer_step` needs: averages of gradients over all ranks. Subclass it for a method of your own."""
 
     @abstractmethod
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -134,8 +134,8 @@ class PowerSGD(Aggregator):
 
 
 def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:
-    """Average the gradients of the optimizer's parameters and step on the averages. ValueError where a PowerSGD was
-    built of others, or in another order.
+    """Average the gradients of the optimizer's parameters and step on the averages. ValueError where `aggregator`
+    is a PowerSGD that was built of others, or in another order.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     aggregator.check_parameters(params)

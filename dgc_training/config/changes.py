@@ -16,6 +16,7 @@ from dgc_training.config.tree import (
     container,
     copy,
     dotted,
+    entries,
     is_constructor,
     leaves,
     lookup,
@@ -84,6 +85,20 @@ def check_layer(history: History, before: Config, after: Config, origin: str, de
         _declare(history.declared, after)
 
 
+def keep_declared_(before: Config, read: dict[Path, Any], after: Config, declared: Config) -> None:
+    """A mapping that a root base began anew, `configs.train = Config()`, has the declared keys it did not set.
+
+    before: the tree without this base, whose values those keys keep. read: all nodes of the copy that the base
+    changed, by path. after: that copy now.
+    """
+    for path, node in read.items():
+        anew = lookup(after, path)
+        if isinstance(anew, Config) and anew is not node and is_declared(declared, path):
+            mapping = lookup(declared, path)
+            for key in mapping if _closed(mapping) else ():
+                anew.setdefault(key, lookup(before, (*path, key)))
+
+
 def fitted(value: Any, old: type | None, also: Collection[type] = ()) -> tuple[Any, type | None]:
     """(the value to store, the key's type from now on). Raises TypeError where the value does not fit `old`.
 
@@ -115,7 +130,7 @@ def is_declared(declared: Config, path: Path) -> bool:
 
 
 def _declare(declared: Config, tree: Config) -> None:
-    for key, value in tree.items():
+    for key, value in entries(tree):
         if key not in declared:
             declared[key] = copy(value)
         elif _closed(declared[key]) and isinstance(value, Config):
