@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from documented import table
+from documented import DOCS, table
 from small_data import write_cifar
 
+import dgc.compression.aggregate
+import dgc.gossip
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Dense, DGCCompressor
@@ -147,6 +149,15 @@ def test_files_in_the_original_s_form_train(place: Path) -> None:
     LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
     summary = json.loads((place / "run/summary.json").read_text())
     assert summary["dense_over_payload"] > 1.5 and "hits/test_3" in summary["final"]
+
+
+def test_the_names_that_stand_for_others_exist() -> None:
+    rows = table("there | here | what differs, and why |\n|---|---|---|\n| `GossipDataParallel", "migrating.md")
+    here = re.findall("`([A-Za-z_]+)(?:`|\\()", " ".join(row[1] for row in rows))
+    names = {name for name in here if name not in ("GossipOptimizer", "graph_from_epoch")}
+    assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
+    (line,) = re.findall("    from dgc.compression.aggregate import (.+)", (DOCS / "migrating.md").read_text())
+    assert not [name for name in line.split(", ") if not hasattr(dgc.compression.aggregate, name)]
 
 
 def test_a_root_base_still_cannot_delete_a_declared_key(place: Path) -> None:
