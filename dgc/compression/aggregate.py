@@ -1,4 +1,5 @@
-"""PowerSGD in three lines, for training loops without a DistributedOptimizer; the names of epfml/powersgd.
+"""PowerSGD in three lines, for training loops without a DistributedOptimizer; the names of epfml/powersgd:
+Aggregator, AllReduce, Config, PowerSGD, optimizer_step.
 
     powersgd = PowerSGD(params, config=Config(rank=1, min_compression_rate=10, num_iters_per_step=2))
     loss.backward()
@@ -12,6 +13,7 @@ same with zero_grad and without. A gradient that is None counts as zero. NaN or 
 `Config` has the original's defaults.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,8 +28,9 @@ from dgc.comm.conversation import Talk
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
+from dgc.compression.dense import Dense
 from dgc.compression.powersgd import PowerSGDCompressor
-from dgc.compression.protocol import NonFiniteGradientError
+from dgc.compression.protocol import Compressor, NonFiniteGradientError
 
 _built: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()  # how many on a transport: all ranks count alike
 
@@ -42,59 +45,70 @@ class Config:
     start_compressing_after_num_steps: int = 100
 
 
-class PowerSGD:
+class Aggregator(ABC):
+    """What `optimizer_step` needs: averages of gradients over all ranks. Subclass it for a method of your own."""
+
+    @abstractmethod
+    def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """The averages over all ranks, in new tensors; the gradients become zero. None counts as zero.
+
+        Raises NonFiniteGradientError, on every rank, for NaN or inf on any.
+        """
+
+    def check_parameters(self, params: Sequence[Tensor]) -> None:
+        """ValueError where this aggregator does not take the gradients of `params`, in this order."""
+        return None
+
+
+class AllReduce(Aggregator):
+    """The average itself, nothing compressed: what to compare with.
+
+    transport: as for PowerSGD. The first call's gradients say how many there are, and their shapes; none of them
+    may be None. ValueError for others later.
+    """
+
+    def __init__(self, transport: Transport | None = None):
+        self._transport = transport
+        self._exchange: _Exchange | None = None
+
+    def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        if self._exchange is None:
+            like = [g for g in gradients if g is not None]
+            if len(like) < len(gradients):
+                raise ValueError(
+                    "AllReduce takes the shapes from the first gradients, so that none may be None: pass zeros"
+                )
+            self._exchange = _Exchange(like, Dense(), self._transport or _default_transport())
+        return self._exchange.average(gradients)
+
+
+class PowerSGD(Aggregator):
     """params: in the order of the gradients to come. transport: who carries the messages; None is Horovod, or
     where that is not installed this process alone.
+
+    step_counter: steps taken, those before compression starts included and dropped ones not; saved by state_dict.
     """
 
     def __init__(self, params: Iterable[Tensor], config: Config, transport: Transport | None = None):
         self.params = list(params)
         if not self.params:
             raise ValueError("PowerSGD needs parameters")
-        self.transport, self.meter = transport or _default_transport(), Meter()
         self.compressor = PowerSGDCompressor(**asdict(config))
-        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i, p in enumerate(self.params):
-            alike.setdefault((p.dtype, p.device), []).append(i)
-        self._members = list(alike.values())
-        _built[self.transport] = number = _built.get(self.transport, -1) + 1
-        self._buckets = [
-            make_bucket(f"powersgd{number}.{b}", [(f"param{i}", self.params[i]) for i in members])
-            for b, members in enumerate(self._members)
-        ]
-        for bucket in self._buckets:
-            self.compressor.plan(bucket, self.transport.size, self.transport.rank)
+        self._exchange = _Exchange(self.params, self.compressor, transport or _default_transport())
+        self.transport, self.meter = self._exchange.transport, self._exchange.meter
+        self.step_counter = 0
 
-    @torch.no_grad()
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The averages over all ranks, in new tensors; the gradients become zero.
-
-        Raises NonFiniteGradientError, on every rank, for NaN or inf on any; the errors are as if such elements had
-        been zero and nothing had been sent.
+        """As Aggregator.aggregate. After NonFiniteGradientError the errors are as if NaN and inf had been zero and
+        nothing had been sent.
         """
-        if len(gradients) != len(self.params):
-            raise ValueError(f"{len(gradients)} gradients of {len(self.params)} parameters")
-        talks = []
-        for bucket, members in zip(self._buckets, self._members, strict=True):
-            for segment, i in zip(bucket.segments, members, strict=True):
-                g = gradients[i]
-                view = segment.of(bucket.flat)
-                view.zero_() if g is None else view.copy_(g)
-            talks.append(Talk(bucket.name, self.compressor.reduce(bucket), self.transport, self.meter))
-        reasons = [talk.finish().nonfinite for talk in talks]
-        averages = list(self.params)
-        for bucket, members in zip(self._buckets, self._members, strict=True):
-            for segment, i in zip(bucket.segments, members, strict=True):
-                averages[i] = segment.of(bucket.flat).clone()
-        for g in gradients:
-            if g is not None:
-                g.zero_()
-        reason = next((reason for reason in reasons if reason), None)
-        if reason is not None:
-            for bucket in self._buckets:
-                self.compressor.take_back(bucket)
-            raise NonFiniteGradientError(reason)
+        averages = self._exchange.average(gradients)
+        self.step_counter += 1
         return averages
+
+    def check_parameters(self, params: Sequence[Tensor]) -> None:
+        if [*map(id, params)] != [*map(id, self.params)]:
+            raise ValueError("PowerSGD was built of other parameters than the optimizer's, or in another order")
 
     @property
     def uncompressed_num_floats(self) -> int:
@@ -104,7 +118,7 @@ class PowerSGD:
     @property
     def compressed_num_floats(self) -> float:
         """Numbers that a rank sends per step, on average over two, once it compresses; vectors included."""
-        return sum(self.compressor.floats_per_step(bucket) for bucket in self._buckets)
+        return sum(self.compressor.floats_per_step(bucket) for bucket in self._exchange.buckets)
 
     @property
     def compression_rate(self) -> float:
@@ -116,21 +130,71 @@ class PowerSGD:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.compressor.load_state_dict(state)
+        self.step_counter = state["steps"]
 
 
-def optimizer_step(optimizer: Optimizer, powersgd: PowerSGD) -> None:
-    """Average the gradients of the optimizer's parameters and step on the averages. ValueError where powersgd was
-    built of others, or in another order.
+def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:
+    """Average the gradients of the optimizer's parameters and step on the averages. ValueError where `aggregator`
+    is a PowerSGD that was built of others, or in another order.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if [*map(id, params)] != [*map(id, powersgd.params)]:
-        raise ValueError("PowerSGD was built of other parameters than the optimizer's, or in another order")
-    gradients = [p.grad for p in params]
-    for p, average in zip(params, powersgd.aggregate(gradients), strict=True):
+    aggregator.check_parameters(params)
+    own = [p.grad for p in params]
+    gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(params, own, strict=True)]
+    for p, average in zip(params, aggregator.aggregate(gradients), strict=True):
         p.grad = average
     optimizer.step()
-    for p, gradient in zip(params, gradients, strict=True):
+    for p, gradient in zip(params, own, strict=True):
         p.grad = gradient
+
+
+class _Exchange:
+    """Buckets of tensors like these, in their order, and their conversations by one compressor."""
+
+    def __init__(self, like: Sequence[Tensor], compressor: Compressor, transport: Transport):
+        self.compressor, self.transport, self.meter = compressor, transport, Meter()
+        self._shapes = [tensor.shape for tensor in like]
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, tensor in enumerate(like):
+            alike.setdefault((tensor.dtype, tensor.device), []).append(i)
+        self._members = list(alike.values())
+        _built[transport] = number = _built.get(transport, -1) + 1
+        self.buckets = [
+            make_bucket(f"aggregate{number}.{b}", [(f"param{i}", like[i]) for i in members])
+            for b, members in enumerate(self._members)
+        ]
+        for bucket in self.buckets:
+            compressor.plan(bucket, transport.size, transport.rank)
+
+    @torch.no_grad()
+    def average(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """As Aggregator.aggregate."""
+        if len(gradients) != len(self._shapes):
+            raise ValueError(f"{len(gradients)} gradients of {len(self._shapes)} parameters")
+        for i, (g, shape) in enumerate(zip(gradients, self._shapes, strict=True)):
+            if g is not None and g.shape != shape:
+                raise ValueError(f"gradient {i} has shape {tuple(g.shape)}, not {tuple(shape)}")
+        talks = []
+        for bucket, members in zip(self.buckets, self._members, strict=True):
+            for segment, i in zip(bucket.segments, members, strict=True):
+                g = gradients[i]
+                view = segment.of(bucket.flat)
+                view.zero_() if g is None else view.copy_(g)
+            talks.append(Talk(bucket.name, self.compressor.reduce(bucket), self.transport, self.meter))
+        reasons = [talk.finish().nonfinite for talk in talks]
+        averages = [torch.empty(0)] * len(gradients)
+        for bucket, members in zip(self.buckets, self._members, strict=True):
+            for segment, i in zip(bucket.segments, members, strict=True):
+                averages[i] = segment.of(bucket.flat).clone()
+        for g in gradients:
+            if g is not None:
+                g.zero_()
+        reason = next((reason for reason in reasons if reason), None)
+        if reason is not None:
+            for bucket in self.buckets:
+                self.compressor.take_back(bucket)
+            raise NonFiniteGradientError(reason)
+        return averages
 
 
 def _default_transport() -> Transport:

@@ -17,6 +17,7 @@ from dgc_training.config.tree import (
     container,
     copy,
     dotted,
+    entries,
     is_constructor,
     leaves,
     lookup,
@@ -103,6 +104,20 @@ def _check_change(
     return changed
 
 
+def keep_declared_(before: Config, read: dict[Path, Any], after: Config, declared: Config) -> None:
+    """A mapping that a root base began anew, `configs.train = Config()`, has the declared keys it did not set.
+
+    before: the tree without this base, whose values those keys keep. read: all nodes of the copy that the base
+    changed, by path. after: that copy now.
+    """
+    for path, node in read.items():
+        anew = lookup(after, path)
+        if isinstance(anew, Config) and anew is not node and is_declared(declared, path):
+            mapping = lookup(declared, path)
+            for key in mapping if _closed(mapping) else ():
+                anew.setdefault(key, lookup(before, (*path, key)))
+
+
 def fitted(
     value: Any, old: type | None, also: Collection[type] = (), first: Collection[type] = ()
 ) -> tuple[Any, type | None]:
@@ -151,7 +166,7 @@ def is_declared(declared: Config, path: Path) -> bool:
 
 
 def _declare(declared: Config, tree: Config) -> None:
-    for key, value in tree.items():
+    for key, value in entries(tree):
         if key not in declared:
             declared[key] = copy(value)
         elif _closed(declared[key]) and isinstance(value, Config):

@@ -1,7 +1,7 @@
 """The finished tree: every value can be computed and makes sense, every constructor takes its keywords."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -12,7 +12,7 @@ from dgc_training.config.derive import keys_of
 from dgc_training.config.errors import ConfigError, closest, short
 from dgc_training.config.files import REPOSITORY, SUFFIXES
 from dgc_training.config.targets import SPECIAL, import_target, keywords
-from dgc_training.config.tree import Config, Path, container, dotted, lookup
+from dgc_training.config.tree import Config, Path, container, dotted, entries, lookup
 
 # key: (smallest value, whether it must be a whole number, whether it may be null)
 LIMITS: dict[str, tuple[float, bool, bool]] = {
@@ -117,7 +117,8 @@ def _plain_type(value: Any) -> Any:
 
 def _scalars(node: DictConfig | ListConfig, raw: Any, path: Path) -> Iterator[tuple[Path, Any, Any, Any]]:
     """(path, raw value, the OmegaConf node that holds it, its key there) of all but mappings and lists."""
-    for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
+    keyed: Iterable[tuple[Any, Any]] = entries(raw) if isinstance(raw, dict) else enumerate(raw)
+    for key, value in keyed:
         if isinstance(value, dict | list):
             yield from _scalars(node[key], value, (*path, str(key)))
         else:

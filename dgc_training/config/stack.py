@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dgc_training.config.changes import History, check_layer, is_declared
+from dgc_training.config.changes import History, check_layer, is_declared, keep_declared_
 from dgc_training.config.errors import ConfigError, together
 from dgc_training.config.files import REPOSITORY, bases_of, config_files, find, parse_yaml, read_into_, show
 from dgc_training.config.finish import RequirementError, check_finished
@@ -79,8 +79,10 @@ class _Stack:
         Raises ConfigError where the change itself fails; what is wrong with its result goes to `problems`.
         """
         after: Config = copy(self.tree)
+        read = dict(leaves(after)) if declares else {}
         try:
             change(after)
+            keep_declared_(self.tree, read, after, self.history.declared)
             after = copy(after)
         except ConfigError as error:
             raise ConfigError(str(error) if origin in str(error) else f"{origin}: {error}") from error

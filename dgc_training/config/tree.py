@@ -1,10 +1,13 @@
 """The tree while it is built: nested `Config` mappings, lists and scalars, nothing else."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from dgc_training.config.errors import closest
-from dgc_training.config.targets import import_path
+from dgc_training.config.targets import SPECIAL, import_path
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items, dict_keys, dict_values
 
 Path = tuple[str, ...]  # ("train", "optimizer", "lr")
 MISSING = object()
@@ -17,6 +20,9 @@ class Config(dict[str, Any]):
     changing `_target_` keeps the other keys. Target (an importable class or function, or its import path) is kept
     as that path. Values are None, bool, int, float, str, list, node. A derived value reads as its formula, so a
     copy of it stays derived. Raises ValueError for anything else.
+
+    items(), keys() and values() are the constructor's keywords, without `_target_` and `_partial_`, so that a loop
+    over them copies the keywords into a node of another constructor.
     """
 
     def __init__(self, target: Any = None, /, *args: Any, **keys: Any) -> None:
@@ -51,6 +57,18 @@ class Config(dict[str, Any]):
             raise AttributeError(f"no key {key!r} here" + closest(key, self))
         del self[key]
 
+    def items(self) -> "dict_items[str, Any]":
+        """(keyword, value) of each keyword, as they are now: the node may change while they are read."""
+        return {key: value for key, value in super().items() if key not in SPECIAL}.items()
+
+    def keys(self) -> "dict_keys[str, Any]":
+        """The keywords."""
+        return dict(self.items()).keys()
+
+    def values(self) -> "dict_values[str, Any]":
+        """The keywords' values."""
+        return dict(self.items()).values()
+
     def update(self, *others: Any, **keys: Any) -> None:
         """As dict.update, with every value checked."""
         for key, value in dict(*others, **keys).items():
@@ -61,6 +79,11 @@ class Config(dict[str, Any]):
         if key not in self:
             self[key] = default
         return self[key]
+
+
+def entries(node: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """All of a mapping's keys and values, `_target_` and `_partial_` too."""
+    return dict.items(node)
 
 
 def _name(target: Any) -> str:
@@ -88,7 +111,7 @@ def copy(value: Any) -> Any:
     """A deep copy with all values checked; two names for one node in a file become two nodes."""
     if isinstance(value, dict):
         node = Config()
-        node.update({key: copy(item) for key, item in value.items()})
+        node.update({key: copy(item) for key, item in entries(value)})
         return node
     return [copy(item) for item in value] if isinstance(value, list | tuple) else plain(value)
 
@@ -96,7 +119,7 @@ def copy(value: Any) -> Any:
 def container(value: Any) -> Any:
     """The same as plain dicts and lists, as OmegaConf takes it."""
     if isinstance(value, dict):
-        return {key: container(item) for key, item in value.items()}
+        return {key: container(item) for key, item in entries(value)}
     return [container(item) for item in value] if isinstance(value, list) else value
 
 
@@ -112,7 +135,7 @@ def merges(old: Any, value: Any) -> bool:
 
 def merge_(node: Config, other: dict[str, Any]) -> None:
     """What a YAML file means: a mapping is merged into its node key by key where `merges`, else replaces it."""
-    for key, value in other.items():
+    for key, value in entries(other):
         if merges(node.get(key), value):
             merge_(node[key], value)
         else:
@@ -134,7 +157,7 @@ def restore_(node: Config, before: Config, path: Path) -> None:
 
 def leaves(node: dict[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
     """All (path, value), parents first; a mapping's value is the mapping itself, lists are leaves."""
-    for key, value in node.items():
+    for key, value in entries(node):
         yield (*prefix, key), value
         if isinstance(value, dict):
             yield from leaves(value, (*prefix, key))
@@ -160,7 +183,7 @@ def is_constructor(value: Any) -> bool:
 
 def of_constructors(value: Any) -> bool:
     """Whether a mapping is a collection of constructors under names of the user's choice, such as meters."""
-    return isinstance(value, Config) and bool(value) and all(map(is_constructor, value.values()))
+    return isinstance(value, Config) and bool(value) and all(is_constructor(item) for _, item in entries(value))
 
 
 def dotted(path: Path) -> str:

@@ -15,7 +15,7 @@ from dgc.bucket import make_bucket  # noqa: E402
 from dgc.comm.lockstep import LockstepWorld  # noqa: E402
 from dgc.compression import NonFiniteGradientError, PowerSGDCompressor  # noqa: E402
 from dgc.compression.accordion import Accordion  # noqa: E402
-from dgc.compression.aggregate import Config, PowerSGD, optimizer_step  # noqa: E402
+from dgc.compression.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_step  # noqa: E402
 from dgc.compression.lowrank_compressor import compresses  # noqa: E402
 from dgc_models import resnet18  # noqa: E402
 from dgc_training.reshard import blend, shares  # noqa: E402
@@ -413,6 +413,35 @@ def test_aggregate_averages_over_ranks_and_refuses_nan():
 
     P = LockstepWorld(2).run(body)
     assert all(torch.equal(a, b) for a, b in pairwise(P))
+
+
+def test_the_original_s_aggregators_and_its_step_counter():
+    def body(transport):
+        p, unused = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))
+        sgd = torch.optim.SGD([p, unused], lr=1.0)
+        for aggregator in (AllReduce(transport), PowerSGD([p, unused], Config(rank=1), transport)):
+            assert isinstance(aggregator, Aggregator)
+            for _ in range(2):
+                p.grad = torch.full((3, 4), float(transport.rank))
+                optimizer_step(sgd, aggregator)
+                assert not p.grad.any() and unused.grad is None
+        assert (p == 1 - 4 * 0.5).all() and (unused == 1).all()
+        assert aggregator.step_counter == 2
+        resumed = PowerSGD([p, unused], Config(rank=1), transport)
+        resumed.load_state_dict(aggregator.state_dict())
+        assert resumed.step_counter == 2
+        with pytest.raises(NonFiniteGradientError, match="param0 on rank 0"):
+            resumed.aggregate([p / transport.rank, None])
+        assert resumed.step_counter == 2
+
+        plain = AllReduce(transport)
+        with pytest.raises(ValueError, match="none may be None"):
+            plain.aggregate([torch.ones(3), None])
+        assert AllReduce(transport).aggregate([]) == [] and plain.aggregate([torch.ones(3)])[0].sum() == 3
+        with pytest.raises(ValueError, match=r"gradient 0 has shape \(1,\), not \(3,\)"):
+            plain.aggregate([torch.ones(1)])
+
+    LockstepWorld(2).run(body)
 
 
 @pytest.mark.parametrize(

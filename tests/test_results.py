@@ -1,0 +1,46 @@
+"""docs/results.md and the README's numbers agree with each other and with the code that they name."""
+
+import re
+from pathlib import Path
+
+from documented import DOCS
+
+from dgc_datasets import Digits
+from dgc_training.data import count_samples, steps_per_epoch
+
+RESULTS = (DOCS / "results.md").read_text()
+README = (DOCS.parent / "README.md").read_text()
+
+
+def test_the_readme_repeats_at_most_six_rows_word_for_word() -> None:
+    section = README.split("## Numbers\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert 1 <= len(rows) <= 6
+    for row in rows:
+        assert row in RESULTS.splitlines(), row
+    assert "| method | accuracy" not in README and "std. error" not in README
+
+
+def test_captions_say_how_many_steps_an_epoch_really_has() -> None:
+    samples = {count_samples(Digits(fold)["train"]) for fold in (0, 1)}
+    text = RESULTS.replace("\n", " ")
+    settings = re.findall(r"(\d+) ranks, batches of (\d+) per rank, (\d+) epochs of (\d+) steps", text)
+    assert len(settings) >= 5
+    for size, batch, _, steps in settings:
+        assert {steps_per_epoch(n, int(size), int(batch), 1) for n in samples} == {int(steps)}, (size, batch)
+    assert "1530 steps" in RESULTS and "34 epochs of 45 steps" in RESULTS and 34 * 45 == 1530
+
+
+def test_commands_name_benchmarks_and_pages_that_exist() -> None:
+    modules = set(re.findall(r"-m (benchmarks\.\w+)", RESULTS))
+    assert len(modules) >= 6
+    for module in modules:
+        assert Path(DOCS.parent, *module.split(".")).with_suffix(".py").is_file(), module
+    for text in (RESULTS, README, *(page.read_text() for page in DOCS.glob("*.md"))):
+        for page, anchor in re.findall(r"\]\((?:docs/)?(\w+\.md)#([^)]+)\)", text):
+            target = (DOCS / page if (DOCS / page).is_file() else DOCS.parent / page).read_text()
+            headings = {
+                re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+                for heading in re.findall(r"^#+ (.+)$", target, re.M)
+            }
+            assert anchor in headings, f"{page}#{anchor}"
