@@ -81,7 +81,7 @@ def check_optimizer_state(saved: Any, optimizer: Optimizer) -> None:
         for name, value in buffers.items():
             plain = value is None or isinstance(value, bool | int | float)
             if isinstance(value, Tensor) and value.dim():
-                check_form(value.float(), zeros_like(parameters[number]).float(), f"{where}.{name}")
+                check_form(value, zeros_like(parameters[number]), f"{where}.{name}")
             elif type(name) is not str or not (plain or isinstance(value, Tensor)):
                 raise ValueError(f"{where}.{name} is of type {type(value).__name__}")
             elif value is not None and not isfinite(value):

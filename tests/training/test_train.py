@@ -293,7 +293,10 @@ def test_numbers_that_are_not_finite_or_of_another_type_are_refused(tmp_path):
         errors = own["compression"]["PowerSGDCompressor.0"]["errors"]
         errors.update({name: error.double() for name, error in errors.items()})
 
-    dgc = ["configs/dgc/wm5.py"]
+    def narrow(shared):
+        buffers = shared["optimizer"]["state"][0]
+        buffers[buffer] = buffers[buffer].to(torch.int8)
+
     def group(**values):
         return lambda s: s["optimizer"]["param_groups"][0].update(values)
 
@@ -304,6 +307,7 @@ def test_numbers_that_are_not_finite_or_of_another_type_are_refused(tmp_path):
         (dgc, "shared", lambda s: poison(s["model"][weight]), rf"shared\.pt.*{weight} has NaN"),
         (dgc, "shared", lambda s: s["model"].update({bias: s["model"][bias].double()}), f"{bias} is not .*32"),
         (dgc, "shared", lambda s: poison(s["optimizer"]["state"][0][buffer]), rf"state\.0\.{buffer} has NaN"),
+        (dgc, "shared", narrow, rf"state\.0\.{buffer} is not a tensor of shape .* and type torch.float32"),
         (dgc, "shared", group(momentum=0.5), r"param_groups\.0\.momentum is 0\.5, and 0\.9 in the config"),
         (dgc, "shared", group(lr=inf), r"param_groups\.0\.lr is inf"),
         (dgc, "shared", lambda s: s["progress"].update(samples=2**80), rf"progress\.samples is {2**80}"),
