@@ -47,13 +47,13 @@ def test_simulated_ranks_train_alike_every_time(tmp_path):
 
 
 def test_results_are_valid_json(capsys):
-    summary = {"final": {"acc/test_top1": 99.0}, "payload_bytes": 5}
-    other = {"final": {"acc/test_top1": 98.0}, "payload_bytes": 1}
+    summary = {"final": {"acc/test_top1": 99.0}, "wire_bytes": 5, "dense_wire_bytes": 5}
+    other = {"final": {"acc/test_top1": 98.0}, "wire_bytes": 1, "dense_wire_bytes": 5}
     report(["dense", "dgc"], {"dense": [summary], "dgc": [other]})
     *_, head, dense, dgc, last = capsys.readouterr().out.splitlines()
     result = json.loads(last, parse_constant=pytest.fail)
     assert result["dgc"]["standard_error"] is None and result["dgc"]["difference"] == -1
-    assert (len(head), dense.split()) == (len(dgc), ["dense", "99.00", "0.00", "1.0x"])
+    assert (len(head), dense.split()) == (len(dgc), ["dense", "99.00", "0.00", "1.0"])
     report(["dense", "dgc"], {"dense": [summary, summary], "dgc": [other, summary]})
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["dgc"]["standard_error"] == 0.5
 

@@ -182,7 +182,7 @@ class _Exchange:
                 view.zero_() if g is None else view.copy_(g)
             talks.append(Talk(bucket.name, self.compressor.reduce(bucket), self.transport, self.meter))
         reasons = [talk.finish().nonfinite for talk in talks]
-        averages = [torch.empty(0)] * len(gradients)
+        averages: dict[int, Tensor] = {}
         for bucket, members in zip(self.buckets, self._members, strict=True):
             for segment, i in zip(bucket.segments, members, strict=True):
                 averages[i] = segment.of(bucket.flat).clone()
@@ -194,7 +194,7 @@ class _Exchange:
             for bucket in self.buckets:
                 self.compressor.take_back(bucket)
             raise NonFiniteGradientError(reason)
-        return averages
+        return [averages[i] for i in range(len(gradients))]
 
 
 def _default_transport() -> Transport:

@@ -95,7 +95,7 @@ class DGCCompressor:
         require(MEMORIES, (Memory,), memory=memory)
         if not compress_ratio > 0:
             raise ValueError(f"compress_ratio must be positive, not {compress_ratio}")
-        ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
+        self.compress_ratio = ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
         self.memory = memory
         self._warmup = RatioWarmup(ratio, warmup_epochs, warmup_coeff)
         sampling = (

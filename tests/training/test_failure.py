@@ -294,4 +294,4 @@ def test_packages_of_a_user_win_over_the_repositorys(tmp_path):
         timeout=100,
         check=False,
     )
-    assert result.returncode == 0 and "_target_: mine.Mine" in result.stdout, result.stderr
+    assert result.returncode == 0 and "Mine(width=4" in result.stdout, result.stderr
