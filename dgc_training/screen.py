@@ -28,7 +28,7 @@ class Screen:
         self.terminal = terminal_of(1) if self.speaks else None
         self.colour = wants_colour(self.terminal)
         self.bar: Any = None
-        self.headed = False
+        self.header: dict[str, int] = {}  # the columns printed last, and their widths
         self.last_line = time.perf_counter()
 
     def say(self, text: str) -> None:
@@ -70,22 +70,25 @@ class Screen:
     def end_epoch(self, epoch: int, values: Mapping[str, float], best: bool) -> None:
         """The row of an epoch, counted from 1: its loss and result, and the last values of other tags. best:
         whether the result is the best so far.
+
+        Only loss and result are known where a run was resumed after the epoch's last step.
         """
         self.close()
         cells = {"epoch": f"{epoch}/{self.num_epochs}", "loss": f"{values['train/loss']:.4f}"}
         if self.result is not None:
             cells[self.result.rpartition("/")[2]] = f"{values[self.result]:.2f}"
-        cells["lr"] = f"{values['train/lr']:.3g}"
-        cells["compress_ratio"] = f"{values['compression/compress_ratio']:.4g}"
-        if values.get("bytes/dense_wire_per_step"):
-            cells["wire/step"] = human_bytes(values["bytes/wire_per_step"])
-            cells["wire/dense"] = f"{100 * values['bytes/wire_over_dense']:.3g}%"
-        cells["samples/s"] = f"{values['time/samples_per_second']:.0f}"
+        if "train/lr" in values:
+            cells["lr"] = f"{values['train/lr']:.3g}"
+            cells["compress_ratio"] = f"{values['compression/compress_ratio']:.4g}"
+            if values.get("bytes/dense_wire_per_step"):
+                cells["wire/step"] = human_bytes(values["bytes/wire_per_step"])
+                cells["wire/dense"] = f"{100 * values['bytes/wire_over_dense']:.3g}%"
+            cells["samples/s"] = f"{values['time/samples_per_second']:.0f}"
         least = {"epoch": len(f"{self.num_epochs}/{self.num_epochs}"), "loss": 6, "lr": 7}
         widths = {name: max(len(name), least.get(name, 0)) for name in cells}
-        if not self.headed:
+        if self.header != widths:
             self.say(self._styled(" ".join(f"{name:>{widths[name]}}" for name in cells), BOLD))
-            self.headed = True
+            self.header = widths
         row = {name: f"{cell:>{widths[name]}}" for name, cell in cells.items()}
         if best and self.result is not None:
             name = self.result.rpartition("/")[2]
