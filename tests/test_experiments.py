@@ -177,14 +177,14 @@ def test_horovodrun_on_cifar(folder):
     command = CIFAR.replace("-np 8", "-np 2") + SHORT
     summary = trained(run(command, folder), folder / "runs/[cifar.resnet20+dgc.[wm5+fp16+int32]].np2")
     assert summary["ranks"] == 2 and summary["samples"] == 40
-    assert 1.5 < summary["dense_over_payload"] < 3, "25 % of the elements, 6 bytes each in place of 4"
+    assert 1 / 3 < summary["wire_over_dense"] < 1 / 1.5, "25 % of the elements, 6 bytes each in place of 4"
 
 
 def test_mpirun_on_imagenet(folder):
     command = MPIRUN.replace("resnet50", "resnet18") + SHORT + SMALL + " --configs.data.num_workers 0"
     summary = trained(run(command, folder), folder / "runs/[imagenet.resnet18+dgc.wm0].np2")
     assert summary["ranks"] == 2 and summary["samples"] == 24
-    assert summary["dense_over_payload"] > 100
+    assert summary["wire_over_dense"] < 1 / 100
 
 
 def test_absent_data_is_one_message(folder):

@@ -148,7 +148,7 @@ def test_files_in_the_original_s_form_train(place: Path) -> None:
     tree = load(args.configs, overrides)
     LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
     summary = json.loads((place / "run/summary.json").read_text())
-    assert summary["dense_over_payload"] > 1.5 and "hits/test_3" in summary["final"]
+    assert summary["wire_over_dense"] < 1 / 1.5 and "hits/test_3" in summary["final"]
 
 
 def test_the_names_that_stand_for_others_exist() -> None:
