@@ -44,8 +44,8 @@ class DistributedOptimizer(EpochWrapper):
     op: "average" or "sum" (Horovod's Average and Sum work as well).
     bucket_mb: size of a bucket in MB. transport: who carries the messages; None is Horovod.
     nonfinite: what NaN or inf in any rank's gradient does, on every rank alike. Where a method keeps an error
-    state, so does a magnitude of 2**64 or more. "skip" drops the step: nothing is updated, what was sent returns to
-    the error state, `dropped_steps` counts it. "raise" does that and raises NonFiniteGradientError, which names
+    state, so does a magnitude of 2**64 or more. "skip" drops the step: nothing is updated, what was sent returns
+    to the error state, `dropped_steps` counts it. "raise" does that and raises NonFiniteGradientError, which names
     the parameter and the rank.
     grad_scaler: the torch.amp.GradScaler that scales the loss, if one does. `grad_scaler.step(optimizer)` is the
     step then, with or without synchronize() and unscale_() before it.
