@@ -1,7 +1,7 @@
 """What rank 0 prints while it trains: a table with a row for each epoch, and within an epoch a progress bar.
 
-The bar is drawn where standard output ends at a terminal, also through mpirun; elsewhere a line every 20 seconds
-tells how far the epoch is. It is on standard output, as the table is: mpirun passes the two streams on
+The bar is drawn where standard output ends at a terminal, also through mpirun; elsewhere a line is printed every
+20 seconds. It is on standard output, as the table is: mpirun passes the two streams on
 independently, so a bar on standard error would wipe out rows. A column has the name of its TensorBoard tag without
 the group.
 """
@@ -23,9 +23,9 @@ class Screen:
     """Silent on every rank but 0. result: the tag of the result in the table, None where nothing is evaluated."""
 
     def __init__(self, rank: int, num_epochs: int, steps_per_epoch: int, result: str | None) -> None:
-        self.speaks = rank == 0
+        self.prints = rank == 0
         self.num_epochs, self.steps_per_epoch, self.result = num_epochs, steps_per_epoch, result
-        self.terminal = terminal_of(1) if self.speaks else None
+        self.terminal = terminal_of(1) if self.prints else None
         self.colour = wants_colour(self.terminal)
         self.bar: Any = None
         self.header: dict[str, int] = {}  # the columns printed last, and their widths
@@ -33,7 +33,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """One line (or more) on standard output; a progress bar stays below it."""
-        if self.speaks:
+        if self.prints:
             self.last_line = time.perf_counter()
             if self.bar is not None:
                 self.bar.clear()
@@ -43,7 +43,7 @@ class Screen:
         """After the step numbered `step`, from 1, of the epoch numbered `epoch`, from 0. state: what is known of
         the training so far; may be empty.
         """
-        if not self.speaks:
+        if not self.prints:
             return
         if self.terminal is not None:
             self._advance(epoch, step, state)
