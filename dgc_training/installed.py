@@ -1,4 +1,4 @@
-"""Imported first by train.py: where the Python that runs it lacks what it needs, one message says so."""
+"""Imported first by train.py: one message where its Python lacks a package that it needs."""
 
 import sys
 from importlib.util import find_spec

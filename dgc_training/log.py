@@ -49,7 +49,7 @@ class Log:
         self.clock = Clock(self.trace)
         self.rows = state.rows
         self.device = state.device
-        self.told_dense = False
+        self.dense_explained = False
         self.group = "compression" if settings.gossip is None else "gossip"  # of the optimizer's gauges
         self.loss_sum = torch.zeros((), device=state.device)
         self.steps = 0  # since the last point
@@ -178,14 +178,14 @@ class Log:
         loss = self.curves.end_epoch()
         best = progress.best_epoch == progress.epoch
         self.screen.end_epoch(progress.epoch, {**self.curves.last, "train/loss": loss}, best)
-        self._tell_dense()
+        self._explain_dense()
         self._save_trace()
 
-    def _tell_dense(self) -> None:
+    def _explain_dense(self) -> None:
         """Once: why the bytes are not those that compress_ratio suggests."""
         ratio, share = self.optimizer.compress_ratio, self.curves.last.get("compression/dense_share", 0.0)
-        if ratio < 1 and share > 0 and not self.told_dense:
-            self.told_dense = True
+        if ratio < 1 and share > 0 and not self.dense_explained:
+            self.dense_explained = True
             self.say(
                 f"  at compress_ratio {ratio:.4g} sparse messages cost more than a dense all-reduce, so\n"
                 f"  {100 * share:.3g}% of the gradient went dense in this epoch (docs/bytes.md)"

@@ -1,7 +1,7 @@
 """What rank 0 prints while it trains: a table with a row for each epoch, and within an epoch a progress bar.
 
-The bar is drawn where standard output ends at a terminal, also through mpirun; elsewhere a line every 20 seconds
-tells how far the epoch is. It is on standard output, as the table is: mpirun passes the two streams on
+The bar is drawn where standard output ends at a terminal, also through mpirun; elsewhere a line is printed every
+20 seconds. It is on standard output, as the table is: mpirun passes the two streams on
 independently, so a bar on standard error would wipe out rows. A column has the name of its TensorBoard tag without
 the group.
 """
@@ -23,17 +23,17 @@ class Screen:
     """Silent on every rank but 0. result: the tag of the result in the table, None where nothing is evaluated."""
 
     def __init__(self, rank: int, num_epochs: int, steps_per_epoch: int, result: str | None) -> None:
-        self.speaks = rank == 0
+        self.prints = rank == 0
         self.num_epochs, self.steps_per_epoch, self.result = num_epochs, steps_per_epoch, result
-        self.terminal = terminal_of(1) if self.speaks else None
+        self.terminal = terminal_of(1) if self.prints else None
         self.colour = wants_colour(self.terminal)
         self.bar: Any = None
-        self.headed = False
+        self.header: dict[str, int] = {}  # the columns printed last, and their widths
         self.last_line = time.perf_counter()
 
     def say(self, text: str) -> None:
         """One line (or more) on standard output; a progress bar stays below it."""
-        if self.speaks:
+        if self.prints:
             self.last_line = time.perf_counter()
             if self.bar is not None:
                 self.bar.clear()
@@ -43,7 +43,7 @@ class Screen:
         """After the step numbered `step`, from 1, of the epoch numbered `epoch`, from 0. state: what is known of
         the training so far; may be empty.
         """
-        if not self.speaks:
+        if not self.prints:
             return
         if self.terminal is not None:
             self._advance(epoch, step, state)
@@ -70,22 +70,25 @@ class Screen:
     def end_epoch(self, epoch: int, values: Mapping[str, float], best: bool) -> None:
         """The row of an epoch, counted from 1: its loss and result, and the last values of other tags. best:
         whether the result is the best so far.
+
+        Only loss and result are known where a run was resumed after the epoch's last step.
         """
         self.close()
         cells = {"epoch": f"{epoch}/{self.num_epochs}", "loss": f"{values['train/loss']:.4f}"}
         if self.result is not None:
             cells[self.result.rpartition("/")[2]] = f"{values[self.result]:.2f}"
-        cells["lr"] = f"{values['train/lr']:.3g}"
-        cells["compress_ratio"] = f"{values['compression/compress_ratio']:.4g}"
-        if values.get("bytes/dense_wire_per_step"):
-            cells["wire/step"] = human_bytes(values["bytes/wire_per_step"])
-            cells["wire/dense"] = f"{100 * values['bytes/wire_over_dense']:.3g}%"
-        cells["samples/s"] = f"{values['time/samples_per_second']:.0f}"
+        if "train/lr" in values:
+            cells["lr"] = f"{values['train/lr']:.3g}"
+            cells["compress_ratio"] = f"{values['compression/compress_ratio']:.4g}"
+            if values.get("bytes/dense_wire_per_step"):
+                cells["wire/step"] = human_bytes(values["bytes/wire_per_step"])
+                cells["wire/dense"] = f"{100 * values['bytes/wire_over_dense']:.3g}%"
+            cells["samples/s"] = f"{values['time/samples_per_second']:.0f}"
         least = {"epoch": len(f"{self.num_epochs}/{self.num_epochs}"), "loss": 6, "lr": 7}
         widths = {name: max(len(name), least.get(name, 0)) for name in cells}
-        if not self.headed:
+        if self.header != widths:
             self.say(self._styled(" ".join(f"{name:>{widths[name]}}" for name in cells), BOLD))
-            self.headed = True
+            self.header = widths
         row = {name: f"{cell:>{widths[name]}}" for name, cell in cells.items()}
         if best and self.result is not None:
             name = self.result.rpartition("/")[2]

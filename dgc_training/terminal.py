@@ -29,7 +29,7 @@ def terminal_of(descriptor: int) -> str | None:
 
 
 def columns(terminal: str) -> int:
-    """The width of a terminal; 80 where it does not tell."""
+    """The width of a terminal; 80 where it is not known."""
     with open(terminal) as opened:
         return os.get_terminal_size(opened.fileno()).columns or 80
 

@@ -3,9 +3,15 @@
 import re
 from pathlib import Path
 
-from documented import DOCS
+import torch
+from documented import DOCS, table
 
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DGCCompressor
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_datasets import Digits
+from dgc_models import DigitsCNN
 from dgc_training.data import count_samples, steps_per_epoch
 
 RESULTS = (DOCS / "results.md").read_text()
@@ -44,3 +50,22 @@ def test_commands_name_benchmarks_and_pages_that_exist() -> None:
                 for heading in re.findall(r"^#+ (.+)$", target, re.M)
             }
             assert anchor in headings, f"{page}#{anchor}"
+
+
+def test_the_example_of_bytes_is_what_a_step_sends() -> None:
+    def body(transport):
+        model = DigitsCNN()
+        compression = DGCCompressor(0.001, DGCSGDMemory(momentum=0.9), fp16_values=True, int32_indices=True)
+        inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+        model(torch.ones(2, 1, 8, 8)).sum().backward()
+        optimizer.step()
+        return optimizer.meter
+
+    meter = LockstepWorld(4).run(body)[0]
+    payload, wire, dense = meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
+    rows = {name: cells for name, *cells in table("| payload | wire |", "bytes.md")}
+    assert rows["DGC together"] == [f"{payload:,}", f"{wire:,.0f}"]
+    assert rows["dense / DGC"] == [f"{dense / 1.5 / payload:.0f}", f"{dense / wire:.0f}"]
+    for page in (RESULTS, README):
+        assert f"{wire:,.0f} against {dense:,.0f}" in page and f"payload {payload:,} against" in page

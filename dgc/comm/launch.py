@@ -1,8 +1,9 @@
-"""Whether Horovod sees all the processes that a launcher started. torchrun, for one, tells it nothing."""
+"""Whether Horovod sees all the processes that a launcher started. It does not see those of torchrun, for one."""
 
 from collections.abc import Mapping
 
-# Numbers of ranks as launchers tell them that Horovod knows: Open MPI's mpirun, horovodrun over Gloo, PMI.
+# Variables with the number of ranks of launchers that Horovod works with: Open MPI's mpirun, horovodrun over Gloo,
+# PMI. NAMES has those of other launchers too.
 SIZES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "PMI_SIZE")
 NAMES = (*SIZES, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
@@ -12,24 +13,24 @@ class LaunchError(ValueError):
 
 
 def check_launcher(environment: Mapping[str, str], size: int | None = None) -> None:
-    """LaunchError where a launcher tells of more ranks than Horovod sees.
+    """LaunchError where a launcher started more ranks than Horovod sees.
 
     Args:
         environment: the process's variables, usually `os.environ`.
-        size: the number of ranks as Horovod tells it; None before it has started, where it follows from the
-            environment, or cannot be known yet.
+        size: Horovod's number of ranks. None before Horovod has started: it is then that of the environment, or 1
+            where that has none. Under PMIx alone it cannot be known yet, and nothing is checked.
     """
-    told = {name: int(environment[name]) for name in NAMES if environment.get(name, "").isdecimal()}
-    known = [told[name] for name in SIZES if name in told]
+    found = {name: int(environment[name]) for name in NAMES if environment.get(name, "").isdecimal()}
+    known = [found[name] for name in SIZES if name in found]
     if size is None:
         if not known and "PMIX_RANK" in environment:
             return
         size = max(known, default=1)
     names = ["WORLD_SIZE", *SIZES]
     if not known:  # mpirun may start fewer ranks than its SLURM job has tasks; a step's size is not the job's
-        names.append("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in told else "SLURM_NTASKS")
+        names.append("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in found else "SLURM_NTASKS")
     for name in names:
-        if (ranks := told.get(name, 0)) > size:
+        if (ranks := found.get(name, 0)) > size:
             cure = f"Start the ranks with horovodrun -np {ranks} or mpirun -np {ranks} in place of torchrun"
             if name.startswith("SLURM"):
                 cure = f"Start the ranks with scripts/slurm.sh or mpirun -np {ranks}, or srun --mpi=pmix"

@@ -31,17 +31,17 @@ class SVD(Coded):
             raise ValueError(f"rank must be at least 1, not {rank}")
         super().__init__(error_feedback, seed)
         self.rank_limit = rank
-        self._planned: dict[str, Bucket] = {}
+        self._planned: dict[str, tuple[int, int]] = {}  # of each bucket: elements, bytes of its factors
 
     @property
     def compress_ratio(self) -> float:
         """Numbers of the factors over elements, of all planned buckets; 1 before any is planned."""
-        elements = sum(bucket.numel for bucket in self._planned.values())
-        return sum(map(self.nbytes, self._planned.values())) / (4 * elements) if elements else 1.0
+        elements = sum(numel for numel, _ in self._planned.values())
+        return sum(nbytes for _, nbytes in self._planned.values()) / (4 * elements) if elements else 1.0
 
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:
         super().plan(bucket, size, rank)
-        self._planned[bucket.name] = bucket
+        self._planned[bucket.name] = (bucket.numel, self.nbytes(bucket))
 
     def accepts(self, segment: Segment) -> bool:
         n, m, r = self.sizes(segment)

@@ -30,15 +30,15 @@ from dgc.gossip.books import n_peer_exponential
 from dgc.gossip.messages import Exact, Message
 from dgc.gossip.mixing import Mixing, check_mixing, uniform
 from dgc.gossip.model import FlatModel
-from dgc.gossip.parcels import Heard, heard_of, length, pack, state_of, unpack
+from dgc.gossip.parcels import Heard, length, pack, unpack
 from dgc.gossip.protocol import NOT_BEGUN
 from dgc.gossip.topology import Graph, Topology, made
-from dgc.memory.state import check_tensor
+from dgc.gossip.weighted_model import WeightedModel
 
 PAUSE = 5e-4  # seconds
 
 
-class SGP:
+class SGP(WeightedModel):
     """graph: makes the topology of a number of ranks. graph_from_epoch: {epoch: another graph from then on}, None
     for an all-reduce. mixing: who gets how much. message: how a model travels. blocking: wait for neighbours
     right after each step, not before the next forward pass.
@@ -57,16 +57,16 @@ class SGP:
         graph_from_epoch: Mapping[int | str, Graph | None] | None = None,
         blocking: bool = False,
     ):
+        super().__init__()
         self._graphs = {0: graph} | {int(epoch): other for epoch, other in (graph_from_epoch or {}).items()}
         if min(self._graphs) < 0:
             raise ValueError(f"graph_from_epoch counts epochs from 0, there is {min(self._graphs)}")
         self.mixing, self.message = mixing, message or Exact()
         self.blocking, self.synch_freq = blocking, 0
         self.compress_ratio = min(1.0, self.message.nbytes(1 << 20) / (4 << 20))
-        self.w, self.round, self.age = 1.0, 0, 0
+        self.round, self.age = 0, 0
         self._stepped_with = 1.0  # the weight of the model that the last gradient was computed at
         self._talk: Talk[dict[int, Heard]] | None = None
-        self._heard: dict[int, Heard] | None = None
         self._begun = False
         self._since = 0  # the epoch whose graph is in use
 
@@ -112,18 +112,6 @@ class SGP:
             self._send()
         if self.blocking:
             self._listen(True)
-
-    def _move(self, step: Callable[[], object]) -> None:
-        """x moves by what the optimizer moves z by."""
-        if self.w == 1:
-            step()
-            self.model.gather()
-            return
-        before = self.z.clone()
-        step()
-        self.model.gather()
-        self.z.sub_(before).div_(self.w).add_(before)
-        self.model.scatter()
 
     @property
     def _overlaps(self) -> bool:
@@ -219,42 +207,17 @@ class SGP:
             self.model.scatter()
         return {to: parcels[share][0] for to, share in shares.items()}
 
-    def _keep(self, share: float) -> None:
-        """x and w times share: z is the same."""
-        self.w *= share
-
     def _all_reduce(self) -> Conversation[dict[int, Heard]]:
         x, w = self.z * self.w, torch.tensor([self.w], dtype=torch.float64)
         self._keep(0.0)
         (x, w) = yield (AllReduce(x), AllReduce(w))
         return {self.rank: Heard(x, float(w))}
 
-    @torch.no_grad()
-    def _take_in(self) -> None:
-        """Add what was heard in the order of ranks, so that ranks which hear the same have the same."""
-        assert self._heard is not None
-        heard, self._heard = self._heard, None
-        w = self.w + sum(heard[source].w for source in sorted(heard))
-        if self.rank not in heard:
-            heard[self.rank] = Heard(self.z.mul_(self.w), self.w)
-        first, *rest = (heard[source].x for source in sorted(heard))
-        for x in rest:
-            first.add_(x)
-        self.w = self._weight(w)
-        torch.div(first, self.w, out=self.z)
-        self.model.scatter()
-
-    def _weight(self, w: float) -> float:
-        return w
-
     # --- state ------------------------------------------------------------------------------------
 
     def numerator(self) -> Tensor:
         assert self._talk is None, "hold() comes first"
-        x = self.z * self.w
-        for heard in (self._heard or {}).values():
-            x += heard.x
-        return x
+        return super().numerator()
 
     def gauges(self) -> dict[str, float]:
         return {"weight": self._stepped_with, "staleness": float(self.age)}
@@ -267,29 +230,13 @@ class SGP:
 
     def state_dict(self) -> dict[str, Any]:
         assert self._talk is None, "hold() comes first"
-        return {
-            "z": self.z.clone(),
-            "x": self.z * self.w,
-            "size": self.size,
-            "w": torch.tensor(self.w, dtype=torch.float64),
-            "round": self.round,
-            "since": self._since,
-            "heard": state_of(self._heard or {}, self.rank, self.size),
-        }
+        return {**super().state_dict(), "round": self.round, "since": self._since}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != {"z", "x", "size", "w", "round", "since", "heard"}:
             raise ValueError(f"state of another algorithm: {sorted(state)}")
-        for name in ("z", "x"):
-            check_tensor(name, state[name], self.z.shape)
-        check_tensor("w", state["w"], (), torch.float64)
-        heard = heard_of(state["heard"], self.rank, self.size, self.z)
         if state["since"] not in self._graphs:
             raise ValueError("state of other graphs")
-        self.w, self.round, self.age = float(state["w"]), state["round"], 0
-        # a state that is a sum over other ranks' has the sum of their x, not of their z
-        self.z.copy_(state["z"] if state["size"] == self.size else state["x"] / self.w)
-        self.model.scatter()
+        super().load_state_dict(state)
+        self.round, self.age = state["round"], 0
         self._since, self._talk, self._begun = state["since"], None, False
-        self._heard = heard or None

@@ -22,8 +22,9 @@ class Reference:
         if due.sent is not None:
             self.take_(due.sent, due.u if due.masking else None, due.v)
         g = torch.cat(due.g).to(torch.float32) if len(due.g) > 1 else due.g[0].to(torch.float32)
-        first = first_of(~usable(g))
-        g = torch.where(usable(g), g, 0.0)
+        good = usable(g)
+        first = first_of(~good)
+        g = torch.where(good, g, 0.0)
         u, v = due.u, due.v
         if u is None:
             v.add_(g)

@@ -111,7 +111,9 @@ def _parts(obj: Any) -> list[tuple[str, Any]] | None:
         shared |= vars(kind)
     plain = {name: value for name, value in shared.items() if isinstance(value, PLAIN) and name[:2] != "__"}
     known = {name: value for name, value in own.items() if not isinstance(shared.get(name), cached_property)}
-    return [(f".{name}", value) for name, value in (plain | known).items()]
+    # a difference is named by a public attribute where there is one
+    named = sorted((plain | known).items(), key=lambda item: item[0].startswith("_"))
+    return [(f".{name}", value) for name, value in named]
 
 
 def _checksum(tensor: torch.Tensor) -> int:

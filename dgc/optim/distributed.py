@@ -21,7 +21,7 @@ from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result,
 from dgc.compression.route import Route
 from dgc.optim.agreement import check_settings
 from dgc.optim.broadcast import default_transport
-from dgc.optim.epochs import EpochCount
+from dgc.optim.epochs import EpochWrapper
 from dgc.optim.exchange import GradientExchange, refuse_wrapped
 from dgc.optim.momentum import MomentumOwners
 from dgc.optim.options import (
@@ -35,18 +35,18 @@ from dgc.optim.options import (
 from dgc.optim.planning import check_agreement, plan_buckets
 from dgc.optim.scaling import LossScale, is_used
 from dgc.optim.sgd import SparseUpdate, TakesCorrected
-from dgc.optim.wrapper import Wrapper
 
 
-class DistributedOptimizer(Wrapper):
+class DistributedOptimizer(EpochWrapper):
     """Wraps an optimizer. Learning-rate schedulers, parameter groups and state are the wrapped optimizer's.
 
     compression: a compressor of `dgc.compression`, a Route, or Horovod's Compression.none and .fp16.
     op: "average" or "sum" (Horovod's Average and Sum work as well).
     bucket_mb: size of a bucket in MB. transport: who carries the messages; None is Horovod.
-    nonfinite: what NaN or inf in any rank's gradient does, on every rank alike. "skip" drops the step: nothing is
-    updated, what was sent returns to the error state, `dropped_steps` counts it. "raise" does that and raises
-    NonFiniteGradientError, which names the parameter and the rank.
+    nonfinite: what NaN or inf in any rank's gradient does, on every rank alike. Where a method keeps an error
+    state, so does a magnitude of 2**64 or more. "skip" drops the step: nothing is updated, what was sent returns
+    to the error state, `dropped_steps` counts it. "raise" does that and raises NonFiniteGradientError, which names
+    the parameter and the rank.
     grad_scaler: the torch.amp.GradScaler that scales the loss, if one does. `grad_scaler.step(optimizer)` is the
     step then, with or without synchronize() and unscale_() before it.
     steps_per_epoch: number of optimizer steps in an epoch, the same on every rank. Steps are then counted, dropped
@@ -85,7 +85,7 @@ class DistributedOptimizer(Wrapper):
         named = name_parameters(optimizer, named_parameters)
         refuse_wrapped(named)
         self.route = as_route(compression)
-        self._epochs = EpochCount(steps_per_epoch, super().begin_epoch)
+        self._count_epochs(steps_per_epoch)
         self.transport = transport or default_transport()
         self.meter = Meter()
         self.nonfinite, self.dropped_steps = nonfinite, 0
@@ -245,25 +245,6 @@ class DistributedOptimizer(Wrapper):
         self.exchange.zero(set_to_none)
         for p in (p for group in self.param_groups for p in group["params"] if p not in self.exchange):
             p.grad = None
-
-    # --- epochs -----------------------------------------------------------------------------------
-
-    def begin_epoch(self, epoch: int) -> float:
-        if self._epochs.steps_per_epoch is not None:
-            raise ValueError(
-                f"begin_epoch() was called, but steps_per_epoch={self._epochs.steps_per_epoch} counts the epochs: "
-                "keep one of the two"
-            )
-        return super().begin_epoch(epoch)
-
-    def compression_state_dict(self) -> dict[str, Any]:
-        return {**super().compression_state_dict(), **self._epochs.state_dict()}
-
-    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
-        epochs = state.get("epochs")
-        self._epochs.check(epochs)
-        super().load_compression_state_dict({name: part for name, part in state.items() if name != "epochs"})
-        self._epochs.load(epochs)
 
     def close(self) -> None:
         """Take the hooks off the parameters, so that another DistributedOptimizer may wrap them."""

@@ -37,9 +37,9 @@ class PayloadError(RuntimeError):
 def check_sizes(payloads: Sequence[UInt8[Tensor, "nbytes"]], nbytes: int, terms: Terms, what: str) -> None:
     """PayloadError where payloads are not of the planned size.
 
-    A rank on other terms plans another size. A transport that knows one size alone then cuts what it gathered
-    into equal parts. In the whole, though, all ranks before the first that differs have the planned size, so its
-    header is found.
+    A rank on other terms plans another size. Some transports then cut what they gathered into parts of equal size,
+    which are not the ranks' payloads. But the payloads before the first that differs have the planned size, so its
+    header is found in the whole.
     """
     if all(payload.numel() == nbytes for payload in payloads):
         return
@@ -181,8 +181,8 @@ class SparseFormat:
 
     @cached_property
     def _fingerprint(self) -> int:
-        told = repr((self.indices, self.values))
-        return crc32(re.sub(r" at 0x[0-9a-f]+", "", told).encode())  # an object's address is its process's own
+        formats = repr((self.indices, self.values))
+        return crc32(re.sub(r" at 0x[0-9a-f]+", "", formats).encode())  # an object's address is its process's own
 
     @cached_property
     def _layouts(self) -> dict[tuple[int, int, int], Layout]:

@@ -9,7 +9,7 @@ class ConfigError(ValueError):
 
 
 def together(problems: Sequence[str]) -> ConfigError:
-    """One error that tells all problems, each once: a single one as it is, several one per line."""
+    """One error with all problems, each once: a single one as it is, several one per line."""
     distinct = list(dict.fromkeys(problems))
     if len(distinct) == 1:
         return ConfigError(distinct[0])

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.interruption import Interruption
+from dgc_training.arguments import parse_arguments
+from dgc_training.config import load
+from dgc_training.interruption import SAVED, Interruption
 
 
 @pytest.mark.parametrize("asked", [(3, 0, 0), (0, 0, 5), (2, 4, 3)])
@@ -37,6 +40,28 @@ def test_nobody_asks():
             return interruption.now()
 
     assert LockstepWorld(2).run(body) == [None, None]
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_run_that_is_asked_to_end_after_an_epochs_last_step_resumes_with_its_evaluation(
+    tmp_path, monkeypatch, capsys
+):
+    words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(tmp_path / "run")]
+    quick = ["--configs.train.batch_size=1437", "--configs.train.num_epochs=2", "--configs.model.width=8"]
+    args, overrides = parse_arguments([*words, *quick])  # an epoch is one step
+
+    def status():
+        return LockstepWorld(1).run(lambda transport: train.run(args, load(args.configs, overrides), transport))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Interruption, "end_step", lambda self: signal.SIGUSR1)
+        assert status() == [SAVED]
+    capsys.readouterr()
+    assert status() == [0]
+    told = capsys.readouterr().out.splitlines()
+    heads = [line.split() for line in told if line.split()[:2] == ["epoch", "loss"]]
+    assert [len(head) for head in heads] == [3, 6], "the first epoch had no step left that could be measured"
+    assert any(line.split()[:2] == ["1/2", "nan"] for line in told)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
