@@ -17,15 +17,16 @@ NaN and inf in a gradient are not handled.
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from dgc.comm.requests import Conversation, Exchange
 
-Gradient = Callable[[Tensor, int], Tensor]  # of (x [d], t)
+Gradient = Callable[[Tensor, int], Tensor]  # of x and t
 
 
 def choco_sgd(
-    x: Tensor,
+    x: Float[Tensor, "d"],
     gradient: Gradient,
     eta: float,
     gamma: float,
@@ -34,7 +35,7 @@ def choco_sgd(
     i: int,
     T: int,
 ) -> Conversation[Tensor]:
-    """Algorithm 2 at worker i, from x [d], the same on all workers. w: row i of W, by j, i included. T: steps.
+    """Algorithm 2 at worker i, from x, the same on all workers. w: row i of W, by j, i included. T: steps.
     Returns x_i.
     """
     neighbours = [j for j in w if j != i]
@@ -50,13 +51,13 @@ def choco_sgd(
     return x
 
 
-def top_k(v: Tensor, k: int) -> Tensor:
+def top_k(v: Float[Tensor, "d"], k: int) -> Float[Tensor, "d"]:
     """The k elements of largest magnitude; zeros elsewhere."""
     largest = v.abs().topk(k).indices
     return torch.zeros_like(v).index_copy(0, largest, v[largest])
 
 
-def scaled_sign(v: Tensor) -> Tensor:
+def scaled_sign(v: Float[Tensor, "d"]) -> Float[Tensor, "d"]:
     """|v|_1 / d times the signs, that of zero being negative."""
     scale = v.abs().mean(dtype=torch.float64).to(v.dtype)
     return torch.where(v > 0, scale, -scale)

@@ -1,5 +1,5 @@
 """PowerSGD as its paper writes it: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2.
-The fast implementation is `dgc.compression.powersgd` with mode="paper".
+The fast implementation is `dgc.compression.powersgd` with mode="paper"; its other modes are not here.
 
 At worker w, gradient g_w is a matrix [n, m] with an error e_w, at first 0, and a factor Q [m, r], at first random:
 
@@ -15,6 +15,7 @@ columns of P, and NaN or inf in a gradient, are not handled. Of the compressor p
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from dgc.bucket import Bucket
@@ -24,7 +25,7 @@ from dgc.compression.protocol import DenseResult, Result
 Draw = Callable[[str, int, int, int], Tensor]
 
 
-def orthogonalize(P: Tensor) -> Tensor:
+def orthogonalize(P: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
     """By Gram-Schmidt, column by column."""
     columns: list[Tensor] = []
     for p in P.T:
@@ -34,7 +35,9 @@ def orthogonalize(P: Tensor) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def compress_aggregate(M: Tensor, Q: Tensor) -> Conversation[tuple[Tensor, Tensor, Tensor]]:
+def compress_aggregate(
+    M: Float[Tensor, "n m"], Q: Float[Tensor, "m r"]
+) -> Conversation[tuple[Tensor, Tensor, Tensor]]:
     """Algorithm 1: (P^, this worker's Q_w, their mean Q)."""
     (P,) = yield (AllReduce(M @ Q),)
     P_hat = orthogonalize(P)
@@ -43,13 +46,13 @@ def compress_aggregate(M: Tensor, Q: Tensor) -> Conversation[tuple[Tensor, Tenso
     return P_hat, Q_w, Q
 
 
-def decompress(P_hat: Tensor, Q: Tensor) -> Tensor:
+def decompress(P_hat: Float[Tensor, "n r"], Q: Float[Tensor, "m r"]) -> Float[Tensor, "n m"]:
     return P_hat @ Q.T
 
 
 class PowerSGD:
-    """Algorithm 2. draw(name, t, m, r): a random Q [m, r] for step t, the same on all workers. warm_start: begin
-    with the Q of the step before. error_feedback: keep e_w.
+    """Algorithm 2. rank: r. draw(name, t, m, r): a random Q [m, r] for step t, the same on all workers. warm_start:
+    begin with the Q of the step before. error_feedback: keep e_w.
     """
 
     def __init__(self, rank: int, draw: Draw, warm_start: bool = True, error_feedback: bool = True):

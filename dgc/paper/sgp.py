@@ -8,7 +8,7 @@ out-neighbour j the share p_ji of x_i and w_i, and keeps the share p_ii. Its sha
            x_i = sum over j of p_ij x_j;   w_i = sum over j of p_ij w_j;   z_i = x_i / w_i
     OSGP   send p_ji x_i, p_ji w_i;        keep x_i = p_ii x_i, w_i = p_ii w_i
            x_i = x_i - gamma grad(z_i)     while messages travel
-           x_i = x_i + sum over j of p_ij x_j;   w_i = w_i + sum over j of p_ij w_j;   z_i = x_i / w_i
+           receive p_ij x_j, p_ij w_j;     add them to x_i and w_i;                 z_i = x_i / w_i
 
 Differences from the paper: `gradient` may give any optimizer's direction, as momentum. OSGP waits in every step
 for the messages of that step, as the authors' program does with synch_freq = 0; there is no other delay here.
@@ -18,16 +18,17 @@ for the messages of that step, as the authors' program does with synch_freq = 0;
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from dgc.comm.requests import Conversation, Exchange
 from dgc.gossip.mixing import Mixing, Shares
 from dgc.gossip.topology import Peers, Topology
 
-Gradient = Callable[[Tensor, int], Tensor]  # of (z [d], k)
+Gradient = Callable[[Tensor, int], Tensor]  # of z and k
 
 
-def messages(x: Tensor, w: Tensor, p: Shares, i: int, sources: Peers) -> tuple[Exchange, Exchange]:
+def messages(x: Float[Tensor, "d"], w: Tensor, p: Shares, i: int, sources: Peers) -> tuple[Exchange, Exchange]:
     """(p_ji x_i, p_ji w_i) to each out-neighbour j, and as much from each in-neighbour."""
     x_out, w_out = ({j: p[j] * value for j in p if j != i} for value in (x, w))
     x_in, w_in = ({j: torch.empty_like(value) for j in sources} for value in (x, w))
@@ -41,9 +42,9 @@ def total(parts: dict[int, Tensor]) -> Tensor:
 
 
 def sgp(
-    x: Tensor, gradient: Gradient, gamma: float, topology: Topology, mixing: Mixing, i: int, K: int
+    x: Float[Tensor, "d"], gradient: Gradient, gamma: float, topology: Topology, mixing: Mixing, i: int, K: int
 ) -> Conversation[Tensor]:
-    """Algorithm 1 at node i, from x [d], the same on all nodes, for K steps. Returns z_i."""
+    """Algorithm 1 at node i, from x, the same on all nodes, for K steps. Returns z_i."""
     w, z = torch.ones(1, dtype=torch.float64), x
     for k in range(K):
         p = mixing(topology, i, k)
@@ -56,7 +57,7 @@ def sgp(
 
 
 def osgp(
-    x: Tensor,
+    x: Float[Tensor, "d"],
     gradient: Gradient,
     gamma: float,
     topology: Topology,

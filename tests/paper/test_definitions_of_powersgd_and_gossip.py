@@ -63,45 +63,44 @@ class Defined:
             worker.e = {name: e.double() for name, e in state["errors"].items()}
             worker.Q = {name: Q.double() for name, Q in state["Q"].items()}
 
+    def states(self):
+        return [{"errors": worker.e, "Q": worker.Q} for worker in self.workers]
+
 
 def test_powersgd():
     """Products are added up in another order, and orthogonalization makes rounding larger where columns are nearly
-    dependent. With warm start and error feedback the definition itself, in fp32, is soon far from itself in fp64:
-    which directions are next is a matter of rounding. There each step begins with the fast one's state.
+    dependent. Each step begins with the fast one's state: over steps rounding grows, until with warm start and
+    error feedback the definition itself, in fp32, is far from itself in fp64.
     """
-    for size in SIZES:
-        for rank in (1, 2, 4):
-            for warm_start, error_feedback in ((True, True), (True, False), (False, True), (False, False)):
-                case = (size, rank, warm_start, error_feedback)
-                assert follows(*case) < 512, case
+    for size, rank in ((1, 1), (1, 4), (2, 2), (3, 1), (3, 2), (3, 4)):
+        for warm_start, error_feedback in ((True, True), (True, False), (False, True), (False, False)):
+            case = (size, rank, warm_start, error_feedback)
+            assert farthest(*case) < 128, case
 
 
-def follows(size, rank, warm_start, error_feedback):
-    """The largest distance of an update or an error."""
+def farthest(size, rank, warm_start, error_feedback):
+    """The largest distance of an update, an error or a factor."""
     settings = {"mode": "paper", "min_compression_rate": 0, "orthogonalization": "gram_schmidt"}
     options = {"warm_start": warm_start, "error_feedback": error_feedback}
-    like = [torch.zeros(shape) for shape in MATRICES.values()]
-    fast = Fleet(lambda: PowerSGDCompressor(rank, **settings, **options), size, like)
-    first = fast.compressors[0].state_dict()["Q"]
+    shapes = MATRICES.values()
+    fast = Fleet(lambda: PowerSGDCompressor(rank, **settings, **options), size, [torch.zeros(s) for s in shapes])
 
     def draw(name, t, m, r):
-        if warm_start:
-            return first[name]
         generator = torch.Generator().manual_seed(crc32(f"0 {name} Q {t} -1".encode()))
         return torch.randn(r, m, generator=generator, dtype=torch.float32).T
 
     defined, worst = Defined(lambda: PowerSGD(rank, draw, **options), size), 0.0
+    states = [c.state_dict() for c in fast.compressors]
     for t in range(STEPS):
-        if warm_start and error_feedback:
-            defined.continue_from([c.state_dict() for c in fast.compressors])
-        own = [
-            [normal(*s, seed=100 * t + 10 * r + i) for i, s in enumerate(MATRICES.values())] for r in range(size)
-        ]
+        defined.continue_from(states)
+        own = [[normal(*s, seed=100 * t + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
         worst = max(worst, distance(fast.step(own)[0], defined.step(own)))
-        if error_feedback:
-            for compressor, worker in zip(fast.compressors, defined.workers, strict=True):
-                errors = compressor.state_dict()["errors"]
-                worst = max(worst, *(distance(errors[name], e) for name, e in worker.e.items() if e.any()))
+        states = [c.state_dict() for c in fast.compressors]
+        for found, wanted in zip(states, defined.states(), strict=True):
+            for part in ("errors", "Q"):
+                pairs = [(found[part][name], tensor) for name, tensor in wanted[part].items() if tensor.any()]
+                assert len(pairs) == 3 * (part == "Q" or error_feedback)
+                worst = max([worst, *(distance(*pair) for pair in pairs)])
     return worst
 
 
@@ -179,14 +178,13 @@ def same(found, algorithm, bound):
 
 
 def graphs(size):
-    yield from [gossip.n_peer_exponential]
-    if size == 3:
-        yield from [gossip.ring, gossip.full, gossip.star]
+    """Of 2 ranks all are the same."""
+    return (gossip.n_peer_exponential, *((gossip.ring, gossip.full, gossip.star) if size == 3 else ()))
 
 
 def test_sgp_and_osgp():
-    """The same bits where weights stay 1: on regular graphs, and in the biased ablation. Where they do not, the fast
-    one keeps z and w and lets the optimizer move z, so that x = w z is rounded once more in each step.
+    """The same bits where weights stay 1: on regular graphs, and in the biased ablation. Where they do not, the
+    fast one keeps z and w and lets the optimizer move z, so that x = w z is rounded once more in each step.
     """
     for size in SIZES:
         for graph in graphs(size):
@@ -196,11 +194,9 @@ def test_sgp_and_osgp():
             def node(algorithm, x, gradient, i, options=options, **more):
                 return algorithm(x, gradient, i=i, **options, **more)
 
-            irregular = graph is gossip.star
-            one_weight = size == 1
             for make, algorithm, bound in (
-                (SGP, partial(node, sgp), 32 if irregular else 0),
-                (OSGP, partial(node, osgp), 0 if one_weight else 32),
+                (SGP, partial(node, sgp), 16 if graph is gossip.star else 0),
+                (OSGP, partial(node, osgp), 16 if size > 1 else 0),
                 (partial(OSGP, biased=True), partial(node, osgp, biased=True), 0),
             ):
                 assert same(trained(size, partial(make, graph)), algorithm, bound), (size, graph, make)
@@ -232,10 +228,10 @@ def test_choco():
         for graph in (gossip.two_way_ring, gossip.star) if size == 3 else (gossip.two_way_ring,):
             topology = topology_of(graph, size)
             for quantizer, gamma, Q, bound in (
-                (TopK(0.25), None, by_tensor(quarter), 64),
-                (TopK(0.25), 0.25, by_tensor(quarter), 64),
+                (TopK(0.25), None, by_tensor(quarter), 16),
+                (TopK(0.25), 0.25, by_tensor(quarter), 16),
                 (TopK(0.25, "fp16"), 0.25, by_tensor(quarter, in_fp16), 2.0**-12 / ULP),
-                (Sign(), None, by_tensor(scaled_sign), 64),
+                (Sign(), None, by_tensor(scaled_sign), 16),
             ):
                 step_size = quantizer.gamma if gamma is None else gamma
 
