@@ -51,8 +51,8 @@ def decompress(P_hat: Float[Tensor, "n r"], Q: Float[Tensor, "m r"]) -> Float[Te
 
 
 class PowerSGD:
-    """Algorithm 2. rank: r. draw(name, t, m, r): a random Q [m, r] for step t, the same on all workers. warm_start:
-    begin with the Q of the step before. error_feedback: keep e_w.
+    """Algorithm 2. rank: r. draw(name, t, m, r): a random Q [m, r] for step t, the same on all workers.
+    warm_start: begin with the Q of the step before. error_feedback: keep e_w.
     """
 
     def __init__(self, rank: int, draw: Draw, warm_start: bool = True, error_feedback: bool = True):
