@@ -1,0 +1,242 @@
+"""dgc/paper is the definition: the fast PowerSGD, SGP, OSGP and CHOCO-SGD do the same over 50 steps.
+
+A bound is relative to the largest magnitude of the definition's outcome, and in units of ULP.
+"""
+
+from functools import partial
+from zlib import crc32
+
+import pytest
+import torch
+from laws.fleet import Fleet
+from torch import nn
+
+from dgc import gossip
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import PowerSGDCompressor
+from dgc.gossip import CHOCO, OSGP, SGP, Sign, TopK, Topology
+from dgc.optim import GossipOptimizer
+from dgc.paper.choco import choco_sgd, scaled_sign, top_k
+from dgc.paper.powersgd import PowerSGD
+from dgc.paper.sgp import osgp, sgp
+
+STEPS = 50
+ULP = 2.0**-24
+SIZES = (1, 2, 3)
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+
+
+def normal(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def distance(found, wanted):
+    """In units of ULP."""
+    return float((found.double() - wanted).abs().max() / wanted.abs().max()) / ULP
+
+
+# --- PowerSGD --------------------------------------------------------------------------------------
+
+MATRICES = {"p0": (12, 20), "p1": (8,), "p2": (12, 20), "p3": (6, 3, 2, 2)}
+
+
+class Defined:
+    """N workers of the definition, in fp64."""
+
+    def __init__(self, make, size):
+        named = [(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in MATRICES.items()]
+        self.world = LockstepWorld(size)
+        self.workers = [make() for _ in range(size)]
+        self.buckets = [make_bucket("bucket", named) for _ in range(size)]
+
+    def step(self, own):
+        for bucket, gradients in zip(self.buckets, own, strict=True):
+            for segment, gradient in zip(bucket.segments, gradients, strict=True):
+                segment.of(bucket.flat).copy_(gradient)
+        self.world.converse("bucket", [w.reduce(b) for w, b in zip(self.workers, self.buckets, strict=True)])
+        assert all(torch.equal(bucket.flat, self.buckets[0].flat) for bucket in self.buckets)
+        return self.buckets[0].flat
+
+    def continue_from(self, states):
+        for worker, state in zip(self.workers, states, strict=True):
+            worker.e = {name: e.double() for name, e in state["errors"].items()}
+            worker.Q = {name: Q.double() for name, Q in state["Q"].items()}
+
+    def states(self):
+        return [{"errors": worker.e, "Q": worker.Q} for worker in self.workers]
+
+
+def test_powersgd():
+    """Products are added up in another order, and orthogonalization makes rounding larger where columns are nearly
+    dependent. Each step begins with the fast one's state: over steps rounding grows, until with warm start and
+    error feedback the definition itself, in fp32, is far from itself in fp64.
+    """
+    for size, rank in ((1, 1), (1, 4), (2, 2), (3, 1), (3, 2), (3, 4)):
+        for warm_start, error_feedback in ((True, True), (True, False), (False, True), (False, False)):
+            case = (size, rank, warm_start, error_feedback)
+            assert farthest(*case) < 128, case
+
+
+def farthest(size, rank, warm_start, error_feedback):
+    """The largest distance of an update, an error or a factor."""
+    settings = {"mode": "paper", "min_compression_rate": 0, "orthogonalization": "gram_schmidt"}
+    options = {"warm_start": warm_start, "error_feedback": error_feedback}
+    shapes = MATRICES.values()
+    fast = Fleet(lambda: PowerSGDCompressor(rank, **settings, **options), size, [torch.zeros(s) for s in shapes])
+
+    def draw(name, t, m, r):
+        generator = torch.Generator().manual_seed(crc32(f"0 {name} Q {t} -1".encode()))
+        return torch.randn(r, m, generator=generator, dtype=torch.float32).T
+
+    defined, worst = Defined(lambda: PowerSGD(rank, draw, **options), size), 0.0
+    states = [c.state_dict() for c in fast.compressors]
+    for t in range(STEPS):
+        defined.continue_from(states)
+        own = [[normal(*s, seed=100 * t + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
+        worst = max(worst, distance(fast.step(own)[0], defined.step(own)))
+        states = [c.state_dict() for c in fast.compressors]
+        for found, wanted in zip(states, defined.states(), strict=True):
+            for part in ("errors", "Q"):
+                pairs = [(found[part][name], tensor) for name, tensor in wanted[part].items() if tensor.any()]
+                assert len(pairs) == 3 * (part == "Q" or error_feedback)
+                worst = max([worst, *(distance(*pair) for pair in pairs)])
+    return worst
+
+
+# --- Gossip ----------------------------------------------------------------------------------------
+
+SHAPES = ((7, 5), (5,), (3, 2, 4))
+NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
+# powers of two: products with them are exact, whether or not a sum with them is fused
+LR, MOMENTUM = 0.0625, 0.5
+
+
+def curvature_and_target(rank):
+    return 0.5 + normal(sum(NUMELS), seed=10 + rank).abs() / 2, normal(sum(NUMELS), seed=20 + rank)
+
+
+def start():
+    return normal(sum(NUMELS), seed=1)
+
+
+def trained(size, make):
+    """By rank: the models that gradients were computed at, and the last one."""
+
+    def body(transport):
+        parts = [nn.Parameter(part.view(s)) for part, s in zip(start().split(NUMELS), SHAPES, strict=True)]
+        named = [(f"p{i}", p) for i, p in enumerate(parts)]
+        sgd = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM)
+        optimizer = GossipOptimizer(sgd, named, make(), transport=transport)
+        curvature, target = curvature_and_target(transport.rank)
+        seen = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            z = optimizer.model.z.clone()
+            seen.append(z)
+            for p, g in zip(parts, (curvature * (z - target)).split(NUMELS), strict=True):
+                p.grad = g.view(p.shape)
+            optimizer.step()
+        optimizer.settle()
+        return torch.stack([*seen, optimizer.model.z])
+
+    return torch.stack(LockstepWorld(size).run(body))
+
+
+def defined(size, algorithm, dtype):
+    """The same of the definition: algorithm(x, gradient, i)."""
+    seen = [[] for _ in range(size)]
+
+    def gradient(i):
+        curvature, target = (part.to(dtype) for part in curvature_and_target(i))
+        momentum = torch.zeros_like(target)
+
+        def direction(z, k):
+            nonlocal momentum
+            seen[i].append(z)
+            momentum = MOMENTUM * momentum + curvature * (z - target)
+            return momentum
+
+        return direction
+
+    talks = [algorithm(start().to(dtype), gradient(i), i) for i in range(size)]
+    ends = LockstepWorld(size).converse("definition", talks)
+    return torch.stack([torch.stack([*own, end]) for own, end in zip(seen, ends, strict=True)])
+
+
+def topology_of(graph, size):
+    return Topology("alone", 1, 1, lambda rank, round: ()) if size == 1 else graph(size)
+
+
+def same(found, algorithm, bound):
+    """bound: 0 for the same bits."""
+    size = found.shape[0]
+    assert found.shape == (size, STEPS + 1, sum(NUMELS)) and not torch.equal(found[:, 0], found[:, -1])
+    if bound:
+        return distance(found, defined(size, algorithm, torch.float64)) < bound
+    return torch.equal(found, defined(size, algorithm, torch.float32))
+
+
+def graphs(size):
+    """Of 2 ranks all are the same."""
+    return (gossip.n_peer_exponential, *((gossip.ring, gossip.full, gossip.star) if size == 3 else ()))
+
+
+def test_sgp_and_osgp():
+    """The same bits where weights stay 1: on regular graphs, and in the biased ablation. Where they do not, the
+    fast one keeps z and w and lets the optimizer move z, so that x = w z is rounded once more in each step.
+    """
+    for size in SIZES:
+        for graph in graphs(size):
+            topology = topology_of(graph, size)
+            options = {"gamma": LR, "topology": topology, "mixing": gossip.uniform, "K": STEPS}
+
+            def node(algorithm, x, gradient, i, options=options, **more):
+                return algorithm(x, gradient, i=i, **options, **more)
+
+            for make, algorithm, bound in (
+                (SGP, partial(node, sgp), 16 if graph is gossip.star else 0),
+                (OSGP, partial(node, osgp), 16 if size > 1 else 0),
+                (partial(OSGP, biased=True), partial(node, osgp, biased=True), 0),
+            ):
+                assert same(trained(size, partial(make, graph)), algorithm, bound), (size, graph, make)
+
+
+def in_fp16(q):
+    """Scaled by the power of two that puts the largest magnitude just below 2**15."""
+    exponent = 15 - torch.frexp(q.abs().max())[1]
+    return torch.ldexp(torch.ldexp(q, exponent).half().to(q.dtype), -exponent)
+
+
+def by_tensor(operator, after=None):
+    def Q(v):
+        q = torch.cat([operator(part) for part in v.split(NUMELS)])
+        return q if after is None else after(q)
+
+    return Q
+
+
+def test_choco():
+    """The fast one keeps d, the sum over j of w_ij (xhat_j - xhat_i), and changes it by what arrives: sums in
+    another order. In fp16 a value that lies between two others may be rounded to either: half an ulp of fp16.
+    """
+
+    def quarter(v):
+        return top_k(v, -(-v.numel() // 4))
+
+    for size in SIZES:
+        for graph in (gossip.two_way_ring, gossip.star) if size == 3 else (gossip.two_way_ring,):
+            topology = topology_of(graph, size)
+            for quantizer, gamma, Q, bound in (
+                (TopK(0.25), None, by_tensor(quarter), 16),
+                (TopK(0.25), 0.25, by_tensor(quarter), 16),
+                (TopK(0.25, "fp16"), 0.25, by_tensor(quarter, in_fp16), 2.0**-12 / ULP),
+                (Sign(), None, by_tensor(scaled_sign), 16),
+            ):
+                step_size = quantizer.gamma if gamma is None else gamma
+
+                def worker(x, gradient, i, topology=topology, step_size=step_size, Q=Q):
+                    return choco_sgd(x, gradient, LR, step_size, Q, gossip.metropolis(topology, i, 0), i, STEPS)
+
+                found = trained(size, partial(CHOCO, graph, quantizer=quantizer, gamma=gamma))
+                assert same(found, worker, bound), (size, graph, quantizer, gamma)
