@@ -128,12 +128,14 @@ def make(layout: Layout, draw: Draw, saved: Named | None = None) -> Own:
 
 
 def _grown(saved: Tensor | None, r: int, length: int, draw: Draw, what: str) -> Float32[Tensor, "r length"]:
-    """saved: [length, old r] or None."""
-    if saved is not None and saved.shape[0] == length and saved.shape[1] >= r:
+    """saved: [length, old r] or None. ValueError where it has another length."""
+    if saved is None:
+        return orthonormalize(draw(what, r, length)[None])[0]
+    if saved.shape[0] != length:
+        raise ValueError(f"{what} has shape {tuple(saved.shape)}, not ({length}, rank)")
+    if saved.shape[1] >= r:
         return saved[:, :r].T
-    rows = draw(what, r, length)
-    if saved is not None and saved.shape[0] == length:
-        rows = torch.cat([saved.T.cpu(), rows[saved.shape[1] :]])
+    rows = torch.cat([saved.T.cpu(), draw(what, r, length)[saved.shape[1] :]])
     return orthonormalize(rows[None])[0]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dgc_training.config.changes import History, check_layer, is_declared, keep_declared_
-from dgc_training.config.errors import ConfigError, together
+from dgc_training.config.errors import ConfigError, short, together
 from dgc_training.config.files import REPOSITORY, bases_of, config_files, find, parse_yaml, read_into_, show
 from dgc_training.config.finish import RequirementError, check_finished
 from dgc_training.config.overrides import assign_, parse, prefixed
@@ -94,7 +94,9 @@ class _Stack:
 
     def _check_requirements(self, after: Config, origin: str) -> None:
         """No layer may need what contradicts another's need, as two compression methods do."""
-        before, now = self.tree.get("requires") or {}, after.get("requires") or {}
+        before, now = self.tree.get("requires") or {}, after.get("requires") or Config()
+        if not isinstance(now, Config):
+            raise ConfigError(f"{origin}: requires is {short(now)}, but it must be a mapping of dotted keys")
         for key in before.keys() & now.keys():
             if before[key] != now[key]:
                 other = self.history.origin(("requires", key))

@@ -268,6 +268,11 @@ def test_state_of_another_model_is_refused():
         other.compressors[0].load_state_dict({"errors": {}, "steps": 3})
     with pytest.raises(ValueError, match="another high_rank"):
         fleet_of([(30, 40)], high_rank=4).compressors[0].load_state_dict(fleet.compressors[0].state_dict())
+    state = fleet.compressors[0].state_dict()
+    for side, length in (("P", 30), ("Q", 40)):
+        damaged = {**state, side: {"p0": state[side]["p0"].reshape(1, -1)}}
+        with pytest.raises(ValueError, match=rf"p0 {side} has shape \(1, \d+\), not \({length}, rank\)"):
+            fleet_of([(30, 40)]).compressors[0].load_state_dict(damaged)
 
 
 def test_a_resumed_run_may_have_another_rank():

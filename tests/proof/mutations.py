@@ -269,13 +269,14 @@ def _poison(tree: Any, draw: random.Random) -> str:
         return "no tensor to change"
     node, key, path = draw.choice(tensors)
     tensor = node[key]
-    what = draw.choice(["nan", "inf", "float64", "int8", "transposed"])
+    what = draw.choice(["nan", "inf", "another dtype", "transposed"])
     if what == "transposed":
         node[key] = tensor.reshape(-1)[None]
     elif what in ("nan", "inf") and tensor.is_floating_point() and tensor.numel():
         tensor.view(-1)[draw.randrange(tensor.numel())] = float(what)
     else:
-        node[key] = tensor.to(torch.float64 if what == "float64" else torch.int8)
+        what = "float32" if tensor.dtype == torch.float64 else "float64"
+        node[key] = tensor.to(torch.float32 if what == "float32" else torch.float64)
     return f"{path} poisoned by {what}"
 
 

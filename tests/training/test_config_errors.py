@@ -537,3 +537,9 @@ def test_config_nodes_are_mappings_with_attributes() -> None:
     assert "a" not in node and list(node.items())[-1] == ("items", 3) and not hasattr(node, "a")
     with pytest.raises(AttributeError, match="no key 'a' here; there are: _target_, b, items"):
         del node.a
+
+
+def test_requirements_that_are_no_mapping(file: Path) -> None:
+    for value in ("${x}", "5", "[1, 2]", "abc"):
+        file.write_text(f"requires: {value}\n")
+        assert "requires is " in (message := refusal(CNN, file)) and "mine.yaml" in message, value
