@@ -60,7 +60,7 @@ def test_clipping_and_warm_up():
 
 
 def test_the_laplace_threshold():
-    """Of magnitudes at the quantiles of a Laplace distribution the first estimate is accepted; others are searched."""
+    """At the quantiles of a Laplace distribution the first estimate is accepted. Others take a search."""
     n, k = 10_000, 100
     a = -((torch.arange(n) + 0.5) / n).log()
     first = paper.LDTEBS(0.01, passes=1).threshold(a, k)
