@@ -6,7 +6,7 @@ training (section 3.3). On node k of N, with the gradient G of its own mini-batc
     G[j] = G[j] min(1, thr_G / ||G[j]||)         of each tensor j
     U = m U + G,  V = V + U                      Nesterov: U = m (U + G),  V = V + U + G
     for each tensor j of n elements:
-        Mask = the ceil(D n) largest |V[j]|
+        Mask = |V[j]| >= thr                     thr: the magnitude that ceil(D n) elements reach
         G~[j] = V[j] * Mask,  V[j] = V[j] * not Mask,  U[j] = U[j] * not Mask
     G = 1/N sum over k of G~                     warm-up: D = max(0.25 ** (epoch + 1), final D)
 
@@ -14,13 +14,14 @@ Payload of a bucket in bytes: 12 sum over tensors of ceil(D n), and 8. dgc.compr
 bits with an exact selector, fp32 values and plain indices, in steps in which it sends the bucket sparse.
 
 Differences from the paper: the factor 1/N is applied last. Of equal magnitudes the first ones are sent, and never
-a zero. ||G|| is increased by 1e-6. Vectors travel dense, as in the authors' code, and are not clipped. What is
-not finite: see feedback.py.
+a zero. Selection is exact, where the paper suggests to take thr from a sample. ||G|| is increased by 1e-6. Vectors
+travel dense, as in the authors' code, and are not clipped. What is not finite: see feedback.py.
 """
 
 from math import ceil
 
 import torch
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.bucket import Bucket, Segment
@@ -31,7 +32,7 @@ from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, 
 
 
 class DGC(ErrorFeedback):
-    """compress_ratio: D. momentum: m. masking: whether U is masked. thr_G: None for no clipping."""
+    """compress_ratio: D. momentum: m. masking: of U. thr_G: local limit, N ** -0.5 of the global one, or None."""
 
     letters = ("U", "V")
 
@@ -45,9 +46,8 @@ class DGC(ErrorFeedback):
         warmup_epochs: int = 0,
     ):
         super().__init__()
-        self.D, self.m, self.nesterov, self.masking = compress_ratio, momentum, nesterov, masking
-        self.thr_G, self.warmup_epochs = thr_G, warmup_epochs
-        self.correction = MomentumCorrection(momentum, nesterov)
+        self.D, self.m, self.nesterov, self.masking, self.thr_G = compress_ratio, momentum, nesterov, masking, thr_G
+        self.correction, self.warmup_epochs = MomentumCorrection(momentum, nesterov), warmup_epochs
         self.begin_epoch(0)
 
     @property
@@ -65,16 +65,16 @@ class DGC(ErrorFeedback):
         if self.thr_G is not None:
             G = torch.cat([G_j * (self.thr_G / (G_j.norm() + 1e-6)).clamp(max=1) for G_j in parts_of(bucket, G)])
         U = m * (U + G) if self.nesterov else m * U + G
-        V = V + U + G if self.nesterov else V + U
+        V = V + U + G if self.nesterov else V + U  # momentum correction
         self.unsent[bucket.name] = (U, V)
         tensors = zip(bucket.segments, parts_of(bucket, V), strict=True)
         chosen = torch.cat([j.offset + self.largest(V_j) for j, V_j in tensors])
         Mask = (V != 0) & torch.zeros_like(V, dtype=torch.bool).index_fill(0, chosen, True)
-        self.state[bucket.name] = (U.masked_fill(Mask & self.masking, 0.0), V.masked_fill(Mask, 0.0))
+        self.state[bucket.name] = (U.masked_fill(Mask & self.masking, 0.0), V.masked_fill(Mask, 0.0))  # not Mask
         indices, values, flags = yield (AllGather(chosen), AllGather(V[chosen]), AllGather(bad))
         return result_of(bucket, sparse_sum(indices, values, V) / len(values), flags)
 
-    def largest(self, V_j: Tensor) -> Tensor:
-        """Indices [k] of the k = ceil(D n) largest magnitudes of one tensor [n], blind to the rounding of D n."""
+    def largest(self, V_j: Float32[Tensor, "n"]) -> Int64[Tensor, "k"]:
+        """Indices of the k = ceil(D n) largest magnitudes, blind to the rounding of D n: 7% of 100 are 7."""
         k = ceil(self.compress_ratio * V_j.numel() * (1 - 1e-9))
         return V_j.abs().sort(descending=True, stable=True).indices[:k]

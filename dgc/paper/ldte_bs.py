@@ -24,6 +24,7 @@ length. What reaches t beyond k waits, smallest magnitudes first. What is not fi
 from math import ceil, log
 
 import torch
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.bucket import Bucket
@@ -52,13 +53,14 @@ class LDTEBS(ErrorFeedback):
         indices, values, flags = yield (AllGather(indices), AllGather(values), AllGather(bad))
         return result_of(bucket, sparse_sum(indices, values, v) / len(values), flags)
 
-    def select(self, a: Tensor, k: int) -> Tensor:
-        """Indices of at most k of one tensor's magnitudes a [n] that reach the threshold, the largest first."""
-        t = self.threshold(a, k) if k else a.sum()
+    def select(self, a: Float32[Tensor, "n"], k: int) -> Int64[Tensor, "count"]:
+        """Indices of at most k of one tensor's magnitudes that reach the threshold, the largest first."""
+        t = self.threshold(a, k) if k else a.new_zeros(())
         largest, where = a.sort(descending=True, stable=True)
         return where[(largest >= t) & (largest > 0)][:k]
 
-    def threshold(self, a: Tensor, k: int) -> Tensor:
+    def threshold(self, a: Float32[Tensor, "n"], k: int) -> Float32[Tensor, ""]:
+        """t; where no count is accepted, the last that had too many."""
         b, low, high = a.mean(dtype=torch.float64), a.new_zeros(()), a.max()
         t, had_too_few = (b * log(len(a) / k)).float().minimum(high), False
         for _ in range(self.passes):

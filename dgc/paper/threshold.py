@@ -1,4 +1,5 @@
-"""MXNet's gradient compression with 2 bits and with 1 bit, as its key-value store defines it.
+"""Gradient compression with 2 bits and with 1 bit, as MXNet's key-value store defines it (apache/mxnet,
+src/kvstore/gradient_compression-inl.h).
 
 On each of N workers, for each key (tensor) by itself, with the gradient g and the threshold t:
 
@@ -19,6 +20,7 @@ feedback.py.
 """
 
 import torch
+from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -49,15 +51,15 @@ class Threshold(ErrorFeedback):
             total = total + self.dequantize(own, bucket)
         return result_of(bucket, total / len(codes), flags)
 
-    def quantize(self, v: Tensor) -> Tensor:
-        """Codes of one key, uint8 [4 ceil(bits n / 32)]."""
+    def quantize(self, v: Float32[Tensor, "n"]) -> UInt8[Tensor, "nbytes"]:
+        """The codes of one key: 4 ceil(bits n / 32) bytes."""
         t = v.new_tensor(self.t)
         codes = 3 * (v >= t) + 2 * (v <= -t) if self.bits == 2 else 1 * (v > t)
         fields = pad(codes, (0, -len(v) % (32 // self.bits))).view(-1, 8 // self.bits)
         return (fields << self.shifts(v)).sum(1).to(torch.uint8)
 
-    def dequantize(self, codes: Tensor, bucket: Bucket) -> Tensor:
-        """What the codes of all keys of a bucket stand for, fp32 [n]."""
+    def dequantize(self, codes: UInt8[Tensor, "nbytes"], bucket: Bucket) -> Float32[Tensor, "n"]:
+        """What the codes of all keys of a bucket stand for."""
         sent = [0.0, 0.0, -self.t, self.t] if self.bits == 2 else [-1.0, 1.0]
         fields = (codes.long()[:, None] >> self.shifts(codes)) & (2**self.bits - 1)
         values = torch.tensor(sent, dtype=torch.float32, device=codes.device)[fields.view(-1)]
@@ -65,6 +67,6 @@ class Threshold(ErrorFeedback):
         keys = values.split([-(-s.numel // word) * word for s in bucket.segments])
         return torch.cat([key[: s.numel] for key, s in zip(keys, bucket.segments, strict=True)])
 
-    def shifts(self, like: Tensor) -> Tensor:
+    def shifts(self, like: Tensor) -> Int64[Tensor, "fields"]:
         """Of the codes in a byte: 6, 4, 2, 0 or 7, 6, .. 0."""
         return torch.arange(8 - self.bits, -1, -self.bits, dtype=torch.int64, device=like.device)
