@@ -46,8 +46,8 @@ class DGC(ErrorFeedback):
         warmup_epochs: int = 0,
     ):
         super().__init__()
-        self.D, self.m, self.nesterov, self.masking, self.thr_G = compress_ratio, momentum, nesterov, masking, thr_G
-        self.correction, self.warmup_epochs = MomentumCorrection(momentum, nesterov), warmup_epochs
+        self.D, self.m, self.nesterov, self.masking = compress_ratio, momentum, nesterov, masking
+        self.thr_G, self.warmup, self.correction = thr_G, warmup_epochs, MomentumCorrection(momentum, nesterov)
         self.begin_epoch(0)
 
     @property
@@ -58,7 +58,7 @@ class DGC(ErrorFeedback):
         return len(segment.shape) > 1
 
     def begin_epoch(self, epoch: int) -> None:
-        self.compress_ratio = max(0.25 ** (epoch + 1), self.D) if epoch < self.warmup_epochs else self.D
+        self.compress_ratio = max(0.25 ** (epoch + 1), self.D) if epoch < self.warmup else self.D
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
         (G, bad), (U, V), m = gradient_of(bucket), self.state[bucket.name], self.m
