@@ -10,8 +10,8 @@ training (section 3.3). On node k of N, with the gradient G of its own mini-batc
         G~[j] = V[j] * Mask,  V[j] = V[j] * not Mask,  U[j] = U[j] * not Mask
     G = 1/N sum over k of G~                     warm-up: D = max(0.25 ** (epoch + 1), final D)
 
-Payload of a bucket in bytes: 12 sum over tensors of ceil(D n), and 8. dgc.compression.DGCCompressor gives the same
-bits with an exact selector, fp32 values and plain indices, in steps in which it sends the bucket sparse.
+Payload of a bucket in bytes: 12 sum over tensors of ceil(D n), and 8. dgc.compression.DGCCompressor on a CPU gives
+the same bits with an exact selector, fp32 values and plain indices, in steps that it sends sparse.
 
 Differences from the paper: the factor 1/N is applied last. Of equal magnitudes the first ones are sent, and never
 a zero. Selection is exact, where the paper suggests to take thr from a sample. ||G|| is increased by 1e-6. Vectors

@@ -14,8 +14,8 @@ On each of N ranks, with the local gradient g, the residual e and a ratio D:
         sent = v where |v| >= t, else 0
     e = v - sent;   result = 1/N sum over ranks of sent
 
-Payload of a bucket in bytes: 12 sum over tensors of k, and 8. dgc.selection.Laplace with ResidualMemory gives the
-same bits for a bucket of one tensor. In a bucket of several a tensor there may fill what others leave of their k.
+Payload of a bucket in bytes: 12 sum over tensors of k, and 8. dgc.selection.Laplace with ResidualMemory on a CPU
+gives the same bits for a bucket of one tensor. In one of several a tensor may fill what others leave of their k.
 
 Differences from the paper: a message has room for k elements of each tensor, so that every rank's has the same
 length. What reaches t beyond k waits, smallest magnitudes first. What is not finite: see feedback.py.

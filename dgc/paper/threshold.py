@@ -12,8 +12,8 @@ On each of N workers, for each key (tensor) by itself, with the gradient g and t
 Codes lie in bytes, that of the first element in the most significant bits, and fill words of 4 bytes with zeros.
 
 Payload of a bucket in bytes: 4 sum over tensors of ceil(bits n / 32), and 8. dgc.compression.Threshold sends the
-same codes. It adds whole numbers and multiplies by t after: with more than 3 workers, and a t that is no power of
-2, the last bits of the result may differ.
+same codes, and on a CPU gives the same bits. But it adds whole numbers and multiplies by t after: with more than
+3 workers, and a t that is no power of 2, the last bits of the result may differ.
 
 Differences from MXNet: the workers gather all codes in place of a server, and divide by N. What is not finite: see
 feedback.py.
