@@ -1,1 +1,9 @@
-"""The published algorithms as their papers write them, in plain torch: what the fast ones are held to."""
+"""Published algorithms as their papers write them: the definitions that the fast implementations are held to."""
+
+from dgc.paper.choco import choco_sgd as choco_sgd
+from dgc.paper.dgc import DGC as DGC
+from dgc.paper.ldte_bs import LDTEBS as LDTEBS
+from dgc.paper.powersgd import PowerSGD as PowerSGD
+from dgc.paper.sgp import osgp as osgp
+from dgc.paper.sgp import sgp as sgp
+from dgc.paper.threshold import Threshold as Threshold

@@ -32,6 +32,7 @@ from dgc.gossip.pairs import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
 
 sys.path.insert(0, str(Path(__file__).parent))
+from definitions import DEFINITIONS  # noqa: E402
 from fleet import Fleet  # noqa: E402
 from quantized import QUANTIZED  # noqa: E402
 from table import SHAPES, TABLE, Row, gradients  # noqa: E402
@@ -87,7 +88,7 @@ def history(make: Callable[[], Compressor], size: int) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("row", [*TABLE, *QUANTIZED], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*TABLE, *QUANTIZED, *DEFINITIONS], ids=lambda row: row.name)
 def test_compressors(row: Row) -> None:
     """Some gather with two ranks what they reduce with three."""
     check(lambda: [t for size in ((2, 3) if row.payload_at else (2,)) for t in history(row.make, size)])

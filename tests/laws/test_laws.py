@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+from definitions import DEFINITIONS  # noqa: E402
 from fleet import Fleet  # noqa: E402
 from quantized import QUANTIZED  # noqa: E402
 from table import SHAPES, Row, gradients  # noqa: E402
@@ -17,7 +18,7 @@ from table import TABLE as OTHERS  # noqa: E402
 
 from dgc.compression import Compressor, Dense  # noqa: E402
 
-TABLE = [*OTHERS, *QUANTIZED]
+TABLE = [*OTHERS, *QUANTIZED, *DEFINITIONS]
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 5])

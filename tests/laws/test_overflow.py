@@ -7,6 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from definitions import DEFINITIONS  # noqa: E402
 from fleet import Fleet  # noqa: E402
 from quantized import QUANTIZED  # noqa: E402
 from table import SHAPES, TABLE, Row, gradients  # noqa: E402
@@ -15,7 +16,7 @@ LIKE = [torch.zeros(shape, dtype=torch.float32) for shape in SHAPES]
 SIZE = 3
 
 
-@pytest.mark.parametrize("row", [*TABLE, *QUANTIZED], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*TABLE, *QUANTIZED, *DEFINITIONS], ids=lambda row: row.name)
 @pytest.mark.usefixtures("no_type_checks")
 def test_enormous_gradients_leave_no_trace(row: Row) -> None:
     for make in filter(None, (row.make, row.dense_limit)):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dgc import kernels
+from dgc import kernels, paper
 from dgc.comm import (
     AllGather,
     AllReduce,
@@ -87,6 +87,8 @@ def compressors() -> dict[str, Callable[[], Any]]:
             int32_indices=True,
             warmup_epochs=2,
         ),
+        "paper-dgc": lambda: paper.DGC(0.01),
+        "paper-2bit": lambda: paper.Threshold(2, 0.01),
     }
 
 

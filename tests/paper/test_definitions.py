@@ -1,0 +1,185 @@
+"""The fast implementations give the bits of the definitions in dgc/paper: 50 steps, of which one is dropped."""
+
+from functools import partial
+from itertools import cycle, product
+
+import pytest
+import torch
+from laws.fleet import Fleet
+
+import dgc.kernels as kernels
+from dgc import paper
+from dgc.bucket import make_bucket
+from dgc.compression import DGCCompressor, Threshold
+from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
+from dgc.selection import Exact, Histogram, Laplace, Predicted
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+SIZES = (1, 2, 3)
+STEPS, DROPPED, EPOCH = 50, 20, 10
+SHAPES = ((20, 10), (6, 5, 2), (20, 5), (3, 1), (1, 1), (0, 4))
+LIKE = [torch.zeros(shape) for shape in SHAPES]
+
+
+def normal(shape, generator):
+    return torch.randn(shape, generator=generator)
+
+
+def in_halves(shape, generator):
+    """Many equal magnitudes, and zeros."""
+    return (torch.randn(shape, generator=generator) * 2).round() / 2
+
+
+def heavy_tailed(shape, generator):
+    return torch.randn(shape, generator=generator) ** 3
+
+
+def errors(fleet):
+    return [torch.cat(list(compressor.errors())) for compressor in fleet.compressors]
+
+
+def same_bits(ours, theirs):
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, theirs, strict=True))
+
+
+def run(fast, definition, size, shapes=SHAPES, draw=normal, after=lambda fast, definition: None):
+    """Both in lockstep, compared in every step; the means of all. after: a further comparison of their fleets."""
+    like, history = [torch.zeros(shape) for shape in shapes], []
+    fleets = [Fleet(make, size, like, seed) for seed, make in enumerate((fast, definition))]
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        own = [[draw(shape, generator) for shape in shapes] for _ in range(size)]
+        if step == DROPPED:
+            own[-1][0].view(-1)[0] = float("nan")
+        for fleet in fleets:
+            for compressor in fleet.compressors if step % EPOCH == 0 else ():
+                compressor.begin_epoch(step // EPOCH)
+        means = [fleet.step(own) for fleet in fleets]
+        assert fleets[0].nonfinite == fleets[1].nonfinite
+        assert (fleets[0].nonfinite[0] is None) == (step != DROPPED)
+        assert same_bits(*map(errors, fleets)), f"errors at step {step} of {size} ranks"
+        after(*fleets)
+        if step != DROPPED:
+            assert same_bits(*means), f"means at step {step} of {size} ranks"
+            history += means[0][0].tolist()
+    return tuple(history)
+
+
+def fast_dgc(ratio, momentum, nesterov, masking, limit, warmup_epochs, selector):
+    """At 3 ranks a quarter of the elements with int64 indices would cost more than dense."""
+    memory = DGCSGDMemory(momentum, nesterov, None if limit is None else ClipByNorm(limit), masking)
+    warmup = {"warmup_epochs": warmup_epochs, "warmup_coeff": 0.25}
+    return DGCCompressor(ratio, memory, selector=selector, int32_indices=warmup_epochs > 0, **warmup)
+
+
+def sparse_at_the_same_ratio(fast, definition):
+    for ours, theirs in zip(fast.compressors, definition.compressors, strict=True):
+        assert ours.dense_share == 0 and ours.compress_ratio == theirs.compress_ratio
+
+
+def test_dgc():
+    """With an exact selector, in steps that are sent sparse: the paper has no others."""
+    cases = [(0.9, *options) for options in product((False, True), (True, False), (None, 5.0))]
+    selectors, histories = cycle([Exact(), Histogram(), Predicted()]), []
+    for momentum, nesterov, masking, limit in [*cases, (0.0, False, True, None)]:
+        options = (0.07, momentum, nesterov, masking, limit, 4 if nesterov ^ masking ^ (limit is None) else 0)
+        makes = partial(fast_dgc, *options, next(selectors)), partial(paper.DGC, *options)
+        histories.append([run(*makes, size, after=sparse_at_the_same_ratio) for size in SIZES][1])
+    assert len(set(histories)) == len(histories) == 9  # each option matters
+
+
+def same_momenta(fast, definition):
+    for ours, theirs in zip(fast.compressors, definition.compressors, strict=True):
+        momentums, expected = ours.memory.state_dict()["momentums"], theirs.state_dict()["U"]
+        assert all(torch.equal(momentums[name], u) for name, u in expected.items())
+
+
+def test_dgc_with_equal_magnitudes():
+    """Of equal ones the first is sent, never a zero, and a zero keeps its momentum."""
+    for size, selector in zip(SIZES, (Exact(), Histogram(), Predicted()), strict=True):
+        options = (0.05, 0.5, False, True, None, 0)
+        makes = partial(fast_dgc, *options, selector), partial(paper.DGC, *options)
+        run(*makes, size, draw=in_halves, after=same_momenta)
+
+
+def test_dgc_sends_vectors_dense():
+    fast, definition = DGCCompressor(0.05, DGCSGDMemory()), paper.DGC(0.05)
+    segments = make_bucket("b", [(str(shape), torch.zeros(shape)) for shape in [*SHAPES, (7,), ()]]).segments
+    assert [fast.accepts(s) for s in segments] == [definition.accepts(s) for s in segments]
+    assert [definition.accepts(s) for s in segments] == [True] * len(SHAPES) + [False] * 2
+    own = [[torch.randn(7), torch.randn(())] for _ in range(3)]
+    means = [Fleet(lambda c=c: c.fallback, 3, own[0]).step(own) for c in (fast, definition)]
+    assert same_bits(*means)
+
+
+COUNTS = {"redsync": (1, 2), "tight": (0.8, 1.25), "exact": (1, 1)}
+
+
+def fast_ldte_bs(stop):
+    return DGCCompressor(0.05, ResidualMemory(), selector=Laplace(stop))
+
+
+def test_ldte_bs():
+    """In a bucket of one tensor. A single element goes dense in the fast one, which sends all of it too."""
+    data = [((40, 25), normal), ((30, 20), heavy_tailed), ((20, 20), in_halves)]
+    cases = [(size, stop, *data[(i + size) % 3]) for i, stop in enumerate(COUNTS) for size in SIZES]
+    for size, stop, shape, draw in [*cases, (3, "tight", (1, 1), normal)]:
+        run(partial(fast_ldte_bs, stop), partial(paper.LDTEBS, 0.05, *COUNTS[stop]), size, (shape,), draw)
+
+
+def test_ldte_bs_in_a_bucket_of_several_tensors():
+    """The fast one lets a tensor fill what others leave of their k: it sends what the definition does, or more."""
+    shapes, more = ((40, 25), (30, 20), (0, 4), (20, 20)), 0
+    like, slots = [torch.zeros(shape) for shape in shapes], 50 + 30 + 20
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        own = [[normal(shape, generator) for shape in shapes]]
+        (fast,) = Fleet(partial(fast_ldte_bs, "tight"), 1, like).step(own)
+        (definition,) = Fleet(partial(paper.LDTEBS, 0.05), 1, like).step(own)
+        sent = definition != 0
+        assert torch.equal(fast[sent], definition[sent])
+        assert sent.sum() <= fast.count_nonzero() <= slots
+        more += int(fast.count_nonzero() - sent.sum())
+    assert more > 0
+
+
+THRESHOLDS = [(2, 0.5), (2, 0.3), (1, 0.0), (1, -0.2)]
+
+
+def test_threshold():
+    draws, shapes, histories = cycle([normal, in_halves]), (*SHAPES, (7,), ()), []
+    for width, t in THRESHOLDS:
+        for size, wire in zip(SIZES, ("gather", "scatter", "server"), strict=True):
+            makes = partial(Threshold, width, t, wire=wire), partial(paper.Threshold, width, t)
+            histories.append(run(*makes, size, shapes, next(draws)))
+    assert len(set(histories)) == len(histories)
+
+
+def test_threshold_with_many_ranks():
+    """t added 5 times is rounded more often than 5 t: exact for t a power of 2, else within 4 roundings."""
+    differ = 0
+    for width, t in [*THRESHOLDS, (2, 0.7)]:
+        makes = partial(Threshold, width, t), partial(paper.Threshold, width, t)
+        fleets = [Fleet(make, 5, LIKE) for make in makes]
+        for step in range(10):
+            generator = torch.Generator().manual_seed(step)
+            own = [[normal(shape, generator) for shape in SHAPES] for _ in range(5)]
+            ours, theirs = (fleet.step(own)[0].double() for fleet in fleets)
+            bound = 0 if width == 1 or t == 0.5 else 4 * 2.0**-24 * t
+            assert float((ours - theirs).abs().max()) <= bound
+            assert same_bits(*map(errors, fleets))
+            differ += not torch.equal(ours, theirs)
+    assert differ > 0
+
+
+def test_the_codes_are_mxnets():
+    """Its worked example, and the bytes of the fast one."""
+    v = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
+    assert bytes(paper.Threshold(2, 0.5).quantize(v).tolist()).hex() == "cb800000"
+    assert bytes(paper.Threshold(1, 0.0).quantize(v).tolist()).hex() == "d4000000"
+    for n in (0, 1, 16, 33, 100):
+        v, bounds, t = torch.randn(n), torch.tensor([0, n]), torch.tensor([0.5])
+        quantizers, one = kernels.quantizers_of(v), torch.ones(1)
+        assert torch.equal(paper.Threshold(2, 0.5).quantize(v), quantizers.tern_encode(v, bounds, t)[0])
+        codes, _ = quantizers.sign_encode(v, bounds, t, -one, one)
+        assert torch.equal(paper.Threshold(1, 0.5).quantize(v), codes)

@@ -1,0 +1,104 @@
+"""The definitions against what is known without them: momentum SGD, a distribution, MXNet's worked example."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from compression.ranks import Ranks, normal
+from optim.nets import loss_of, run, values
+
+from dgc import paper
+from dgc.optim import DGCSGD, DistributedOptimizer
+
+N = 40 * 5
+
+
+def momentum_sgd(steps, nesterov, momentum=0.9):
+    """The sum of what the optimizer subtracts from a parameter, with the mean of the ranks' gradients."""
+    p = torch.zeros(N, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0, momentum=momentum, nesterov=nesterov)
+    for own in steps:
+        p.grad = sum(g.double() for g in own) / len(own)
+        optimizer.step()
+    return -p.detach()
+
+
+def test_momentum_correction_loses_nothing():
+    """Without masking what was sent and what waits add up to momentum SGD; all of it is sent at D = 1."""
+    steps = [[normal(N, 10 * step + rank) for rank in range(2)] for step in range(10)]
+    for nesterov in (False, True):
+        expected = momentum_sgd(steps, nesterov)
+        for ratio in (0.05, 1.0):
+            ranks = Ranks(2, partial(paper.DGC, ratio, 0.9, nesterov, masking=False), [(40, 5)])
+            sent = sum(ranks.step(own).double() for own in steps)
+            waits = sum(error.double() for error in ranks.errors()) / 2
+            torch.testing.assert_close(sent + waits, expected, rtol=0, atol=1e-4)
+            assert bool(waits.any()) == (ratio < 1)
+
+
+def test_what_is_sent_loses_its_momentum():
+    """By hand: U = V = (4, 2, 1) sends 4. Then U = (0, 1, 0.5), V = (0, 3, 1.5); not masked: (2, ..), (2, ..)."""
+    for masking, waits, momenta in ((True, [0, 0, 1.5], [0, 0, 0.5]), (False, [2, 0, 1.5], [2, 1, 0.5])):
+        ranks = Ranks(1, partial(paper.DGC, 1 / 3, 0.5, masking=masking), [(3, 1)])
+        assert ranks.step([torch.tensor([4.0, 2.0, 1.0])]).tolist() == [4, 0, 0]
+        assert ranks.step([torch.zeros(3)]).tolist() == [0, 3, 0]
+        assert ranks.errors()[0].tolist() == waits
+        assert ranks.compressors[0].state_dict()["U"]["p0"].view(-1).tolist() == momenta
+
+
+def test_clipping_and_warm_up():
+    ranks = Ranks(1, partial(paper.DGC, 1.0, 0.0, thr_G=1.0), [(2, 1), (1, 1)])
+    mean = ranks.step([torch.tensor([3.0, 4.0, 0.5])])
+    torch.testing.assert_close(mean, torch.tensor([0.6, 0.8, 0.5]))
+    compressor = paper.DGC(0.001, warmup_epochs=5)
+    ratios = []
+    for epoch in range(6):
+        compressor.begin_epoch(epoch)
+        ratios.append(compressor.compress_ratio)
+    assert ratios == [0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001]
+
+
+def test_the_laplace_threshold():
+    """At the quantiles of a Laplace distribution the first estimate is accepted. Others take a search."""
+    n, k = 10_000, 100
+    a = -((torch.arange(n) + 0.5) / n).log()
+    first = paper.LDTEBS(0.01, passes=1).threshold(a, k)
+    assert float(first) == pytest.approx(math.log(n / k), rel=1e-3)
+    for other in (torch.rand(n), a**3, torch.cat([a[: n // 2], torch.zeros(n // 2)])):
+        t = paper.LDTEBS(0.01, passes=40).threshold(other, k)
+        assert 0.8 * k <= int((other >= t).sum()) <= 1.25 * k
+
+
+def test_the_worked_examples_of_mxnet():
+    g = torch.tensor([0.75, 0.25, -0.625, 0.125, -0.5, 0.375])
+    residual = torch.tensor([0.0, 0.125, -0.25, 0.375, 0.0, 0.0])
+    two, one = (Ranks(1, partial(paper.Threshold, *s), [(6,)]) for s in ((2, 0.5), (1, 0.0)))
+    for ranks in (two, one):
+        ranks.compressors[0].load_state_dict({"residual": {"p0": residual}})
+    assert two.step([g]).tolist() == [0.5, 0.0, -0.5, 0.5, -0.5, 0.0]
+    assert two.errors()[0].tolist() == [0.25, 0.375, -0.375, 0.0, 0.0, 0.375]
+    following = torch.tensor([0.0, 0.125, -0.125, 0.0, 0.0, 0.5])
+    assert two.step([following]).tolist() == [0.0, 0.5, -0.5, 0.0, 0.0, 0.5]
+    assert one.step([g]).tolist() == [1, 1, -1, 1, -1, 1]
+    assert one.errors()[0].tolist() == [-0.25, -0.625, 0.125, -0.5, 0.5, -0.625]
+
+
+def test_the_optimizer_takes_them():
+    """As any compressor, and alike on every rank: `run` compares. The momentum of DGC is its own."""
+
+    def trains(make):
+        def body(model, transport):
+            optimizer = DGCSGD(model.parameters(), lr=0.05, momentum=0.9 if make().correction else 0.0)
+            optimizer = DistributedOptimizer(
+                optimizer, model.named_parameters(), transport=transport, compression=make()
+            )
+            for step in range(5):
+                optimizer.zero_grad()
+                loss_of(model, step, transport.rank).backward()
+                optimizer.step()
+
+        return values(run(3, body)[0])["first.weight"]
+
+    makes = partial(paper.DGC, 0.1), partial(paper.LDTEBS, 0.1), partial(paper.Threshold, 2, 0.1)
+    assert len({tuple(trains(make).view(-1).tolist()) for make in makes}) == 3
