@@ -3,8 +3,8 @@
 A memory clips this rank's local gradient before it enters the error state. The same limit applies to tensors that
 travel dense through the compressor's fallback, after averaging: `clip_mean`.
 
-The paper scales its global threshold by N ** -0.5 for N ranks, for local gradients that contain the factor 1/N. Here
-that factor is applied after the exchange: pass the threshold times N ** 0.5 as `max_norm`.
+The paper scales its global threshold by N ** -0.5 for N ranks, for local gradients that contain the factor 1/N.
+Here that factor is applied after the exchange: pass the threshold times N ** 0.5 as `max_norm`.
 
 Names in the original code and here:
 
