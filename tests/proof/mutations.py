@@ -1,7 +1,7 @@
 """Runs train.py on damaged configs, command lines and run directories, in this process, and judges each end.
 
     python tests/proof/mutations.py KIND SEED COUNT [METHOD]
-        KIND: config, words, checkpoint, saved_config; METHOD: one of runs.METHODS
+        KIND: config, words, checkpoint, saved_config; METHOD: one of small_runs.METHODS
 
 Good ends: it trains, because the damage was none (a tensor with NaN, inf, another dtype or shape is damage), or it
 is refused with exit status 2, a message and no traceback, and every file of the run directory is as it was. Prints
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import yaml
-from runs import METHODS
+from small_runs import METHODS
 
 import train
 from dgc.comm.lockstep import LockstepWorld

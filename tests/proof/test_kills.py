@@ -17,7 +17,7 @@ from dgc_training.checkpoint import Checkpoints, read_tensors
 from dgc_training.interruption import SAVED
 
 sys.path.insert(0, str(Path(__file__).parent))
-from runs import METHODS, Run, assert_same_end, finish, latest, send  # noqa: E402
+from small_runs import METHODS, Run, assert_same_end, finish, latest, send  # noqa: E402
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
 KILLS = 10  # per chunk
