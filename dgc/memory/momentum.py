@@ -34,7 +34,7 @@ class DGCSGDMemory:
     Args:
         momentum: Momentum coefficient in [0, 1). It must equal the optimizer's.
         nesterov: Use Nesterov momentum. It must equal the optimizer's.
-        gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm and ClipValueByGlobalNorm, or None. Each
+        gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm, ClipValueByGlobalNorm, or None. Each
             tensor's local gradient is clipped before momentum, in dense warm-up steps as well. Tensors that the
             compressor's fallback sends dense (usually vectors) are clipped after averaging, with the same limit.
             Tensors that a Route assigns to another compressor are not clipped here.
