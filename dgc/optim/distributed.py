@@ -60,7 +60,7 @@ class DistributedOptimizer(EpochWrapper):
             if a method keeps error state. "skip" drops the step: nothing is updated, sent elements return to the
             error state, and `dropped_steps` is incremented. "raise" also raises NonFiniteGradientError with the
             names of the parameter and the rank.
-        grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Call `grad_scaler.step(optimizer)` then,
+        grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Step by `grad_scaler.step(optimizer)`,
             with or without synchronize() and unscale_() before it.
         steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. Dropped steps
             count, and begin_epoch() raises ValueError. compression_state_dict() stores the position in epochs.
