@@ -1,8 +1,9 @@
 """The hot path in C++, for CPU tensors: one pass over memory per step, with the same bits as the reference.
 
 The pass of DGC reads g, u, v and writes u, v: 20 bytes per parameter, which is the minimum. It also collects
-candidates, the elements at or above a floor, and the exact selection is made among these. If no floor is known, it
-is estimated from a sample of the buffer. A range with a wrong floor is processed again, so floors affect only time.
+candidates, the elements at or above a floor, and the exact selection is made among these. If no floor is known,
+it is estimated from a sample of the buffer. A range with a wrong floor is processed again: floors only affect
+time.
 """
 
 from array import array
@@ -247,5 +248,5 @@ def _pass_arguments(form: int, pieces: Sequence[Tensor], due: Accumulation) -> t
 
 
 def useful_threads(n: int) -> int:
-    """Return the number of threads for n elements. For few elements, waking threads takes longer than the work."""
+    """Return the number of threads for n elements. For few, waking threads costs more time than it saves."""
     return min(torch.get_num_threads(), 1 + n // WORTH_A_THREAD)

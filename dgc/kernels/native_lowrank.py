@@ -1,6 +1,6 @@
 """The products of low-rank methods in C++, for CPU tensors.
 
-PowerSGD's work on its matrices before the first message is one pass over memory: 12 bytes per element for any rank.
+PowerSGD's work on its matrices before the first message is one pass over memory: 12 bytes per element at any rank.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 Only the sums in `moments` and `tail` may differ between tiers, by the rounding of fp64.
 
-Counts and flags stay on the device as zero-dimensional tensors. Only `merge_mean` waits for the device, because the
-length of its result depends on the data.
+Counts and flags stay on the device as zero-dimensional tensors. Only `merge_mean` waits for the device, because
+the length of its result depends on the data.
 Indices count elements of a bucket's flat buffer, which has fewer than 2**31 elements.
 """
 
