@@ -68,7 +68,7 @@ class PointToPoint:
         return self.inner.group_rank(group)
 
     def channel(self) -> Channel:
-        from dgc.comm.mpi_channel import MPIChannel  # which needs this module
+        from dgc.comm.mpi_channel import MPIChannel  # here: dgc.comm.mpi_channel imports this module
 
         return MPIChannel()
 

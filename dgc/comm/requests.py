@@ -89,7 +89,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 Request: TypeAlias = AllReduce | AllGather | AllToAll | ReduceScatter | Broadcast | Exchange
-Reply: TypeAlias = Any  # Tensor, tuple[Tensor, ...] or dict[int, Tensor], as each request says
+Reply: TypeAlias = Any  # Tensor, tuple[Tensor, ...] or dict[int, Tensor], depending on the request
 
 T = TypeVar("T")
 Conversation: TypeAlias = Generator[tuple[Request, ...], tuple[Reply, ...], T]

@@ -1,4 +1,4 @@
-"""Builds the native kernels: every file in `dgc/kernels/cpp` into one shared library beside this file.
+"""Builds the native kernels: all files in `dgc/kernels/cpp` become one shared library in this folder.
 
     python -m dgc.kernels.build
 

@@ -157,29 +157,29 @@ class Codec(Protocol):
     def plain_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """(indices, sound)"""
+        """Return (indices, sound)."""
         ...
 
     def packed_encode_(
         self, selection: Selection, code: PackedCode, section: UInt8[Tensor, "nbytes"]
     ) -> Selection:
-        """Returns what is sent: all of it, or as much as fits."""
+        """Encode the indices. Returns the sent part of the selection: all of it, or as much as fits."""
         ...
 
     def packed_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: PackedCode
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """(indices, sound)"""
+        """Return (indices, sound)."""
         ...
 
     def rice_encode_(self, selection: Selection, code: RiceCode, section: UInt8[Tensor, "nbytes"]) -> Selection:
-        """Returns what is sent: all of it, or as much as fits."""
+        """Encode the indices. Returns the sent part of the selection: all of it, or as much as fits."""
         ...
 
     def rice_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: RiceCode
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """(indices, sound)"""
+        """Return (indices, sound)."""
         ...
 
     def cast_encode_(
@@ -225,7 +225,7 @@ class Codec(Protocol):
         count: Int32[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """(values, sound)"""
+        """Return (values, sound)."""
         ...
 
     def int8_encode_(
@@ -245,7 +245,7 @@ class Codec(Protocol):
         count: Int32[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """(values, sound)"""
+        """Return (values, sound)."""
         ...
 
 

@@ -19,7 +19,7 @@ from dgc.optim.planning import PlannedBucket
 from dgc.optim.scaling import LossScale
 from dgc.optim.streams import SideStream
 
-_wrapped = WeakIdKeyDictionary()  # parameters whose hooks are in place
+_wrapped = WeakIdKeyDictionary()  # parameters with hooks
 
 
 def refuse_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -8,7 +8,7 @@ and w is weight decay with its own momentum buffer, which is local and dense:
 By linearity this equals the treatment of weight decay in momentum SGD. Other parameters follow torch.optim.SGD.
 A corrected gradient may be sparse. Then only the parameters that it names are changed for it.
 
-With decoupled_weight_decay p = p - lr wd p, without momentum, for all parameters (SGDW, Loshchilov and Hutter
+With decoupled_weight_decay, p = p - lr wd p for all parameters, without momentum (SGDW, Loshchilov and Hutter
 2019).
 """
 
@@ -63,7 +63,8 @@ class DGCSGD(Optimizer):
         decoupled_weight_decay: Apply weight decay without momentum (SGDW).
 
     Raises:
-        ValueError: A value is negative, or `nesterov` without momentum or with dampening.
+        ValueError: `lr`, `momentum` or `weight_decay` is negative, or `nesterov` is set without momentum or with
+            dampening.
 
     Example:
         optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
