@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Segment:
-    """Where one parameter's gradient lies in its bucket. `offset` and `numel` count elements."""
+    """The place of one parameter's gradient in its bucket. `offset` and `numel` count elements."""
 
     name: str
     offset: int
@@ -21,26 +21,32 @@ class Segment:
     stride: tuple[int, ...]
 
     def of(self, flat: Tensor) -> Tensor:
-        """This segment of a flat buffer of the bucket's length, with the parameter's shape and strides."""
+        """Return a view of this segment in `flat` [bucket's numel], with the parameter's shape and strides."""
         return flat[self.offset : self.offset + self.numel].as_strided(self.shape, self.stride)
 
     def orders(self, tensor: Tensor) -> bool:
-        """Whether a parameter's elements are still in the order that was laid out for it."""
+        """Whether the parameter still has the memory order that the segment was laid out for."""
         return _stride_in_bucket(tensor) == self.stride
 
     def is_laid_out_as(self, tensor: Tensor) -> bool:
-        """Whether a tensor's elements lie in memory as this segment's do, one after another."""
+        """Whether the tensor has this segment's shape and strides. Strides of dimensions of size 1 are ignored."""
         if tensor.shape != self.shape:
             return False
         return all(a == b or n == 1 for n, a, b in zip(self.shape, tensor.stride(), self.stride, strict=True))
 
 
 class Bucket:
-    """`flat` holds the gradients in memory order, and the averaged gradients after a dense exchange.
+    """Several gradients in one flat buffer.
 
-    Gradients may lie elsewhere until `flat` is asked for: whoever reads them piece by piece spares the copy, and
-    `flat` its memory. The name is the same on every rank and unlike every other bucket's: it pairs messages
-    between ranks.
+    `flat` holds the gradients in memory order, and the averaged gradients after a dense exchange. Gradients may
+    lie elsewhere until `flat` is read. Code that reads them through `pieces` avoids the copy, and `flat` is then
+    never allocated.
+
+    Args:
+        name: Pairs messages between ranks. It must be unique among buckets and the same on every rank.
+        segments: The place of each gradient, without gaps.
+        dtype: Type of the gradients.
+        device: Device of the gradients.
     """
 
     def __init__(self, name: str, segments: Sequence[Segment], dtype: torch.dtype, device: torch.device):
@@ -55,7 +61,7 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """[numel], with all gradients in it."""
+        """All gradients [numel]. Gradients that lie elsewhere are copied in first."""
         for i, gradient in self._elsewhere.items():
             self._slice(i).copy_(gradient)
         self.release()
@@ -67,23 +73,23 @@ class Bucket:
         return not self._elsewhere
 
     def lies_at(self, i: int, gradient: Tensor) -> None:
-        """Until `lies_flat`, segment i's gradient is this tensor, laid out alike and of the bucket's dtype."""
+        """Use `gradient`, of the segment's layout and the bucket's dtype, for segment i until `lies_flat(i)`."""
         self._elsewhere[i] = gradient.as_strided((self.segments[i].numel,), (1,))
 
     def lies_flat(self, i: int) -> None:
-        """Segment i's gradient is what `flat` has in its place."""
+        """Use the content of `flat` for segment i."""
         self._elsewhere.pop(i, None)
 
     def release(self) -> None:
-        """Forget the gradients that lie elsewhere."""
+        """Drop the references to gradients that lie elsewhere."""
         for gradient in self._elsewhere.values():
-            if gradient.is_cuda:  # work of this stream may not be done with memory that belongs to backward's
+            if gradient.is_cuda:  # this stream may still read memory that belongs to the stream of backward
                 gradient.record_stream(torch.cuda.current_stream(gradient.device))
         self._elsewhere.clear()
 
     @property
     def pieces(self) -> tuple[Tensor, ...]:
-        """The gradients as one-dimensional tensors that follow one another."""
+        """The gradients as one-dimensional tensors, in the order of the bucket."""
         if not self._elsewhere:
             return (self.flat,)
         return tuple(
@@ -96,7 +102,11 @@ class Bucket:
 
 
 def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:
-    """As a list. ValueError where they are no pairs of a name and a tensor."""
+    """Return the pairs as a list.
+
+    Raises:
+        ValueError: An element is not a pair of a name and a tensor.
+    """
     pairs = list(named_parameters)
     for pair in pairs:
         match pair:
@@ -110,9 +120,9 @@ def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:
 
 
 def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
-    """Segments that lie one after another, each with its tensor's shape and strides.
+    """Return adjacent segments, each with its tensor's shape and strides.
 
-    A tensor whose elements do not fill one block of memory (an expanded one, say) gets contiguous strides.
+    A tensor that does not fill one block of memory, such as an expanded one, gets contiguous strides.
     """
     segments = []
     offset = 0
@@ -125,7 +135,7 @@ def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
 
 
 def make_bucket(name: str, named_tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
-    """A bucket of zeros for these tensors, which share dtype and device."""
+    """Return a bucket of zeros for these tensors. They must share dtype and device."""
     first = named_tensors[0][1]
     return Bucket(name, lay_out(named_tensors), first.dtype, first.device)
 

@@ -1,4 +1,4 @@
-"""What algorithms say to the network (`requests`), and what carries it (`horovod`, `lockstep`)."""
+"""Requests that algorithms make of the network (`requests`), and transports for them (`horovod`, `lockstep`)."""
 
 from dgc.comm.collectives import all_gather_object as all_gather_object
 from dgc.comm.collectives import all_reduce as all_reduce

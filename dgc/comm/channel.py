@@ -1,7 +1,7 @@
-"""Messages from one rank to another at any time, for algorithms that never wait for their turn.
+"""Asynchronous messages from one rank to another, for algorithms without synchronised steps.
 
-`Channel` is what they need of a network; `ChannelWorld` is N ends of one in a single process, for tests and
-simulation: messages take random times, the same ones for the same seed and order of calls.
+`Channel` is the interface to the network. `ChannelWorld` provides N ends of a channel in a single process, for
+tests and simulation. Its messages take random times, which repeat for the same seed and order of calls.
 """
 
 import random
@@ -16,10 +16,11 @@ from dgc.comm.transport import Transport
 
 @runtime_checkable
 class Channel(Protocol):
-    """Messages are contiguous one-dimensional tensors in host memory. No call waits; one thread makes all of them.
+    """Point-to-point messages: contiguous one-dimensional tensors in host memory.
 
-    A receive takes a message of its tag from any rank. Messages of one tag from one rank to another arrive in
-    their order; those of different ranks in any order.
+    No call blocks, and a single thread makes all calls. A receive takes a message with its tag from any rank.
+    Messages with one tag from one rank to another arrive in the order of sending. Messages from different ranks
+    arrive in any order.
     """
 
     @property
@@ -28,29 +29,33 @@ class Channel(Protocol):
     def size(self) -> int: ...
 
     def isend(self, to: int, message: Tensor, tag: int) -> Any:
-        """Start sending; a handle. The message may not change before `test` says that it has gone."""
+        """Start sending and return a handle. `message` must not change until `test` returns True for it."""
         ...
 
     def irecv(self, buffer: Tensor, tag: int) -> Any:
-        """Start receiving into the front of `buffer`, which the message may leave partly unused; a handle."""
+        """Start receiving into the front of `buffer` and return a handle. The message may be shorter."""
         ...
 
     def test(self, handle: Any) -> bool:
-        """Whether it has been sent, or received. Not to be asked again after a yes."""
+        """Whether the message has been sent or received. Do not call it again after it has returned True."""
         ...
 
 
 @runtime_checkable
 class HasChannels(Protocol):
-    """A transport over a network that a `Channel` can use too."""
+    """A transport that can open a `Channel` over the same network."""
 
     def channel(self) -> Channel:
-        """One of its own for whoever asks. Collective."""
+        """Open a new channel. Collective."""
         ...
 
 
 def channel_of(transport: Transport) -> Channel:
-    """ValueError where ranks cannot send each other messages at any time."""
+    """Open a channel over the transport's network. Collective.
+
+    Raises:
+        ValueError: The transport has no asynchronous point-to-point messages.
+    """
     if not isinstance(transport, HasChannels):
         raise ValueError(
             f"ranks that train at paces of their own need messages between two ranks at any time, which "
@@ -61,7 +66,12 @@ def channel_of(transport: Transport) -> Channel:
 
 @dataclass(eq=False)
 class _Message:
-    """due: the time from which it can be received. eager: sent as soon as it was copied, as MPI does at will."""
+    """A message in flight.
+
+    Attributes:
+        due: Time from which the message can be received.
+        eager: The message counts as sent once it is copied. MPI chooses this mode freely.
+    """
 
     source: int
     tag: int
@@ -97,10 +107,15 @@ class LocalChannel:
 
 @dataclass(eq=False)
 class ChannelWorld:
-    """`size` ends. Every test, of whatever end, takes one unit of time; a message travels for up to `longest`.
+    """A simulated network with one `LocalChannel` per rank, in `channels`.
 
-    Some messages are copied when they are sent and some when they are received: a sender that writes to one too
-    early is found out.
+    Every call of `test`, on any end, takes one unit of time. Some messages are copied when they are sent and some
+    when they are received. A test therefore detects a sender that overwrites its message too early.
+
+    Args:
+        size: Number of ranks.
+        seed: Seed of the random delays.
+        longest: Longest delay of a message, in units of time.
     """
 
     size: int
@@ -118,12 +133,12 @@ class ChannelWorld:
 
     @property
     def in_flight(self) -> int:
-        """Messages that were sent and not received."""
+        """Number of messages that were sent and not received."""
         return sum(map(len, self._mail))
 
     @property
     def waiting(self) -> int:
-        """Receives that were started and have received nothing."""
+        """Number of receives that were started and have received nothing."""
         return len(self._open)
 
     def receive(self, rank: int, buffer: Tensor, tag: int) -> _Receive:

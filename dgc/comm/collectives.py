@@ -16,12 +16,12 @@ def _ask(transport: Transport, name: str, request: Request) -> Any:
 
 
 def all_reduce(transport: Transport, tensor: Tensor, op: Op = "mean", name: str = "all_reduce") -> Tensor:
-    """The element-wise `op` over all ranks, in a new tensor. Every rank must call it, with one shape and dtype."""
+    """Return the element-wise `op` over all ranks in a new tensor. Collective; shape and dtype must be equal."""
     return _ask(transport, f"dgc.control.{name}", AllReduce(tensor.clone(), op))
 
 
 def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = "broadcast_object") -> Any:
-    """`root`'s object, on every rank. It must pickle."""
+    """Return `root`'s object on every rank. The object must support pickle. Collective."""
     data = _to_bytes(obj) if transport.rank == root else torch.empty(0, dtype=torch.uint8)
     length = all_reduce(transport, torch.tensor([data.numel()], dtype=torch.int64), "max", f"{name}.length").item()
     if transport.rank != root:
@@ -30,7 +30,7 @@ def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = 
 
 
 def all_gather_object(transport: Transport, obj: Any, name: str = "all_gather_object") -> list[Any]:
-    """Every rank's object, by rank, on every rank. They must pickle."""
+    """Return the objects of all ranks, in rank order. They must support pickle. Collective."""
     data = _to_bytes(obj)
     length = torch.tensor([data.numel()], dtype=torch.int64)
     lengths = _ask(transport, f"dgc.control.{name}.length", AllGather(length))
@@ -41,7 +41,7 @@ def all_gather_object(transport: Transport, obj: Any, name: str = "all_gather_ob
 
 
 def barrier(transport: Transport, name: str = "barrier") -> None:
-    """Return once every rank has come here."""
+    """Block until every rank has called this function."""
     all_reduce(transport, torch.zeros(1, dtype=torch.float32), "sum", name)
 
 

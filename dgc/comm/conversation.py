@@ -1,4 +1,4 @@
-"""One conversation on its way: an algorithm's generator, the transport that carries it, the meter that counts."""
+"""Execution of one conversation: it connects an algorithm's generator with a transport and a meter."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -10,10 +10,16 @@ from dgc.comm.transport import Transport
 
 
 class Talk(Generic[T]):
-    """Starts at once and launches the first round. `advance` goes on while replies are there, `finish` waits.
+    """One conversation in progress. The constructor launches the first round.
 
-    Requests of different ranks meet by (name, round). On every rank a conversation of one name has the same
-    number of rounds.
+    `advance` continues while replies are available, `finish` blocks. Requests of different ranks are matched by
+    (name, round). A conversation must have the same number of rounds on every rank.
+
+    Args:
+        name: Name of the conversation, the same on every rank.
+        conversation: The algorithm's generator.
+        transport: Carries the requests.
+        meter: Counts bytes and seconds.
     """
 
     def __init__(self, name: str, conversation: Conversation[T], transport: Transport, meter: Meter):
@@ -29,13 +35,13 @@ class Talk(Generic[T]):
         self._resume(None)
 
     def advance(self) -> bool:
-        """Move on as far as possible without waiting; whether the conversation has ended."""
+        """Continue as far as possible without waiting. Returns whether the conversation has ended."""
         while not self.done and self._transport.poll(self._flight):
             self._resume(self._transport.wait(self._flight))
         return self.done
 
     def finish_round(self) -> bool:
-        """Wait for the replies that are due and go on; whether the conversation has ended."""
+        """Wait for the replies of the current round and continue. Returns whether the conversation has ended."""
         if not self.done:
             start = perf_counter()
             replies = self._transport.wait(self._flight)
@@ -44,7 +50,7 @@ class Talk(Generic[T]):
         return self.done
 
     def finish(self) -> T:
-        """Wait for all that is left and return the algorithm's result."""
+        """Wait for all remaining rounds and return the algorithm's result."""
         while not self.finish_round():
             pass
         return self._result

@@ -1,12 +1,14 @@
-"""Conversations over Horovod: MPI or Gloo controller, MPI or NCCL operations. The only file that imports it.
+"""A transport over Horovod, with its MPI or Gloo controller and MPI or NCCL operations.
 
-Horovod's own fusion groups messages by their time of arrival, so from three ranks on its sums, and with them
-whole runs, differ in the last bits from one repeat to the next. Buckets are the fusion here, and Horovod's is
-switched off (HOROVOD_FUSION_THRESHOLD=0) unless the user chose a value.
+No other file imports Horovod.
 
-Horovod looks for new messages once per cycle, and a round that follows from the replies of another waits for the
-next one. Payloads are small here and some methods take several rounds: the cycle is 0.2 ms (HOROVOD_CYCLE_TIME)
-unless the user chose a value, in place of Horovod's 1 ms.
+Horovod's fusion groups messages by arrival time. With three or more ranks its sums, and therefore whole runs,
+differ in the last bits between repeats. Buckets replace fusion here: HOROVOD_FUSION_THRESHOLD is 0 unless the user
+sets a value.
+
+Horovod looks for new messages once per cycle. A round that depends on the replies of another waits for the next
+cycle. Payloads are small and some methods need several rounds, so HOROVOD_CYCLE_TIME is 0.2 ms unless the user
+sets a value. Horovod's default is 1 ms.
 """
 
 import os
@@ -37,10 +39,11 @@ from dgc.comm.transport import Transport
 
 
 def prepare_environment() -> None:
-    """Set what must be set before Horovod starts. Values that the user chose are kept.
+    """Set environment variables before Horovod starts. Values that the user has set are kept.
 
-    A process that no mpirun started does not know where the Open MPI of a Python environment lies. Ranks that
-    outnumber the cores must yield while they wait, which Open MPI knows only if the launcher gave it few slots.
+    OPAL_PREFIX: a process that mpirun did not start cannot find the Open MPI of a Python environment.
+    OMPI_MCA_mpi_yield_when_idle: with more ranks than cores, waiting ranks must yield. Open MPI detects this only
+    if the launcher gave it fewer slots than ranks.
     """
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.2")
@@ -69,15 +72,22 @@ class HorovodFlight:
 def connect(
     hierarchical: bool = False, timeout: float | None = None, *, point_to_point: bool = False
 ) -> Transport:
-    """HorovodTransport. Where it was built without GPU operations, tensors travel through pinned host memory.
+    """Return a HorovodTransport. If Horovod has no GPU operations, GPU tensors go through pinned host memory.
 
-    point_to_point: an Exchange goes straight from rank to rank, over the MPI that Horovod runs on.
+    Args:
+        hierarchical: As in HorovodTransport.
+        timeout: As in HorovodTransport, in seconds.
+        point_to_point: Send an Exchange directly from rank to rank, over the MPI that Horovod uses.
+
+    Raises:
+        LaunchError: As in HorovodTransport.
+        ValueError: `point_to_point` is True, and MPI or mpi4py is not usable.
     """
     horovod = HorovodTransport(hierarchical, timeout)
     transport: Transport = horovod
     built_for_gpu = hvd.cuda_built() or hvd.rocm_built()
     if point_to_point:
-        from dgc.comm.mpi import PointToPoint  # mpi4py is needed for this alone
+        from dgc.comm.mpi import PointToPoint  # only this needs mpi4py
 
         transport, built_for_gpu = PointToPoint(horovod), False
     if torch.cuda.is_available() and not built_for_gpu:
@@ -86,11 +96,15 @@ def connect(
 
 
 class HorovodTransport:
-    """Initialises Horovod where that has not happened yet.
+    """A transport over Horovod. It initialises Horovod unless that has been done.
 
-    hierarchical: make the `local` and `cross` groups as well (every rank must ask for it).
-    timeout: seconds after which an operation that some ranks never joined ends the run; None: never.
-    LaunchError where the launcher started more ranks than Horovod sees.
+    Args:
+        hierarchical: Create the `local` and `cross` groups as well. Must be the same on every rank.
+        timeout: Seconds after which an operation that some ranks never joined ends the run. None: never. It has no
+            effect if Horovod is already initialised.
+
+    Raises:
+        LaunchError: The launcher started more ranks than Horovod sees.
     """
 
     def __init__(self, hierarchical: bool = False, timeout: float | None = None):
@@ -117,7 +131,7 @@ class HorovodTransport:
             self._make_groups()
 
     def _make_groups(self) -> None:
-        """One process set per machine, and one per local rank across the machines."""
+        """Create one process set per machine, and one per local rank across the machines."""
         import socket
         import zlib
 
@@ -180,8 +194,8 @@ class HorovodTransport:
                 counts = torch.tensor(splits, dtype=torch.int32)
                 return hvd.alltoall_async(tensor, splits=counts, name=name, process_set=process_set)
             case Exchange(sends):
-                # Horovod has no point-to-point messages (dgc.comm.mpi has): an all-to-all of bytes, most of them
-                # empty, stands for them
+                # Horovod has no point-to-point messages (dgc.comm.mpi has). An all-to-all of bytes replaces them;
+                # most of its pieces are empty.
                 pieces = [as_bytes(sends[to]) if to in sends else NO_BYTES for to in range(len(members))]
                 counts = torch.tensor([p.numel() for p in pieces], dtype=torch.int32)
                 return hvd.alltoall_async(torch.cat(pieces), splits=counts, name=name, process_set=process_set)

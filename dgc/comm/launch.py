@@ -1,24 +1,28 @@
-"""Whether Horovod sees all the processes that a launcher started. It does not see those of torchrun, for one."""
+"""Check that Horovod sees all processes that a launcher started. It does not see torchrun's, for example."""
 
 from collections.abc import Mapping
 
-# Variables with the number of ranks of launchers that Horovod works with: Open MPI's mpirun, horovodrun over Gloo,
-# PMI. NAMES has those of other launchers too.
+# Environment variables that hold the number of ranks. SIZES: launchers that Horovod supports (Open MPI's mpirun,
+# horovodrun over Gloo, PMI). NAMES: other launchers as well.
 SIZES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "PMI_SIZE")
 NAMES = (*SIZES, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 class LaunchError(ValueError):
-    """The launcher started more processes than Horovod sees: each would train a run of its own."""
+    """The launcher started more processes than Horovod sees. Each process would train a separate run."""
 
 
 def check_launcher(environment: Mapping[str, str], size: int | None = None) -> None:
-    """LaunchError where a launcher started more ranks than Horovod sees.
+    """Check that Horovod sees all ranks of the launcher.
 
     Args:
-        environment: the process's variables, usually `os.environ`.
-        size: Horovod's number of ranks. None before Horovod has started: it is then that of the environment, or 1
-            where that has none. Under PMIx alone it cannot be known yet, and nothing is checked.
+        environment: Environment variables of the process, usually `os.environ`.
+        size: Horovod's number of ranks. None before Horovod has started: the number then comes from the
+            environment, or is 1 if the environment has none. Under PMIx alone it is not known yet, and nothing is
+            checked.
+
+    Raises:
+        LaunchError: The launcher started more ranks than Horovod sees.
     """
     found = {name: int(environment[name]) for name in NAMES if environment.get(name, "").isdecimal()}
     known = [found[name] for name in SIZES if name in found]
@@ -27,7 +31,7 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None) -> N
             return
         size = max(known, default=1)
     names = ["WORLD_SIZE", *SIZES]
-    if not known:  # mpirun may start fewer ranks than its SLURM job has tasks; a step's size is not the job's
+    if not known:  # mpirun may start fewer ranks than the SLURM job has tasks; a step may be smaller than the job
         names.append("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in found else "SLURM_NTASKS")
     for name in names:
         if (ranks := found.get(name, 0)) > size:

@@ -1,9 +1,9 @@
-"""N ranks in one process, for tests and simulation: every rank's requests are met in the order of ranks.
+"""N simulated ranks in one process, for tests and simulation. Requests are combined in rank order.
 
-Two ways to drive it. `LockstepWorld.converse` runs one generator per rank in a single thread, launching each
-round in a shuffled order of ranks. `LockstepWorld.run` runs one function per rank, each in its own thread, so
-that whole training loops with a `Transport` work unchanged; one rank runs at a time, until it waits for a message
-that is not there, and then the next one that can go on: always in the same order.
+There are two ways to run it. `LockstepWorld.converse` runs one generator per rank in a single thread and launches
+each round in a shuffled order of ranks. `LockstepWorld.run` runs one function per rank, each in its own thread, so
+training loops that use a `Transport` work unchanged. One rank runs at a time. When it must wait for a message, the
+next rank that can continue runs. The order is always the same.
 """
 
 import random
@@ -21,7 +21,7 @@ from dgc.comm.requests import Conversation, Group, Reply, Request, T
 
 @dataclass
 class _Meeting:
-    """The requests that ranks have launched under one name, and the replies once all are there."""
+    """The requests that ranks have launched under one name, and the replies once all ranks have launched."""
 
     requests: dict[int, tuple[Request, ...]] = field(default_factory=dict)
     replies: list[tuple[Reply, ...]] | None = None
@@ -59,7 +59,20 @@ class LockstepTransport:
 
 
 class LockstepWorld:
-    """`size` ranks on machines of `local_size` each (default: all on one)."""
+    """Simulated ranks. `transports` holds the transport of each rank, `meters` the meter of each rank.
+
+    Args:
+        size: Number of ranks.
+        local_size: Ranks per machine; it must divide `size`. Default: all ranks on one machine.
+        seed: Seed of the launch order in `converse`.
+
+    Raises:
+        ValueError: `local_size` does not divide `size`.
+
+    Example:
+        world = LockstepWorld(4)
+        sums = world.run(lambda transport: all_reduce(transport, torch.ones(3), "sum"))  # one result per rank
+    """
 
     def __init__(self, size: int, local_size: int | None = None, seed: int = 0):
         self.size, self.local_size = size, local_size or size
@@ -71,7 +84,7 @@ class LockstepWorld:
         self._meetings: dict[str, list[_Meeting]] = {}
         self._lock = threading.RLock()
         self._turns = [threading.Condition(self._lock) for _ in range(size)]
-        self._turn: int | None = None  # whose it is to run, inside `run`
+        self._turn: int | None = None  # the rank that runs now, inside `run`
         self._failed: int | None = None
         self._ended: set[int] = set()
         self._waiting: dict[int, _Meeting] = {}
@@ -85,7 +98,7 @@ class LockstepWorld:
         return list(range(rank % self.local_size, self.size, self.local_size))
 
     def converse(self, name: str, conversations: Sequence[Conversation[T]]) -> list[T]:
-        """Carry one conversation per rank to its end; the results by rank."""
+        """Run one conversation per rank to its end. Returns the results by rank."""
         order = list(range(self.size))
         self._random.shuffle(order)
         talks: dict[int, Talk[T]] = {}
@@ -102,7 +115,7 @@ class LockstepWorld:
         return [talks[rank].finish() for rank in range(self.size)]
 
     def run(self, body: Callable[[LockstepTransport], T]) -> list[T]:
-        """Run `body` once per rank, each in a thread; the results by rank. The first error ends all ranks."""
+        """Run `body` once per rank, each in a thread. Returns the results by rank; the first error ends all."""
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
 
@@ -137,7 +150,7 @@ class LockstepWorld:
             self._turns[rank].wait()
 
     def _pass_turn(self, rank: int) -> None:
-        """To the next rank that can go on: it has what it waits for, or an error to raise."""
+        """Let the next rank run that can continue: it has the replies it waits for, or an error to raise."""
         after = ((rank + i) % self.size for i in range(1, self.size + 1))
         running = [r for r in after if r not in self._ended]
         free = (r for r in running if r not in self._waiting or self._waiting[r].replies is not None)
@@ -159,7 +172,7 @@ class LockstepWorld:
             return meeting
 
     def poll(self, rank: int, flight: LockstepFlight) -> bool:
-        """Whoever asks in vain lets the others run, or it might ask for ever."""
+        """Whether the replies are there. If not, the other ranks run first, so that a polling loop ends."""
         with self._lock:
             if flight.meeting.replies is None and self._turn is not None:
                 self._pass_turn(rank)

@@ -1,4 +1,4 @@
-"""What becomes of one request of each rank when they meet in one process: the replies, in the order of ranks."""
+"""Collectives in one process: compute the replies from the requests of all ranks, in rank order."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,12 +22,12 @@ ADVICE = "; give every rank the same settings, and call begin_epoch(epoch) with 
 
 
 class LockstepError(RuntimeError):
-    """Ranks that disagree about a message, or one that never came."""
+    """Ranks disagree about a message, or a message is missing."""
 
 
 @torch.no_grad()
 def spoil(launched: Iterable[Request]) -> None:
-    """NaN into floating-point tensors that were launched: they are the transport's, which may write to them."""
+    """Fill launched floating-point tensors with NaN: they belong to the transport, which may overwrite them."""
     for request in launched:
         for tensor in request.sends.values() if isinstance(request, Exchange) else (request.tensor,):
             if tensor.is_floating_point():
@@ -35,8 +35,13 @@ def spoil(launched: Iterable[Request]) -> None:
 
 
 def check_agreement(name: str, together: Mapping[int, Request], shapes: bool = True) -> None:
-    """Raise unless the ranks' requests are of one kind and group and, if shapes, of one dtype and (where it must
-    be) shape, in which groups may differ.
+    """Check that the ranks' requests match.
+
+    Kind and group must be equal on all ranks. With `shapes`, dtype, operation and root must be equal, too, and
+    shape where the kind requires it. Different groups may differ in these.
+
+    Raises:
+        LockstepError: A request differs. The message names both ranks.
     """
     (first, wanted), *others = ((rank, _described(request, shapes)) for rank, request in together.items())
     for rank, found in others:
@@ -45,7 +50,7 @@ def check_agreement(name: str, together: Mapping[int, Request], shapes: bool = T
 
 
 def _described(request: Request, shapes: bool) -> tuple[object, ...]:
-    """What must be the same on all ranks."""
+    """The properties that must be equal on all ranks."""
     kind = (type(request).__name__, request.group)
     if not shapes:
         return kind
@@ -73,7 +78,7 @@ def reduce_in_order(tensors: Sequence[Tensor], op: Op) -> Tensor:
 
 
 def carry(together: Sequence[Any]) -> list[Reply]:
-    """The replies, by rank in the group, to one request of each rank."""
+    """Return the replies to one request of each rank, ordered by rank in the group."""
     size = len(together)
     match together[0]:
         case AllReduce(_, op):

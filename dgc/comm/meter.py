@@ -1,17 +1,17 @@
-"""Bytes and seconds, counted in one place: where a conversation's requests are launched.
+"""Counts of bytes and seconds, taken where a conversation's requests are launched.
 
-`payload_bytes` is what this rank contributes, headers and padding included. `wire_bytes` is what this rank
-sends to carry it, by the usual bandwidth-optimal algorithm with N ranks and b payload bytes:
+`payload_bytes` counts what this rank contributes, with headers and padding. `wire_bytes` counts what this rank
+sends for it under the usual bandwidth-optimal algorithm with N ranks and b payload bytes:
 
     all-reduce (ring)        2 b (N-1)/N
     all-gather (ring)        b (N-1)
     reduce-scatter (ring)    b (N-1)/N
-    all-to-all (pairwise)    what goes to other ranks
+    all-to-all (pairwise)    bytes for other ranks
     broadcast (pipeline)     b from every rank but the last: b (N-1)/N on average
-    exchange                 what goes to other ranks
+    exchange                 bytes for other ranks
 
-`dense_wire_bytes` is what `wire_bytes` would be if the same gradients travelled by dense all-reduce in fp32. It is
-what `wire_bytes` is compared with: payloads of different collectives do not compare. docs/bytes.md has an example.
+`dense_wire_bytes` is the value of `wire_bytes` for a dense fp32 all-reduce of the same gradients. Compare
+`wire_bytes` with it: payloads of different collectives are not comparable. docs/bytes.md has an example.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def payload_bytes(request: Request, rank: int) -> int:
-    """Bytes that this rank (its number within the group) contributes to the request."""
+    """Bytes that this rank contributes to the request. `rank` counts within the group."""
     if isinstance(request, Exchange):
         return sum(nbytes(t) for to, t in request.sends.items() if to != rank)
     if isinstance(request, Broadcast):
@@ -46,7 +46,7 @@ def all_gather_wire_bytes(payload: int, size: int) -> float:
 
 
 def wire_bytes(request: Request, rank: int, size: int) -> float:
-    """Bytes that this rank sends for the request, in a group of `size` ranks."""
+    """Bytes that this rank sends for the request in a group of `size` ranks. `rank` counts within the group."""
     match request:
         case AllReduce(tensor):
             return all_reduce_wire_bytes(nbytes(tensor), size)
@@ -62,11 +62,17 @@ def wire_bytes(request: Request, rank: int, size: int) -> float:
 
 @dataclass
 class Meter:
-    """Totals since the start, for this rank.
+    """Totals of this rank since the start.
 
-    `seconds` is time of the host: on a GPU the work itself may still be running. "compress" is work that ends in
-    a message, "launch" handing messages to the transport, "wait" what step() or synchronize() waits for replies,
-    "decode" the work after the last reply, "step" the optimizer's own. `trace`: who draws all that, if anyone.
+    Attributes:
+        payload_bytes: Bytes that this rank contributed, with headers and padding.
+        wire_bytes: Bytes that this rank sent.
+        dense_wire_bytes: Bytes that a dense fp32 all-reduce would have sent.
+        rounds: Number of rounds of requests.
+        seconds: Host time per phase; on a GPU the work itself may still be running. "compress" ends in a message,
+            "launch" passes messages to the transport, "wait" is the time that step() or synchronize() waits for
+            replies, "decode" follows the last reply, "step" is the wrapped optimizer's step.
+        trace: Records the phases as a timeline, if given.
     """
 
     payload_bytes: int = 0
@@ -81,16 +87,16 @@ class Meter:
         self.wire_bytes += wire_bytes(request, rank, size)
 
     def count_dense(self, numel: int, size: int) -> None:
-        """`numel` gradients were exchanged, by whatever method, among `size` ranks."""
+        """Count `numel` gradient elements, exchanged by any method among `size` ranks."""
         self.dense_wire_bytes += all_reduce_wire_bytes(4 * numel, size)
 
     def spent(self, phase: str, on: str, start: float, end: float) -> None:
-        """Seconds of time.perf_counter() between which this phase of `on` (a bucket) lasted."""
+        """Add a phase of `on` (a bucket). `start` and `end` are readings of time.perf_counter(), in seconds."""
         self.seconds[phase] += end - start
         if self.trace is not None:
             self.trace.add(phase, on, start, end)
 
     def in_flight(self, on: str, launched: float, taken_up: float) -> None:
-        """A message travelled or lay ready between these two readings of time.perf_counter()."""
+        """Trace a message from its launch until its reply is used. Both are readings of time.perf_counter()."""
         if self.trace is not None:
             self.trace.add("in flight", on, launched, taken_up, network=True)

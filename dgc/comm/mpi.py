@@ -1,9 +1,9 @@
-"""Messages between two ranks over MPI, for gossip: the rest of a transport is another one's, Horovod's as a rule.
+"""Point-to-point messages over MPI, for gossip. Another transport, usually Horovod's, carries everything else.
 
-The MPI is the one that Horovod runs on, brought up by it with MPI_THREAD_MULTIPLE, on a communicator of this
-transport's own. Messages pair by name (the tag) and, under one name, in the order of sending, as MPI promises. A
-flight has come when what it receives has come: whether a neighbour has taken what was sent to it is not waited
-for, so that a slow rank holds up only those that hear from it.
+This uses the MPI that Horovod has started with MPI_THREAD_MULTIPLE, on a separate communicator. Messages are
+matched by name (the tag) and, under one name, in the order of sending, as MPI guarantees. A flight is complete
+when its receives are complete. It does not wait for neighbours to receive, so a slow rank delays only the ranks
+that receive from it.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from dgc.comm.channel import Channel
 from dgc.comm.requests import Exchange, Group, Reply, Request, as_bytes
 from dgc.comm.transport import Transport
 
-LIMIT = 2**31 - 1  # elements of a message; MPI counts them in a C int
+LIMIT = 2**31 - 1  # most elements of a message; MPI counts them in a C int
 
 
 @runtime_checkable
 class Grouped(Transport, Protocol):
     def members(self, group: Group) -> list[int]:
-        """The ranks, in the world, of this rank's group of that kind."""
+        """World ranks of this rank's group of that kind."""
         ...
 
 
 @dataclass(eq=False)
 class PointToPointFlight:
-    """Either the inner transport's flight, or receptions on their way, each with the tensor that it fills."""
+    """Either the inner transport's flight, or pending receives and the replies that they fill."""
 
     inner: Any
     replies: tuple[Reply, ...]
@@ -37,9 +37,13 @@ class PointToPointFlight:
 
 
 class PointToPoint:
-    """Exchanges by MPI, all else by `inner`. Every rank must make it, in the same order as other transports.
+    """A transport that sends Exchange requests over MPI and all others over `inner`. Construction is collective.
 
-    ValueError where `inner` runs on no MPI, or on one without threads.
+    Args:
+        inner: Transport that runs on MPI. Its ranks must equal MPI's.
+
+    Raises:
+        ValueError: `inner` does not run on MPI, or MPI has no threads, or the rank numbers differ.
     """
 
     def __init__(self, inner: Grouped):
@@ -55,7 +59,7 @@ class PointToPoint:
             )
         self._tags: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self._names: dict[int, str] = {}
-        self._sent: list[tuple[Any, Tensor]] = []  # not known to have left; MPI reads the tensor until then
+        self._sent: list[tuple[Any, Tensor]] = []  # not known to be complete; MPI reads the tensor until then
 
     def group_size(self, group: Group) -> int:
         return self.inner.group_size(group)
@@ -64,7 +68,7 @@ class PointToPoint:
         return self.inner.group_rank(group)
 
     def channel(self) -> Channel:
-        from dgc.comm.mpi_channel import MPIChannel  # which needs this module
+        from dgc.comm.mpi_channel import MPIChannel  # here: dgc.comm.mpi_channel imports this module
 
         return MPIChannel()
 
@@ -104,8 +108,12 @@ class PointToPoint:
 
 
 def counted(tensor: Tensor, MPI: Any) -> list[Any]:
-    """A contiguous tensor's memory as MPI takes it: in numbers of 4 bytes where its length divides by 4, so that
-    more fits into a message, else in bytes. ValueError where it is too long all the same.
+    """Return MPI's buffer description of a contiguous tensor.
+
+    MPI counts 4-byte units if the number of bytes is a multiple of 4, which allows larger messages, else bytes.
+
+    Raises:
+        ValueError: The tensor is too large for one message.
     """
     content = as_bytes(tensor).numpy()
     each, kind = (1, MPI.BYTE) if content.size % 4 else (4, MPI.INT32_T)
@@ -118,7 +126,11 @@ def counted(tensor: Tensor, MPI: Any) -> list[Any]:
 
 
 def running_mpi() -> Any:
-    """mpi4py's MPI, as Horovod started it. ValueError, with its cure, where there is none or it has no threads."""
+    """Return mpi4py's MPI as Horovod started it.
+
+    Raises:
+        ValueError: mpi4py is missing, MPI is not running, or it was started without threads.
+    """
     cure = "start the ranks with mpirun or horovodrun --mpi, and let Horovod and mpi4py use one MPI"
     try:
         import mpi4py

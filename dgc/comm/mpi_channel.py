@@ -1,7 +1,7 @@
-"""A `Channel` over the MPI that Horovod runs on: messages on a communicator of its own, looked after by polling.
+"""A `Channel` over the MPI that Horovod uses, with a separate communicator and polling.
 
-Horovod calls MPI from a thread of its own at any time. Nothing here blocks inside MPI after the start, so that
-neither thread can keep the other from what it waits for.
+Horovod calls MPI from its own thread at any time. After the start, nothing here blocks inside MPI, so the two
+threads cannot block each other.
 """
 
 from typing import Any
@@ -12,15 +12,16 @@ from dgc.comm.mpi import running_mpi
 
 
 class MPIChannel:
-    """Collective: every rank makes one at the same point of its program.
+    """A channel over MPI. Construction is collective: every rank creates it at the same point of the program.
 
-    ValueError where MPI does not run, as under Horovod's Gloo controller, or not with threads.
+    Raises:
+        ValueError: MPI is not running, as with Horovod's Gloo controller, or it was started without threads.
     """
 
     def __init__(self) -> None:
         MPI = running_mpi()
         self._communicator = MPI.COMM_WORLD.Dup()
-        # an error is to be raised here, not to end the process without a word
+        # errors are raised here; MPI's default ends the process without a message
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
         self._any = MPI.ANY_SOURCE
         self.rank: int = self._communicator.Get_rank()

@@ -1,11 +1,11 @@
-"""The words of a conversation: what an algorithm may ask of the network.
+"""Requests: the collective operations that an algorithm can use.
 
-An algorithm is a generator. It yields a tuple of requests, is resumed with the replies in the same order,
-and returns its result. It never sees who carries the messages.
+An algorithm is a generator. It yields a tuple of requests, is resumed with the replies in the same order, and
+returns its result. It does not depend on the transport.
 
-After a request is launched its tensor belongs to the transport, which may hold the reply in it.
-Each request names a group of ranks: `world`; `local`, this machine's ranks; `cross`, the ranks that have my
-local rank on every machine.
+After a request is launched, its tensor belongs to the transport, which may store the reply in it.
+Each request names a group of ranks: `world` is all ranks, `local` the ranks of this machine, and `cross` the ranks
+with this rank's local rank on every machine.
 """
 
 from collections.abc import Generator
@@ -21,7 +21,7 @@ Op = Literal["mean", "sum", "min", "max"]
 
 @dataclass(frozen=True, eq=False)
 class AllReduce:
-    """Reply: the element-wise `op` of the group's tensors, same shape and dtype."""
+    """Reduce tensors of one shape and dtype. Reply: the element-wise `op` of the group's tensors."""
 
     tensor: Tensor
     op: Op = "mean"
@@ -30,7 +30,7 @@ class AllReduce:
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Tensors of one dimension, the same length on every rank. Reply: a tuple of them, by rank in the group."""
+    """Gather one-dimensional tensors of one length. Reply: a tuple of all of them, by rank in the group."""
 
     tensor: Tensor
     group: Group = "world"
@@ -38,7 +38,7 @@ class AllGather:
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """The first `splits[0]` elements go to rank 0 and so on. Reply: a tuple of what each rank sent here."""
+    """Send the first `splits[0]` elements to rank 0, and so on. Reply: a tuple of the received parts, by rank."""
 
     tensor: Tensor
     splits: tuple[int, ...]
@@ -47,7 +47,10 @@ class AllToAll:
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter:
-    """One dimension, a length that the group's size divides. Reply: my share of the element-wise `op`."""
+    """Reduce and scatter a one-dimensional tensor. Its length must be a multiple of the group's size.
+
+    Reply: this rank's share of the element-wise `op`.
+    """
 
     tensor: Tensor
     op: Op = "mean"
@@ -56,7 +59,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """Reply: `root`'s tensor (`root` counts within the group)."""
+    """Broadcast a tensor. Reply: `root`'s tensor; `root` counts within the group."""
 
     tensor: Tensor
     root: int = 0
@@ -65,10 +68,14 @@ class Broadcast:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One-dimensional contiguous tensors to some ranks, and one from each rank in `receives`.
+    """Send one-dimensional contiguous tensors to some ranks and receive one from each rank in `receives`.
 
-    receives: by sender, a tensor of the length and dtype that will come, whose memory the transport may use.
-    Reply: a dict by sender. A transport of point-to-point messages waits for nobody but those that it hears from.
+    Reply: a dict by sender. A point-to-point transport waits only for the ranks in `receives`.
+
+    Args:
+        sends: Tensors by receiving rank.
+        receives: By sender, a tensor of the expected length and dtype. The transport may use its memory.
+        group: Group in which ranks are counted.
     """
 
     sends: dict[int, Tensor]
@@ -77,12 +84,12 @@ class Exchange:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, where they lie."""
+    """Return a uint8 view of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 
 Request: TypeAlias = AllReduce | AllGather | AllToAll | ReduceScatter | Broadcast | Exchange
-Reply: TypeAlias = Any  # Tensor, tuple[Tensor, ...] or dict[int, Tensor], as each request says
+Reply: TypeAlias = Any  # Tensor, tuple[Tensor, ...] or dict[int, Tensor], depending on the request
 
 T = TypeVar("T")
 Conversation: TypeAlias = Generator[tuple[Request, ...], tuple[Reply, ...], T]

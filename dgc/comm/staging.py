@@ -1,8 +1,8 @@
-"""Messages of GPU tensors over a transport that needs host memory, by way of pinned buffers.
+"""GPU tensors over a transport that needs host memory, through pinned buffers.
 
-A message is copied to the host behind what the GPU has queued; the transport gets it once the copy is done,
-which `poll` finds out without waiting; whoever waits hands over all that was launched. Replies go back to the GPU
-as they come.
+A message is copied to the host after the work that is already queued on the GPU. The transport gets the message
+once the copy is done. `poll` checks for this without waiting; `wait` passes on all launched messages. Replies are
+copied back to the GPU when they arrive.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from dgc.comm.transport import Transport
 
 @runtime_checkable
 class Event(Protocol):
-    """The parts of torch.cuda.Event that are used."""
+    """The methods of torch.cuda.Event that are used."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
@@ -28,7 +28,14 @@ class Event(Protocol):
 
 @dataclass(eq=False)
 class StagedFlight:
-    """inner: the carrier's flight, from when the copies in `requests` are `ready`. device: where replies go."""
+    """Launched requests.
+
+    Attributes:
+        requests: The requests with tensors in host memory.
+        ready: Event after the copies to the host; None if there were none.
+        device: Device of the replies.
+        inner: The carrier's flight. None until the copies are done.
+    """
 
     name: str
     requests: tuple[Request, ...]
@@ -38,9 +45,12 @@ class StagedFlight:
 
 
 class Staged:
-    """A transport that carries GPU tensors through the host memory of another one, and CPU tensors as they are.
+    """A transport that sends GPU tensors through host memory over another transport. CPU tensors are not copied.
 
-    is_remote and make_event are for tests without a GPU.
+    Args:
+        carrier: Transport for tensors in host memory.
+        is_remote: Whether a tensor must be copied to the host. For tests without a GPU.
+        make_event: Creates an event. For tests without a GPU.
     """
 
     def __init__(
@@ -50,7 +60,7 @@ class Staged:
         make_event: Callable[[], Event] = torch.cuda.Event,
     ):
         self._carrier, self._is_remote, self._make_event = carrier, is_remote, make_event
-        self._held: list[StagedFlight] = []  # launched and not yet handed over
+        self._held: list[StagedFlight] = []  # launched and not yet passed to the carrier
         self.rank, self.size = carrier.rank, carrier.size
         self.local_rank, self.local_size = carrier.local_rank, carrier.local_size
 
@@ -61,7 +71,7 @@ class Staged:
         return self._carrier.group_rank(group)
 
     def channel(self) -> Channel:
-        """In host memory, as the carrier's."""
+        """Open a channel of the carrier, for tensors in host memory."""
         return channel_of(self._carrier)
 
     def launch(self, name: str, requests: Sequence[Request]) -> StagedFlight:
@@ -82,7 +92,7 @@ class Staged:
         return self._depart(flight) and self._carrier.poll(flight.inner)
 
     def wait(self, flight: StagedFlight) -> tuple[Reply, ...]:
-        # all that was launched, or two ranks could wait for what the other still holds back
+        # pass on everything launched; otherwise two ranks could each wait for a message that the other holds back
         for other in list(self._held):
             if other.ready is not None:
                 other.ready.synchronize()
@@ -91,7 +101,7 @@ class Staged:
         return replies if flight.ready is None else tuple(_sent_to(reply, flight.device) for reply in replies)
 
     def _depart(self, flight: StagedFlight) -> bool:
-        """Hand the messages over as soon as they lie in host memory; whether that has happened."""
+        """Pass the messages to the carrier if they are in host memory. Returns whether that has happened."""
         if flight.inner is None and (flight.ready is None or flight.ready.query()):
             flight.inner = self._carrier.launch(flight.name, flight.requests)
             self._held.remove(flight)

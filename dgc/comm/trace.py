@@ -1,7 +1,7 @@
 """A timeline of a rank's exchanges in Chrome's trace format, for ui.perfetto.dev or chrome://tracing.
 
-One row per bucket shows its phases, the next one its messages: "in flight" from their launch until the replies
-are taken up. Times are the host's: on a GPU the work itself may still be running.
+Each bucket has two rows. The first shows its phases. The second shows its messages, "in flight" from the launch
+until the replies are used. Times are host times: on a GPU the work itself may still be running.
 """
 
 import json
@@ -10,7 +10,12 @@ from time import perf_counter
 
 
 class Trace:
-    """limit: events after which no more are kept, so that a long run does not fill the memory."""
+    """Events of one rank.
+
+    Args:
+        rank: This rank.
+        limit: Largest number of events kept, which bounds the memory of a long run. `dropped` counts the rest.
+    """
 
     def __init__(self, rank: int, limit: int = 200_000):
         self._rank, self._limit = rank, limit
@@ -20,7 +25,7 @@ class Trace:
         self.dropped = 0
 
     def add(self, phase: str, on: str, start: float, end: float, network: bool = False) -> None:
-        """A phase of the row `on`, or of the one below it, between two readings of time.perf_counter()."""
+        """Add a phase to the row `on`, or with `network` to the row below it. Times: time.perf_counter()."""
         row = 2 * self._rows.setdefault(on, len(self._rows)) + network
         if len(self._events) < self._limit:
             self._events.append((phase, row, start - self._zero, end - start))
@@ -28,7 +33,7 @@ class Trace:
             self.dropped += 1
 
     def save(self, path: Path) -> None:
-        """Write all events so far. Times become microseconds since the trace began."""
+        """Write all events so far. Times are written in microseconds since the trace began."""
         events = [_name("process_name", self._rank, 0, f"rank {self._rank}")]
         for name, row in self._rows.items():
             events.append(_name("thread_name", self._rank, 2 * row, name))

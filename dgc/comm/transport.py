@@ -1,4 +1,7 @@
-"""What carries messages between ranks: Horovod, MPI, or N ranks simulated in one process."""
+"""The interface of a transport, which carries messages between ranks.
+
+Implementations use Horovod, MPI, or N simulated ranks in one process.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -8,9 +11,10 @@ from dgc.comm.requests import Group, Reply, Request
 
 @runtime_checkable
 class Transport(Protocol):
-    """Requests of different ranks meet by name, never by the order of launching.
+    """Carries requests between ranks.
 
-    A name may be used again as soon as its flight has been waited for.
+    Requests of different ranks are matched by name, not by launch order. A name may be reused once `wait` has
+    returned for its flight.
     """
 
     @property
@@ -31,13 +35,13 @@ class Transport(Protocol):
         ...
 
     def launch(self, name: str, requests: Sequence[Request]) -> Any:
-        """Start the requests and return a flight at once."""
+        """Start the requests and return a flight without blocking."""
         ...
 
     def poll(self, flight: Any) -> bool:
-        """Whether `wait` would return without waiting."""
+        """Whether `wait` would return without blocking."""
         ...
 
     def wait(self, flight: Any) -> tuple[Reply, ...]:
-        """The replies, in the order of the requests. Each flight is waited for once."""
+        """Block until the replies are there and return them in the order of the requests. Call once per flight."""
         ...

@@ -1,6 +1,6 @@
-"""The hot loops, in three tiers of one meaning: `reference` (plain torch), `native` (C++), `triton` (GPU).
+"""The hot loops in three equivalent tiers: `reference` (plain torch), `native` (C++) and `triton` (GPU).
 
-The tier follows the device of the tensor, unless DGC_KERNELS or `use` names one.
+The device of the tensor selects the tier, unless DGC_KERNELS or `use` names one.
 """
 
 import os
@@ -27,13 +27,18 @@ _asked = os.environ.get("DGC_KERNELS", "auto")
 
 
 class KernelsUnavailable(ValueError):
-    """A tier was asked for that this machine, or this device, cannot run."""
+    """The requested tier cannot run on this machine or device."""
 
 
 def use(name: str) -> None:
-    """Let every bucket from now on be handled by this tier: auto, reference, native or triton.
+    """Select the tier for all later calls.
 
-    auto: native on a CPU, triton on a GPU, and where that is missing reference, with a warning.
+    Args:
+        name: "auto", "reference", "native" or "triton". "auto" uses native on a CPU and triton on a GPU, or
+            reference with a warning if that tier is missing.
+
+    Raises:
+        ValueError: `name` is none of these.
     """
     global _asked
     if name not in TIERS:
@@ -42,27 +47,27 @@ def use(name: str) -> None:
 
 
 def of(tensor: Tensor) -> Kernels:
-    """The kernels for tensors on this one's device."""
+    """Return the kernels for the tensor's device."""
     return _tier(_asked, tensor.device)[0]
 
 
 def codec_of(tensor: Tensor) -> Codec:
-    """The payload codec for tensors on this one's device."""
+    """Return the payload codec for the tensor's device."""
     return _tier(_asked, tensor.device)[1]
 
 
 def quantizers_of(tensor: Tensor) -> Quantizers:
-    """The quantizers for tensors on this one's device."""
+    """Return the quantizers for the tensor's device."""
     return _tier(_asked, tensor.device)[2]
 
 
 def lowrank_of(tensor: Tensor) -> LowRank:
-    """The products of low-rank methods for tensors on this one's device."""
+    """Return the products of low-rank methods for the tensor's device."""
     return _tier(_asked, tensor.device)[3]
 
 
 def describe(device: torch.device) -> str:
-    """The tier that serves this device, in words for a log."""
+    """Return a text for logs that names the device's tier."""
     return str(_tier(_asked, device)[0])
 
 

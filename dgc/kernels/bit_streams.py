@@ -1,8 +1,8 @@
-"""Packed and Rice codes of ascending indices in plain torch: what `codec` defines, all elements at once.
+"""Packed and Rice codes of ascending indices in plain torch, vectorised over all elements. `codec` defines them.
 
-A stream is kept as int64 tensors that hold 32 bits each: a field of up to 31 bits then spans two words at most,
-and shifting it into place cannot overflow. Fields are disjoint, so adding them to the words is or-ing them. Two
-words more than the section has let fields be written and read without asking whether they are the last.
+A stream is an int64 tensor with 32 bits in each word. A field of up to 31 bits then spans at most two words, and
+shifting it into place cannot overflow. Fields are disjoint, so adding them to the words equals a bitwise or. Two
+spare words after the section avoid special cases for the last fields.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ SPARE_WORDS = 2
 
 @dataclass(frozen=True, eq=False)
 class Gaps:
-    """Gaps in rows of one block each, the last block filled up; zero where no element is."""
+    """Gaps in rows of one block each. The last block is padded; entries without an element are zero."""
 
     gaps: Int64[Tensor, "blocks block"]
     counts: Int64[Tensor, "blocks"]
@@ -40,7 +40,7 @@ def numbers(like: Tensor, size: int) -> Int64[Tensor, "size"]:
 
 
 def thin(selection: Selection, kept: Int64[Tensor, ""]) -> Selection:
-    """`kept` of its elements, evenly spaced in their order."""
+    """Return `kept` elements of the selection, evenly spaced in order."""
     j = numbers(selection.indices, selection.indices.numel())
     which = (j * selection.count // kept.clamp(min=1)).clamp(max=max(0, j.numel() - 1))
     live = j < kept
@@ -59,17 +59,17 @@ def gaps_of(indices: Int32[Tensor, "capacity"], count: Int64[Tensor, ""] | Int32
 
 
 def counts_of(count: Tensor, blocks: int, block: int) -> Int64[Tensor, "blocks"]:
-    """How many elements each block has."""
+    """Return the number of elements of each block."""
     return (count.long() - numbers(count, blocks) * block).clamp(0, block)
 
 
 def bit_length(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Of numbers from 0 to 2**53."""
+    """Return the bit length of integers from 0 to 2**53."""
     return torch.frexp(x.double()).exponent.long()
 
 
 def starts_of(lengths: Int64[Tensor, "blocks"]) -> Int64[Tensor, "blocks"]:
-    """Where each block's fields begin, in bits, behind the bytes of parameters."""
+    """Return the bit position of each block's first field. The fields follow the bytes of parameters."""
     return lengths.cumsum(0) - lengths + 8 * lengths.numel()
 
 
@@ -92,7 +92,7 @@ def write_(section: UInt8[Tensor, "nbytes"], words: Int64[Tensor, "words"], para
 def read_fields(
     section: UInt8[Tensor, "nbytes"], at: Int64[Tensor, "*shape"], widths: Int64[Tensor, "*#shape"]
 ) -> Int64[Tensor, "*shape"]:
-    """Fields of up to 31 bits; what lies behind the section reads as anything."""
+    """Read fields of up to 31 bits. Fields beyond the section have arbitrary content."""
     words = torch.nn.functional.pad(section.view(torch.int32).long() & LOW, (0, SPARE_WORDS))
     word = (at >> 5).clamp(max=words.numel() - SPARE_WORDS)
     both = words[word] | words[word + 1] << 32
@@ -102,7 +102,7 @@ def read_fields(
 def add_up(
     gaps: Int64[Tensor, "capacity"], count: Int64[Tensor, ""], numel: int, sound: Bool[Tensor, ""]
 ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-    """Indices from gaps, which are zero beyond the count, and whether they lie below numel."""
+    """Return indices from gaps, zero beyond the count, and whether they are below numel."""
     indices = (gaps.clamp(0, numel) + 1).cumsum(0) - 1
     live = numbers(gaps, gaps.numel()) < count
     fine = ((gaps >= 0) & (gaps <= numel) & (indices < numel)) | ~live
@@ -157,7 +157,7 @@ def packed_decode(
 
 
 def rice_parameters(found: Gaps) -> Int64[Tensor, "blocks"]:
-    """By halving: the smallest b for which b + 1 is no better."""
+    """Find, by bisection, the smallest b for which b + 1 is no better."""
     b = torch.zeros_like(found.counts)
     for step in (16, 8, 4, 2, 1):
         better = rice_bits(found, b + step) < rice_bits(found, b + step - 1)
@@ -210,7 +210,7 @@ def rice_decode(
     places, found = ones_of(section, unary, code.capacity)
     zeros = torch.diff(places, prepend=(unary - 1).view(1)) - 1
     high = zeros << column.expand(blocks, RICE_BLOCK).reshape(-1)[: code.capacity]
-    # no sum of gaps is above numel, so larger ones are wrong, and cut before they overflow
+    # a valid sum of gaps is at most numel: add_up rejects larger gaps, and clamps them before they overflow
     sound = (given <= LARGEST_PARAMETER).all() & (found >= m) & (m == count)
     return add_up((high | low), m, code.numel, sound)
 
@@ -218,7 +218,10 @@ def rice_decode(
 def ones_of(
     section: UInt8[Tensor, "nbytes"], start: Int64[Tensor, ""], capacity: int
 ) -> tuple[Int64[Tensor, "capacity"], Int64[Tensor, ""]]:
-    """Where the first `capacity` ones from bit `start` on are, anything beyond the last; how many there are."""
+    """Return (positions of the first `capacity` ones from bit `start` on, number of ones).
+
+    Entries beyond the last one are arbitrary.
+    """
     bits = (section.unsqueeze(1) >> numbers(section, 8).to(torch.uint8) & 1).view(-1).long()
     at = numbers(section, bits.numel())
     bits = torch.where(at >= start, bits, 0)

@@ -1,4 +1,4 @@
-"""Payloads in plain torch: the definition of every bit, on any device, without waiting for it."""
+"""The payload codec in plain torch, on any device. It defines every bit and does not wait for the device."""
 
 from math import inf, nan
 
@@ -12,7 +12,7 @@ from dgc.kernels.codec import CHECKSUM_OF_ZEROS, HEADER_BYTES, Header, PackedCod
 from dgc.kernels.protocol import Selection
 
 SMALLEST = 2.0**-149  # of fp32
-LARGEST_EXPONENT = 15  # of scaled values: they stay below 2**15, half of what fp16 holds
+LARGEST_EXPONENT = 15  # scaled values stay below 2**15, half of fp16's range
 
 
 class TorchCodec:
@@ -131,7 +131,7 @@ class TorchCodec:
         live = numbers(bounds, capacity) < selection.count
         sums = torch.zeros(ranges, dtype=torch.float64, device=section.device)
         counts = torch.zeros(ranges, dtype=torch.int64, device=section.device)
-        # index_add_ adds in any order on a GPU, this in the same one every time
+        # not index_add_, which adds in a varying order on a GPU
         sums.index_put_((owner,), selection.values.abs().double(), accumulate=True)
         counts.index_add_(0, owner, live.long())
         means = (sums / counts.clamp(min=1)).float()
@@ -162,7 +162,7 @@ class TorchCodec:
         owner = owners(selection.indices, bounds)
         largest = torch.zeros(ranges, dtype=torch.float32, device=section.device)
         largest.scatter_reduce_(0, owner, selection.values.abs(), "amax")
-        # by a tensor: by a number, a GPU multiplies with its inverse
+        # divide by a tensor: for a number, a GPU multiplies by its inverse
         scales = (largest / torch.full_like(largest, 127)).clamp(min=SMALLEST)
         scales = torch.where(largest > 0, scales, 0.0)
         section[: 4 * ranges].view(torch.float32).copy_(scales)
@@ -185,7 +185,7 @@ class TorchCodec:
 
 
 def checksum(payload: UInt8[Tensor, "nbytes"], stored: Int64[Tensor, ""] | int = 0) -> Int64[Tensor, ""]:
-    """Of a payload as if its checksum, now `stored`, were zero."""
+    """Return the checksum of a payload, with its checksum field, now `stored`, taken as zero."""
     words = payload.view(torch.int64)
     total = (words * (2 * numbers(payload, words.numel()) + 1)).sum() - 3 * stored
     return (total ^ total >> 32) & LOW ^ CHECKSUM_OF_ZEROS
@@ -194,24 +194,24 @@ def checksum(payload: UInt8[Tensor, "nbytes"], stored: Int64[Tensor, ""] | int =
 def first(
     values: Float32[Tensor, "capacity"], count: Int32[Tensor, ""]
 ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-    """(values, zeros behind the first `count`; whether they are finite)"""
+    """Return (values with zeros after the first `count`, whether they are finite)."""
     values = torch.where(numbers(values, values.numel()) < count, values, 0.0)
     return values, values.isfinite().all()
 
 
 def owners(indices: Int32[Tensor, "capacity"], bounds: Int64[Tensor, "bounds"]) -> Int64[Tensor, "capacity"]:
-    """The range that each element lies in; of indices outside, any."""
+    """Return the range of each element. For indices outside all ranges the result is arbitrary but valid."""
     owner = torch.searchsorted(bounds, indices.long(), right=True) - 1
     return owner.clamp(0, max(0, bounds.numel() - 2))
 
 
 def power_of_two(values: Float32[Tensor, "n"]) -> tuple[Float32[Tensor, ""], Float32[Tensor, ""]]:
-    """(scale, 1 / scale), both exact, of what is not NaN."""
+    """Return (scale, 1 / scale), both exact. NaN values are ignored."""
     if not values.numel():
         one = torch.ones((), dtype=torch.float32, device=values.device)
         return one, one.clone()
     largest = values.abs().nan_to_num(0.0).amax()
-    # the exponent as its bits say it: exact on every device, and 0 for the smallest magnitudes
+    # the exponent from the bits: exact on every device, and 0 for denormals
     exponent = (largest.view(torch.int32) >> 23) - 126 - LARGEST_EXPONENT
     exponent = torch.where(largest > 0, exponent.clamp(-126, 126), 0)
     return ((127 + exponent) << 23).view(torch.float32), ((127 - exponent) << 23).view(torch.float32)

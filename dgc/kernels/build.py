@@ -1,11 +1,11 @@
-"""Builds the native kernels: every file in `dgc/kernels/cpp` into one shared library beside this file.
+"""Builds the native kernels: all files in `dgc/kernels/cpp` become one shared library in this folder.
 
     python -m dgc.kernels.build
 
-Needs a C++17 compiler ($CXX, else c++) and nothing else: the library has a C interface and knows no torch. Files
-named *_avx2.cpp and *_avx512.cpp may use those instructions, all others must run anywhere; the choice is made when
-a kernel is called. No contraction to FMA anywhere, since every tier of kernels must give the same bits.
-The library carries a stamp of what it was built from: building again does nothing while the stamp is true.
+It needs only a C++17 compiler ($CXX, else c++): the library has a C interface and does not use torch. Files named
+*_avx2.cpp and *_avx512.cpp may use those instructions. All others must run on any CPU. A kernel's variant is
+selected when it is called. Contraction to FMA is disabled, because all tiers of kernels must give the same bits.
+The library contains a stamp of its sources and compiler. Building again does nothing while the stamp matches.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def compiler() -> list[str]:
 
 
 def flags_of(source: Path) -> tuple[str, ...]:
-    """What `source` is compiled with: its name tells which instructions it may use."""
+    """Return the compiler flags for `source`. Its name decides which instructions it may use."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return FLAGS
     if source.stem.endswith("_avx512"):
@@ -42,7 +42,7 @@ def flags_of(source: Path) -> tuple[str, ...]:
 
 
 def sources_digest() -> str:
-    """Names one state of the sources."""
+    """Return a digest of the sources."""
     digest = hashlib.sha256()
     for file in sorted(SOURCES.glob("*.[ch]*")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -50,7 +50,7 @@ def sources_digest() -> str:
 
 
 def commands_digest() -> str:
-    """Names one way of compiling: the compiler's words and version, the flags, the machine."""
+    """Return a digest of the compiler command and version, the flags and the machine type."""
     words = [*compiler(), *FLAGS, *AVX2, *AVX512, platform.machine()]
     version = subprocess.run([*compiler(), "--version"], check=True, capture_output=True, text=True).stdout
     return hashlib.sha256("\0".join([*words, version]).encode()).hexdigest()[:20]
@@ -61,9 +61,10 @@ def stamp(sources: str, commands: str = "") -> str:
 
 
 def build() -> bool:
-    """Make LIBRARY hold the present sources. Returns whether anything had to be compiled.
+    """Build LIBRARY from the present sources if it is out of date. Returns whether it was built.
 
-    RuntimeError: there is no compiler, or it refuses.
+    Raises:
+        RuntimeError: There is no compiler, or compilation failed.
     """
     try:
         wanted = stamp(sources_digest(), commands_digest())
@@ -73,7 +74,7 @@ def build() -> bool:
     if LIBRARY.exists() and wanted.encode() in LIBRARY.read_bytes():
         return False
     files = sorted(SOURCES.glob("*.cpp"))
-    # Beside the library, so that the rename stays within one file system and is atomic.
+    # In the library's folder: a rename within one file system is atomic.
     with tempfile.TemporaryDirectory(dir=LIBRARY.parent, prefix=".build-") as scratch:
         objects = [Path(scratch, file.stem + ".o") for file in files]
         define = f'-DDGC_STAMP="{wanted}"'

@@ -1,4 +1,4 @@
-"""The shared library of native kernels, loaded once per process, and how its functions are called."""
+"""Loading of the native library, once per process, and helpers to call its functions."""
 
 import ctypes
 import os
@@ -15,21 +15,22 @@ CURE = "run `python -m dgc.kernels.build`"
 
 FP32, FP64, INT32, INT64, UINT8 = torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8
 
-Signatures = Mapping[str, tuple[type | None, tuple[type, ...]]]  # of functions, by name: result and arguments
+Signatures = Mapping[str, tuple[type | None, tuple[type, ...]]]  # by function name: types of result and arguments
 
 
 class KernelsMissing(RuntimeError):
-    """The native kernels cannot be used here; the message names the cure."""
+    """The native kernels cannot be used. The message says how to cure it."""
 
 
 ISAS = ("portable", "avx2", "avx512")
 
 
 def load() -> ctypes.CDLL:
-    """The library, using the instructions that DGC_KERNELS_ISA names (default: the best that the CPU has).
+    """Load the library. DGC_KERNELS_ISA names the instruction set; the default is the best that the CPU supports.
 
-    KernelsMissing: it was never built, was built from other sources, does not load on this machine, or
-    DGC_KERNELS_ISA asks for instructions that the CPU lacks.
+    Raises:
+        KernelsMissing: The library is not built, was built from other sources, does not load on this machine, or
+            the CPU does not support DGC_KERNELS_ISA.
     """
     library = _open()
     refusal = library.dgc_choose_isa(os.environ.get("DGC_KERNELS_ISA", "").encode())
@@ -39,7 +40,7 @@ def load() -> ctypes.CDLL:
 
 
 def supported_isas() -> tuple[str, ...]:
-    """The instruction sets that this CPU can run, the plainest first. KernelsMissing as in `load`."""
+    """Return the instruction sets that this CPU supports, simplest first. Raises KernelsMissing like `load`."""
     return ISAS[: _open().dgc_best_isa() + 1]
 
 
@@ -60,16 +61,17 @@ def _open() -> ctypes.CDLL:
 
 
 def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
-    """Without this ctypes would pass and return every number as a C int, too short for addresses."""
+    """Declare argument and result types. Otherwise ctypes uses C int for all, which is too short for addresses."""
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
 
 
 def pointer(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Where the elements lie, for native code, which cannot check what it is given.
+    """Return the address of the tensor's elements, for native code, which cannot check its arguments.
 
-    TypeError unless the tensor is of this dtype, on the CPU and contiguous.
+    Raises:
+        TypeError: The tensor has another dtype, is not on the CPU, or is not contiguous.
     """
     if tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous():
         return tensor.data_ptr()
@@ -77,17 +79,17 @@ def pointer(tensor: Tensor, dtype: torch.dtype) -> int:
 
 
 def pointer_or_none(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
-    """For an argument that may be null."""
+    """Return the address, or None (a null pointer) for None."""
     return None if tensor is None else pointer(tensor, dtype)
 
 
 def pointers(tensors: Sequence[Tensor], dtype: torch.dtype) -> bytes:
-    """For an argument that is an array of pointers. As bytes, because ctypes fills arrays of its own slowly."""
+    """Return an array of addresses, as bytes because ctypes fills its own arrays slowly."""
     return array("Q", [pointer(tensor, dtype) for tensor in tensors]).tobytes()
 
 
 def refusal(tensor: Tensor, dtype: torch.dtype, device: str) -> str:
-    """What a kernel takes, and what this tensor is."""
+    """Return an error text: what a kernel accepts, and what this tensor is."""
     layout = "contiguous" if tensor.is_contiguous() else f"non-contiguous (stride {tensor.stride()})"
     return (
         f"a kernel takes a contiguous {dtype} tensor on {device}, not a {layout} {tensor.dtype} tensor of shape "

@@ -1,9 +1,10 @@
-"""The products of low-rank methods: many matrices of one shape, and factors of few rows. Plain torch says what
-they are; other tiers sum in another order, so that products differ by rounding.
+"""The products of low-rank methods: many matrices of one shape, and factors with few rows.
 
-M [B, n, m] is contiguous, its matrices one after another. Factors lie in rows, U [B, R, n] and W [B, R, m], all
-fp32. "even" names the half step: Y = M^T X as Y [B, r, m] from X [B, r, n]; odd, Y = M X as Y [B, r, n] from
-X [B, r, m]. Y is contiguous.
+Plain torch defines the results. Other tiers add in another order, so their products differ by rounding.
+
+M [B, n, m] is contiguous. Factors are stored in rows, U [B, R, n] and W [B, R, m], all fp32. `even` selects the
+half step. Even: Y = M^T X, with X [B, r, n] and Y [B, r, m]. Odd: Y = M X, with X [B, r, m] and Y [B, r, n]. Y is
+contiguous.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ Factor = Float32[Tensor, "B r _"]
 
 @runtime_checkable
 class LowRank(Protocol):
+    """Products with low-rank factors."""
+
     name: str
 
     def subtract_(self, M: Matrices, U: Left, W: Right) -> None:
@@ -30,27 +33,39 @@ class LowRank(Protocol):
         ...
 
     def multiply(self, M: Matrices, X: Factor, even: bool, Y: Factor) -> None:
-        """Y = M^T X, or M X, into Y."""
+        """Y = M^T X if even, else Y = M X."""
         ...
 
     def refresh_(
         self, M: Matrices, taken: tuple[Left, Right] | None, g: Sequence[Tensor], X: Factor, even: bool, Y: Factor
     ) -> Int64[Tensor, ""]:
-        """M -= U^T W, of taken, bit for bit as subtract_; M += g; and the product of M and X into Y.
+        """Do M -= U^T W, then M += g, then multiply M by X into Y.
 
-        g: contiguous pieces of one dtype, one after another in the order of M's memory, of which NaN and TOO_LARGE
-        (see `protocol`) count as zero. What lies behind them is padding, and zero afterwards. Returns the place of
-        the first that counts as zero, g's length where there is none.
+        Args:
+            M: The matrices.
+            taken: U and W. The subtraction gives the same bits as subtract_. None: nothing is subtracted.
+            g: Consecutive contiguous pieces of one dtype, in M's memory order. NaN and TOO_LARGE (see `protocol`)
+                count as zero. The rest of M is padding, and zero afterwards.
+            X: Factor to multiply by.
+            even: The half step.
+            Y: Receives the product.
+
+        Returns:
+            The index of the first element of g that is NaN or TOO_LARGE, or g's length.
         """
         ...
 
     def outer(self, U: Left, W: Right, out: Sequence[Float32[Tensor, "n m"]]) -> None:
-        """U^T W of each matrix into its own place, contiguous; added up in the order of the R terms."""
+        """Write U^T W of each matrix to its contiguous tensor in `out`. The R terms are added in order."""
         ...
 
 
 class TorchLowRank:
-    """kernels: who adds gradients."""
+    """Implements `LowRank` in plain torch.
+
+    Args:
+        kernels: Adds the gradients.
+    """
 
     name = "torch"
 
@@ -86,7 +101,7 @@ def refresh_in_turn_(
     even: bool,
     Y: Factor,
 ) -> Int64[Tensor, ""]:
-    """LowRank.refresh_ as three passes over M."""
+    """Implement LowRank.refresh_ by three passes over M."""
     own = M.view(-1)[: sum(piece.numel() for piece in g)]
     if taken is not None:
         products.subtract_(M, *taken)

@@ -1,8 +1,9 @@
-"""The hot path in C++, for CPU tensors: one pass over memory per step, the same bits as the reference.
+"""The hot path in C++, for CPU tensors: one pass over memory per step, with the same bits as the reference.
 
-The pass of DGC reads g, u, v and writes u, v: 20 bytes per parameter, the least there is. As it goes it collects
-candidates, the elements at or above a floor; the exact choice is made among these. Where no floor is known a
-sample of the buffer suggests one. A range whose floor was wrong is done again, so only time depends on floors.
+The pass of DGC reads g, u, v and writes u, v: 20 bytes per parameter, which is the minimum. It also collects
+candidates, the elements at or above a floor, and the exact selection is made among these. If no floor is known,
+it is estimated from a sample of the buffer. A range with a wrong floor is processed again: floors only affect
+time.
 """
 
 from array import array
@@ -50,9 +51,10 @@ _SIGNATURES: Signatures = {
 
 
 class Native:
-    """Implements `dgc.kernels.protocol.Kernels` for CPU tensors, on torch.get_num_threads() threads.
+    """Implements `dgc.kernels.protocol.Kernels` for CPU tensors on torch.get_num_threads() threads.
 
-    KernelsMissing: see `dgc.kernels.library.load`.
+    Raises:
+        KernelsMissing: See `dgc.kernels.library.load`.
     """
 
     name = "native"
@@ -212,7 +214,7 @@ def _form(due: Accumulation) -> int:
 
 
 def _fp32(pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Pieces of one dtype."""
+    """Return the pieces, which share one dtype, as fp32."""
     return pieces if not pieces or pieces[0].dtype is torch.float32 else [p.to(torch.float32) for p in pieces]
 
 
@@ -223,8 +225,9 @@ def _entries(sent: Selection | None) -> tuple[int | None, int | None, int | None
 
 
 def _pass_arguments(form: int, pieces: Sequence[Tensor], due: Accumulation) -> tuple[object, ...]:
-    """What the library's functions of the pass begin with. `pieces`, due.g in fp32, must live until the call
-    returns.
+    """Return the first arguments of the library's functions for the pass.
+
+    `pieces` is due.g in fp32. It must stay alive until the call returns.
     """
     begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
     n = due.v.numel()
@@ -245,5 +248,5 @@ def _pass_arguments(form: int, pieces: Sequence[Tensor], due: Accumulation) -> t
 
 
 def useful_threads(n: int) -> int:
-    """To wake others for a few elements takes longer than to do without them, much longer on a busy machine."""
+    """Return the number of threads for n elements. For few, waking threads costs more time than it saves."""
     return min(torch.get_num_threads(), 1 + n // WORTH_A_THREAD)

@@ -1,4 +1,4 @@
-"""Payloads in C++, for CPU tensors: the same bits as `bits`, on one thread."""
+"""The payload codec in C++ for CPU tensors, on one thread. It gives the same bits as `bits`."""
 
 from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p, memset
 from math import inf
@@ -42,14 +42,15 @@ _SIGNATURES: Signatures = {
 
 
 _FLAGS = (torch.tensor(False, dtype=torch.bool), torch.tensor(True, dtype=torch.bool))
-# As codec_values.cpp numbers them.
+# The numbers of codec_values.cpp.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class NativeCodec:
     """Implements `dgc.kernels.codec.Codec` for contiguous CPU tensors.
 
-    KernelsMissing: see `dgc.kernels.library.load`.
+    Raises:
+        KernelsMissing: See `dgc.kernels.library.load`.
     """
 
     name = "native"
@@ -194,7 +195,7 @@ class NativeCodec:
         return self._decode_values(self._library.dgc_int8_decode, section, indices, count, bounds)
 
     def _encode_(self, encode: Any, selection: Selection, limit: int, section: Tensor) -> Selection:
-        """`limit`: what the code does where not everything fits."""
+        """Encode indices. `limit` is the code's rule for a selection that does not fit: `sure` or `parameter`."""
         place = (selection.indices.numel(), limit, pointer(section, UINT8), section.numel())
         count = int(selection.count)
         kept = encode(pointer(selection.indices, INT32), count, *place)
@@ -234,5 +235,5 @@ class NativeCodec:
 
 
 def _within(count: Tensor, entries: Tensor) -> int:
-    """A count that no sender writes, as one that is safe: that it is wrong shows with the indices."""
+    """Return the count, clamped to a safe value. Decoding the indices reports an invalid count."""
     return min(max(0, int(count)), entries.numel())

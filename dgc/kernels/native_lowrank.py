@@ -1,5 +1,6 @@
-"""The products of low-rank methods in C++, for CPU tensors: what PowerSGD's step does with its matrices before the
-first message is one pass over memory, 12 bytes per element, whatever the rank.
+"""The products of low-rank methods in C++, for CPU tensors.
+
+PowerSGD's work on its matrices before the first message is one pass over memory: 12 bytes per element at any rank.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ _SIGNATURES: Signatures = {
 
 
 class NativeLowRank:
-    """Implements `dgc.kernels.lowrank.LowRank`, on torch.get_num_threads() threads.
+    """Implements `dgc.kernels.lowrank.LowRank` on torch.get_num_threads() threads.
 
-    KernelsMissing: see `dgc.kernels.library.load`.
+    Raises:
+        KernelsMissing: See `dgc.kernels.library.load`.
     """
 
     name = "native"

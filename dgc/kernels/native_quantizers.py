@@ -1,4 +1,4 @@
-"""Quantizing in C++, for contiguous CPU tensors: the same bits as `TorchQuantizers`, at the speed of memory."""
+"""Quantizers in C++ for contiguous CPU tensors. They give the same bits as `TorchQuantizers`, at memory speed."""
 
 from ctypes import c_int, c_int64, c_uint32, c_void_p
 
@@ -36,9 +36,10 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
 
 
 class NativeQuantizers:
-    """Implements `dgc.kernels.quantizers.Quantizers`, on torch.get_num_threads() threads.
+    """Implements `dgc.kernels.quantizers.Quantizers` on torch.get_num_threads() threads.
 
-    KernelsMissing: see `dgc.kernels.library.load`.
+    Raises:
+        KernelsMissing: See `dgc.kernels.library.load`.
     """
 
     name = "native"
@@ -112,7 +113,7 @@ class NativeQuantizers:
 
 
 def _ranges(bounds: Bounds, width: int, unit: int) -> tuple[int, int, int]:
-    # the layout is kept with the bounds, so the pointer stays good
+    # the layout is cached with the bounds, so the pointer stays valid
     starts = layout_of(bounds, width, unit).starts
     return pointer(bounds, INT64), pointer(starts, INT64), bounds.numel() - 1
 

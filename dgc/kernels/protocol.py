@@ -1,10 +1,10 @@
-"""What every tier of kernels does. `reference` defines the meaning; the others give the same bits, faster.
+"""The interface of a tier of kernels. `reference` defines the results; the other tiers give the same bits, faster.
 
 Only the sums in `moments` and `tail` may differ between tiers, by the rounding of fp64.
 
-What is only known on the device (a count, a flag) stays a tensor of no dimensions there. No operation waits for it
-but `merge_mean`, whose result is as long as the union it finds.
-Indices count elements of a bucket's flat buffer, which has fewer than 2**31 of them.
+Counts and flags stay on the device as zero-dimensional tensors. Only `merge_mean` waits for the device, because
+the length of its result depends on the data.
+Indices count elements of a bucket's flat buffer, which has fewer than 2**31 elements.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,20 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float32, Float64, Int32, Int64
 from torch import Tensor
 
-# A gradient element of this magnitude or more counts as not finite; its square is beyond fp32 in any case. With
-# smaller elements u and v never overflow, for any momentum and any number of steps, and so neither do sums over
-# ranks: |u| stays below 2**90 and |v| below 2**116, since a sum rounds back to its larger term where the other is
-# less than half an ulp.
+# A gradient element of this magnitude or more counts as not finite; its square overflows fp32 anyway. With smaller
+# elements u, v and sums over ranks never overflow, for any momentum and number of steps: |u| stays below 2**90 and
+# |v| below 2**116, because a sum rounds to its larger term if the other is less than half an ulp.
 TOO_LARGE = 2.0**64
 
 
 @dataclass(frozen=True, eq=False)
 class Quotas:
-    """How many elements each range of a flat buffer sends. Range s is bounds[s] .. bounds[s+1] - 1.
+    """Number of elements that each range of a flat buffer sends.
 
-    The ranges cover the buffer: bounds[0] = 0, bounds[S] = n. capacity is the sum of ks.
+    Attributes:
+        bounds: Range s is bounds[s] .. bounds[s+1] - 1. Ranges cover the buffer: bounds[0] = 0, bounds[S] = n.
+        ks: Number of elements per range.
+        capacity: The sum of ks.
     """
 
     bounds: Int64[Tensor, "bounds"]
@@ -35,9 +37,9 @@ class Quotas:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """A sparse vector in tensors of fixed size: the first `count` entries hold, the rest are zero.
+    """A sparse vector in tensors of fixed size. The first `count` entries are valid, the rest are zero.
 
-    indices are unique and ascending.
+    Indices are unique and ascending.
     """
 
     indices: Int32[Tensor, "capacity"]
@@ -47,16 +49,23 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class Accumulation:
-    """One pass that is due over a gradient g of n elements, of which NaN and TOO_LARGE count as zero:
+    """One pass over a gradient g of n elements, to be performed once. NaN and TOO_LARGE in g count as zero.
 
     sent         v_i = v_i - value; with masking u_i = 0
     plain        u = m u + g          v = v + u
     Nesterov     u = m (u + g)        v = (v + u) + g
     u is None                         v = v + g
 
-    Every product and sum is rounded to fp32 on its own (no FMA). g: one-dimensional contiguous pieces of one
-    dtype that follow one another. u, v: fp32 [n], contiguous. sent: what the step before sent and v still holds,
-    which goes first: the pass has its memory at hand.
+    Every product and sum is rounded to fp32 separately (no FMA).
+
+    Attributes:
+        g: Consecutive one-dimensional contiguous pieces of one dtype.
+        u: Local momentum, contiguous, or None.
+        v: Velocity or residual, contiguous.
+        momentum: The coefficient m.
+        nesterov: Use Nesterov momentum.
+        sent: Elements sent in the previous step and still contained in v. The pass removes them first.
+        masking: Set u to zero at the sent elements.
     """
 
     g: tuple[Tensor, ...]
@@ -70,12 +79,16 @@ class Accumulation:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """What a pass over v chose: of each range s the ks[s] elements of largest magnitude, exactly.
+    """The result of a selection from v: exactly the ks[s] elements of largest magnitude of each range s.
 
-    Zeros are never chosen; of equal magnitudes the lowest index goes first. thresholds: the smallest magnitude
-    chosen in each range, 0 where fewer than ks[s] elements are not zero. first_nonfinite: index of the first
-    element of g that is NaN or TOO_LARGE, n where there is none. missed: ranges whose floor was too high or so low
-    that too many candidates passed it; they cost another pass and are as exact as the others.
+    Zeros are never selected. Among equal magnitudes the lowest indices are selected.
+
+    Attributes:
+        selection: The selected elements.
+        thresholds: Smallest selected magnitude per range; 0 if fewer than ks[s] elements are non-zero.
+        first_nonfinite: Index of the first element of g that is NaN or TOO_LARGE; n if there is none.
+        missed: Number of ranges with a floor that was too high, or so low that too many candidates passed it.
+            They need another pass; their result is exact as well.
     """
 
     selection: Selection
@@ -86,10 +99,9 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Sums over the elements of each range, in fp64: of v, of |v| and of its square; and the largest |v|.
+    """Sums of v, |v| and v**2 over each range in fp64, and the largest |v|. An empty range has zeros.
 
-    The order of addition is each tier's own, but the same in every call, whatever the number of threads. An empty
-    range has zeros.
+    The order of addition depends on the tier. It is the same in every call, for any number of threads.
     """
 
     sums: Float64[Tensor, "S"]
@@ -100,9 +112,9 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Of each range the elements with |v| at or above a floor, zeros left out: how many, and the sum of |v|.
+    """Number of non-zero elements of each range with |v| at or above a floor, and their sum of |v| in fp64.
 
-    In fp64; the order of addition is as for Moments.
+    The order of addition is as for Moments.
     """
 
     counts: Int64[Tensor, "S"]
@@ -111,63 +123,69 @@ class Tail:
 
 @runtime_checkable
 class Kernels(Protocol):
+    """Operations on flat buffers. They work in place where the name ends in an underscore."""
+
     name: str
 
     def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
-        """Do the pass. Returns the index of the first element of g that is NaN or TOO_LARGE; n where none is."""
+        """Do the pass. Returns the index of the first element of g that is NaN or TOO_LARGE, or n."""
         ...
 
     def predicted_floors(
         self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
     ) -> Float32[Tensor, "S"]:
-        """margin * last * min(max(last / before, 0.97), 1.2), from the thresholds of the last step and of the one
-        before: floors for the next. 0, no expectation, where the last was 0.
+        """Predict the next step's floors from the thresholds of the last two steps.
+
+        Returns margin * last * min(max(last / before, 0.97), 1.2), or 0 (no expectation) where last is 0.
         """
         ...
 
     def accumulate_and_select_(
         self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
     ) -> Chosen:
-        """Do the pass and choose from the new v.
+        """Do the pass and select from the new v.
 
-        floors: a magnitude per range that is expected to lie a little below its threshold, 0 for no expectation;
-        None for none at all. They make the choice cheaper and never change it.
+        Args:
+            due: The pass.
+            quotas: Number of elements to select per range.
+            floors: Per range, a magnitude expected to be slightly below its threshold, or 0 for no expectation.
+                None: no expectation for any range. Floors reduce the cost and never change the result.
         """
         ...
 
     def select(
         self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
     ) -> Chosen:
-        """Choose from v as it is. v has no NaN or inf; first_nonfinite is n.
+        """Select from v, which must be finite. first_nonfinite of the result is n.
 
-        floors: as in accumulate_and_select_. They may make the choice cheaper and never change it.
+        `floors` are as in accumulate_and_select_. They may reduce the cost and never change the result.
         """
         ...
 
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
-        """Sums over each range bounds[s] .. bounds[s+1] - 1. v has no NaN or inf."""
+        """Return sums over each range bounds[s] .. bounds[s+1] - 1. v must be finite."""
         ...
 
     def tail(
         self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
     ) -> Tail:
-        """What of each range is at or above its floor. v has no NaN or inf.
+        """Return count and sum of each range's elements at or above its floor. v must be finite.
 
-        A floor of 0 leaves out nothing but zeros. A range whose floor is inf is not read.
+        A floor of 0 excludes only zeros. A range with a floor of inf is not read.
         """
         ...
 
     def take_(self, sent: Selection, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
-        """v[i] = v[i] - value and, unless u is None, u[i] = 0: a pass's first part alone."""
+        """Do only the first part of a pass: v[i] = v[i] - value, and u[i] = 0 unless u is None."""
         ...
 
     def merge_mean(
         self, parts: Sequence[Selection], size: int, numel: int
     ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
-        """The mean over `size` ranks of sparse vectors of `numel` elements: unique ascending indices, and values.
+        """Return the mean over `size` ranks of sparse vectors of `numel` elements, as (indices, values).
 
-        Values of one index are added to zero in the order of the parts, then divided by `size`, so that every
-        rank that merges the same parts gets the same bits.
+        Indices are unique and ascending. The values of one index are added to zero in the order of the parts, then
+        divided by `size`. Every rank that merges the same parts therefore gets the same bits.
         """
         ...
 
@@ -179,9 +197,9 @@ class Kernels(Protocol):
         values: Float32[Tensor, "k"],
         factors: Sequence[float],
     ) -> None:
-        """targets[s][i - bounds[s]] -= factors[s] * value, for every index i of range s.
+        """Compute targets[s][i - bounds[s]] -= factors[s] * value for every index i of range s.
 
-        targets: contiguous one-dimensional tensors, one per range. The product is rounded to fp32, then to the
+        Targets are contiguous one-dimensional tensors, one per range. The product is rounded to fp32, then to the
         target's dtype, before it is subtracted. Indices are unique and ascending.
         """
         ...
@@ -195,8 +213,8 @@ class Kernels(Protocol):
         momentum: float,
         nesterov: bool,
     ) -> None:
-        """Weight decay with momentum of its own, in one pass: d = wd p; b = m b + d; p = p - lr (d + m b or b).
+        """Apply weight decay with its own momentum in one pass: d = wd p; b = m b + d; p = p - lr w.
 
-        The first form in the parentheses is Nesterov's. p and buffer: contiguous, one-dimensional, one dtype.
+        w is d + m b with Nesterov momentum, else b. p and buffer are contiguous, one-dimensional, of one dtype.
         """
         ...

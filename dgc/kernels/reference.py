@@ -1,4 +1,4 @@
-"""The operations of the hot path in plain torch: the definition that faster tiers must meet bit for bit."""
+"""The operations of the hot path in plain torch. Faster tiers must match them bit for bit."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dgc.kernels.protocol import TOO_LARGE, Accumulation, Chosen, Moments, Quota
 
 
 class Reference:
-    """Implements `dgc.kernels.protocol.Kernels` on any device. On a GPU it waits for the device."""
+    """Implements `dgc.kernels.protocol.Kernels` on any device. On a GPU its operations wait for the device."""
 
     name = "reference"
 
@@ -97,7 +97,7 @@ class Reference:
         for indices, values in entries:
             total.index_add_(0, where[start : start + indices.numel()], values)
             start += indices.numel()
-        # by a tensor: by a number, a GPU multiplies with its inverse
+        # divide by a tensor: for a number, a GPU multiplies by its inverse
         return union, total.div_(torch.full_like(total, size))
 
     def subtract_at_(
@@ -135,12 +135,12 @@ def predicted_floors(
 
 
 def ranges_of(v: Float[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> tuple[Float[Tensor, "_"], ...]:
-    """Views of the ranges, which cover v."""
+    """Return views of the ranges, which cover v."""
     return v.split(bounds.diff().tolist())
 
 
 def as_selection(indices: Int64[Tensor, "count"], v: Float32[Tensor, "n"], capacity: int) -> Selection:
-    """The elements of v at ascending indices, count <= capacity."""
+    """Return the elements of v at ascending indices. Requires count <= capacity."""
     count = indices.numel()
     assert count <= capacity
     padded = torch.zeros(capacity, dtype=torch.int32, device=v.device)
@@ -156,7 +156,7 @@ def _valid(selection: Selection) -> tuple[int, Int64[Tensor, "count"]]:
 
 
 def largest(v: Float[Tensor, "n"], k: int) -> Int64[Tensor, "found"]:
-    """Ascending indices of the k elements of largest magnitude in v, of equal ones the first. Never a zero."""
+    """Return ascending indices of the k largest magnitudes in v, the first of equal ones. Zeros are excluded."""
     if k == 0 or v.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=v.device)
     magnitudes = v.abs()
@@ -169,43 +169,45 @@ def largest(v: Float[Tensor, "n"], k: int) -> Int64[Tensor, "found"]:
 
 
 def above(v: Float[Tensor, "n"], threshold: Float[Tensor, ""]) -> Int64[Tensor, "found"]:
-    """Ascending indices of the non-zero elements of v with |v| >= threshold."""
+    """Return ascending indices of the non-zero elements of v with |v| >= threshold."""
     magnitudes = v.abs()
     return ((magnitudes >= threshold) & (magnitudes > 0)).nonzero().view(-1)
 
 
 def first_nonfinite(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
-    """The index of the first NaN or inf in g; n where there is none."""
+    """Return the index of the first NaN or inf in g, or n."""
     return first_of(~torch.isfinite(g))
 
 
 def usable(g: Float[Tensor, "n"]) -> Bool[Tensor, "n"]:
-    """Which elements of a gradient count: not NaN, and below TOO_LARGE."""
+    """Return a mask of the elements that are not NaN and below TOO_LARGE."""
     return g.abs() < TOO_LARGE
 
 
 def first_of(bad: Bool[Tensor, "n"]) -> Int64[Tensor, ""]:
-    """The index of the first that holds; n where there is none."""
+    """Return the index of the first True, or n."""
     n = torch.full((), bad.numel(), dtype=torch.int64, device=bad.device)
     if bad.numel() == 0:
         return n
-    # an index that is a tensor of no dimensions, as in bad[first], would be read by the host
+    # bad[first] would make the host wait for the index, a zero-dimensional tensor
     marks = bad.to(torch.uint8)
     first = marks.argmax()
     return torch.where(marks.take(first) > 0, first, n)
 
 
 def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
-    """Set what of a gradient is not usable to zero. Returns the index of the first such element, else n."""
+    """Set unusable elements of a gradient to zero. Returns the index of the first such element, or n."""
     bad = ~usable(g)
     g.masked_fill_(bad, 0.0)
     return first_of(bad)
 
 
 def first_tensor_nonfinite(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
-    """The number, from 1, of the first tensor in g that has NaN or inf; 0 when all is finite.
+    """Return the number, from 1, of the first tensor in g with NaN or inf, or 0.
 
-    offsets: where each tensor begins.
+    Args:
+        g: The tensors' elements.
+        offsets: Index of each tensor's first element.
     """
     first = int(first_nonfinite(g))
     return 0 if first == g.numel() else bisect_right(offsets, first)

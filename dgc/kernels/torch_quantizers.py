@@ -1,4 +1,4 @@
-"""Quantizing in plain torch, on any device: what the other tiers must match bit for bit."""
+"""Quantizers in plain torch, on any device. The other tiers must match them bit for bit."""
 
 import torch
 from jaxtyping import Int64, UInt8
@@ -19,7 +19,7 @@ from dgc.kernels.quantizers import (
 )
 
 MAGNITUDE = 0x7FFFFFFF
-TOP_EXPONENT = 254  # of what fp32 holds, as its bits say it
+TOP_EXPONENT = 254  # the largest biased exponent of a finite fp32
 
 
 class TorchQuantizers:
@@ -73,7 +73,7 @@ class TorchQuantizers:
         n = v.numel()
         magnitude = v.view(torch.int32) & MAGNITUDE
         top = natural_top(magnitude.amax() if n else magnitude.sum(dtype=torch.int32))
-        # a carry out of the mantissa is the step up
+        # a carry out of the mantissa increments the exponent
         r = 1 << 22 if seed is None else random_bits(n, seed, v.device) >> 9
         exponent = (magnitude + r >> 23).clamp(max=TOP_EXPONENT).int()
         c = (exponent - top).clamp(min=0)
@@ -109,7 +109,7 @@ def _range_of_each(bounds: Bounds, n: int) -> Int64[Tensor, "n"]:
 
 
 def _places(bounds: Bounds, width: int, unit: int, n: int) -> Int64[Tensor, "n"]:
-    """Of each element the number of its field, counting what is left empty."""
+    """Return the field number of each element. Empty fields count."""
     first = layout_of(bounds, width, unit).starts * (8 // width) - bounds[:-1]
     return torch.arange(n, dtype=torch.int64, device=bounds.device) + first[_range_of_each(bounds, n)]
 

@@ -1,14 +1,14 @@
-"""The GPU tier: Triton kernels with the meaning, and the bits, of `reference`.
+"""The GPU tier: Triton kernels with the same results and bits as `reference`.
 
-Each operation is a fixed number of launches per bucket, whatever the number of tensors in it, and none but
-`merge_mean`, whose result has a size that only the device knows, waits for the device. Launches: accumulate_ 1,
+Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
 select 9, accumulate_and_select_ 10, moments 2, tail 2, take_ 1, merge_mean 3, subtract_at_ 1 per dtype of the
-targets, decay_ 1; a pass that takes out what was sent 1 more; beside them a few of torch's own (zeros; in
-merge_mean a stable sort and a cumulative sum).
+targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a few of its own (zeros; in
+merge_mean a stable sort and a cumulative sum). Only `merge_mean` waits for the device, because the size of its
+result depends on the data.
 
-Same bits: kernels are compiled without contraction to FMA, which would skip the rounding of a product; floats are
-never added atomically; division is the correctly rounded one. Without a GPU they run in Triton's interpreter, if
-TRITON_INTERPRET=1 is set before Triton is first imported.
+The bits are equal because kernels are compiled without contraction to FMA, which would skip the rounding of a
+product, floats are never added atomically, and division is correctly rounded. Without a GPU the kernels run in
+Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is first imported.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,14 @@ FLOATS = {
 
 
 class Triton:
-    """Implements `dgc.kernels.protocol.Kernels`.
+    """Implements `dgc.kernels.protocol.Kernels`. `launches` counts launched kernels, without torch's own.
 
-    tile: elements per program of the passes over a bucket; slots: candidates that a tile can hold. Both powers
-    of two. launches: kernels launched so far, torch's own not counted.
+    Args:
+        tile: Elements per program in passes over a bucket, a power of two.
+        slots: Least number of candidates that a tile can hold, a power of two.
+
+    Raises:
+        ValueError: There is no GPU, and Triton's interpreter is off.
     """
 
     name = "triton"
@@ -84,8 +88,8 @@ class Triton:
     def select(
         self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
     ) -> Chosen:
-        # Floors never change the choice, so it is right to leave them: to collect candidates would be another read
-        # of v, which only pays where a pass reads it anyway.
+        # Floors never change the result and are ignored: collecting candidates would read v once more, which only
+        # pays in a pass that reads it anyway.
         first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
         tiling = self._tilings.of(quotas.bounds, (v.numel(),))
         return choose(self._launch, v, tiling, quotas, None, first, self.tile)
@@ -115,7 +119,7 @@ class Triton:
         counts = torch.stack([p.count for p in parts])
         ends = (starts, counts, len(parts), len(parts).bit_length())
         self._launch(sparse.hide_tails, keys, _blocks(total), keys, total, *ends, BLOCK)
-        # equal keys stay in the order of the parts
+        # stable: equal keys stay in the order of the parts
         keys, order = torch.sort(keys, stable=True)
         heads = torch.empty_like(keys)
         self._launch(sparse.mark_heads, keys, _blocks(total), keys, heads, total, BLOCK)

@@ -1,7 +1,7 @@
-"""GPU kernels of the quantizers: codes of few bits, and what they stand for.
+"""GPU kernels of the quantizers: encoding and decoding of codes with few bits.
 
-A program owns a tile of one range (see `triton_tables`); tiles begin at whole words of the codes. The natural
-codes and the packing of small integers know no ranges: there a program owns BLOCK elements, or bytes.
+A program handles a tile of one range (see `triton_tables`). Tiles begin at whole words of the codes. Natural codes
+and the packing of small integers have no ranges: there a program handles BLOCK elements or bytes.
 """
 
 from typing import no_type_check
@@ -18,7 +18,7 @@ SIGN = tl.constexpr(-0x80000000)
 @triton.jit
 @no_type_check
 def tile_of(tiles, n_tiles, bounds, starts, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Range, length, elements [TILE / p, p] with p to a byte, lanes of them, and bytes [TILE / p] of a program."""
+    """A program's range, length, elements [TILE / p, p] with p per byte, mask of elements, bytes [TILE / p]."""
     t = tl.program_id(0)
     start = tl.load(tiles + t)
     length = tl.load(tiles + n_tiles + t)
@@ -46,7 +46,7 @@ def shifts_of(WIDTH: tl.constexpr, HIGHEST_FIRST: tl.constexpr):
 @triton.jit
 @no_type_check
 def random_bits(i, key, inner_key):
-    """32 bits for each index, as uint32."""
+    """Return 32 bits per index, as uint32."""
     x = i.to(tl.uint32) + key.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15) ^ inner_key.to(tl.uint32, bitcast=True)) * 0x846CA68B
@@ -146,7 +146,7 @@ def uniform_add(
 def natural_largest(v, n, largest, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(v + i, mask=i < n, other=0.0).to(tl.int32, bitcast=True) & MAGNITUDE
-    # the order does not show in a maximum
+    # atomic: a maximum does not depend on the order
     tl.atomic_max(largest, tl.max(bits, 0), sem="relaxed")
 
 

@@ -1,17 +1,17 @@
 """GPU kernels of the exact selection, by radix digits.
 
-The bits of |v|, read as an integer, order as |v| does, so the threshold of a range is the largest 31-bit number
-that at least k magnitudes reach. It is found in three digits of 11, 10 and 10 bits:
+The bits of |v| as an integer have the same order as |v|. The threshold of a range is therefore the largest 31-bit
+number that at least k magnitudes reach. It is found in three digits of 11, 10 and 10 bits:
 
-    count_digits   per tile: histogram of the next digit of those that begin with the digits found so far
-    pick_digits    per range: the digit that holds rank k; k less those in higher digits remains
+    count_digits   per tile: histogram of the next digit of the magnitudes that begin with the digits found so far
+    pick_digits    per range: the digit that contains rank k; k is reduced by the counts of higher digits
 
-Then `tally` counts per tile what is greater than and equal to the threshold, `offsets` makes those counts places
-in the output, and `write` fills them: every greater one, and the first so many of the equal ones. Only integers
-are added atomically, so no result depends on the order in which programs run.
+Then `tally` counts per tile the magnitudes greater than and equal to the threshold. `offsets` turns the counts
+into positions in the output. `write` writes all greater elements, and as many of the first equal ones as needed.
+Only integers are added atomically, so results do not depend on the order in which programs run.
 
-A range is stocked if its candidates (see `triton_passes`) are enough, at least k or all that are not zero, and no
-tile had more than its slots. The kernels then read its slots in place of v. That is decided on the device, so no
+A range is stocked if it has enough candidates (see `triton_passes`), at least k or all non-zero elements, and no
+tile had more than its slots. The kernels then read its slots instead of v. This is decided on the device, so no
 launch waits for it.
 """
 
@@ -23,7 +23,7 @@ import triton.language as tl
 from dgc.kernels.triton_passes import MAGNITUDE, SIZES
 
 BINS = tl.constexpr(2048)
-# In the place of a threshold's digits: fewer than k elements are not zero, or k is 0.
+# Special values in place of a threshold's digits. ALL: fewer than k elements are non-zero. NONE: k is 0.
 ALL = tl.constexpr(-1)
 NONE = tl.constexpr(-2)
 
@@ -31,7 +31,7 @@ NONE = tl.constexpr(-2)
 @triton.jit
 @no_type_check
 def stocked(s, ks, counts, n_ranges):
-    """Whether candidates are all that range s needs. counts: of candidates, then of elements that are not zero."""
+    """Whether the candidates suffice for range s. counts: of candidates, then of non-zero elements, per range."""
     count = tl.load(counts + s)
     return (count >= tl.load(ks + s)) | (count == tl.load(counts + n_ranges + s))
 
@@ -44,7 +44,7 @@ def add_digits(source, length, histogram, prefix, SHIFT: tl.constexpr, BITS: tl.
     bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
     counted = (bits > 0) & ((bits >> SHIFT >> BITS) == prefix)
     if tl.max(counted.to(tl.int32), 0) > 0:
-        # first in shared memory: gradients crowd in few digits, and one address in memory takes few atomics
+        # count in shared memory first: most gradients share a few digits, and atomics on one address are slow
         inside = tl.histogram((bits >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=counted)
         tl.atomic_add(histogram + tl.arange(0, 1 << BITS), inside, mask=inside > 0, sem="relaxed")
 
@@ -78,7 +78,7 @@ def pick_digits(
     histograms, ks, counts, n_ranges, missed, prefixes, wanted, chosen, thresholds,
     FLOORS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per range. Leaves the histogram empty, for the next digit."""
+    """One program per range. It clears the histogram for the next digit."""
     s = tl.program_id(0)
     digit = tl.arange(0, 1 << BITS)
     row = histograms + s.to(tl.int64) * BINS + digit
@@ -104,7 +104,7 @@ def pick_digits(
     if SHIFT > 0:
         tl.store(prefixes + s, prefix)
     else:
-        # what is compared with: nothing is greater than NONE's limit, every non-zero is greater than ALL's
+        # limits for comparison: no magnitude exceeds NONE's, every non-zero magnitude exceeds ALL's
         tl.store(prefixes + s, tl.where(prefix == NONE, MAGNITUDE, tl.maximum(prefix, 0)))
         tl.store(thresholds + s, tl.maximum(prefix, 0).to(tl.float32, bitcast=True))
 
@@ -125,7 +125,7 @@ def tally(
     tiles, n_tiles, v, ks, counts, n_ranges, held, slot_values, limits, tallies,
     TILE: tl.constexpr, SLOTS: tl.constexpr, FLOORS: tl.constexpr,
 ):  # fmt: skip
-    """tallies[t] = those greater than the threshold, in the high 32 bits, and those equal to it."""
+    """tallies[t]: number of magnitudes above the threshold in the high 32 bits, equal ones in the low 32 bits."""
     t = tl.program_id(0)
     start = tl.load(tiles + t)
     length = tl.load(tiles + n_tiles + t)
@@ -144,7 +144,7 @@ def tally(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def offsets(tallies, n_tiles, chosen, n_ranges, count, BLOCK: tl.constexpr):
-    """One program: sums of all before, in place, over tiles and over ranges. tallies has n_tiles + 1 entries."""
+    """One program: exclusive sums, in place, over tiles and over ranges. tallies has n_tiles + 1 entries."""
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([], dtype=tl.int64)
     for i in range(0, n_tiles, BLOCK):
@@ -190,7 +190,7 @@ def write(
         length = tl.load(tiles + n_tiles + t)
         s = tl.load(tiles + 2 * n_tiles + t)
         limit = tl.load(limits + s)
-        # within the range: the low halves never carry into the high ones, a bucket has fewer than 2**31 elements
+        # within the range; low halves never carry into high ones: a bucket has fewer than 2**31 elements
         before -= tl.load(tallies + tl.load(first_tiles + s))
         equal = (before & 0xFFFFFFFF).to(tl.int32)
         room = tl.load(wanted + s)

@@ -1,8 +1,8 @@
 """GPU kernel of the dense pass: momentum correction, and candidates for the selection.
 
-A program owns a tile: at most TILE neighbouring elements of one range and one gradient piece (see
-`triton_tables`). With floors, each tile's elements at or above its range's floor go, in order, into slots of that
-tile, so that the selection that follows need not read v again.
+A program handles a tile: at most TILE adjacent elements of one range and one gradient piece (see `triton_tables`).
+With floors, a tile's elements at or above its range's floor are written, in order, to the tile's slots. The
+following selection then does not read v again.
 """
 
 from typing import no_type_check
@@ -10,11 +10,11 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-# Buckets differ in these; no kernel gains from a variant of its own for a size of 1 or a multiple of 16.
+# These differ between buckets. Kernels are not specialised for a size of 1 or a multiple of 16: it does not pay.
 SIZES = ["n_tiles", "n_ranges"]
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of protocol.TOO_LARGE
-# Added to a range's count of candidates when a tile has too many: no sum of real counts makes up for it.
+# Added to a range's count of candidates when a tile has too many. No sum of real counts can cancel it.
 OVERFULL = tl.constexpr(-(1 << 40))
 
 
@@ -24,7 +24,7 @@ def accumulate(
     tiles, n_tiles, sources, u, v, momentum, first, floors, counts, n_ranges, held, slot_values,
     slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, FLOORS: tl.constexpr,
 ):  # fmt: skip
-    """FORM: 0 without u, 1 plain momentum, 2 Nesterov."""
+    """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov."""
     t = tl.program_id(0)
     start = tl.load(tiles + t)
     length = tl.load(tiles + n_tiles + t)

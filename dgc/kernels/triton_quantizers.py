@@ -1,4 +1,4 @@
-"""Quantizing on GPUs: the same bits as `TorchQuantizers`, one launch per operation (natural_encode two)."""
+"""Quantizers on GPUs, with the same bits as `TorchQuantizers`: one launch per operation, natural_encode two."""
 
 import torch
 from jaxtyping import UInt8
@@ -37,7 +37,11 @@ BLOCK = 1024
 
 
 class TritonQuantizers:
-    """Implements `dgc.kernels.quantizers.Quantizers`. tile: elements per program, a power of two from 32 on."""
+    """Implements `dgc.kernels.quantizers.Quantizers`.
+
+    Args:
+        tile: Elements per program, a power of two, at least 32.
+    """
 
     name = "triton"
 
@@ -110,7 +114,7 @@ class TritonQuantizers:
     def _each(
         self, kernel: object, near: Dense, bounds: Bounds, width: int, unit: int, *arguments: object
     ) -> None:
-        """One program for each tile of the ranges."""
+        """Launch one program per tile of the ranges."""
         tiling = self._tilings.of(bounds, (near.numel(),))
         places = (tiling.table, tiling.count, bounds, layout_of(bounds, width, unit).starts)
         self._launch(kernel, near, tiling.count, *places, *arguments, self.tile)
@@ -121,7 +125,7 @@ def _codes(bounds: Bounds, width: int, unit: int) -> Codes:
 
 
 def _keys(seed: int | None) -> tuple[int, int]:
-    """As int32: what is beyond would be an argument of another type."""
+    """Return the keys as int32. Triton would give larger numbers another argument type."""
     first, second = (0, 0) if seed is None else keys_of(seed)
     return first - (first >> 31 << 32), second - (second >> 31 << 32)
 

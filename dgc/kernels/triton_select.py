@@ -1,4 +1,4 @@
-"""Host side of the exact selection: which kernels of `triton_digits` run, and on what memory."""
+"""Host side of the exact selection: it allocates memory and launches the kernels of `triton_digits`."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,16 @@ from dgc.kernels.protocol import Chosen, Quotas, Selection
 from dgc.kernels.triton_tables import Launcher, Tiling
 
 BINS = int(digits.BINS.value)
-# digits from the most significant: how far each is shifted, and how many bits it has
+# (shift, bits) of each digit, the most significant first
 DIGITS = ((20, 11), (10, 10), (0, 10))
 SUMS = 4096
-# Above one chosen in this many elements, candidates cost more traffic than they save.
+# If more than one in this many elements is selected, candidates cost more traffic than they save.
 SPARSE = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Elements at or above the floor of their range, in slots of their tile; counts: candidates and non-zeros."""
+    """Elements at or above their range's floor, in slots of their tile. counts: candidates, then non-zeros."""
 
     floors: Float32[Tensor, "S"]
     slots: int
@@ -33,7 +33,7 @@ class Candidates:
 def room_for_candidates(
     tiling: Tiling, n: int, quotas: Quotas, floors: Float32[Tensor, "S"] | None, tile: int, least: int
 ) -> Candidates | None:
-    """Empty slots, eight times as many as will be chosen and at least `least` per tile. None: do without."""
+    """Return empty slots for eight times the selected elements, at least `least` per tile, or None if no gain."""
     if floors is None or quotas.capacity * SPARSE > n:
         return None
     device = floors.device
@@ -57,13 +57,13 @@ def choose(
     first_nonfinite: Int64[Tensor, ""],
     tile: int,
 ) -> Chosen:
-    """Nine launches."""
+    """Select from v in nine launches."""
     device, ks, ranges, capacity = v.device, quotas.ks, quotas.ks.numel(), quotas.capacity
     histograms = torch.zeros(ranges * BINS, dtype=torch.int32, device=device)
     prefixes, wanted, chosen = torch.empty(3, ranges, dtype=torch.int32, device=device)
     thresholds = torch.empty(ranges, dtype=torch.float32, device=device)
     tallies = torch.empty(tiling.count + 1, dtype=torch.int64, device=device)
-    # one tensor of zeros for all results; the values begin at an address that allows wide accesses
+    # one tensor of zeros for all results; the values are aligned for wide accesses
     begin = -(-capacity // 4) * 4
     results = torch.zeros(begin + capacity + 2, dtype=torch.int32, device=device)
     indices, values = results[:capacity], results[begin : begin + capacity].view(torch.float32)

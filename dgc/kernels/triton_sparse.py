@@ -1,6 +1,7 @@
 """GPU kernels over selections, and the fused pass of weight decay.
 
-Sizes that change from step to step are not specialized on: each variant would be compiled in mid-run.
+Kernels are not specialised for sizes that change from step to step, because each variant would be compiled during
+training.
 """
 
 from typing import no_type_check
@@ -8,14 +9,14 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-# Above every index of a bucket: entries that do not hold.
+# Larger than every index of a bucket: marks invalid entries.
 NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 @no_type_check
 def find(bounds, n_ranges, steps, i):
-    """The range s of each i, bounds[s] <= i < bounds[s+1]. steps: the number of binary digits of n_ranges."""
+    """Return the range s of each i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n_ranges."""
     low = tl.zeros_like(i)
     high = low + n_ranges
     for _ in range(steps):
@@ -29,9 +30,9 @@ def find(bounds, n_ranges, steps, i):
 @triton.jit
 @no_type_check
 def rounded(x, P: tl.constexpr):
-    """x rounded to P, to nearest even, in its own dtype."""
+    """Return x rounded to P, to nearest even, in its own dtype."""
     if P == tl.bfloat16:
-        # by hand: Triton's interpreter cuts the bits off, GPUs round
+        # explicit: Triton's interpreter truncates, GPUs round
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         y = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
@@ -55,7 +56,7 @@ def take(indices, values, count, u, v, MASK_U: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit(do_not_specialize=["total", "n_parts", "steps"])
 @no_type_check
 def hide_tails(keys, total, starts, counts, n_parts, steps, BLOCK: tl.constexpr):
-    """Entries of each part beyond its count become NOWHERE."""
+    """Set entries of each part beyond its count to NOWHERE."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     part = find(starts, n_parts, steps, i)
     tail = (i < total) & (i - tl.load(starts + part) >= tl.load(counts + part))
@@ -65,7 +66,7 @@ def hide_tails(keys, total, starts, counts, n_parts, steps, BLOCK: tl.constexpr)
 @triton.jit(do_not_specialize=["total"])
 @no_type_check
 def mark_heads(keys, heads, total, BLOCK: tl.constexpr):
-    """heads[i] = 1 where a run of equal keys begins."""
+    """Set heads[i] = 1 where a run of equal keys begins."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + i, mask=i < total, other=NOWHERE)
     before = tl.load(keys + i - 1, mask=(i > 0) & (i < total), other=-1)
@@ -75,7 +76,7 @@ def mark_heads(keys, heads, total, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["total", "n_parts", "size"])
 @no_type_check
 def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, BLOCK: tl.constexpr):
-    """A run holds its values in the order of the parts, at most one of each."""
+    """Average the values of each run. A run has at most one value of each part, in the order of the parts."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + i, mask=i < total, other=NOWHERE)
     before = tl.load(keys + i - 1, mask=(i > 0) & (i < total), other=-1)
@@ -98,7 +99,7 @@ def subtract_at(
     targets, bounds, factors, n_ranges, steps, indices, values, k,
     P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Only where the target's pointer is not 0: there is one launch per dtype."""
+    """Subtract where the target's pointer is not 0. There is one launch per dtype."""
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.load(indices + j, mask=j < k, other=0)
     s = find(bounds, n_ranges, steps, i)
@@ -115,7 +116,7 @@ def subtract_at(
 def decay(
     p, buffer, n, settings, NESTEROV: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """settings: weight decay, momentum, learning rate. Each step is rounded to P, as if it were its own pass."""
+    """Apply weight decay. settings: weight decay, momentum, learning rate. Each operation is rounded to P."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     weight_decay = tl.load(settings).to(WIDE)
     momentum = tl.load(settings + 1).to(WIDE)

@@ -1,7 +1,7 @@
-"""GPU kernels of sums over ranges: each tile's own, then each range's over its tiles.
+"""GPU kernels of sums over ranges: first over each tile, then over the tiles of each range.
 
-A tile is summed in one tree and the tiles of a range in a fixed order; nothing is added atomically, so a result
-does not depend on the order in which programs run. Two launches, whatever the number of ranges.
+A tile is summed in one tree, and the tiles of a range in a fixed order. Nothing is added atomically, so results do
+not depend on the order in which programs run. There are two launches for any number of ranges.
 """
 
 from typing import no_type_check
@@ -22,7 +22,7 @@ BLOCK = 1024
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
-    """sums: rows of v, of |v| and of its square."""
+    """Sum each tile. The rows of sums are those of v, |v| and v**2."""
     t = tl.program_id(0)
     start = tl.load(tiles + t)
     length = tl.load(tiles + n_tiles + t)
@@ -68,7 +68,7 @@ def sum_of(row, first, last, BLOCK: tl.constexpr):
 def moments_of_ranges(
     first_tiles, n_tiles, tile_sums, tile_largest, n_ranges, sums, largest, BLOCK: tl.constexpr
 ):
-    """One program per range. The empty tiles at the end are the last range's, and add nothing."""
+    """One program per range. The empty tiles at the end belong to the last range and add nothing."""
     s = tl.program_id(0)
     first = tl.load(first_tiles + s).to(tl.int32)
     last = tl.load(first_tiles + s + 1, mask=s + 1 < n_ranges, other=n_tiles).to(tl.int32)

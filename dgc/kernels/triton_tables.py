@@ -1,4 +1,4 @@
-"""Launches, and tables that let one launch serve a whole bucket, made without waiting for the device and kept."""
+"""Launches, and cached tables for one launch per bucket. Tables are made without waiting for the device."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ LARGEST = torch.iinfo(torch.int32).max
 
 
 class Launcher:
-    """Launches kernels, on the device of the tensor `near`, and counts them."""
+    """Launches kernels on the device of the tensor `near`, and counts them."""
 
     def __init__(self, interpreted: bool):
         self.interpreted, self.launches = interpreted, 0
@@ -30,18 +30,21 @@ class Launcher:
         if self.interpreted and near.is_cuda:
             raise ValueError("Triton's interpreter (TRITON_INTERPRET=1) cannot follow pointers to a GPU's memory")
         with torch.cuda.device(near.device) if near.is_cuda else nullcontext():
-            # FMA would skip the rounding of products
+            # no FMA, which would skip the rounding of products
             kernel[(programs,)](*arguments, num_warps=WARPS, enable_fp_fusion=False)
         self.launches += 1
 
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """A bucket cut into tiles, each within one range and one gradient piece.
+    """A bucket divided into tiles, each within one range and one gradient piece.
 
-    table: rows start, length, range, piece, start within the piece. Ranges that do not fill their last tile make
-    the number of tiles depend on the bounds, which only the device knows; so there are as many as there can be,
-    and the last ones are empty. first: the first tile of each range.
+    The number of needed tiles depends on the bounds, which are on the device, because ranges need not fill their
+    last tile. The largest possible number is allocated, and the last tiles are empty.
+
+    Attributes:
+        table: Rows start, length, range, piece, start within the piece.
+        first: The first tile of each range.
     """
 
     table: Int32[Tensor, "5 tiles"]
@@ -53,7 +56,7 @@ class Tiling:
 
 
 class Tilings:
-    """Tilings by the tensor of bounds, the lengths of the pieces and the stream that made them."""
+    """A cache of tilings by the tensor of bounds, the lengths of the pieces and the creating stream."""
 
     def __init__(self, tile: int):
         self.tile = tile
@@ -89,20 +92,24 @@ def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) ->
 
 
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host as a tensor, kept for the next call with the same. Not to be changed in place."""
+    """Return numbers of the host as a tensor. It is cached and must not be changed in place."""
     return _table(values, dtype, device, _stream(device))
 
 
 @lru_cache(maxsize=1024)
 def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
-    # from pinned memory, since a copy from any other waits for the device
+    # from pinned memory: other copies wait for the device
     return torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 def pointers(
     tensors: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device
 ) -> Int64[Tensor, "tensors"]:
-    """Where the elements lie, 0 for None. TypeError unless all have this dtype and device and are contiguous."""
+    """Return the addresses of the tensors' elements, 0 for None.
+
+    Raises:
+        TypeError: A tensor has another dtype or device, or is not contiguous.
+    """
     for t in tensors:
         if t is not None and not (t.dtype is dtype and t.device == device and t.is_contiguous()):
             raise TypeError(refusal(t, dtype, str(device)))
@@ -110,5 +117,5 @@ def pointers(
 
 
 def _stream(device: torch.device) -> int:
-    """Only the work of the stream that made a table comes surely after it, so each stream has its own."""
+    """Return the current stream, as a cache key: only work of the creating stream surely runs after a table."""
     return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream

@@ -1,4 +1,4 @@
-"""Error feedback: what a rank did not send waits here for its turn."""
+"""Error feedback: elements that were not sent are kept and added to later gradients."""
 
 from dgc.memory.clip import ClipByGlobalNorm as ClipByGlobalNorm
 from dgc.memory.clip import ClipByNorm as ClipByNorm

@@ -1,10 +1,10 @@
-"""Clipping of gradients, tensor by tensor (Lin et al. 2018, section 3.2).
+"""Gradient clipping, tensor by tensor (Lin et al. 2018, section 3.2).
 
-A memory clips this rank's local gradient before it enters the error state. The same limit applies to tensors that
-travel dense through the compressor's fallback, after averaging: `clip_mean`.
+A memory clips this rank's local gradient before it enters the error state. The compressor's fallback sends some
+tensors dense. Their mean is clipped with the same limit: `clip_mean`.
 
-The paper scales its global threshold by N ** -0.5 for N ranks, for local gradients that contain the factor 1/N.
-Here that factor is applied after the exchange: pass the threshold times N ** 0.5 as `max_norm`.
+The paper scales its global threshold by N ** -0.5 for N ranks, because its local gradients contain the factor 1/N.
+Here that factor is applied after the exchange. Pass the paper's threshold times N ** 0.5 as `max_norm`.
 
 Names in the original code and here:
 
@@ -27,14 +27,16 @@ from dgc.comm.requests import AllReduce, Conversation
 
 @runtime_checkable
 class Clipping(Protocol):
+    """A rule that limits gradients."""
+
     def clip(self, bucket: Bucket) -> Conversation[None]:
         """Clip this rank's gradient in `bucket.flat` in place, tensor by tensor."""
         ...
 
     def clip_mean(self, bucket: Bucket) -> None:
-        """Clip the mean over all ranks in `bucket.flat` in place, tensor by tensor.
+        """Clip the mean over all ranks in `bucket.flat` in place, tensor by tensor, without a message.
 
-        The mean is the same on every rank, and so must be the result. No message is sent.
+        The mean is the same on every rank. The result must also be.
         """
         ...
 
@@ -49,7 +51,7 @@ def _parts(bucket: Bucket) -> list[Tensor]:
 
 
 def _mean_squares(bucket: Bucket) -> Conversation[Tensor]:
-    """[tensors] fp32: the mean over all ranks of each tensor's squared L2 norm."""
+    """Return the mean over all ranks of each tensor's squared L2 norm, [tensors] fp32."""
     squares = torch.stack([part.to(torch.float32).square().sum() for part in _parts(bucket)])
     (mean,) = yield (AllReduce(squares),)
     return mean
@@ -57,7 +59,14 @@ def _mean_squares(bucket: Bucket) -> Conversation[Tensor]:
 
 @dataclass(frozen=True)
 class ClipByValue:
-    """g = min(max(g, -clip_value), clip_value)."""
+    """Clip each element: g = min(max(g, -clip_value), clip_value).
+
+    Args:
+        clip_value: Largest magnitude, a positive number.
+
+    Raises:
+        ValueError: `clip_value` is not a positive number.
+    """
 
     clip_value: float
 
@@ -74,9 +83,17 @@ class ClipByValue:
 
 @dataclass(frozen=True)
 class ClipByNorm:
-    """g = g * min(1, max_norm / |g|), with this rank's own norm of the tensor.
+    """Scale each tensor by its local norm: g = g * min(1, max_norm / |g|).
 
-    norm_type: p of the p-norm, a positive number; float("inf") is the largest magnitude.
+    Args:
+        max_norm: Largest norm of a tensor, a positive number.
+        norm_type: p of the p-norm, a positive number. float("inf") is the largest magnitude.
+
+    Raises:
+        ValueError: An argument is not a positive number.
+
+    Example:
+        memory = DGCSGDMemory(momentum=0.9, gradient_clipping=ClipByNorm(1.0))
     """
 
     max_norm: float
@@ -91,7 +108,7 @@ class ClipByNorm:
         yield from ()
 
     def clip_mean(self, bucket: Bucket) -> None:
-        # fp64: CPUs with vectors of different widths add in other orders, which fp32 would show
+        # fp64: the order of summation depends on the CPU's vector width, and an fp32 sum would differ between CPUs
         self._clip(bucket, torch.float64)
 
     def _clip(self, bucket: Bucket, dtype: torch.dtype) -> None:
@@ -103,10 +120,16 @@ class ClipByNorm:
 
 @dataclass(frozen=True)
 class ClipByGlobalNorm:
-    """As ClipByNorm, with the root mean over all ranks of the squared L2 norm: every rank scales alike.
+    """Scale each tensor by the root mean square, over all ranks, of its L2 norm. The scale is equal on all ranks.
 
-    One all-reduce of one number per tensor and bucket. A mean gradient is the same on every rank, so that its own
-    norm is the global one: `clip_mean` needs no message.
+    Costs one all-reduce per bucket, with one number per tensor. `clip_mean` sends no message: a mean gradient is
+    the same on every rank, so its local norm is the global one.
+
+    Args:
+        max_norm: Largest norm of a tensor, a positive number.
+
+    Raises:
+        ValueError: `max_norm` is not a positive number.
     """
 
     max_norm: float
@@ -126,10 +149,10 @@ class ClipByGlobalNorm:
 
 @dataclass(frozen=True)
 class ClipValueByGlobalNorm:
-    """g = min(max(g, -limit), limit) with limit the root mean over all ranks of the tensor's squared L2 norm.
+    """Clip each element to the root mean square, over all ranks, of the tensor's L2 norm.
 
-    One all-reduce of one number per tensor and bucket. No element of a mean gradient exceeds the norm of its own
-    tensor: `clip_mean` changes nothing.
+    g = min(max(g, -limit), limit). Costs one all-reduce per bucket, with one number per tensor. `clip_mean`
+    changes nothing: no element of a mean gradient exceeds the norm of its tensor.
     """
 
     def clip(self, bucket: Bucket) -> Conversation[None]:

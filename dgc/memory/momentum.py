@@ -5,12 +5,13 @@ With gradient g, momentum m, local momentum u and accumulated velocity v of one 
     plain      u = m u + g          v = v + u
     Nesterov   u = m (u + g)        v = v + u + g
     sent       v_i = 0 where sent; u_i = 0 there too with masking
-    dropped    v_i and u_i as before they were sent: the gradient stays taken in
+    dropped    v_i and u_i keep their values from before sending; the gradient stays in them
 
-What was sent leaves v and u in the next step's pass, which has their memory at hand.
+Sent elements are removed from v and u in the next step's pass, which reads and writes both anyway.
 
-Differences from the paper: what the wire rounds away stays in v. Where all of v is sent (ratio 1, or a payload
-that would cost more than dense), nothing is stale and u is not masked, so that the step is ordinary momentum.
+Differences from the paper: the rounding error of the payload stays in v. If all of v is sent (ratio 1, or a
+payload that would cost more than dense), no element is stale and u is not masked. The step is then ordinary
+momentum.
 """
 
 from collections.abc import Iterable
@@ -28,14 +29,23 @@ from dgc.memory.state import FlatState, Pending, Undo, load_parts, parts_of
 
 
 class DGCSGDMemory:
-    """momentum, nesterov: the optimizer's.
+    """Error feedback with momentum correction and momentum factor masking (Lin et al. 2018, Algorithm 1).
 
-    gradient_clipping: one of ClipByNorm, ClipByValue, ClipByGlobalNorm and ClipValueByGlobalNorm. It acts on each
-    tensor's local gradient before momentum, in dense warm-up steps as well. Tensors that travel dense through the
-    compressor's fallback (vectors, as a rule) are clipped after averaging, with the same limit. Where a Route
-    gives them to another compressor, clipping is that compressor's business.
+    Args:
+        momentum: Momentum coefficient in [0, 1). It must equal the optimizer's.
+        nesterov: Use Nesterov momentum. It must equal the optimizer's.
+        gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm, ClipValueByGlobalNorm, or None. Each
+            tensor's local gradient is clipped before momentum, in dense warm-up steps as well. Tensors that the
+            compressor's fallback sends dense (usually vectors) are clipped after averaging, with the same limit.
+            Tensors that a Route assigns to another compressor are not clipped here.
+        momentum_masking: Set the momentum of sent elements to zero.
 
-    momentum_masking: whether elements that were sent lose their momentum.
+    Raises:
+        ValueError: `momentum` is outside [0, 1), or `gradient_clipping` is not a clipping object.
+
+    Example:
+        memory = DGCSGDMemory(momentum=0.9, gradient_clipping=ClipByNorm(1.0))
+        compression = DGC(0.001, memory=memory)
     """
 
     def __init__(

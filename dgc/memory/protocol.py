@@ -1,4 +1,4 @@
-"""What a compressor needs of a memory."""
+"""The interface between a compressor and its memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dgc.memory.clip import Clipping
 
 @dataclass(frozen=True)
 class MomentumCorrection:
-    """Momentum that a memory applies before compression, in the optimizer's stead."""
+    """Momentum that a memory applies before compression. The optimizer must then not apply it."""
 
     momentum: float
     nesterov: bool
@@ -22,52 +22,53 @@ class MomentumCorrection:
 
 @runtime_checkable
 class Memory(Protocol):
-    """State is fp32, one flat tensor per bucket, and saved under parameter names."""
+    """Error state of one compressor: one flat fp32 tensor per bucket, saved under parameter names."""
 
     @property
     def correction(self) -> MomentumCorrection | None: ...
 
     @property
     def gradient_clipping(self) -> Clipping | None:
-        """The limit on gradients; it also applies to the mean of tensors that travel dense through a fallback."""
+        """The limit on gradients. It also applies to the mean of tensors that a fallback sends dense."""
         ...
 
     def plan(self, bucket: Bucket) -> None:
-        """Make room for a bucket."""
+        """Allocate the state of a bucket."""
         ...
 
     def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
-        """Clip the bucket's local gradient in place, NaN and TOO_LARGE (`dgc.kernels.protocol`) counting as zero.
+        """Clip the bucket's local gradient in place. NaN and TOO_LARGE (`dgc.kernels.protocol`) count as zero.
 
-        Returns the index of the first element that was either, n where there was none. None: nothing is
-        clipped.
+        Returns:
+            The index of the first element that was either, or n if there is none. None if nothing is clipped.
         """
         ...
 
     def due(self, bucket: Bucket) -> Accumulation:
-        """The pass that takes out what the step before sent, and takes in the gradient; after it `v` [n] fp32 is
-        all that is due.
+        """Return the pass that removes the previous step's sent elements from the state and adds the gradient.
 
-        Whoever asks does the pass, once, and does not change v otherwise. The step before is known to be good.
+        After the pass, `v` [n] fp32 holds all that is to be sent. The caller performs the pass exactly once and
+        does not change v otherwise. `due` is called only after the previous step is known to be good.
         """
         ...
 
     def sent_(self, bucket: Bucket, sent: Selection) -> None:
-        """What the other ranks receive: elements, and their values after rounding. Kept until the next pass, so
-        nobody may write to its tensors.
+        """Record the elements that the other ranks receive, with their values after rounding.
+
+        `sent` is kept until the next pass. Its tensors must not be written to.
         """
         ...
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
-        """`values` [n] fp32, all of v but for rounding, have been sent."""
+        """Record that all of v was sent. `values` [n] fp32 are the sent values, after rounding."""
         ...
 
     def take_back_(self, bucket: Bucket) -> None:
-        """What was sent since the last `due` returns, bit for bit: the step is dropped."""
+        """Restore the elements sent since the last `due`, bit for bit, because the step is dropped."""
         ...
 
     def errors(self) -> Iterable[Tensor]:
-        """What waits to be sent, a flat tensor per bucket, to be read only."""
+        """Return the unsent elements, one flat tensor per bucket, read-only."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

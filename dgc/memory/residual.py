@@ -1,7 +1,7 @@
-"""Plain error feedback, and none.
+"""Memories without momentum: plain error feedback, and no error feedback.
 
-residual: v = e + g; what is sent leaves v, the rest is the next step's e (Stich et al. 2018, Mem-SGD). It leaves v
-in the next step's pass, which has its memory at hand.
+Error feedback: v = e + g. The sent elements are subtracted from v, and the rest is the next step's e (Stich et al.
+2018, Mem-SGD). The subtraction is part of the next step's pass, which reads and writes v anyway.
 """
 
 from collections.abc import Iterable
@@ -19,6 +19,12 @@ from dgc.memory.state import FlatState, Pending, Undo, load_parts, parts_of
 
 
 class ResidualMemory:
+    """Error feedback without momentum (Mem-SGD, Stich et al. 2018): the unsent rest is added to the next gradient.
+
+    Example:
+        compression = DGC(0.01, memory=ResidualMemory())
+    """
+
     correction: MomentumCorrection | None = None
     gradient_clipping: Clipping | None = None
 
@@ -63,7 +69,7 @@ class ResidualMemory:
 
 
 class NoMemory:
-    """What is not sent is lost."""
+    """No error feedback: unsent elements are discarded."""
 
     correction: MomentumCorrection | None = None
     gradient_clipping: Clipping | None = None

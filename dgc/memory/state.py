@@ -1,4 +1,4 @@
-"""fp32 state that lies flat beside each bucket and is saved under parameter names."""
+"""fp32 state, one flat tensor per bucket, saved under parameter names."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from dgc.kernels import Selection
 
 
 class FlatState:
-    """One fp32 tensor per bucket. Saved per parameter, so that other buckets can load it."""
+    """One fp32 tensor per bucket. It is saved per parameter, so it can be loaded into different buckets."""
 
     def __init__(self, what: str):
         self._what = what
@@ -25,7 +25,7 @@ class FlatState:
         return self._flat[bucket.name][1]
 
     def replace(self, bucket: Bucket, tensor: Tensor) -> None:
-        """Let `tensor` [n] fp32 be the bucket's state from now on."""
+        """Use `tensor` [n] fp32 as the bucket's state."""
         self._flat[bucket.name] = (bucket, tensor)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -49,9 +49,12 @@ class FlatState:
 
 
 class Pending:
-    """What each bucket's last step sent, and v and u still hold: the next pass takes it out as it goes by.
+    """The elements that each bucket sent in its last step. They stay in v and u until the next pass removes them.
 
-    A dropped step has nothing to put back, then. masking: whether u loses it too.
+    A dropped step therefore has nothing to restore.
+
+    Args:
+        masking: Remove the elements from u as well.
     """
 
     def __init__(self, masking: bool = False):
@@ -62,14 +65,14 @@ class Pending:
         self._sent[bucket.name] = sent
 
     def release(self, bucket: Bucket) -> Selection | None:
-        """To the pass that takes it out, or because the step is dropped."""
+        """Return and forget the bucket's elements: a pass removes them now, or the step is dropped."""
         return self._sent.pop(bucket.name, None)
 
     def clear(self) -> None:
         self._sent.clear()
 
     def take_out_(self, bucket: Bucket, u: Tensor | None, v: Tensor) -> None:
-        """Of copies, for those who look before the next pass: the step may yet be dropped."""
+        """Remove the sent elements from copies of u and v. The state keeps them: the step may still be dropped."""
         if bucket.name in self._sent:
             kernels.of(v).take_(self._sent[bucket.name], u if self.masking else None, v)
 
@@ -81,21 +84,21 @@ class Pending:
 
 
 class Undo:
-    """The whole tensors that a step replaced, so that a dropped step can be taken back bit for bit."""
+    """The tensors that a step replaced, so that a dropped step can be undone bit for bit."""
 
     def __init__(self) -> None:
         self._whole: dict[str, tuple[FlatState, Tensor]] = {}
 
     def forget(self, bucket: Bucket) -> None:
-        """The bucket's last step is known to be good."""
+        """Drop the bucket's old tensor: its last step is known to be good."""
         self._whole.pop(bucket.name, None)
 
     def subtract(self, state: FlatState, bucket: Bucket, values: Tensor) -> None:
-        """state -= values, in a new tensor: the old one stays as it is."""
+        """Compute state - values in a new tensor. The old tensor stays unchanged."""
         self.replace(state, bucket, state[bucket] - values)
 
     def replace(self, state: FlatState, bucket: Bucket, tensor: Tensor) -> None:
-        """Let `tensor` be the state; the old one stays as it is."""
+        """Use `tensor` as the state. The old tensor stays unchanged."""
         self._whole[bucket.name] = (state, state[bucket])
         state.replace(bucket, tensor)
 
@@ -108,7 +111,11 @@ class Undo:
 def check_tensor(
     what: str, saved: Any, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """ValueError, naming `what`, unless `saved` is a finite tensor of this dtype and shape (None: of any)."""
+    """Check that `saved` is a finite tensor of this dtype and shape. A `shape` of None accepts any.
+
+    Raises:
+        ValueError: It is not. The message begins with `what`.
+    """
     if not isinstance(saved, Tensor):
         raise ValueError(f"{what} is of type {type(saved).__name__}, not a tensor")
     if shape is not None and tuple(saved.shape) != tuple(shape):
@@ -120,12 +127,12 @@ def check_tensor(
 
 
 def parts_of(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
-    """Copies by parameter name."""
+    """Return copies of the bucket's segments by parameter name."""
     return {s.name: s.of(flat).clone() for s in bucket.segments}
 
 
 def load_parts(parts: Mapping[str, FlatState], state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load the states that a memory consists of."""
+    """Load all states of a memory, by the names of its parts."""
     if parts.keys() != state.keys():
         raise ValueError(f"state of another memory: it has {sorted(state)}, not {sorted(parts)}")
     for name, part in parts.items():

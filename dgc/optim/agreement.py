@@ -1,17 +1,17 @@
-"""The settings of all ranks are compared before training starts: those that differ train apart, or deadlock.
+"""Comparison of the settings of all ranks before training. Ranks with different settings diverge or deadlock.
 
-`describe` gives a text for each setting, by its path, such as `compression.rules[0].compressor.threshold`:
+`describe` returns a text for each setting by its path, such as `compression.rules[0].compressor.threshold`:
 
-    numbers, strings, bools, None, dtypes     their repr
-    classes, functions, methods               their qualified name, and the variables that a function encloses
+    numbers, strings, bools, None, dtypes     repr
+    classes, functions, methods               qualified name, and the variables in a function's closure
     tuples, lists, dicts, sets                the elements
-    tensors, arrays                           shape, dtype and a checksum of the contents; of tensors that require
-                                              a gradient (parameters) no contents: these may be broadcast later
-    devices                                   their type: the number is the rank's own
+    tensors, arrays                           shape, dtype and a checksum of the content; no content for tensors
+                                              that require a gradient (parameters), which may be broadcast later
+    devices                                   type only: the number may differ between ranks
     generators of random numbers, modules,
-    optimizers, transports                    their class alone: their state is the rank's own
-    other objects                             their class and all their attributes, private ones too, and plain
-                                              class attributes; cached properties are left out
+    optimizers, transports                    class only: the state may differ between ranks
+    other objects                             class, all attributes including private ones, and plain class
+                                              attributes; cached properties are left out
 """
 
 import inspect
@@ -37,15 +37,20 @@ ABSENT = "not there"
 
 
 def describe(**settings: object) -> dict[str, str]:
-    """What each setting, and each part of it, is. Paths begin with the keywords."""
+    """Return a text for each setting and each of its parts, by path. Paths begin with the keywords."""
     return {path: text for name, value in settings.items() for path, text in _walk(value, name, ())}
 
 
 def check_settings(transport: Transport, name: str, **settings: object) -> None:
-    """Compare settings with those of all ranks. Collective; name: of the messages.
+    """Compare the settings of all ranks. Collective.
+
+    Args:
+        transport: Connects the ranks.
+        name: Name of the messages.
+        settings: The settings of this rank.
 
     Raises:
-        ValueError: on every rank alike, naming the first setting that differs, both values and both ranks.
+        ValueError: A setting differs. Raised on every rank, with the first such setting, both values and ranks.
     """
     own = describe(**settings)
     digest = crc32(repr(own).encode())
@@ -90,7 +95,7 @@ def _walk(obj: Any, path: str, outer: tuple[int, ...]) -> Iterator[tuple[str, st
 
 
 def _parts(obj: Any) -> list[tuple[str, Any]] | None:
-    """(how a path goes on, what is there) of all that an object consists of; None if it cannot be looked into."""
+    """Return (path suffix, value) for each part of an object, or None if it has no inspectable parts."""
     if isinstance(obj, Mapping):
         return [(f"[{_repr(key)}]", value) for key, value in obj.items()]
     if isinstance(obj, Sequence | Set):
@@ -111,7 +116,7 @@ def _parts(obj: Any) -> list[tuple[str, Any]] | None:
         shared |= vars(kind)
     plain = {name: value for name, value in shared.items() if isinstance(value, PLAIN) and name[:2] != "__"}
     known = {name: value for name, value in own.items() if not isinstance(shared.get(name), cached_property)}
-    # a difference is named by a public attribute where there is one
+    # public attributes first, so that an error names a public one if possible
     named = sorted((plain | known).items(), key=lambda item: item[0].startswith("_"))
     return [(f".{name}", value) for name, value in named]
 
@@ -125,7 +130,7 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def _repr(obj: object) -> str:
-    """Without addresses, which are this process's own."""
+    """Return repr(obj) without addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(obj))
 
 

@@ -1,4 +1,4 @@
-"""The same start on every rank."""
+"""Broadcast of parameters and optimizer state, so that all ranks start equal."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -18,12 +18,18 @@ def broadcast_parameters(
     root: int = 0,
     transport: Transport | None = None,
 ) -> None:
-    """Overwrite tensors (`model.state_dict()` or `model.named_parameters()`) in place with `root`'s."""
+    """Overwrite tensors in place with those of rank `root`. Collective.
+
+    Args:
+        params: `model.state_dict()` or `model.named_parameters()`.
+        root: Rank that sends its tensors.
+        transport: Connects the ranks. None: Horovod.
+    """
     transport = transport or default_transport()
     named = params.items() if isinstance(params, Mapping) else params
     flights = []
     for name, tensor in named:
-        # Horovod carries neither bool nor bf16; bytes are always carried
+        # as bytes: Horovod supports neither bool nor bf16
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
         flights.append((tensor, transport.launch(f"dgc.broadcast.{name}", (Broadcast(data, root),))))
     for tensor, flight in flights:
@@ -32,7 +38,15 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, transport: Transport | None = None) -> None:
-    """Load `root`'s optimizer state on every rank. Takes no optimizer step to make state that is not there yet."""
+    """Load the optimizer state of rank `root` on every rank. Collective.
+
+    No optimizer step is taken to create missing state.
+
+    Args:
+        optimizer: An optimizer with the same parameter groups on every rank.
+        root: Rank that sends its state.
+        transport: Connects the ranks. None: Horovod.
+    """
     transport = transport or default_transport()
     state = optimizer.state_dict() if transport.rank == root else None
     state = broadcast_object(transport, state, root, "optimizer_state")
@@ -42,9 +56,15 @@ def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, transport: Tr
 
 @cache
 def default_transport(point_to_point: bool = False) -> Transport:
-    """The process's Horovod transport; with messages between two ranks, if asked, over the MPI that it runs on.
+    """Return the Horovod transport of this process, created once.
 
-    Imported here, so that the package works where Horovod is not installed.
+    Horovod is imported here, so the rest of the package works without it.
+
+    Args:
+        point_to_point: Send messages between two ranks directly, over the MPI that Horovod uses.
+
+    Raises:
+        ModuleNotFoundError: Horovod is not installed.
     """
     try:
         from dgc.comm.horovod import connect

@@ -1,7 +1,7 @@
-"""DistributedOptimizer: Horovod's interface, with compression that holds conversations.
+"""DistributedOptimizer: Horovod's interface with gradient compression.
 
-A bucket of gradients starts its conversation during backward, as soon as it has them all; `step()` finishes all
-conversations and lets the wrapped optimizer step on the averages.
+The exchange of a bucket starts during backward, once all its gradients are there. `step()` finishes all exchanges
+and then steps the wrapped optimizer on the averages.
 """
 
 import warnings
@@ -38,29 +38,36 @@ from dgc.optim.sgd import SparseUpdate, TakesCorrected
 
 
 class DistributedOptimizer(EpochWrapper):
-    """Wraps an optimizer. Learning-rate schedulers, parameter groups and state are the wrapped optimizer's.
+    """Wraps an optimizer: averages its gradients over all ranks with compression, then steps it on the averages.
 
-    compression: a compressor of `dgc.compression`, a Route, or Horovod's Compression.none and .fp16.
-    op: "average" or "sum" (Horovod's Average and Sum work as well).
-    bucket_mb: size of a bucket in MB. transport: who carries the messages; None is Horovod.
-    nonfinite: what NaN or inf in any rank's gradient does, on every rank alike. Where a method keeps an error
-    state, so does a magnitude of 2**64 or more. "skip" drops the step: nothing is updated, what was sent returns
-    to the error state, `dropped_steps` counts it. "raise" does that and raises NonFiniteGradientError, which names
-    the parameter and the rank.
-    grad_scaler: the torch.amp.GradScaler that scales the loss, if one does. `grad_scaler.step(optimizer)` is the
-    step then, with or without synchronize() and unscale_() before it.
-    steps_per_epoch: number of optimizer steps in an epoch, the same on every rank. Steps are then counted, dropped
-    ones included, and compressors that warm up are told of each epoch; begin_epoch() raises ValueError. The count
-    is part of compression_state_dict(), in epochs, so that a resumed run goes on where it was. None: call
-    begin_epoch() before each epoch; without it a warm-up stays at its first epoch.
+    Learning-rate schedulers, parameter groups and state are those of the wrapped optimizer. Parameters without
+    requires_grad at construction take no part: to train them later, close() this optimizer and wrap again.
+    Parameters that are frozen later stay unchanged.
 
-    Every setting, those of the compressors too, must be the same on every rank; a ValueError on every rank names
-    the first that is not.
+    Args:
+        optimizer: The optimizer to wrap.
+        named_parameters: `model.named_parameters()`. None: names are made from group and position.
+        compression: A compressor of `dgc.compression`, a Route, or Horovod's Compression.none or .fp16. None: no
+            compression.
+        backward_passes_per_step: Number of gradients that backward adds up before the exchange.
+        op: "average" or "sum", or Horovod's Average or Sum.
+        gradient_predivide_factor: Must be 1.0.
+        groups, num_groups, sparse_as_dense: For Horovod's signature. Buckets replace groups, and sparse gradients
+            are always exchanged as dense ones.
+        bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger.
+        transport: Connects the ranks. None: Horovod.
+        nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
+            if a method keeps error state. "skip" drops the step: nothing is updated, sent elements return to the
+            error state, and `dropped_steps` is incremented. "raise" also raises NonFiniteGradientError with the
+            names of the parameter and the rank.
+        grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Step by `grad_scaler.step(optimizer)`,
+            with or without synchronize() and unscale_() before it.
+        steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. Dropped steps
+            count, and begin_epoch() raises ValueError. compression_state_dict() stores the position in epochs.
+            None: call begin_epoch() before each epoch; otherwise a warm-up stays at its first epoch.
 
-    Parameters that need no gradient when this is built take no part: to thaw them, close() this optimizer and
-    wrap again. Parameters that are frozen later stay as they are. `groups`, `num_groups` and `sparse_as_dense` of
-    Horovod's signature are accepted: buckets take the place of groups, and sparse gradients always travel as
-    dense ones do.
+    Raises:
+        ValueError: An argument is invalid, or a setting differs between ranks, those of the compressors included.
     """
 
     def __init__(
@@ -103,7 +110,7 @@ class DistributedOptimizer(EpochWrapper):
         )
         planned = plan_buckets(named, self.route.compressor_for, bucket_mb, unused_prefix(self.transport))
         of = {p: plan.compressor for plan in planned for p in plan.parameters}
-        # in the order of the model, which names their saved states, whatever the buckets are
+        # in model order: positions name the saved states and must not depend on the buckets
         compressors = list({id(of[p]): of[p] for _, p in named}.values())
         super().__init__(optimizer, compressors)
         self._loss_scale = LossScale(grad_scaler, planned)
@@ -124,7 +131,7 @@ class DistributedOptimizer(EpochWrapper):
         )
         self._should_synchronize = True
         self._epochs.begin()
-        self._dropped = False  # whether the gradients that were averaged last are unfit for a step
+        self._dropped = False  # whether the last averaged gradients were not finite
         self._scaler_asked = False
         self.exchange.zero(set_to_none=True)
 
@@ -133,7 +140,7 @@ class DistributedOptimizer(EpochWrapper):
     def synchronize(self) -> None:
         """Wait until .grad of every parameter is the average over all ranks, or NaN if the step is dropped."""
         if self.exchange.averaged:
-            return  # once is enough: what is averaged would enter the error state again
+            return  # a second exchange would add the averages to the error state
         for plan, result in zip(self.exchange.planned, self._finish(), strict=True):
             flat = plan.bucket.flat
             if self._dropped:
@@ -148,7 +155,7 @@ class DistributedOptimizer(EpochWrapper):
             plan.attach()
 
     def _finish(self) -> list[Result]:
-        """The exchange's results. Where one is not finite, every rank drops the step or raises, as `nonfinite`."""
+        """Finish the exchange. If a result is not finite, every rank drops the step or raises, by `nonfinite`."""
         self._scaler_asked = False
         results = self.exchange.finish()
         reason = next((result.nonfinite for result in results if result.nonfinite), None)
@@ -170,7 +177,7 @@ class DistributedOptimizer(EpochWrapper):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, step() takes the gradients as they are: for use after synchronize()."""
+        """Context in which step() uses the gradients as they are. Use it after synchronize()."""
         self._should_synchronize = False
         try:
             yield
@@ -179,9 +186,9 @@ class DistributedOptimizer(EpochWrapper):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step asks this before it looks for inf: the last moment to average the gradients.
+        """GradScaler.step reads this before it checks for inf, so the gradients are averaged here.
 
-        Each rank's scaler would judge its own gradients otherwise, and the ranks would part.
+        Otherwise each rank's scaler would check only local gradients, and the ranks would diverge.
         """
         if self._should_synchronize and not self.exchange.averaged:
             self._loss_scale.check_before_averaging(self)
@@ -190,10 +197,10 @@ class DistributedOptimizer(EpochWrapper):
         return False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange what is not yet exchanged, then step the wrapped optimizer unless the step is dropped.
+        """Finish the exchange, then step the wrapped optimizer unless the step is dropped.
 
-        Where that optimizer takes sparse updates, .grad of a compressed parameter is this rank's own gradient
-        afterwards; synchronize() makes it the average.
+        If that optimizer accepts sparse updates, .grad of a compressed parameter holds the local gradient
+        afterwards. Call synchronize() first if you need the average there.
         """
         self.exchange.refuse_thawed(self.param_groups)
         self._momentum.check(self.inner)
@@ -223,12 +230,12 @@ class DistributedOptimizer(EpochWrapper):
     def _step_inner(self, sparse: Sequence[SparseUpdate]) -> None:
         start = perf_counter()
         for p in (p for plan in self.exchange.planned for p in plan.parameters if not p.requires_grad):
-            p.grad = None  # frozen since: momentum and weight decay may not move it
+            p.grad = None  # frozen after construction: momentum and weight decay must not change it
         self.inner.step(**({"sparse": sparse} if sparse else {}))
         self.meter.spent("step", "optimizer", start, perf_counter())
 
     def _synchronize_sparse(self) -> list[SparseUpdate]:
-        """As synchronize(), but sparse results that need no momentum are returned in place of being made dense."""
+        """Like synchronize(), but return sparse results that need no momentum instead of making them dense."""
         updates = []
         for plan, result in zip(self.exchange.planned, self._finish(), strict=True):
             if isinstance(result, SparseResult) and not self._dropped:
@@ -239,15 +246,13 @@ class DistributedOptimizer(EpochWrapper):
         return updates
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; with set_to_none=False gradients are views into the buckets afterwards, and those of frozen
-        parameters, which a zero would still decay, are None all the same.
-        """
+        """Drop the gradients. With set_to_none=False they become zero views into the buckets."""
         self.exchange.zero(set_to_none)
         for p in (p for group in self.param_groups for p in group["params"] if p not in self.exchange):
-            p.grad = None
+            p.grad = None  # always: a zero gradient would decay frozen parameters
 
     def close(self) -> None:
-        """Take the hooks off the parameters, so that another DistributedOptimizer may wrap them."""
+        """Remove the hooks from the parameters, so that another DistributedOptimizer can wrap them."""
         self.exchange.close()
 
     def __repr__(self) -> str:

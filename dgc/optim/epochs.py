@@ -1,4 +1,4 @@
-"""Epochs counted in steps, for compressors that warm up."""
+"""Counting of epochs by steps, for compressors that warm up."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,14 @@ from dgc.optim.wrapper import Wrapper
 class EpochCount:
     """Calls `begin_epoch` before the first step of each epoch.
 
-    steps_per_epoch: None counts nothing. A position is saved in epochs, so that it still holds where an epoch has
-    another number of steps after a resume.
+    The position is saved in epochs, so it stays valid if an epoch has another number of steps after a resume.
+
+    Args:
+        steps_per_epoch: Steps in an epoch. None: nothing is counted.
+        begin_epoch: Called with the epoch, counted from 0.
+
+    Raises:
+        ValueError: `steps_per_epoch` is neither None nor a positive int.
     """
 
     def __init__(self, steps_per_epoch: int | None, begin_epoch: Callable[[int], Any]):
@@ -22,13 +28,13 @@ class EpochCount:
         self._steps, self._epoch = 0, -1
 
     def begin(self) -> None:
-        """Begin the epoch that the next step belongs to, unless that is done."""
+        """Begin the epoch of the next step, unless it has begun."""
         if self.steps_per_epoch is not None and (epoch := self._steps // self.steps_per_epoch) != self._epoch:
             self._epoch = epoch
             self._begin_epoch(epoch)
 
     def begin_step(self) -> None:
-        """Called once per step, before anything of it is sent."""
+        """Count a step. Call it once per step, before the step sends anything."""
         self.begin()
         self._steps += 1
 
@@ -36,7 +42,7 @@ class EpochCount:
         return {} if self.steps_per_epoch is None else {"epochs": self._steps / self.steps_per_epoch}
 
     def check(self, epochs: float | None) -> None:
-        """ValueError where a saved position is needed and there is none."""
+        """Raise ValueError if a saved position is needed and `epochs` is None."""
         if self.steps_per_epoch is not None and epochs is None:
             raise ValueError(
                 "this state was saved without steps_per_epoch, so its epoch is not known: build the optimizer "
@@ -44,14 +50,14 @@ class EpochCount:
             )
 
     def load(self, epochs: float | None) -> None:
-        """Go on from a saved position. One that is not needed is ignored."""
+        """Continue from a saved position, in epochs. It is ignored if nothing is counted."""
         if self.steps_per_epoch is not None and epochs is not None:
             self._steps, self._epoch = round(epochs * self.steps_per_epoch), -1
             self.begin()
 
 
 class EpochWrapper(Wrapper):
-    """A Wrapper that may count its epochs itself. A subclass calls `_count_epochs` first."""
+    """A Wrapper that can count epochs. A subclass must call `_count_epochs` first."""
 
     def _count_epochs(self, steps_per_epoch: int | None) -> None:
         self._epochs = EpochCount(steps_per_epoch, super().begin_epoch)

@@ -1,6 +1,6 @@
-"""From backward's hooks to finished conversations: fills buckets, starts each when it is full, finishes all.
+"""The exchange of a step's gradients: backward's hooks fill buckets, full buckets start, `finish` waits for all.
 
-Every rank speaks about every bucket in every step: a parameter that got no gradient counts as zero.
+Every rank exchanges every bucket in every step. A parameter without a gradient counts as zero.
 """
 
 import threading
@@ -19,11 +19,15 @@ from dgc.optim.planning import PlannedBucket
 from dgc.optim.scaling import LossScale
 from dgc.optim.streams import SideStream
 
-_wrapped = WeakIdKeyDictionary()  # parameters whose hooks are in place
+_wrapped = WeakIdKeyDictionary()  # parameters with hooks
 
 
 def refuse_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Two exchanges of one gradient would average it twice and write to one .grad at a time."""
+    """Check that no other exchange uses these parameters: two would average a gradient twice.
+
+    Raises:
+        ValueError: A parameter belongs to another DistributedOptimizer.
+    """
     for name, p in named_parameters:
         if p in _wrapped:
             raise ValueError(
@@ -33,12 +37,19 @@ def refuse_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class GradientExchange:
-    """One step after another over the same buckets.
+    """Exchanges the gradients of one step after another in the same buckets.
 
-    A bucket starts when each of its parameters has got `passes` gradients, or at `finish`. Hooks may come from
-    several threads (one per device); a lock guards what they change. From its last gradient until `finish` a
-    parameter's .grad may not change (RuntimeError), whether its bucket has started or not; between passes it may.
-    begin_step: called before each step's first bucket starts.
+    A bucket starts when each of its parameters has received `passes` gradients, or at `finish`. Hooks may run in
+    several threads (one per device), so a lock guards the state. A parameter's .grad may change between passes. It
+    must not change between its last gradient and `finish`, whether or not its bucket has started (RuntimeError).
+
+    Args:
+        planned: The buckets, in the order in which backward fills them.
+        passes: Backward passes per step.
+        transport: Connects the ranks.
+        meter: Counts bytes and seconds.
+        loss_scale: Removes the loss scale before compression.
+        begin_step: Called before the first bucket of each step starts.
     """
 
     def __init__(
@@ -52,7 +63,7 @@ class GradientExchange:
     ):
         self.planned, self.passes, self.meter = planned, passes, meter
         self.had_backward = False
-        self.averaged = False  # whether the gradients are those of `finish`, with none added since
+        self.averaged = False  # whether .grad holds the results of `finish`, with nothing added since
         self._transport, self._loss_scale, self._begin_step = transport, loss_scale, begin_step
         self._lock = threading.RLock()
         self._where = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
@@ -101,7 +112,7 @@ class GradientExchange:
         self._final[p] = p.grad, p.grad._version
 
     def _refuse_changed(self, plan: PlannedBucket) -> None:
-        """What a bucket has sent of a gradient, or will send, depends on time where the gradient still changes."""
+        """Raise RuntimeError if a complete gradient has changed: what is sent would then depend on timing."""
         for p, segment in zip(plan.parameters, plan.bucket.segments, strict=True):
             final = self._final.get(p)
             if final is not None and (p.grad is not final[0] or final[0]._version != final[1]):
@@ -123,7 +134,7 @@ class GradientExchange:
             conversation = conversation_of(plan.compressor, plan.bucket)
             self._talks[b] = Talk(plan.bucket.name, conversation, self._transport, self.meter)
         if plan.bucket.is_flat:
-            plan.attach()  # what was copied need not be kept twice
+            plan.attach()  # the gradients were copied: free the originals
             for p in plan.parameters:
                 self._note(p)
 
@@ -131,7 +142,7 @@ class GradientExchange:
         return self._sides[self.planned[b].bucket.device]
 
     def finish(self) -> list[Result]:
-        """Start what backward did not fill, wait for everything; one result per bucket."""
+        """Start the buckets that backward did not fill and wait for all. Returns one result per bucket."""
         with self._lock, torch.no_grad():
             for plan in self.planned:
                 self._refuse_changed(plan)
@@ -140,7 +151,7 @@ class GradientExchange:
                     for i in range(len(plan.parameters)):
                         plan.collect(i)
                     self._start(b)
-            # a round of every bucket in turn: while one waits, the others' next rounds are on their way
+            # one round of every bucket in turn: while one bucket waits, the others' next rounds are in flight
             left = list(range(len(self.planned)))
             while left:
                 for b in left:
@@ -159,9 +170,9 @@ class GradientExchange:
             return results
 
     def zero(self, set_to_none: bool) -> None:
-        """Drop all gradients, or make them views of zeros into the buckets.
+        """Drop all gradients, or make them zero views into the buckets.
 
-        Without one backward leaves its gradient where it made it, which is faster than adding it to zeros.
+        Dropping is faster: backward then stores a new gradient instead of adding to zeros.
         """
         if self.in_flight:
             raise RuntimeError(
@@ -178,7 +189,7 @@ class GradientExchange:
         self.averaged = False
 
     def refuse_thawed(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """A parameter outside of all buckets would train on this rank's gradients alone."""
+        """Raise ValueError for a trainable parameter outside all buckets: only local gradients would train it."""
         for g, group in enumerate(param_groups):
             for i, p in enumerate(group["params"]):
                 if p.requires_grad and p not in self:
@@ -188,10 +199,10 @@ class GradientExchange:
                     )
 
     def is_state_initialisation(self) -> bool:
-        """Whether this is hvd.broadcast_optimizer_state, which steps on zeros to make the optimizer's state.
+        """Whether hvd.broadcast_optimizer_state called step() on zero gradients to create optimizer state.
 
-        That step would decay the weights before training begins; state that all ranks lack alike needs no
-        broadcast.
+        That step must be skipped, because it would decay the weights before training. State that is missing on
+        all ranks needs no broadcast.
         """
         if self.had_backward:
             return False

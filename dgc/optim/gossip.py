@@ -1,10 +1,4 @@
-"""GossipOptimizer: every rank steps on its own gradients, and an algorithm of `dgc.gossip` keeps the models close.
-
-    optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), SGP())
-    optimizer.zero_grad()              # takes in what neighbours sent: before each forward pass
-    loss_fn(model(inputs)).backward()  # as often as gradients are to be added up
-    optimizer.step()
-"""
+"""GossipOptimizer: each rank steps on its local gradients, and gossip (`dgc.gossip`) keeps the models close."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -29,22 +23,36 @@ from dgc.optim.broadcast import default_transport
 from dgc.optim.options import name_parameters, unused_prefix
 from dgc.optim.wrapper import Wrapper
 
-SLACK = 16  # steps; a slow one reaches all of 2**16 ranks of an exponential graph in as many
+SLACK = 16  # steps; in an exponential graph of 2**16 ranks a slow rank affects all others within 16 steps
 
 
 class GossipOptimizer(Wrapper):
-    """Wraps any torch optimizer. Its state and the parameters are each rank's own; the model of the run is their
-    mean, which `consensus` puts in place.
+    """Wraps a torch optimizer for decentralised training by gossip.
 
-    gossip: an algorithm of `dgc.gossip`. transport: who carries the messages; None is MPI beside Horovod.
-    nonfinite: what NaN or inf in this rank's gradient does. "skip" leaves this rank's model as it is in this step
-    and counts it in dropped_steps; neighbours do not notice. "raise" raises NonFiniteGradientError.
+    Parameters and optimizer state differ between ranks. The model of the run is the mean of the parameters, which
+    `consensus` loads. All ranks must start with the same parameters: see broadcast_parameters. With a
+    torch.amp.GradScaler call `scaler.step(optimizer)`; each rank has its own scale.
 
-    All ranks must begin with the same parameters: see broadcast_parameters. A torch.amp.GradScaler is served by
-    `scaler.step(optimizer)`, each rank with a scale of its own.
+    Args:
+        optimizer: The optimizer to wrap.
+        named_parameters: `model.named_parameters()`. None: names are made from groups and positions.
+        gossip: An algorithm of `dgc.gossip`.
+        transport: Connects the ranks. None: Horovod, with MPI for messages between two ranks.
+        nonfinite: Response to NaN or inf in this rank's gradient. "skip" leaves this rank's model unchanged in
+            this step and increments `dropped_steps`; other ranks are not affected. "raise" raises
+            NonFiniteGradientError.
+
+    Raises:
+        ValueError: An argument is invalid, or settings or models differ between ranks.
+
+    Example:
+        optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), SGP())
+        optimizer.zero_grad()  # also receives from neighbours: call it before each forward pass
+        loss_fn(model(inputs)).backward()  # repeat to accumulate gradients
+        optimizer.step()
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then leaves it to step() what to do about inf
+    _step_supports_amp_scaling = True  # GradScaler then leaves inf to step()
 
     def __init__(
         self,
@@ -71,13 +79,13 @@ class GossipOptimizer(Wrapper):
 
     @property
     def steps_apart(self) -> int | None:  # type: ignore[override]
-        """What the rest of a trainer must allow, or it would make ranks wait that need not."""
+        """Steps that one rank may be ahead of another. A trainer must allow as many to avoid extra waits."""
         return SLACK if self.gossip.is_synchronous else None
 
     # --- one step ---------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also takes in what neighbours sent. Call it before every forward pass that follows a step."""
+        """Drop the gradients and apply the messages of neighbours. Call it before each forward after a step."""
         self.inner.zero_grad(set_to_none)
         self._timed("wait", self.gossip.begin_step)
 
@@ -94,12 +102,12 @@ class GossipOptimizer(Wrapper):
     def _timed(self, phase: str, work: Callable[[], object]) -> None:
         before, start = dict(self.meter.seconds), perf_counter()
         work()
-        # what a conversation has counted itself is not counted twice
+        # time that a conversation has already counted is subtracted
         counted = sum(self.meter.seconds[name] - before[name] for name in before)
         self.meter.seconds[phase] += max(0.0, perf_counter() - start - counted)
 
     def _fit(self) -> bool:
-        """Whether this rank's gradients are finite; unscaled where a GradScaler has scaled them."""
+        """Whether this rank's gradients are finite. Unscales them if a GradScaler has scaled them."""
         gradients = [p.grad for p in self.model.parameters if p.grad is not None]
         if not gradients:
             return True
@@ -120,7 +128,7 @@ class GossipOptimizer(Wrapper):
         return fit
 
     def _named_values(self) -> list[tuple[str, Tensor]]:
-        """Of this rank's gradients, by parameter; those without any are left out."""
+        """Return (name, values) of this rank's gradients, without empty ones."""
         named = zip(self._names, self.model.parameters, strict=True)
         gradients = [(name, p.grad) for name, p in named if p.grad is not None]
         values = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in gradients]
@@ -147,15 +155,15 @@ class GossipOptimizer(Wrapper):
         return lambda: gossip.progress < steps
 
     def settle(self) -> None:
-        """Take in what is on its way. Collective."""
+        """Receive all messages in flight. Collective."""
         self.gossip.settle()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, every rank's parameters are the mean over all ranks; afterwards each has its own again.
+        """Context in which every rank's parameters are the mean over all ranks. They are restored afterwards.
 
-        What is on its way is received and counts in the mean. `consensus_distance` is this rank's L2 distance from
-        it. Collective.
+        Messages in flight are received first and count in the mean. `consensus_distance` is then this rank's L2
+        distance from the mean. Collective.
         """
         self.gossip.hold()
         z = self.model.z
@@ -173,14 +181,15 @@ class GossipOptimizer(Wrapper):
             self.model.scatter()
 
     def gauges(self) -> dict[str, float]:
-        """Numbers for logs: the algorithm's of the last step, and consensus_distance once it was measured."""
+        """Return numbers for logs: the algorithm's of the last step, and consensus_distance once measured."""
         measured = {} if isnan(self.consensus_distance) else {"consensus_distance": self.consensus_distance}
         return {**self.gossip.gauges(), **measured}
 
     def close(self) -> None:
-        """Send and receive nothing more; what is on its way is received first. Collective.
+        """Receive all messages in flight, then stop sending and receiving. Collective.
 
-        Call it before the program ends: when the first rank leaves, Horovod ends MPI on all, also on those behind.
+        Call it before the program ends: when the first rank exits, Horovod ends MPI on all ranks, even if some are
+        still training.
         """
         if not self.gossip.is_synchronous and cast(Asynchronous, self.gossip).is_under_way:
             self.settle()
@@ -188,7 +197,7 @@ class GossipOptimizer(Wrapper):
         barrier(self.transport, "gossip.closed")
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint: its model, the algorithm's state, the optimizer's. Collective."""
+        """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""
         self.gossip.hold()
         return {**super().compression_state_dict(), "optimizer": self.inner.state_dict()}
 
@@ -208,7 +217,7 @@ def _stand_still() -> None:
 
 
 def _check_agreement(named: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
-    """ValueError, on every rank, where ranks have other parameters."""
+    """Raise ValueError on every rank if the ranks have different parameters. Collective."""
     own = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
     digest = crc32(repr(own).encode())
     both = torch.tensor([digest, -digest], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Momentum has one owner: the memory, before compression, or the optimizer, never both."""
+"""Momentum is applied once: by the memory before compression, or by the optimizer, never by both."""
 
 import warnings
 from collections.abc import Sequence
@@ -10,9 +10,12 @@ from dgc.optim.sgd import TakesCorrected
 
 
 class MomentumOwners:
-    """Which groups leave their momentum to a memory; from the start, and at every step as long as they do.
+    """Settles who applies momentum to each parameter group, and checks at every step that it still holds.
 
-    A scheduler that cycles momentum, or a loaded state, would change the optimizer's without the memory's.
+    A scheduler that cycles momentum, or a loaded state, would change the optimizer's momentum, not the memory's.
+
+    Raises:
+        ValueError: Optimizer and memory disagree. See `settle_momentum`.
     """
 
     def __init__(self, optimizer: Optimizer, planned: Sequence[PlannedBucket]):
@@ -26,7 +29,7 @@ class MomentumOwners:
 
     def check(self, optimizer: Optimizer) -> None:
         for g, momentum in self._settled:
-            # some broadcasts of optimizer state pass through fp32
+            # some broadcasts of optimizer state round to fp32
             if abs((now := optimizer.param_groups[g]["momentum"]) - momentum) > 1e-6:
                 raise ValueError(
                     f"the momentum of group {g} was {momentum}, which the compression's memory applies, and is "
@@ -35,7 +38,11 @@ class MomentumOwners:
 
 
 def settle_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> None:
-    """Settle who applies momentum to which parameter, or raise a ValueError that says what to change."""
+    """Decide whether the memory or the optimizer applies momentum to each parameter.
+
+    Raises:
+        ValueError: Both would apply it, or their settings differ. The message names the cure.
+    """
     corrected = {
         p: correction
         for plan in planned

@@ -1,4 +1,4 @@
-"""What the arguments of DistributedOptimizer stand for."""
+"""Checks and conversions of DistributedOptimizer's arguments."""
 
 import warnings
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ _in_use: WeakSet[Compressor] = WeakSet()
 
 
 def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any, nonfinite: str) -> None:
-    """ValueError for what DistributedOptimizer does not take; a warning for what has no effect."""
+    """Raise ValueError for unsupported arguments, and warn about arguments without effect."""
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
     if predivide != 1.0:
@@ -33,7 +33,11 @@ def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any,
 def name_parameters(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> list[tuple[str, Tensor]]:
-    """(name, parameter) of every parameter of the optimizer that needs a gradient, each once, in model order."""
+    """Return (name, parameter) for each trainable parameter of the optimizer, once, in model order.
+
+    Raises:
+        ValueError: Two parameters have one name, or a parameter of the optimizer has none.
+    """
     owned = {
         p: f"group{g}.param{i}"
         for g, group in enumerate(optimizer.param_groups)
@@ -56,7 +60,11 @@ def name_parameters(
 
 
 def as_route(compression: Any) -> Route:
-    """Horovod's compressions are classes, ours are instances. ValueError where one is in use already."""
+    """Convert the `compression` argument to a Route. Horovod's compressions are classes, all others instances.
+
+    Raises:
+        ValueError: It is none of these, or a compressor belongs to another optimizer.
+    """
     if isinstance(compression, Route):
         for rule in compression.rules:
             refuse_used(rule.compressor)
@@ -75,7 +83,7 @@ def as_route(compression: Any) -> Route:
 
 
 def as_factor(op: Any, size: int) -> int:
-    """What the mean over ranks is multiplied by. Horovod's constants are recognised by their names."""
+    """Return the factor that turns the mean over ranks into `op`. Accepts Horovod's constants Average and Sum."""
     name = {"0": "average", "1": "sum"}.get(str(op), str(op)).lower()
     if name in ("average", "mean"):
         return 1
@@ -85,13 +93,13 @@ def as_factor(op: Any, size: int) -> int:
 
 
 def unused_prefix(transport: Transport) -> str:
-    """A name that no other optimizer on this transport has; all ranks build theirs in one order."""
+    """Return a name prefix, unique on this transport. All ranks must create their optimizers in one order."""
     _optimizers_of[transport] = number = _optimizers_of.get(transport, -1) + 1
     return f"dgc{number}"
 
 
 def refuse_used(compressor: Compressor) -> None:
-    """Error state belongs to one optimizer: two would save, load and count each other's."""
+    """Raise ValueError if another optimizer uses the compressor: error state cannot be shared."""
     if not isinstance(compressor, Stateless) and compressor in _in_use:
         raise ValueError(
             f"this {type(compressor).__name__} holds the error state of another DistributedOptimizer: "

@@ -1,4 +1,4 @@
-"""Which gradients share a bucket."""
+"""Assignment of gradients to buckets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class PlannedBucket:
 
     @cached_property
     def views(self) -> tuple[Tensor, ...]:
-        """Room for each parameter's gradient inside `bucket.flat`.
+        """A view of `bucket.flat` for each parameter's gradient.
 
-        `.data`: each view counts its own changes (`_version`), not those of the other views and of `flat`.
+        `.data` gives each view its own change counter (`_version`), separate from the other views and `flat`.
         """
         return tuple(segment.of(self.bucket.flat).data for segment in self.bucket.segments)
 
@@ -36,7 +36,7 @@ class PlannedBucket:
         return "views" in self.__dict__ and gradient is self.views[i]
 
     def collect(self, i: int) -> None:
-        """Take parameter i's .grad as its gradient, where it lies if that can be; no gradient is zero."""
+        """Use parameter i's .grad as its gradient, without a copy if the layout allows it. None means zero."""
         p, segment = self.parameters[i], self.bucket.segments[i]
         if self.is_view(i, p.grad):
             self.bucket.lies_flat(i)
@@ -51,12 +51,12 @@ class PlannedBucket:
             p.grad = self.views[i]
 
     def attach(self) -> None:
-        """Let every .grad be its view into `bucket.flat`."""
+        """Set every .grad to its view of `bucket.flat`."""
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
 
     def make_dense(self, result: SparseResult) -> None:
-        """Write a sparse mean into the bucket and let every .grad be its view there."""
+        """Write a sparse mean into the bucket and set every .grad to its view."""
         self.bucket.release()
         self.bucket.flat.zero_()
         self.bucket.flat[result.indices] = result.values.to(self.bucket.dtype)
@@ -64,14 +64,16 @@ class PlannedBucket:
 
     @property
     def takes_sparse_updates(self) -> bool:
-        """Whether a mean is all that a step needs: momentum is in it, and the parameters lie as they were laid out
-        (`model.to(memory_format=...)` after wrapping changes that).
+        """Whether a step needs only the sparse mean.
+
+        This holds if momentum is already applied and the parameters still have the memory order of the bucket,
+        which `model.to(memory_format=...)` after wrapping changes.
         """
         ordered = all(s.orders(p) for s, p in zip(self.bucket.segments, self.parameters, strict=True))
         return self.compressor.correction is not None and ordered
 
     def sparse_update(self, indices: Tensor, values: Tensor) -> SparseUpdate:
-        """A sparse gradient of the bucket as an update of its parameters."""
+        """Return a sparse gradient of the bucket as an update of its parameters."""
         return SparseUpdate(self.parameters, self._bounds, indices, values)
 
     @cached_property
@@ -86,10 +88,18 @@ def plan_buckets(
     bucket_mb: float,
     prefix: str,
 ) -> list[PlannedBucket]:
-    """Buckets in reverse order of registration, the order in which backward fills them.
+    """Plan buckets in reverse order of registration, which is the order in which backward fills them.
 
-    A bucket is homogeneous in compressor, dtype and device and holds whole tensors, together at most
-    `bucket_mb` MB unless a single tensor is larger.
+    All tensors of a bucket have the same compressor, dtype and device. Tensors are not split.
+
+    Args:
+        named_parameters: Trainable parameters in model order.
+        compressor_for: Returns the compressor of a parameter.
+        bucket_mb: Largest size of a bucket in MB (2**20 bytes). A larger single tensor gets its own bucket.
+        prefix: Prefix of the buckets' names.
+
+    Raises:
+        ValueError: `bucket_mb` is not positive.
     """
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
@@ -115,7 +125,7 @@ def plan_buckets(
 
 
 def describe(planned: Sequence[PlannedBucket]) -> list[tuple[str, str, str, tuple[int, ...]]]:
-    """What must be the same on every rank: bucket, kind of compressor, parameter, shape."""
+    """Return the parts of a plan that must be equal on all ranks: bucket, compressor class, parameter, shape."""
     return [
         (p.bucket.name, type(p.compressor).__name__, f"{s.name} ({p.bucket.dtype})", s.shape)
         for p in planned
@@ -124,7 +134,7 @@ def describe(planned: Sequence[PlannedBucket]) -> list[tuple[str, str, str, tupl
 
 
 def check_agreement(planned: Sequence[PlannedBucket], transport: Transport) -> None:
-    """ValueError, on every rank, where ranks have planned other buckets."""
+    """Raise ValueError on every rank if the ranks have planned different buckets. Collective."""
     own = describe(planned)
     for rank, other in enumerate(all_gather_object(transport, own, "plan")):
         if other != own:

@@ -1,9 +1,9 @@
 """Loss scaling (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2) around an exchange of gradients.
 
-With scale s the loss is multiplied by s, so backward gives s g. A bucket is divided by s before compression and
-multiplied by s after it: error state knows nothing of s, which may change from step to step, and
-GradScaler.unscale_ finds what it expects. Where any rank's gradient has NaN or inf, all ranks get NaN, so that
-every rank's scaler skips the step and lowers s alike.
+With scale s the loss is multiplied by s, so backward computes s g. A bucket is divided by s before compression and
+multiplied by s after it. The error state therefore does not depend on s, which may change from step to step, and
+GradScaler.unscale_ works as usual. If any rank's gradient has NaN or inf, all ranks get NaN. Every rank's scaler
+then skips the step and lowers s by the same factor.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,20 @@ from dgc.optim.planning import PlannedBucket
 
 
 def is_used(grad_scaler: Any) -> bool:
-    """Whether it is a GradScaler that scales. A disabled scaler is none."""
+    """Whether `grad_scaler` is an enabled GradScaler."""
     return grad_scaler is not None and bool(grad_scaler.is_enabled())
 
 
 class LossScale:
-    """grad_scaler: a torch.amp.GradScaler, or None for no scaling."""
+    """Removes the loss scale before compression and restores it afterwards.
+
+    Args:
+        grad_scaler: A torch.amp.GradScaler, or None for no scaling.
+        planned: The buckets.
+
+    Raises:
+        ValueError: Scaling is enabled and a parameter is fp16. GradScaler cannot unscale fp16 gradients.
+    """
 
     def __init__(self, grad_scaler: Any, planned: Sequence[PlannedBucket]):
         self._scaler = grad_scaler
@@ -43,7 +51,7 @@ class LossScale:
             flat.mul_(self._on(flat.device))
 
     def check_before_averaging(self, optimizer: Optimizer) -> None:
-        """RuntimeError where a scaler's step() must not begin with averaging."""
+        """Raise RuntimeError if the scaler is unknown or has already unscaled the gradients."""
         if not self.enabled:
             raise RuntimeError(
                 "a GradScaler steps this DistributedOptimizer, which was not told of it: pass it as grad_scaler="
@@ -55,7 +63,7 @@ class LossScale:
             )
 
     def check_before_step(self, optimizer: Optimizer) -> None:
-        """RuntimeError where a step would take scaled gradients."""
+        """Raise RuntimeError if a step would use scaled gradients."""
         if self.enabled and not self._is_unscaled(optimizer):
             raise RuntimeError("the gradients are scaled: call grad_scaler.step(optimizer), not optimizer.step()")
 
@@ -64,5 +72,5 @@ class LossScale:
         return self._scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED"
 
     def _on(self, device: torch.device) -> Tensor:
-        # get_scale() would wait for the device
+        # not get_scale(), which waits for the device
         return self._scaler.scale(torch.ones((), dtype=torch.float32, device=device))

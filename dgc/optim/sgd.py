@@ -1,14 +1,15 @@
-"""SGD for gradients whose momentum was applied before compression (Lin et al. 2018, section 3.1).
+"""SGD for gradients with momentum applied before compression (Lin et al. 2018, section 3.1).
 
-Parameters with corrected gradients: p = p - lr (c + w), where c is the exchanged gradient, momentum included,
-and w is weight decay with a momentum buffer of its own, local and dense:
+Parameters with corrected gradients follow p = p - lr (c + w). Here c is the exchanged gradient, momentum included,
+and w is weight decay with its own momentum buffer, which is local and dense:
 
     b = m b + (1 - dampening) wd p;   w = wd p + m b (Nesterov) or b
 
-which is what momentum SGD does to its weight decay, by linearity. All other parameters: torch.optim.SGD's rule.
-A corrected gradient may come sparse; then only the parameters that it names are touched for it.
+By linearity this equals the treatment of weight decay in momentum SGD. Other parameters follow torch.optim.SGD.
+A corrected gradient may be sparse. Then only the parameters that it names are changed for it.
 
-decoupled_weight_decay: p = p - lr wd p, without momentum, for all parameters (SGDW, Loshchilov and Hutter 2019).
+With decoupled_weight_decay, p = p - lr wd p for all parameters, without momentum (SGDW, Loshchilov and Hutter
+2019).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,9 +27,10 @@ from dgc.bucket import fills_a_block
 
 @dataclass(frozen=True, eq=False)
 class SparseUpdate:
-    """The gradients of some parameters that lie one after another, parameter s from bounds[s] to bounds[s+1] - 1.
+    """A sparse gradient of several parameters in one flat index space.
 
-    Zero but for `values` at the unique ascending `indices`; a parameter's elements in the order of its memory.
+    Parameter s has the indices bounds[s] to bounds[s+1] - 1, in the order of its memory. The gradient is `values`
+    at `indices`, which are unique and ascending, and zero elsewhere.
     """
 
     parameters: tuple[Tensor, ...]
@@ -39,7 +41,7 @@ class SparseUpdate:
 
 @runtime_checkable
 class TakesCorrected(Protocol):
-    """An optimizer that leaves momentum to the compression's memory and applies sparse updates as they are."""
+    """An optimizer that leaves momentum to the compressor's memory and applies sparse updates directly."""
 
     def leave_momentum_of(self, parameters: Iterable[Tensor]) -> None: ...
 
@@ -47,7 +49,28 @@ class TakesCorrected(Protocol):
 
 
 class DGCSGD(Optimizer):
-    """torch.optim.SGD until a DistributedOptimizer says which parameters come with momentum applied."""
+    """SGD that does not apply momentum again to gradients that already contain it (Lin et al. 2018, section 3.1).
+
+    It follows torch.optim.SGD until a DistributedOptimizer calls `leave_momentum_of`.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        momentum: Momentum coefficient. It must equal the memory's for compressed parameters.
+        dampening: Dampening of momentum. It must be 0 for compressed parameters.
+        weight_decay: Weight decay (L2 penalty).
+        nesterov: Use Nesterov momentum. It must equal the memory's for compressed parameters.
+        decoupled_weight_decay: Apply weight decay without momentum (SGDW).
+
+    Raises:
+        ValueError: `lr`, `momentum` or `weight_decay` is negative, or `nesterov` is set without momentum or with
+            dampening.
+
+    Example:
+        optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        compression = DGC(0.001, memory=DGCSGDMemory(momentum=0.9))
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
+    """
 
     def __init__(
         self,
@@ -76,12 +99,12 @@ class DGCSGD(Optimizer):
         self._corrected: frozenset[Tensor] = frozenset()
 
     def leave_momentum_of(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients of these parameters come with momentum already applied."""
+        """Treat the gradients of these parameters as containing momentum already."""
         self._corrected = frozenset(parameters)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, sparse: Sequence[SparseUpdate] = ()) -> Any:
-        """`sparse` takes the place of the .grad of the parameters that it names, and leaves frozen ones alone."""
+        """Update the parameters. `sparse` replaces the .grad of its parameters; frozen ones stay unchanged."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,7 +136,7 @@ class DGCSGD(Optimizer):
             p.sub_(self._with_momentum(p, direction, group), alpha=group["lr"])
 
     def _decay(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Weight decay with a momentum buffer of its own, in one pass over p."""
+        """Apply weight decay with its own momentum buffer, in one pass over p."""
         if not group["momentum"] or not fills_a_block(p):
             p.sub_(self._with_momentum(p, p * group["weight_decay"], group), alpha=group["lr"])
             return
@@ -138,7 +161,7 @@ class DGCSGD(Optimizer):
 
 
 def _subtract(update: SparseUpdate, lrs: Sequence[float]) -> None:
-    """p = p - lr * gradient, where the gradient is not zero."""
+    """p = p - lr * gradient, at the elements of the update."""
     ordinary = [p.requires_grad and fills_a_block(p) for p in update.parameters]
     targets = [
         _in_memory_order(p) if plain else torch.zeros(p.numel(), dtype=p.dtype, device=p.device)

@@ -1,4 +1,4 @@
-"""On a GPU compression has a stream of its own, so that backward's kernels go on beside it."""
+"""A separate CUDA stream for compression, so that it overlaps with backward."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -7,9 +7,11 @@ import torch
 
 
 class SideStream:
-    """Work inside `behind_caller` waits for what the caller has queued so far, inside `beside_caller` it does not.
+    """A stream beside the caller's current stream.
 
-    After `join` the caller's work waits for it. The host never waits. On a CPU all three do nothing.
+    Work inside `behind_caller` waits for the work that the caller has queued so far. Work inside `beside_caller`
+    does not. After `join`, the caller's stream waits for the side stream. The host never waits. On a CPU all three
+    do nothing.
     """
 
     def __init__(self, device: torch.device):

@@ -1,4 +1,4 @@
-"""What a wrapped optimizer still is: its groups and state; and the compression state beside them."""
+"""The base of the optimizers that wrap another one: its groups and state, and the compression state."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from dgc.compression.protocol import SparseOrDense
 
 @runtime_checkable
 class Method(Protocol):
-    """The parts of a compressor or a gossip algorithm that a trainer sees."""
+    """The common interface of compressors and gossip algorithms."""
 
     @property
     def compress_ratio(self) -> float: ...
@@ -28,18 +28,22 @@ class Method(Protocol):
 
 
 class Wrapper(Optimizer):
-    """Parameter groups, state, defaults and all else unknown here are the wrapped optimizer's, `inner`.
+    """An optimizer around another one, `inner`. All attributes not defined here come from `inner`.
 
-    It cannot be copied or pickled: it holds hooks on its parameters and a connection to the other ranks. What
-    there is to save are `state_dict()` and, on each rank, `compression_state_dict()`.
+    It cannot be copied or pickled, because it holds hooks on its parameters and a connection to the other ranks.
+    Save `state_dict()` and, on each rank, `compression_state_dict()`.
+
+    Args:
+        inner: The wrapped optimizer.
+        methods: Its compressors, or its gossip algorithm.
     """
 
     transport: Transport
     meter: Meter
-    dropped_steps: int  # those that NaN or inf in a gradient undid
+    dropped_steps: int  # number of steps dropped because of NaN or inf in a gradient
 
     def __init__(self, inner: Optimizer, methods: Sequence[Method]):
-        # Optimizer's own __init__ would make groups and hooks of its own
+        # Optimizer.__init__ is not called: it would create its own groups and hooks
         self.inner: Any = inner
         self._methods = list(methods)
 
@@ -58,7 +62,7 @@ class Wrapper(Optimizer):
         return self.inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, the same on every rank."""
+        """Return the wrapped optimizer's state, which is the same on every rank."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -86,45 +90,48 @@ class Wrapper(Optimizer):
     steps_apart: int | None = 0  # how far one rank may be ahead of another; None: any number of steps
 
     def pace(self, steps: int) -> Callable[[], bool] | None:
-        """Where ranks train at paces of their own: whether all together have yet to reach `steps` steps."""
+        """Return a function for ranks that train at different speeds, or None if all take the same steps.
+
+        The function returns whether all ranks together have not reached `steps` steps yet.
+        """
         return None
 
     def close(self) -> None:
-        """Let go of the parameters and of the other ranks. Collective."""
+        """Release the parameters and the connection to the other ranks. Collective."""
 
     def settle(self) -> None:
-        """Finish what is on its way between ranks. Collective."""
+        """Receive all messages that are in flight between ranks. Collective."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, every rank's parameters are the run's model, the same on all ranks. Collective."""
+        """Context in which all ranks have the same parameters, the run's model. Collective."""
         yield
 
     def gauges(self) -> dict[str, float]:
-        """Further numbers of the last step, for logs."""
+        """Return further numbers of the last step, for logs."""
         shares = [m.dense_share for m in self._methods if isinstance(m, SparseOrDense)]
         return {"dense_share": max(shares)} if shares else {}
 
     # --- compression ------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int) -> float:
-        """Tell the compressors the epoch, counted from 0, for their warm-up; the compress_ratio now."""
+        """Set the epoch, counted from 0, for the warm-up of the compressors. Returns the new compress_ratio."""
         for method in self._methods:
             method.begin_epoch(epoch)
         return self.compress_ratio
 
     @property
     def compress_ratio(self) -> float:
-        """The smallest nominal fraction of elements that a compressor sends now; 1.0 is dense."""
+        """The smallest nominal fraction of elements that a compressor currently sends. 1.0 is dense."""
         return min((m.compress_ratio for m in self._methods), default=1.0)
 
     def error_norm(self) -> float:
-        """L2 norm of this rank's error state: what waits to be sent."""
+        """Return the L2 norm of this rank's error state, the unsent part of its gradients."""
         squares = [float(e.norm(dtype=torch.float64)) ** 2 for m in self._methods for e in m.errors()]
         return sqrt(sum(squares))
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """This rank's error state. Unlike `state_dict()` it differs between ranks: save it on each of them."""
+        """Return this rank's error state. Unlike `state_dict()` it differs between ranks: save it on each."""
         return {f"{type(m).__name__}.{i}": m.state_dict() for i, m in enumerate(self._methods)}
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:

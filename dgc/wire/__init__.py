@@ -1,4 +1,4 @@
-"""Payload formats: how a sparse selection becomes one uint8 buffer of planned size, and back."""
+"""Payload formats: encoding of a sparse selection as one uint8 buffer of planned size, and decoding."""
 
 from dgc.wire.indices import IndexFormat as IndexFormat
 from dgc.wire.indices import PackedIndices as PackedIndices

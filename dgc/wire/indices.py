@@ -1,9 +1,9 @@
 """Index formats of a payload.
 
-A format plans, from the capacity and the size of a bucket alone, a section of fixed size. Plain indices always
-fit. Packed and Rice codes are as long as the indices make them: the plan has room for what is likely (`lengths`),
-and of a selection that would not fit, a few elements stay behind. No plan is larger than int32 indices would be:
-where it would, the section holds those.
+A format plans a section of fixed size. The size depends only on the capacity and on the size of the bucket. Plain
+indices always fit. The length of packed and Rice codes depends on the indices. Their plan has room for the likely
+length (`lengths`). If a selection does not fit, a few of its elements are not sent. If a code would need more
+bytes than int32 indices, the section holds int32 indices instead.
 """
 
 from dataclasses import dataclass
@@ -22,34 +22,40 @@ INT32_MAX = torch.iinfo(torch.int32).max
 
 @runtime_checkable
 class IndexSection(Protocol):
-    """What a format has planned for one bucket."""
+    """The section that a format has planned for one bucket."""
 
     @property
     def nbytes(self) -> int:
-        """A multiple of 4."""
+        """Size of the section in bytes, a multiple of 4."""
         ...
 
     def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
-        """Write into a section of zeros. Returns what is sent of the selection."""
+        """Write the indices into a section of zeros. Returns the part of the selection that is sent."""
         ...
 
     def decode(
         self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """(indices, whether they ascend within the bucket). Any bytes and any count are safe."""
+        """Return (indices, whether they ascend within the bucket). Any bytes and any count are safe."""
         ...
 
 
 @runtime_checkable
 class IndexFormat(Protocol):
+    """A format of indices."""
+
     def plan(self, capacity: int, numel: int) -> IndexSection:
-        """The section for `capacity` of numel elements. ValueError: this format cannot hold such indices."""
+        """Plan the section for `capacity` of `numel` elements.
+
+        Raises:
+            ValueError: This format cannot hold such indices.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class PlainSection:
-    """One integer after the other, zeros behind the last."""
+    """Consecutive integers, followed by zeros."""
 
     capacity: int
     numel: int
@@ -105,7 +111,14 @@ class RiceSection:
 
 @dataclass(frozen=True)
 class PlainIndices:
-    """Indices within the bucket, as they are. dtype: int64 or int32."""
+    """Indices within the bucket, not compressed.
+
+    Args:
+        dtype: "int64" or "int32".
+
+    Raises:
+        ValueError: `dtype` is neither.
+    """
 
     dtype: str = "int64"
 
@@ -121,7 +134,7 @@ class PlainIndices:
 
 @dataclass(frozen=True)
 class PackedIndices:
-    """Gaps between indices in blocks of 128, each block at the width of its largest: fast on any machine."""
+    """Gaps between indices in blocks of 128, each with the bit width of its largest gap: fast on any machine."""
 
     def plan(self, capacity: int, numel: int) -> IndexSection:
         plain = PlainIndices("int32").plan(capacity, numel)
@@ -133,7 +146,7 @@ class PackedIndices:
 
 @dataclass(frozen=True)
 class RiceIndices:
-    """Gaps between indices in a Rice code, a parameter for each 512: about 0.1 bit above the entropy."""
+    """Gaps between indices in a Rice code, with one parameter per 512 gaps: about 0.1 bit above the entropy."""
 
     def plan(self, capacity: int, numel: int) -> IndexSection:
         plain = PlainIndices("int32").plan(capacity, numel)

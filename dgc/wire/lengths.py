@@ -1,10 +1,10 @@
-"""How long packed and Rice codes of indices are, before any index is known.
+"""Planned lengths of packed and Rice codes, which must not depend on the indices.
 
-The model: k of n elements are sent, each as likely as any other, so that gaps are geometric with p = k/n:
+Model: k of n elements are sent, and all are equally likely. Gaps are then geometric with p = k/n:
 
     P(gap >= s) = (1-p)**s
 
-Packed, blocks of 128. A block's width is above w where its largest gap is 2**w or more:
+Packed, blocks of 128. A block's width exceeds w if its largest gap is 2**w or more:
 
     P(width > w) = 1 - (1 - (1-p)**(2**w))**128         E[width] = sum over w >= 0 of P(width > w)
 
@@ -13,12 +13,12 @@ Rice with parameter b, M = 2**b. A gap's high and low part, q = gap >> b and r =
     P(q >= 1) = x = (1-p)**M      E[q] = x/(1-x)      V_q = x/(1-x)**2      V_r = (1-p)/p**2 - M**2 V_q
     bits = k (b + 1 + E[q])
 
-and since all gaps together are n - k, sum q = (n - k - sum r) / M varies little: for sums of k independent normal
-variables with that sum given, the variance is k V_q V_r / (M**2 V_q + V_r).
+All gaps sum to n - k, so sum q = (n - k - sum r) / M varies little. For sums of k independent normal variables
+with that sum given, the variance is k V_q V_r / (M**2 V_q + V_r).
 
-Planned is the expected length and one standard deviation more, to which a byte per block is added. Where it takes
-no more than 4 further bytes, the longest code there is is planned for instead. All of it in decimal arithmetic
-of 50 digits, which rounds alike on every machine: ranks must agree on every size.
+The plan is the expected length plus one standard deviation, plus one byte per block. If the longest possible code
+needs at most 4 more bytes, that length is planned instead. All of this uses decimal arithmetic with 50 digits,
+which rounds equally on every machine, because all ranks must compute the same sizes.
 """
 
 from decimal import Context, Decimal, localcontext
@@ -39,7 +39,7 @@ ARITHMETIC = Context(prec=50)
 
 @cache
 def plan_packed(capacity: int, numel: int) -> PackedCode:
-    """For buckets of numel >= capacity >= 1 elements."""
+    """Plan a packed code. Requires numel >= capacity >= 1."""
     full, rest = divmod(capacity, PACKED_BLOCK)
     with localcontext(ARITHMETIC):
         mean, variance = Decimal(0), Decimal(0)
@@ -57,7 +57,7 @@ def plan_packed(capacity: int, numel: int) -> PackedCode:
 
 @cache
 def plan_rice(capacity: int, numel: int) -> RiceCode:
-    """For buckets of numel >= capacity >= 1 elements. b* is the parameter that plans the fewest bits."""
+    """Plan a Rice code with the parameter b* that needs the fewest bits. Requires numel >= capacity >= 1."""
     with localcontext(ARITHMETIC):
         p = Decimal(capacity) / numel
         plans = [(_rice_bits(b, p, capacity), b) for b in range(LARGEST_PARAMETER)]
@@ -68,10 +68,10 @@ def plan_rice(capacity: int, numel: int) -> RiceCode:
 
 
 def packed_longest(count: int, numel: int) -> int:
-    """Bits that are enough for the gaps of any `count` of numel elements.
+    """Return a number of bits that is enough for the gaps of any `count` of `numel` elements.
 
-    A gap of g takes no more than w - 1 + g / 2**(w-1) bits, whatever w >= 1; the gaps of B blocks that are each
-    the largest of theirs add up to n at most, so that their widths do to B (w-1) + n / 2**(w-1).
+    For every w >= 1, a gap g needs at most w - 1 + g / 2**(w-1) bits. The largest gaps of B blocks sum to at most
+    n, so the widths of the blocks sum to at most B (w-1) + n / 2**(w-1).
     """
     if count <= PACKED_BLOCK:
         return count * (numel - count).bit_length()
@@ -83,7 +83,7 @@ def _widths(blocks: int, numel: int) -> int:
 
 
 def _sure_blocks(room: int, blocks: int, numel: int) -> int:
-    """The most full blocks that fit into `room` bits in any case: by halving, since more never take less."""
+    """Return the largest number of full blocks that always fit into `room` bits, by bisection."""
     low, high = 0, blocks
     while low < high:
         middle = (low + high + 1) // 2
@@ -95,7 +95,7 @@ def _sure_blocks(room: int, blocks: int, numel: int) -> int:
 
 
 def _width(size: int, capacity: int, numel: int) -> tuple[Decimal, Decimal]:
-    """Expected width of a block of `size` gaps, and its variance."""
+    """Return the expected width of a block of `size` gaps, and its variance."""
     mean = square = Decimal(0)
     beyond = 1 - Decimal(capacity) / numel  # (1-p)**(2**w)
     for w in range(LARGEST_PARAMETER):
@@ -107,7 +107,7 @@ def _width(size: int, capacity: int, numel: int) -> tuple[Decimal, Decimal]:
 
 
 def _rice_bits(b: int, p: Decimal, capacity: int) -> Decimal:
-    """Expected bits and one standard deviation."""
+    """Return the expected number of bits plus one standard deviation."""
     m = 2**b
     x = (1 - p) ** m
     v_q = x / (1 - x) ** 2
@@ -126,5 +126,5 @@ def _ceil(x: Decimal) -> int:
 
 
 def _nbytes(bits: int) -> int:
-    """Rounded up to 4 bytes."""
+    """Return the bytes for these bits, rounded up to a multiple of 4."""
     return -(-bits // 32) * 4

@@ -1,16 +1,16 @@
-"""One selection as one uint8 buffer of planned size.
+"""Encoding of a selection as one uint8 buffer of planned size.
 
     bytes 0-3    int32   number of elements, at most the planned capacity
-    bytes 4-7    int32   number, from 1, of the first tensor whose gradient was not finite; 0: all were
+    bytes 4-7    int32   number, from 1, of the first tensor with a non-finite gradient; 0 if all are finite
     bytes 8-11   uint32  checksum of all other bytes (dgc.kernels.codec)
     bytes 12-15  fp32    scale of the values
-    bytes 16-19  fp32    ratio of the elements that are sent in this step
+    bytes 16-19  fp32    ratio of the elements sent in this step
     bytes 20-23  uint32  crc32 of the formats of indices and values
     then                 indices, a multiple of 4 bytes
-    then                 values; zeros fill up to a multiple of 8 bytes
+    then                 values, padded with zeros to a multiple of 8 bytes
 
-The size depends on the plan alone. A collective whose size changes from step to step would miss Horovod's
-response cache every time. Encoding waits for no device; decoding reads from it once.
+The size depends only on the plan. A collective with a size that changes from step to step would miss Horovod's
+response cache every time. Encoding does not wait for the device. Decoding reads from it once.
 """
 
 import re
@@ -31,15 +31,18 @@ from dgc.wire.values import CastValues, ValueFormat
 
 
 class PayloadError(RuntimeError):
-    """A payload that cannot be what its sender made."""
+    """A payload is damaged, or was encoded with other settings."""
 
 
 def check_sizes(payloads: Sequence[UInt8[Tensor, "nbytes"]], nbytes: int, terms: Terms, what: str) -> None:
-    """PayloadError where payloads are not of the planned size.
+    """Check that all payloads have the planned size.
 
-    A rank on other terms plans another size. Some transports then cut what they gathered into parts of equal size,
-    which are not the ranks' payloads. But the payloads before the first that differs have the planned size, so its
-    header is found in the whole.
+    A rank with other terms plans another size. Some transports then split the gathered bytes into parts of equal
+    size, which are not the ranks' payloads. All payloads before the first differing one have the planned size, so
+    its header is found in the concatenated bytes.
+
+    Raises:
+        PayloadError: A size differs. The message names the rank.
     """
     if all(payload.numel() == nbytes for payload in payloads):
         return
@@ -54,7 +57,7 @@ def check_sizes(payloads: Sequence[UInt8[Tensor, "nbytes"]], nbytes: int, terms:
 
 
 def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str) -> None:
-    """PayloadError where they are not this rank's. words: as in the header of that rank's payload."""
+    """Raise PayloadError if the terms of `rank` differ from this rank's. `words`: the terms in its header."""
     (ratio, form), own = words, terms.words
     if ratio != own[0]:
         (theirs,) = struct.unpack("<f", struct.pack("<i", ratio))
@@ -70,7 +73,13 @@ def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str)
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """sent: the elements in the payload, with the values that every receiver will see. own: what they were."""
+    """An encoded selection.
+
+    Attributes:
+        payload: The bytes to send.
+        sent: The elements in the payload, with the values that receivers decode.
+        own: Their values before encoding.
+    """
 
     payload: UInt8[Tensor, "nbytes"]
     sent: Selection
@@ -79,7 +88,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the sections of a payload are."""
+    """The places of a payload's sections."""
 
     indices: IndexSection
     index_bytes: slice
@@ -89,11 +98,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class SparseFormat:
+    """Payload format of a sparse selection.
+
+    Args:
+        values: Format of the values. Default: fp32.
+        indices: Format of the indices. Default: int64.
+
+    Example:
+        wire = SparseFormat(Int8Values(), RiceIndices())
+    """
+
     values: ValueFormat = field(default_factory=CastValues)
     indices: IndexFormat = field(default_factory=PlainIndices)
 
     def nbytes(self, quotas: Quotas, numel: int) -> int:
-        """Size of a payload: 24, the sections of indices and of values, rounded up to 8."""
+        """Return the size of a payload: 24 bytes plus the two sections, rounded up to a multiple of 8."""
         return self._layout(quotas, numel).nbytes
 
     def encode(
@@ -106,16 +125,21 @@ class SparseFormat:
         result: torch.dtype = torch.float32,
         ratio: float = 1.0,
     ) -> Encoded:
-        """A selection of the quotas' capacity, with finite values, from a bucket of numel elements.
+        """Encode a selection.
 
-        first_nonfinite: index of the first element of the gradient that was not finite; numel: all were.
-        result: the gradients' dtype, in whose range decoded values stay. ratio: of the elements that are sent in
-        this step; receivers must give the same.
+        Args:
+            codec: Codec for the selection's device.
+            selection: A selection of finite values, with the capacity of `quotas`.
+            quotas: Number of elements per tensor.
+            numel: Number of elements of the bucket.
+            first_nonfinite: Index of the gradient's first non-finite element; numel if there is none.
+            result: Type of the gradients. Decoded values stay within its range.
+            ratio: Ratio of the elements sent in this step. Receivers must pass the same to `decode`.
         """
         assert selection.values.numel() == quotas.capacity
         layout = self._layout(quotas, numel)
         if isinstance(layout.indices, PlainSection) and isinstance(self.values, CastValues):
-            # the same in one call: on a CPU each small one finds cold what the pass has driven out of the caches
+            # one fused call with the same result: after a pass over the bucket, caches are cold for small calls
             dtypes, limit = (layout.indices.dtype, self.values.torch_dtype), self.values.largest(result)
             how = (dtypes, limit, first_nonfinite, quotas.bounds, self.terms(ratio), layout.nbytes)
             payload, values = codec.encode_plain(selection, *how)
@@ -136,12 +160,23 @@ class SparseFormat:
         ratio: float = 1.0,
         what: str = "a payload",
     ) -> tuple[list[Selection], list[int]]:
-        """(selections, numbers from 1 of each rank's first tensor that was not finite, or 0), in rank order.
+        """Decode the payloads of all ranks.
 
-        ratio: as this rank has encoded. what: the payloads' name in errors.
+        Args:
+            codec: Codec for the payloads' device.
+            payloads: One payload per rank.
+            quotas: As in `encode`.
+            numel: As in `encode`.
+            ratio: The ratio with which this rank has encoded.
+            what: Name of the payloads in errors.
 
-        PayloadError, naming the rank: it has encoded at another ratio or in another format, a payload is not of
-        the planned size, its checksum is not that of its bytes, or they are none that `encode` writes.
+        Returns:
+            (selections, numbers), in rank order. A number is that of the rank's first tensor with a non-finite
+            gradient, counted from 1, or 0.
+
+        Raises:
+            PayloadError: A rank encoded with another ratio or format, or a payload has another size, a wrong
+                checksum, or content that `encode` never writes. The message names the rank.
         """
         ranges, layout, terms = quotas.bounds.numel() - 1, self._layout(quotas, numel), self.terms(ratio)
         check_sizes(payloads, layout.nbytes, terms, what)
@@ -176,17 +211,17 @@ class SparseFormat:
         return found if found is not None else self._layouts.setdefault(key, self._plan(*key))
 
     def terms(self, ratio: float) -> Terms:
-        """What all ranks' payloads have in common that encode in this format at this ratio."""
+        """Return the header fields that are equal in all payloads of this format and ratio."""
         return Terms(ratio, self._fingerprint)
 
     @cached_property
     def _fingerprint(self) -> int:
         formats = repr((self.indices, self.values))
-        return crc32(re.sub(r" at 0x[0-9a-f]+", "", formats).encode())  # an object's address is its process's own
+        return crc32(re.sub(r" at 0x[0-9a-f]+", "", formats).encode())  # without addresses
 
     @cached_property
     def _layouts(self) -> dict[tuple[int, int, int], Layout]:
-        """By what `_plan` takes, and not in a cache of functions: to hash a format takes as long as to encode."""
+        """Layouts by the arguments of `_plan`. A function cache would hash the format, as slow as encoding."""
         return {}
 
     def _plan(self, capacity: int, ranges: int, numel: int) -> Layout:
@@ -197,7 +232,7 @@ class SparseFormat:
 
 
 def read_facts(facts: list[Tensor]) -> list[int]:
-    """The numbers in tensors of no dimensions: on a GPU all in one read, since each read waits for the device."""
+    """Return the numbers in zero-dimensional tensors. On a GPU they are read at once: each read waits for it."""
     if not facts or facts[0].is_cpu:
         return [int(fact) for fact in facts]
     known: list[int] = torch.stack([fact.int() for fact in facts]).tolist()

@@ -1,8 +1,8 @@
-"""Codes of any kind as one uint8 buffer of planned size.
+"""Codes of any kind in one uint8 buffer of planned size.
 
-    bytes 0-23   header as in `payload`: count 0, the first tensor whose gradient was not finite, checksum,
-                 scale 1; ratio: nominal; form: crc32 of the compressor's name
-    then         codes; zeros fill up to a multiple of 8 bytes
+    bytes 0-23   header as in `payload`: count 0, first tensor with a non-finite gradient, checksum, scale 1,
+                 nominal ratio, form (crc32 of the compressor's name)
+    then         codes, padded with zeros to a multiple of 8 bytes
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from dgc.wire.payload import PayloadError, check_sizes, read_facts, refuse_other
 
 
 def sealed_bytes(nbytes: int) -> int:
-    """Size of the buffer for so many bytes of codes."""
+    """Return the size of the buffer for `nbytes` bytes of codes."""
     return HEADER_BYTES + -(-nbytes // 8) * 8
 
 
@@ -27,7 +27,15 @@ def seal(
     bounds: Int64[Tensor, "bounds"],
     terms: Terms,
 ) -> UInt8[Tensor, "total"]:
-    """first_nonfinite: index of the first element of the gradient that was not finite; bounds[-1]: all were."""
+    """Return the buffer for `codes`.
+
+    Args:
+        codec: Codec for the codes' device.
+        codes: The codes.
+        first_nonfinite: Index of the gradient's first non-finite element; bounds[-1] if there is none.
+        bounds: Bounds of the tensors in the bucket.
+        terms: Ratio and form for the header.
+    """
     payload = codec.blank(sealed_bytes(codes.numel()), codes)
     payload[HEADER_BYTES : HEADER_BYTES + codes.numel()] = codes
     none = torch.zeros((), dtype=torch.int32, device=codes.device)
@@ -44,9 +52,22 @@ def unseal(
     terms: Terms,
     what: str,
 ) -> tuple[list[UInt8[Tensor, "nbytes"]], list[int]]:
-    """(codes, numbers from 1 of each rank's first tensor that was not finite, or 0), in rank order.
+    """Return the codes of all ranks.
 
-    PayloadError, naming the rank, for what `seal` did not make, or made on other terms. what: the payloads' name.
+    Args:
+        codec: Codec for the payloads' device.
+        payloads: One buffer per rank.
+        nbytes: Bytes of codes.
+        ranges: Number of tensors in the bucket.
+        terms: Terms of this rank.
+        what: Name of the payloads in errors.
+
+    Returns:
+        (codes, numbers), in rank order. A number is that of the rank's first tensor with a non-finite gradient,
+        counted from 1, or 0.
+
+    Raises:
+        PayloadError: A buffer was not written by `seal`, or with other terms. The message names the rank.
     """
     codes, facts = [], []
     check_sizes(payloads, sealed_bytes(nbytes), terms, what)

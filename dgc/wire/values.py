@@ -1,11 +1,11 @@
-"""Value formats of a payload. What a format rounds away stays in the sender's error state.
+"""Value formats of a payload. The rounding error of a format stays in the sender's error state.
 
-CastValues   fp32, fp16 or bf16. The halves are scaled by a power of two s, for each bucket and step, that puts
-             the largest magnitude just below 2**15: nothing overflows, and nothing underflows that is not
-             2**-29 (fp16) of it.
+CastValues   fp32, fp16 or bf16. The 16-bit types are scaled by a power of two, per bucket and step, that puts
+             the largest magnitude just below 2**15. Nothing overflows, and in fp16 only magnitudes below 2**-29
+             of the largest underflow.
 Int8Values   round(value / scale), scale = largest magnitude / 127 of each tensor
-SignValues   sign * mean magnitude of each tensor: with error feedback, the magnitudes that are sent are nearly
-             equal (they have just passed the threshold), and the rest follows later
+SignValues   sign * mean magnitude of each tensor. With error feedback the sent magnitudes are nearly equal,
+             because they have just passed the threshold. The rest is sent later.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,15 @@ FP32 = torch.finfo(torch.float32)
 
 @runtime_checkable
 class ValueFormat(Protocol):
+    """A format of values."""
+
     @property
     def dense(self) -> "CastValues":
-        """How values travel where all of them do and the wire adds them: never bf16, which no transport adds."""
+        """Format for a dense all-reduce of all values. Never bf16, which no transport can add."""
         ...
 
     def nbytes(self, capacity: int, ranges: int) -> int:
-        """Size of the section for `capacity` elements from `ranges` tensors."""
+        """Return the size in bytes of the section for `capacity` elements from `ranges` tensors."""
         ...
 
     def encode_(
@@ -43,9 +45,12 @@ class ValueFormat(Protocol):
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        """Write into a section of zeros. Returns (the values that `decode` will give, the scale for the header).
+        """Write the values into a section of zeros.
 
-        result: the gradients' dtype, in whose range decoded values stay.
+        Decoded values stay within the range of `result`, the type of the gradients.
+
+        Returns:
+            (the values that `decode` will return, the scale for the header).
         """
         ...
 
@@ -57,13 +62,20 @@ class ValueFormat(Protocol):
         header: Header,
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """(the values of these indices, zeros behind the last; whether they are finite)"""
+        """Return (the values of these indices, followed by zeros; whether they are finite)."""
         ...
 
 
 @dataclass(frozen=True)
 class CastValues:
-    """dtype: fp32, fp16 or bf16."""
+    """Values cast to a floating-point type.
+
+    Args:
+        dtype: "fp32", "fp16" or "bf16".
+
+    Raises:
+        ValueError: `dtype` is none of these.
+    """
 
     dtype: str = "fp32"
 
@@ -87,21 +99,21 @@ class CastValues:
         return capacity * self.itemsize
 
     def largest(self, result: torch.dtype) -> float:
-        """Magnitudes are cut to this, for gradients of dtype `result`."""
+        """Return the limit of magnitudes for gradients of type `result`."""
         return largest_cast(self.dtype, result)
 
     def quantize(
         self, values: Float32[Tensor, "n"], summands: int = 1, result: torch.dtype = torch.float32
     ) -> Float[Tensor, "n"]:
-        """Values of the wire's dtype, unscaled, for a wire that adds `summands` of them.
+        """Cast values, unscaled, for an all-reduce of `summands` ranks.
 
-        They are cut so far that the sum stays in range, with a factor of 2 for its rounding, and to the range of
-        `result`, where the mean ends up.
+        They are limited so that the sum stays in range, with a factor of 2 for rounding, and to the range of
+        `result`, the type of the mean.
         """
         wire, home = torch.finfo(self.torch_dtype), torch.finfo(result)
         limit = wire.max / (1 if summands == 1 else 2 * summands)
         if home.max < wire.max:
-            # a little less, so that rounding to the wire does not lift it above home.max
+            # a little less, so that rounding to the wire type does not exceed home.max
             limit = min(limit, home.max * (1 - wire.eps))
         elif self.torch_dtype == torch.float32:
             return values
@@ -130,7 +142,7 @@ class CastValues:
 
 @dataclass(frozen=True)
 class Int8Values:
-    """A byte per element and a scale per tensor."""
+    """One byte per element and one fp32 scale per tensor."""
 
     @property
     def dense(self) -> CastValues:
@@ -147,7 +159,7 @@ class Int8Values:
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        # 127 * (largest / 127) may be a rounding larger than the largest
+        # 127 * (largest / 127) may exceed the largest magnitude by rounding
         cut = Selection(selection.indices, within(selection.values, result, 2.0**-20), selection.count)
         return codec.int8_encode_(cut, bounds, section), torch.ones((), dtype=torch.float32, device=section.device)
 
@@ -164,7 +176,7 @@ class Int8Values:
 
 @dataclass(frozen=True)
 class SignValues:
-    """A bit per element and a mean magnitude per tensor."""
+    """One bit per element and one fp32 mean magnitude per tensor."""
 
     @property
     def dense(self) -> CastValues:
@@ -196,21 +208,22 @@ class SignValues:
 
 
 def within(values: Float32[Tensor, "n"], result: torch.dtype, rounding: float) -> Float32[Tensor, "n"]:
-    """Values cut to `largest_within`."""
+    """Return values clamped to `largest_within`."""
     limit = largest_within(result, rounding)
     return values if limit == inf else values.clamp(-limit, limit)
 
 
 @cache
 def largest_cast(dtype: str, result: torch.dtype) -> float:
-    """`largest_within` for values cast to this dtype."""
+    """Return `largest_within` for values cast to `dtype`."""
     return largest_within(result, 0.0 if dtype == "fp32" else torch.finfo(DTYPES[dtype]).eps)
 
 
 @cache
 def largest_within(result: torch.dtype, rounding: float) -> float:
-    """The end of the range of `result` and of fp32, less what rounding up by `rounding` of itself takes; inf where
-    no fp32 lies beyond it.
+    """Return the largest magnitude that stays in range of `result` and fp32 when rounding enlarges it.
+
+    `rounding` is the largest relative rounding error. Returns inf if no fp32 number exceeds the limit.
     """
     limit = min(torch.finfo(result).max, FP32.max) * (1 - rounding)
     return limit if limit < FP32.max else inf
