@@ -66,7 +66,7 @@ class LowRankCompressor:
         self.start_compressing_after_num_steps = start_compressing_after_num_steps
         self._accordion = accordion
         self._own: dict[str, Own] = {}
-        self._stale: set[str] = set()  # buckets whose ranks may have changed
+        self._stale: set[str] = set()  # buckets that may have new ranks
         self._size = 1
 
     def accepts(self, segment: Segment) -> bool:

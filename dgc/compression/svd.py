@@ -147,7 +147,7 @@ def inclusion(s: Float[Tensor, "k"], r: int) -> Tensor:
     """
     s = s.double() + s.double().sum() * 1e-12 + 1e-300
     rest = s.flip(0).cumsum(0).flip(0)  # sum of s_i, i >= j
-    left = r - torch.arange(s.numel(), dtype=torch.int64, device=s.device)  # left once j are certain
+    left = r - torch.arange(s.numel(), dtype=torch.int64, device=s.device)  # after j certain ones
     certain = (left > 0) & (left * s >= rest)
     j = int(certain.long().cumprod(0).sum())
     p = torch.ones_like(s)

@@ -151,7 +151,7 @@ class Threshold(Feedback):
     def _scatter(
         self, bucket: Bucket, codes: Tensor, first_nonfinite: Tensor
     ) -> Conversation[tuple[Float32[Tensor, "fields"], list[int]]]:
-        share = WORD * -(-codes.numel() // (WORD * self.size))  # bytes of a rank; the last ones are padded
+        share = WORD * -(-codes.numel() // (WORD * self.size))  # bytes per rank, padded at the end
         padded = torch.zeros(share * self.size, dtype=torch.uint8, device=codes.device)
         padded[: codes.numel()] = codes
         request = AllToAll(padded, (share,) * self.size)

@@ -17,9 +17,8 @@ To settle, no rank starts a new exchange, and passive ranks continue to answer:
 In addition, ALIVE, between rank 0 and each other rank, shows that the sender runs, and ABORT names a failed rank.
 
 Every message holds the number of steps of each rank, as known to its sender. A receiver keeps the larger numbers.
-A rank that knows that enough steps were taken may leave. An active rank informs its neighbours by leaving; a
-passive rank does so in every answer, and slow ranks ask as often as fast ones. DONE and OVER make the numbers
-exact.
+A rank may leave when its numbers show enough steps. An active rank informs its neighbours by leaving. A passive
+rank does so in every answer, and slow ranks ask as often as fast ones. DONE and OVER make the numbers exact.
 
 Payload in bytes, with n ranks and N elements: 8 (3 + n), and for AVERAGE and REPLY 8 ceil(N / 2) more.
 """

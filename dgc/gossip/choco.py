@@ -49,8 +49,8 @@ class CHOCO(Neighbours):
         graph (callable): makes the topology for a number of ranks. Symmetric and the same in all rounds.
         mixing (Mixing): weights W, symmetric with rows that sum to one.
         quantizer (Quantizer, optional): compression operator Q; default `TopK()`.
-        gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. Too large a value drives
-            models apart; too small a value lets them drift apart.
+        gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. A value that is too
+            large drives models apart; a value that is too small lets them drift apart.
 
     Raises:
         ValueError: if gamma is out of range.

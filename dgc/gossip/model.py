@@ -10,8 +10,10 @@ from dgc.bucket import Segment, lay_out
 
 
 class FlatModel:
-    """z [n] fp32 holds all parameters. fp32 parameters are views of z. Others keep a copy of their own dtype, and
-    z also holds the rounding error of the copy.
+    """A model as one flat vector z [n] fp32, which holds all parameters.
+
+    fp32 parameters are views of z. Others keep a copy of their own dtype, and z also holds the
+    rounding error of the copy.
 
     Call `scatter` after a change of z, and `gather` after a change of the parameters.
 

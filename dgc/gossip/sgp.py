@@ -81,7 +81,7 @@ class SGP(WeightedModel):
         self._stepped_with = 1.0  # weight of the model at the last gradient
         self._talk: Talk[dict[int, Heard]] | None = None
         self._begun = False
-        self._since = 0  # the epoch whose graph is in use
+        self._since = 0  # first epoch of the current graph
 
     def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
         self.name, self.model, self.z = name, model, model.z
