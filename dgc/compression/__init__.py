@@ -1,4 +1,4 @@
-"""One small file per algorithm, each beside its paper."""
+"""Gradient compressors: one small file per algorithm. Each file begins with the reference of its paper."""
 
 from dgc.compression.blockwise import Blockwise as Blockwise
 from dgc.compression.dense import BF16 as BF16

@@ -1,15 +1,15 @@
-"""Accordion: a rank for each tensor and time (Agarwal, Wang, Lee, Venkataraman, Papailiopoulos 2020,
-arXiv 2010.16248, Algorithm 1).
+"""Accordion: the rank of each tensor, adapted during training (Agarwal, Wang, Lee, Venkataraman, Papailiopoulos
+2020, arXiv 2010.16248, Algorithm 1).
 
-While a tensor's gradients change fast, training is in a critical regime and errors do lasting harm: with |d| the
-norm of its gradient in an interval of epochs,
+While a tensor's gradients change fast, training is in a critical regime, and compression errors have lasting
+effects. With |d| the norm of the tensor's gradient in an interval of epochs:
 
     high rank   while | |d_previous| - |d| | / |d_previous| >= change, and until two intervals are known
     low rank    otherwise
 
-Differences from the paper: |d| is the root mean square over the interval's steps of the norm of what was applied,
-which the factors give for nothing, where the paper adds all gradients up; and the learning rate is not looked at:
-what its decay does to the gradients shows in the next interval.
+Differences from the paper: |d| is the root mean square, over the interval's steps, of the norm of the applied
+gradient, which the factors give at no cost. The paper sums all gradients. The learning rate is not used: the
+effect of its decay on the gradients appears in the next interval.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,20 @@ from typing import Any
 
 @dataclass
 class Accordion:
-    """ranks: of each tensor by name, once it is known. norms: of the last interval."""
+    """State of the rank selection.
+
+    Args:
+        low (int): rank outside critical regimes.
+        high (int): rank in critical regimes, at least `low`.
+        change (float): relative change of the norm at which a regime is critical.
+        every (int): length of an interval in epochs.
+        epoch (int, optional): last epoch that began.
+        norms (dict): norm of each tensor in the last interval, by name.
+        ranks (dict): current rank of each tensor by name, once it is known.
+
+    Raises:
+        ValueError: if high < low, change is not positive or every is less than 1.
+    """
 
     low: int
     high: int
@@ -39,12 +52,15 @@ class Accordion:
             )
 
     def ends_interval(self, epoch: int) -> bool:
-        """Whether an interval ends before this epoch. The same epoch may begin again, after a resume."""
+        """Whether an interval ends before this epoch. After a resume the same epoch may begin again."""
         last, self.epoch = self.epoch, epoch
         return last is not None and epoch // self.every > last // self.every
 
     def choose(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """sums: by name, the sum of squared norms over an interval, and the number of its steps."""
+        """Chooses the rank of each tensor.
+
+        sums: by name, the sum of squared norms over an interval, and the number of its steps.
+        """
         for name, (squares, steps) in sums.items():
             if steps:
                 norm, before = sqrt(squares / steps), self.norms.get(name)

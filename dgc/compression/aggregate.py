@@ -1,16 +1,16 @@
-"""PowerSGD in three lines, for training loops without a DistributedOptimizer; the names of epfml/powersgd:
-Aggregator, AllReduce, Config, PowerSGD, optimizer_step.
+"""PowerSGD for training loops without a DistributedOptimizer, with the interface of epfml/powersgd: Aggregator,
+AllReduce, Config, PowerSGD, optimizer_step.
 
     powersgd = PowerSGD(params, config=Config(rank=1, min_compression_rate=10, num_iters_per_step=2))
     loss.backward()
     optimizer_step(optimizer, powersgd)
 
-Ranks must begin with the same parameters.
+All ranks must begin with the same parameters.
 
-Differences from the original: the error is kept inside, where neither zero_grad nor clipping reaches it, and saved
-by state_dict; gradients come back as zeros, where the original leaves the error in them, so that training is the
-same with zero_grad and without. A gradient that is None counts as zero. NaN or inf raises an error on every rank.
-`Config` has the original's defaults.
+Differences from the original: The error is kept inside PowerSGD, where zero_grad and clipping do not affect it,
+and is saved by state_dict. The gradients are set to zero, where the original leaves the error in them, so training
+is the same with and without zero_grad. A gradient that is None counts as zero. NaN or inf raises an error on every
+rank. `Config` has the original's defaults.
 """
 
 from abc import ABC, abstractmethod
@@ -32,12 +32,19 @@ from dgc.compression.dense import Dense
 from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.compression.protocol import Compressor, NonFiniteGradientError
 
-_built: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()  # how many on a transport: all ranks count alike
+_built: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()  # exchanges per transport, equal on all ranks
 
 
 @dataclass(frozen=True)
 class Config:
-    """As PowerSGDCompressor, mode "residual"."""
+    """Arguments of PowerSGDCompressor in mode "residual".
+
+    Args:
+        rank (int): rank r of the factors.
+        min_compression_rate (float): send a tensor uncompressed unless compression saves more than this factor.
+        num_iters_per_step (int): half steps of the power iteration per step.
+        start_compressing_after_num_steps (int): number of uncompressed steps at the start.
+    """
 
     rank: int
     min_compression_rate: float = 2
@@ -46,25 +53,30 @@ class Config:
 
 
 class Aggregator(ABC):
-    """What `optimizer_step` needs: averages of gradients over all ranks. Subclass it for a method of your own."""
+    """Base class for `optimizer_step`: averages gradients over all ranks. Subclass it for other methods."""
 
     @abstractmethod
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The averages over all ranks, in new tensors; the gradients become zero. None counts as zero.
+        """Returns the averages over all ranks in new tensors and sets the gradients to zero. None counts as zero.
 
-        Raises NonFiniteGradientError, on every rank, for NaN or inf on any.
+        Raises:
+            NonFiniteGradientError: on every rank, if a gradient has NaN or inf on any rank.
         """
 
     def check_parameters(self, params: Sequence[Tensor]) -> None:
-        """ValueError where this aggregator does not take the gradients of `params`, in this order."""
+        """Raises ValueError if this aggregator does not accept the gradients of `params` in this order."""
         return None
 
 
 class AllReduce(Aggregator):
-    """The average itself, nothing compressed: what to compare with.
+    """Exact averages without compression, as a baseline.
 
-    transport: as for PowerSGD. The first call's gradients say how many there are, and their shapes; none of them
-    may be None. ValueError for others later.
+    Args:
+        transport (Transport, optional): as for PowerSGD.
+
+    Raises:
+        ValueError: by `aggregate`, if a gradient of the first call is None, or if the number of gradients or a
+            shape differs from the first call.
     """
 
     def __init__(self, transport: Transport | None = None):
@@ -83,10 +95,18 @@ class AllReduce(Aggregator):
 
 
 class PowerSGD(Aggregator):
-    """params: in the order of the gradients to come. transport: who carries the messages; None is Horovod, or
-    where that is not installed this process alone.
+    """PowerSGD as an aggregator of gradients (Vogels et al. 2019, arXiv 1905.13727). See `PowerSGDCompressor`.
 
-    step_counter: steps taken, those before compression starts included and dropped ones not; saved by state_dict.
+    Args:
+        params (iterable of Tensor): parameters, in the order of the gradients.
+        config (Config): rank and other settings.
+        transport (Transport, optional): default Horovod, or this process alone if Horovod is not installed.
+
+    `step_counter` is the number of steps, with those before compression starts and without dropped ones. It is
+    saved by state_dict.
+
+    Raises:
+        ValueError: if `params` is empty.
     """
 
     def __init__(self, params: Iterable[Tensor], config: Config, transport: Transport | None = None):
@@ -99,8 +119,9 @@ class PowerSGD(Aggregator):
         self.step_counter = 0
 
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """As Aggregator.aggregate. After NonFiniteGradientError the errors are as if NaN and inf had been zero and
-        nothing had been sent.
+        """See Aggregator.aggregate.
+
+        After NonFiniteGradientError the errors are as if NaN and inf had been zero and nothing had been sent.
         """
         averages = self._exchange.average(gradients)
         self.step_counter += 1
@@ -112,12 +133,12 @@ class PowerSGD(Aggregator):
 
     @property
     def uncompressed_num_floats(self) -> int:
-        """Numbers in all parameters."""
+        """Number of elements of all parameters."""
         return sum(p.numel() for p in self.params)
 
     @property
     def compressed_num_floats(self) -> float:
-        """Numbers that a rank sends per step, on average over two, once it compresses; vectors included."""
+        """Numbers sent by a rank per compressed step, averaged over two steps, including vectors."""
         return sum(self.compressor.floats_per_step(bucket) for bucket in self._exchange.buckets)
 
     @property
@@ -134,8 +155,10 @@ class PowerSGD(Aggregator):
 
 
 def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:
-    """Average the gradients of the optimizer's parameters and step on the averages. ValueError where `aggregator`
-    is a PowerSGD that was built of others, or in another order.
+    """Averages the gradients of the optimizer's parameters and takes a step with the averages.
+
+    Raises:
+        ValueError: if `aggregator` is a PowerSGD of other parameters, or of the same in another order.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     aggregator.check_parameters(params)
@@ -149,7 +172,7 @@ def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:
 
 
 class _Exchange:
-    """Buckets of tensors like these, in their order, and their conversations by one compressor."""
+    """Buckets for tensors with these shapes, in their order, and their exchange with one compressor."""
 
     def __init__(self, like: Sequence[Tensor], compressor: Compressor, transport: Transport):
         self.compressor, self.transport, self.meter = compressor, transport, Meter()
@@ -168,7 +191,7 @@ class _Exchange:
 
     @torch.no_grad()
     def average(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """As Aggregator.aggregate."""
+        """See Aggregator.aggregate."""
         if len(gradients) != len(self._shapes):
             raise ValueError(f"{len(gradients)} gradients of {len(self._shapes)} parameters")
         for i, (g, shape) in enumerate(zip(gradients, self._shapes, strict=True)):

@@ -1,4 +1,4 @@
-"""What DGCCompressor's arguments must be: a wrong one gets an error that names it."""
+"""Validation of DGCCompressor's arguments. An error names the wrong argument."""
 
 from dataclasses import fields
 from numbers import Integral, Real
@@ -11,9 +11,10 @@ NOTHING = (type(None),)
 
 
 def require(expected: str, kinds: tuple[Any, ...], **arguments: Any) -> None:
-    """ValueError for the first argument that is an instance of none of `kinds`.
+    """Raises ValueError for the first argument that is not an instance of any of `kinds`.
 
-    True and False are no numbers, and a class is not an instance. expected: the kinds in words.
+    True and False do not count as numbers, and a class does not count as an instance. expected: the kinds in
+    words.
     """
     for name, value in arguments.items():
         is_flag = isinstance(value, bool) and bool not in kinds
@@ -22,7 +23,7 @@ def require(expected: str, kinds: tuple[Any, ...], **arguments: Any) -> None:
 
 
 def selector_of(selector: Selector | None, sample_ratio: float | None, sampling: tuple[Any, ...]) -> Selector:
-    """The selector that a caller names, or the sampled one of the original's keywords, or the exact one."""
+    """Returns the given selector, or the sampled selector of the original's keywords, or the exact default."""
     if selector is not None and sample_ratio is not None:
         raise ValueError("selector and sample_ratio both choose what is sent: give one of them")
     if sample_ratio is not None:

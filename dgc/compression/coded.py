@@ -1,4 +1,5 @@
-"""Compressors that send a code of every element: all gather every rank's codes and add them up, in rank order.
+"""Base class of compressors that send a code for every element. All ranks gather all codes and sum them in rank
+order.
 
 Payload of a bucket in bytes: 24 + `nbytes`, rounded up to 8.
 """
@@ -19,7 +20,10 @@ Codes = UInt8[Tensor, "nbytes"]
 
 
 class Coded(Feedback):
-    """bits: of an element's code; unless a subclass says otherwise, the nominal ratio counts nothing else."""
+    """Base class of compressors with one code per element.
+
+    bits: bits per code. The nominal ratio is bits / 32 unless a subclass overrides it.
+    """
 
     bits: float
 
@@ -29,17 +33,17 @@ class Coded(Feedback):
 
     @abstractmethod
     def nbytes(self, bucket: Bucket) -> int:
-        """Of the codes; the same on every rank and in every step."""
+        """Bytes of the codes, the same on every rank and in every step."""
         ...
 
     @abstractmethod
     def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
-        """(codes, v less what they stand for)"""
+        """Returns (codes, v minus the decoded codes)."""
         ...
 
     @abstractmethod
     def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
-        """Add what the codes stand for to `total`."""
+        """Adds the decoded codes to `total`."""
         ...
 
     def mean(self, total: Float32[Tensor, "n"]) -> Float32[Tensor, "n"]:
@@ -60,11 +64,11 @@ class Coded(Feedback):
 
 
 def join(header: Float32[Tensor, "numbers"], codes: Codes) -> UInt8[Tensor, "both"]:
-    """A tensor's bytes before codes."""
+    """The bytes of a header, followed by codes."""
     return torch.cat([header.contiguous().view(torch.uint8), codes])
 
 
 def split(both: UInt8[Tensor, "both"], numbers: int) -> tuple[Float32[Tensor, "numbers"], Codes]:
-    """What `join` joined to so many; these as a tensor of its own, since they may not lie where floats must."""
+    """Inverse of `join` for a header of `numbers` floats, which is copied because it may be unaligned."""
     edge = 4 * numbers
     return both[:edge].clone().view(torch.float32), both[edge:]

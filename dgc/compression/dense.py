@@ -1,7 +1,7 @@
-"""No compression, and plain casts: the opponents that every other compressor has to beat.
+"""No compression, and plain casts: the baselines for every other compressor.
 
-payload bytes per element: Dense the gradient's own; FP16 2; BF16 2. A mean that is not finite costs one more
-round of one byte, which names the rank.
+Payload bytes per element: Dense the size of the gradient's dtype; FP16 2; BF16 2. If a mean is not finite, one
+more round of one byte determines the rank.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +17,7 @@ from dgc.memory.clip import Clipping
 
 
 class Dense(Stateless):
-    """All-reduce of the gradients as they are (bf16 gradients travel as fp32: no transport adds bf16)."""
+    """All-reduce of the gradients in their own dtype. bf16 is sent as fp32, because no transport can sum bf16."""
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
         own = probe(bucket.flat)
@@ -30,7 +30,7 @@ class Dense(Stateless):
 class FP16(Stateless):
     """All-reduce in fp16. Gradients or sums beyond 65504 become inf, as in Horovod's own fp16 compression.
 
-    The result then says so, and the optimizer drops the step.
+    The result then reports inf, and the optimizer drops the step.
     """
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
@@ -41,7 +41,7 @@ class FP16(Stateless):
 
 
 class BF16(Stateless):
-    """All-gather of bf16 as bytes, added in fp32 in the order of ranks: Horovod does not add bf16."""
+    """All-gather of bf16 as bytes, summed in fp32 in rank order. Horovod cannot sum bf16."""
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
         own = probe(bucket.flat)
@@ -54,7 +54,7 @@ class BF16(Stateless):
 
 
 class Clipped(Stateless):
-    """As `base`; then a finite mean is clipped, tensor by tensor, alike on every rank."""
+    """Runs `base`, then clips a finite mean for each tensor, identically on every rank."""
 
     def __init__(self, base: Stateless, clipping: Clipping):
         self._base, self._clipping = base, clipping
@@ -75,7 +75,7 @@ class HorovodCompression(Protocol):
 
 
 class Cast(Stateless):
-    """A Horovod compression: one tensor in, one tensor out, all-reduced in between."""
+    """Adapter for a Horovod compression: one tensor in, one tensor out, with an all-reduce in between."""
 
     def __init__(self, compression: HorovodCompression):
         self._compression = compression

@@ -7,15 +7,14 @@ On each of N ranks, with local gradient g, momentum u, velocity v and ratio D:
     send v_S;  v_S = 0;  u_S = 0                   memory: momentum factor masking
     result = 1/N * sum over ranks                  the optimizer's step adds no momentum of its own
 
-NaN and inf in g count as zero and are flagged beside the values; a flag of any rank is in every rank's result.
+NaN and inf in g count as zero. Each payload carries a flag for them, and every rank's result has all flags.
+Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)). If an all-gather of it costs more
+than a dense all-reduce, or D = 1: the whole velocity, 4 bytes (fp16_values: 2) per element, and a header of 24.
+The header reveals a rank that uses another ratio.
 
-Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)); where all-gathering that from
-N ranks costs more than a dense all-reduce (or D = 1), the whole velocity, 4 bytes (fp16_values: 2) per element
-and a header of 24. The header meets the payload of a rank at another ratio, which is told so.
-
-Differences from the paper and the original code: momentum of dense steps is corrected locally as well, which
-is ordinary momentum by linearity; values are cut to the wire's range and what rounding takes stays in v; the
-sum is made in the order of ranks, so that replicas stay equal bit for bit.
+Differences from the paper and the original code: The momentum of dense steps is also corrected locally, which by
+linearity equals ordinary momentum. Values are clamped to the wire's range, and rounding errors stay in v. Sums are
+taken in rank order, so that replicas stay equal bit for bit.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,23 +43,32 @@ MEMORIES = (
     "a dgc.memory.Memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(),"
     " which keeps nothing back, so that what is not sent is lost"
 )
-# Of the selector, as loaded: each tensor's rows by name, and the ratio that they belong to.
+# The selector's loaded history: the rows of each tensor by name, and the ratio that they belong to.
 NO_HISTORY: dict[str, Any] = {"ratio": None, "tensors": {}}
 
 
 class DGCCompressor:
-    """compress_ratio: the fraction of elements sent; above 1 it is the factor saved (1000 means 0.001).
+    """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887, Algorithm 1).
 
-    memory: what happens to elements that are not sent. DGCSGDMemory(momentum) is the paper's algorithm,
-    ResidualMemory() adds them to the next gradient, NoMemory() keeps nothing back: they are lost.
-    selector: what is sent; None is Predicted, the exact top-k of every tensor. sample_ratio and the keywords after
-    it choose the original's sampled threshold instead. values, indices: how they travel, of `dgc.wire`; None is
-    fp32 and int64, or what the original's fp16_values and int32_indices say.
-    warmup_epochs: in so many first epochs the ratio is larger, as warmup_coeff says: see `.warmup`.
-    Call begin_epoch (the original's name is warmup_compress_ratio) before each epoch, or give DistributedOptimizer
-    steps_per_epoch; otherwise the first step warns, and the ratio stays at the first epoch's.
+    Args:
+        compress_ratio (float): fraction of elements sent; above 1 the factor saved (1000 means 0.001).
+        memory (Memory): treatment of unsent elements: DGCSGDMemory(momentum) as in the paper, ResidualMemory() to
+            add them to the next gradient, or NoMemory() to discard them.
+        sample_ratio, strided_sample, ..., resample: the original's sampled threshold, default off; see `Sampled`.
+        fp16_values (bool), int32_indices (bool): send fp16 and int32, in place of fp32 values and int64 indices.
+        warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
+            Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer. Otherwise the
+            first step warns and the ratio stays at that of the first epoch.
+        seed (int): seed of the selector's random numbers.
+        selector (Selector, optional): default `Predicted`, the exact top-k of every tensor.
+        values (ValueFormat, optional), indices (IndexFormat, optional): payload formats of `dgc.wire`.
 
-    ValueError names the argument that is out of range or of another type.
+    Raises:
+        ValueError: if an argument has a wrong type or is out of range; the message names it.
+
+    Example:
+        >>> compression = DGCCompressor(0.001, memory=DGCSGDMemory(momentum=0.9), warmup_epochs=5)
+        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 
     def __init__(
@@ -98,13 +106,7 @@ class DGCCompressor:
         self.compress_ratio = ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
         self.memory = memory
         self._warmup = RatioWarmup(ratio, warmup_epochs, warmup_coeff)
-        sampling = (
-            strided_sample,
-            compress_upper_bound,
-            compress_lower_bound,
-            max_adaptation_iters,
-            resample,
-        )
+        sampling = (strided_sample, compress_upper_bound, compress_lower_bound, max_adaptation_iters, resample)
         self._selector = selector_of(selector, sample_ratio, sampling)
         if fp16_values and values is not None or int32_indices and indices is not None:
             raise ValueError("fp16_values and values, or int32_indices and indices, both given: keep one of them")
@@ -118,7 +120,7 @@ class DGCCompressor:
         self._names: set[str] | None = None
         self._seed = seed
         self._steps: dict[str, int] = {}
-        self._sent: dict[str, tuple[int, bool]] = {}  # per bucket: its elements, and whether they went dense
+        self._sent: dict[str, tuple[int, bool]] = {}  # per bucket: number of elements, and whether sent dense
         self._plans: dict[str, Plan] = {}
         self._history = NO_HISTORY
         self._size, self._rank = 1, 0
@@ -131,18 +133,18 @@ class DGCCompressor:
 
     @property
     def fallback(self) -> Compressor:
-        """Takes vectors and all else that `accepts` refuses: an all-reduce, and the memory's gradient_clipping."""
+        """All-reduce, with the memory's gradient_clipping, of vectors and all else that `accepts` refuses."""
         return self._fallback
 
     def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Compress these tensors alone. Without this call: every tensor of two or more dimensions."""
+        """Compresses only these tensors. Without this call: every tensor of two or more dimensions."""
         self._names = {name for name, _ in named_pairs(named_parameters)}
 
     def accepts(self, segment: Segment) -> bool:
         return len(segment.shape) > 1 if self._names is None else segment.name in self._names
 
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        self._format.indices.plan(0, bucket.numel)  # refuses a bucket too large to be numbered
+        self._format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices
         self.memory.plan(bucket)
         self._size, self._rank = size, rank
         self._steps[bucket.name] = 0
@@ -151,7 +153,7 @@ class DGCCompressor:
         self.compress_ratio, self._awaits_epoch = self._warmup.at(epoch), False
 
     def warmup_compress_ratio(self, epoch: int) -> None:
-        """The original's name of `begin_epoch`."""
+        """Same as `begin_epoch`, under the original's name."""
         self.begin_epoch(epoch)
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
@@ -188,8 +190,8 @@ class DGCCompressor:
         header = seal(codec, v.new_empty(0, dtype=torch.uint8), first_nonfinite, bounds, terms)
         values = self._format.values.dense.quantize(v, self._size, bucket.dtype)
         self.memory.sent_all_(bucket, values.float())
-        # the reply may overwrite its message, and the memory keeps v until the step is known to be good
-        bucket.release()  # taken in: no need to copy them
+        # The reply may overwrite its message. The memory needs v until the step is known to be valid.
+        bucket.release()  # the gradients are accumulated and need no copy
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
         (headers, mean) = yield (AllGather(header), AllReduce(message))
         bucket.flat.copy_(mean)
@@ -210,19 +212,19 @@ class DGCCompressor:
         return plan
 
     def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
-        size = max(2, self._size)  # one process decides as two would
+        size = max(2, self._size)  # one process decides as with two
         sparse = all_gather_wire_bytes(self._format.nbytes(plan.per_tensor, bucket.numel), size)
         dense = all_reduce_wire_bytes(bucket.numel * self._format.values.dense.itemsize, size)
         return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)
 
     @property
     def dense_share(self) -> float:
-        """Share of the elements that went dense in the last step, because that costs less; 0 before the first."""
+        """Fraction of elements sent dense in the last step, because that costs less; 0 before the first."""
         whole = sum(numel for numel, _ in self._sent.values())
         return sum(numel for numel, dense in self._sent.values() if dense) / max(1, whole)
 
     def _next_seed(self, bucket: Bucket) -> int:
-        """Fresh for each bucket and step, the same after a resume. Dense steps count: all counts agree."""
+        """A new seed for each bucket and step, the same after a resume. Dense steps count too: counters agree."""
         step = self._steps[bucket.name]
         self._steps[bucket.name] = step + 1
         return crc32(f"{self._seed} {bucket.segments[0].name} {step}".encode())

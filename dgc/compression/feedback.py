@@ -1,7 +1,7 @@
-"""What compressors with a dense result share: error feedback, seeds, steps that can be taken back.
+"""Base class of compressors with a dense result: error feedback, seeds, and undo of dropped steps.
 
-    v = g + e                 e: what earlier steps kept back; NaN and TOO_LARGE in g count as zero, are flagged
-    (mean, e) = exchange(v)   the mean over ranks of what each sent, and what this rank kept back
+    v = g + e                 e: residual of earlier steps. NaN and TOO_LARGE in g count as zero and are flagged.
+    (mean, e) = exchange(v)   the mean over ranks of what each sent, and this rank's new residual
 """
 
 from abc import ABC, abstractmethod
@@ -25,9 +25,13 @@ from dgc.memory.state import FlatState, Undo, load_parts
 
 
 class Feedback(ABC):
-    """error_feedback: keep what a step does not send and add it to the next gradient. seed: of all that is random.
+    """Base class of compressors with a dense result.
 
-    Tensors that a method is not meant for go to `fallback`.
+    Args:
+        error_feedback (bool): keep what a step does not send and add it to the next gradient.
+        seed (int): seed of all random numbers.
+
+    Tensors that the method does not accept go to `fallback`.
     """
 
     correction: MomentumCorrection | None = None
@@ -48,10 +52,10 @@ class Feedback(ABC):
     def exchange(
         self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        """(mean [n] fp32, kept back [n] fp32, by rank the first tensor, from 1, that was not finite, or 0).
+        """Returns (mean [n] fp32, residual [n] fp32, for each rank its first non-finite tensor, from 1, or 0).
 
-        v must stay as it is; what is kept back is a tensor of its own. first_nonfinite: index of the first element
-        of the gradient that was NaN or TOO_LARGE, n where there was none.
+        v must not change, and the residual must be a separate tensor. first_nonfinite: index of the first element
+        of the gradient that was NaN or TOO_LARGE, or n if there is none.
         """
         ...
 
@@ -68,7 +72,7 @@ class Feedback(ABC):
         )
 
     def bounds(self, bucket: Bucket) -> Int64[Tensor, "bounds"]:
-        """Where each tensor of the bucket begins, and n."""
+        """Start of each tensor in the bucket, and n."""
         return self._bounds[bucket.name]
 
     def begin_epoch(self, epoch: int) -> None:
@@ -93,11 +97,11 @@ class Feedback(ABC):
         self._undo.take_back(bucket)
 
     def terms(self) -> Terms:
-        """For the headers of payloads."""
+        """The terms for the headers of payloads."""
         return Terms(self.compress_ratio, crc32(type(self).__qualname__.encode()))
 
     def noise(self, bucket: Bucket, *, shared: bool = False) -> int:
-        """A seed of 32 bits for this bucket and step, each rank's own, or the same on all."""
+        """A 32-bit seed for this bucket and step: different on each rank, or `shared` by all."""
         whose = "all" if shared else self.rank
         return crc32(f"{self._seed} {whose} {bucket.segments[0].name} {self._steps[bucket.name]}".encode())
 

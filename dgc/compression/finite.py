@@ -1,4 +1,4 @@
-"""Is a mean finite, and if not, whose gradient is to blame? One read of the data while all is well."""
+"""Checks whether a mean is finite, and finds the rank that caused it. A finite mean costs one read of the data."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -12,18 +12,18 @@ from dgc.kernels.reference import first_tensor_nonfinite
 
 
 def probe(flat: Tensor) -> Tensor:
-    """A number that is NaN or inf where flat [n] has any of them. Nobody waits for it on a GPU.
+    """A number that is NaN or inf if flat [n] has any. On a GPU, the host does not wait for it.
 
-    It may be inf for enormous finite elements as well.
+    It may also be inf for very large finite elements.
     """
     return flat.detach().sum(dtype=torch.promote_types(flat.dtype, torch.float32))
 
 
 def check_mean(bucket: Bucket, own: Tensor) -> Conversation[str | None]:
-    """None where the mean in `bucket.flat` is finite, else what is wrong with it.
+    """None if the mean in `bucket.flat` is finite, else a message.
 
-    own: the probe of this rank's gradient before the exchange. The mean is the same on every rank, so that
-    either all ranks or none speak the round in which they learn from whom it comes.
+    own: the probe of this rank's gradient before the exchange. The mean is the same on every rank. Therefore
+    either all ranks or none take part in the additional round that finds the rank.
     """
     if bool(probe(bucket.flat).isfinite()):
         return None
@@ -36,7 +36,10 @@ def check_mean(bucket: Bucket, own: Tensor) -> Conversation[str | None]:
 
 
 def blame(bucket: Bucket, number: int, ranks: list[int]) -> str:
-    """number: which tensor of the bucket, from 1. ranks: whose gradient has NaN or inf."""
+    """The message for a non-finite tensor.
+
+    number: the tensor's position in the bucket, from 1. ranks: those with NaN or inf in the gradient.
+    """
     name = bucket.segments[number - 1].name
     if not ranks:
         return f"the mean gradient of {name} is beyond the range of what carries it (no rank has NaN or inf)"
@@ -44,19 +47,22 @@ def blame(bucket: Bucket, number: int, ranks: list[int]) -> str:
 
 
 def first_blame(bucket: Bucket, numbers: Iterable[int]) -> str | None:
-    """numbers: by rank, the first tensor (from 1) that was not finite, or 0."""
+    """The message for the first rank with a non-finite gradient, or None.
+
+    numbers: for each rank the first tensor (from 1) that was not finite, or 0.
+    """
     return next((blame(bucket, number, [rank]) for rank, number in enumerate(numbers) if number), None)
 
 
 def number_of(bucket: Bucket, first_nonfinite: int) -> int:
-    """The tensor, from 1, that holds this element; 0 for n, which is behind the last."""
+    """The position, from 1, of the tensor that holds this element; 0 for n, which is past the end."""
     if first_nonfinite >= bucket.numel:
         return 0
     return bisect_right([s.offset for s in bucket.segments], first_nonfinite)
 
 
 def overflow(bucket: Bucket) -> str | None:
-    """What is wrong with a mean in `bucket.flat` that is not finite though every gradient was."""
+    """A message if the mean in `bucket.flat` is not finite although every gradient was."""
     if bool(probe(bucket.flat).isfinite()):
         return None
     number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
@@ -64,7 +70,7 @@ def overflow(bucket: Bucket) -> str | None:
 
 
 def sparse_overflow(bucket: Bucket, indices: Tensor, values: Tensor) -> str | None:
-    """The same of a mean that is zero but for `values` [k] at `indices` [k]."""
+    """Same as `overflow`, for a mean that is zero except for `values` [k] at `indices` [k]."""
     if bool(probe(values).isfinite()):
         return None
     bad = indices[values.isfinite().logical_not()].tolist()

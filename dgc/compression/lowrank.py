@@ -1,10 +1,10 @@
-"""Where low-rank methods keep a bucket: matrices side by side, and what a step took from them.
+"""Memory layout of low-rank methods: the matrices of a bucket, and what a step subtracted from them.
 
-v holds gradient + error in fp32. The matrix M [n, m] of a tensor is shape[0] x rest; where dimension 0 is the
-outermost in memory, as in channels_last, its columns stay in the order of memory and nothing is moved. Matrices of
-one shape and rank lie one after another and are multiplied together as a Batch. All other tensors follow.
+v holds gradient + error in fp32. The matrix M [n, m] of a tensor is shape[0] x rest. If dimension 0 is outermost
+in memory, as in channels_last, the columns of M keep the memory order and no data is moved. Matrices of the same
+shape and rank are stored consecutively and multiplied together as a Batch. All other tensors follow.
 
-Factors lie in rows, P [B, r, n] and Q [B, r, m]: the order in which both products read M as it lies.
+Factors are stored in rows, P [B, r, n] and Q [B, r, m]: in this order both products read M in memory order.
 """
 
 from bisect import bisect_right
@@ -22,12 +22,12 @@ from dgc.bucket import Bucket, Segment
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(n, m) of a tensor; (1, 1) has no dimensions."""
+    """(n, m) of a tensor; (1, 1) if it has no dimensions."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 def memory_order(segment: Segment) -> list[int] | None:
-    """Dimensions 1.. from the outermost in memory to the innermost; None where dimension 0 is not outside them."""
+    """Dimensions 1.. from outermost to innermost in memory; None if dimension 0 is not outermost."""
     dims = range(len(segment.shape))
     order = sorted((d for d in dims if segment.shape[d] > 1), key=lambda d: -segment.stride[d])
     if segment.shape and segment.shape[0] > 1 and order[0] != 0:
@@ -36,7 +36,7 @@ def memory_order(segment: Segment) -> list[int] | None:
 
 
 def columns_to_logical(segment: Segment, Q: Float32[Tensor, "r m"]) -> Float32[Tensor, "r m"]:
-    """Columns in the order of memory -> in that of the shape."""
+    """Permutes columns from memory order to the order of the shape."""
     order = memory_order(segment)
     if order is None or order == sorted(order):
         return Q
@@ -58,9 +58,9 @@ Factor = Sequence[Float32[Tensor, "_ _ _"]]  # P or Q, by batch
 
 @dataclass(frozen=True)
 class Batch:
-    """`count` matrices [n, m] of rank `rank` from `offset` in v. members: whose they are, as numbers of segments.
+    """`count` matrices [n, m] of rank `rank`, stored from `offset` in v. members: their segments, by position.
 
-    gradient: elements that come from gradients; what is left pads a square with zeros.
+    gradient: number of elements that come from gradients. The others pad a square matrix with zeros.
     """
 
     members: tuple[int, ...]
@@ -77,8 +77,12 @@ class Batch:
 
 
 class Layout:
-    """ranks: of each tensor by name; 0, or no entry: it is sent as it is. square: whole bucket as one matrix of
-    this rank, [s, s] with s = ceil(sqrt(N)).
+    """Positions of a bucket's tensors in v.
+
+    Args:
+        bucket (Bucket): the bucket.
+        ranks (mapping): rank of each tensor by name. Tensors with 0 or without an entry are sent uncompressed.
+        square (int): if not 0, the whole bucket is one matrix of this rank, [s, s] with s = ceil(sqrt(N)).
     """
 
     def __init__(self, bucket: Bucket, ranks: Mapping[str, int], square: int = 0):
@@ -116,7 +120,7 @@ class Layout:
             offset += numel
 
     def gradients(self) -> list[Tensor]:
-        """The bucket's gradients by segment, each one-dimensional in the order in which v has it."""
+        """The gradients of the bucket by segment, each one-dimensional in the order of v."""
         pieces = self.bucket.pieces
         if len(pieces) != len(self.segments):
             pieces = pieces[0].split([s.numel for s in self.segments])
@@ -127,8 +131,10 @@ class Layout:
 
     @cached_property
     def extents(self) -> Int64[Tensor, "2 parts"]:
-        """Where in v each batch begins, and the tensors that are sent as they are; how many elements of each come
-        from gradients. Made once, since a copy from the host waits for the device.
+        """Start in v of each batch and of the uncompressed tensors, and the number of their elements from
+        gradients.
+
+        Computed once, because a copy from the host waits for the device.
         """
         begins, lengths = [b.offset for b in self.batches], [b.gradient for b in self.batches]
         if self.dense:
@@ -137,7 +143,7 @@ class Layout:
         return torch.tensor([begins, lengths], dtype=torch.int64, device=self.bucket.device)
 
     def number_of(self, position: int) -> int:
-        """The tensor, from 1, that holds this element of v; 0 where it lies behind the last."""
+        """The number, from 1, of the tensor that holds this element of v; 0 past the last element."""
         return 0 if position >= self.numel else self.order[bisect_right(self._starts, position) - 1] + 1
 
     def clear_padding_(self, v: Float32[Tensor, "V"]) -> None:
@@ -153,7 +159,7 @@ class Layout:
         return part.view(s.shape)
 
     def write_product(self, b: int, U: Float32[Tensor, "B R n"], W: Float32[Tensor, "B R m"]) -> None:
-        """U^T W of a batch into the bucket, without a copy where its matrices are fp32 and lie there as here."""
+        """Writes U^T W of a batch into the bucket, without a copy if it is fp32 in the same memory order."""
         batch, flat = self.batches[b], self.bucket.flat
         products = kernels.lowrank_of(flat)
         straight = flat.dtype == torch.float32 and all(self._lies_as[i] for i in batch.members)
@@ -181,7 +187,7 @@ class Layout:
                 s.of(flat).copy_(product.view(s.shape))
 
     def write_dense(self, mean: Float32[Tensor, "D"]) -> None:
-        """What was sent as it is, into the bucket."""
+        """Writes the mean of the uncompressed tensors into the bucket."""
         numels = [self.segments[i].numel for i in self.dense]
         for i, part in zip(self.dense, mean.split(numels), strict=True):
             s = self.segments[i]
@@ -190,14 +196,14 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """What a step took from v: U^T W from each batch; of the other tensors all but `kept` [D]."""
+    """What a step subtracted from v: U^T W from each batch, and all of the other tensors except `kept` [D]."""
 
     factors: Sequence[tuple[Tensor, Tensor]]
     kept: Float32[Tensor, "D"]
 
 
 def settle_(layout: Layout, taken: Taken, v: Float32[Tensor, "V"]) -> Tensor:
-    """v as a step leaves it: bit for bit what `accumulate_` adds to."""
+    """Updates v to its value after the step: bit for bit the value to which `accumulate_` adds."""
     for batch, (U, W) in zip(layout.batches, taken.factors, strict=True):
         kernels.lowrank_of(v).subtract_(batch.of(v), U, W)
     v[layout.begin_dense :].copy_(taken.kept)
@@ -208,8 +214,12 @@ def settle_(layout: Layout, taken: Taken, v: Float32[Tensor, "V"]) -> Tensor:
 def accumulate_(
     layout: Layout, v: Float32[Tensor, "V"], taken: Taken | None, X: Factor, even: bool, Y: Factor
 ) -> Int64[Tensor, ""]:
-    """Subtracts what the last step took, adds the gradients, and multiplies each batch with its X into its Y.
-    Returns where in v the first NaN or TOO_LARGE came, its length for nowhere.
+    """Subtracts `taken` of the last step, adds the gradients, and multiplies each batch with its X into its Y.
+
+    M is not changed within a step: what a step takes is subtracted here, in the next one's pass over memory. A
+    dropped step therefore needs no repair.
+
+    Returns the position in v of the first NaN or TOO_LARGE, or the length of v if there is none.
     """
     products, gradients = kernels.lowrank_of(v), layout.gradients()
     found = []

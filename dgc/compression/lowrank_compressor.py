@@ -1,5 +1,5 @@
-"""What low-rank methods with error feedback have in common: which tensors they compress at which rank, what they
-keep of each bucket, and how it is saved. The algorithm itself is the subclass's.
+"""Base class of low-rank methods with error feedback: the choice of tensors and ranks, the state of each bucket,
+and checkpoints. Subclasses implement the algorithm.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,20 @@ def compresses(numel: int, n: int, m: int, r: int, half_steps: int, min_compress
 
 
 class LowRankCompressor:
-    """rank: r. half_steps: how many factors a step sends of each tensor. min_compression_rate: what compressing a
-    tensor must save, or it is sent whole. square: each bucket is one matrix. start_compressing_after_num_steps:
-    send everything until then. error_feedback: whether `errors` holds anything. accordion: chooses ranks of r and
-    above. seed: of the first factors.
+    """Base class of low-rank compressors.
+
+    Args:
+        rank (int): rank r of the factors, at least 1.
+        half_steps (int): number of factors that a step sends of each tensor, K.
+        min_compression_rate (float): send a tensor uncompressed unless compression saves more than this factor.
+        square (bool): treat each bucket as one matrix.
+        start_compressing_after_num_steps (int): number of uncompressed steps at the start.
+        error_feedback (bool): whether `errors` holds any tensors.
+        accordion (Accordion, optional): chooses ranks of r and above.
+        seed (int): seed of the first factors.
+
+    Raises:
+        ValueError: if an argument is out of range.
     """
 
     correction: MomentumCorrection | None = None
@@ -56,7 +66,7 @@ class LowRankCompressor:
         self.start_compressing_after_num_steps = start_compressing_after_num_steps
         self._accordion = accordion
         self._own: dict[str, Own] = {}
-        self._stale: set[str] = set()  # buckets whose ranks may have changed
+        self._stale: set[str] = set()  # buckets that may have new ranks
         self._size = 1
 
     def accepts(self, segment: Segment) -> bool:
@@ -77,7 +87,7 @@ class LowRankCompressor:
         return min(next(worth, 0), n, m)
 
     def _layout(self, bucket: Bucket, steps: int) -> Layout:
-        """As after so many steps."""
+        """The layout after this many steps."""
         if steps < self.start_compressing_after_num_steps:
             return Layout(bucket, {})
         if self.square:
@@ -87,7 +97,7 @@ class LowRankCompressor:
         return Layout(bucket, {s.name: self._rank_of(s) for s in bucket.segments})
 
     def _due(self, bucket: Bucket) -> Own:
-        """The bucket's state, laid out as this step needs it."""
+        """The state of the bucket, with the layout of this step."""
         own = self._own[bucket.name]
         steps = own.factors.steps
         if steps == self.start_compressing_after_num_steps or bucket.name in self._stale:
@@ -122,7 +132,7 @@ class LowRankCompressor:
         return sum(self._floats(own.layout) for own in self._own.values()) / numel if numel else 1.0
 
     def floats_per_step(self, bucket: Bucket) -> float:
-        """Numbers that a rank sends of a bucket, on average over two steps, once it compresses."""
+        """Numbers sent by a rank per compressed step of a bucket, averaged over two steps."""
         return self._floats(self._layout(bucket, self.start_compressing_after_num_steps))
 
     def _floats(self, layout: Layout) -> float:
@@ -130,7 +140,7 @@ class LowRankCompressor:
         return factors * self.half_steps / 2 + layout.numel - layout.begin_dense
 
     def errors(self) -> Iterator[Tensor]:
-        """In the order of the bucket's tensors and their memory, as copies."""
+        """Copies of the errors, in the order of the bucket's tensors and their memory."""
         if self.error_feedback:
             for own in self._own.values():
                 layout, error = own.layout, own.error()

@@ -1,4 +1,4 @@
-"""What a low-rank method keeps of one bucket, and how it is saved: under names, whatever the buckets."""
+"""State of a low-rank method for one bucket. It is saved by tensor name, for any division into buckets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +25,10 @@ Draw = Callable[[str, int, int], Tensor]  # (what for, r, length) -> [r, length]
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """The same on every rank. P [B, r, n] and Q [B, r, m] by batch; sums [B, 2] by batch: of the squared norms of
-    what was applied since Accordion's last choice, and of the steps. half_steps: h. steps: taken so far.
+    """State that is the same on every rank.
+
+    P [B, r, n] and Q [B, r, m] by batch. sums [B, 2] by batch: the sum of the squared norms of the applied
+    gradients since Accordion's last choice, and the number of steps. half_steps: h. steps: number of steps so far.
     """
 
     P: tuple[Float32[Tensor, "_ _ _"], ...]
@@ -38,7 +40,7 @@ class Factors:
 
 @dataclass(eq=False)
 class Named:
-    """The same by name, as it is saved: errors in the tensors' shapes, P [n, r], Q [m, r] in the shapes' order."""
+    """The state by name, for checkpoints: errors in the tensors' shapes, P [n, r], Q [m, r] in logical order."""
 
     errors: dict[str, Tensor] = field(default_factory=dict)
     P: dict[str, Tensor] = field(default_factory=dict)
@@ -60,7 +62,10 @@ class Named:
 
 @dataclass(eq=False)
 class Own:
-    """v: gradient + error as of the last step. taken: what that step sent of it. before: factors before it."""
+    """State of this rank for one bucket.
+
+    v: gradient + error of the last step. taken: the part that the step sent. before: factors before the step.
+    """
 
     layout: Layout
     v: Float32[Tensor, "V"]
@@ -69,21 +74,21 @@ class Own:
     before: Factors | None = None
 
     def take_back(self) -> None:
-        """The last step has not been."""
+        """Undoes the last step."""
         if self.before is not None:
             self.factors, self.taken, self.before = self.before, None, None
 
     def error(self) -> Float32[Tensor, "V"]:
-        """What the last step left; v stays as it is, so that the step can still be taken back."""
+        """The error after the last step. v is not changed, so the step can still be undone."""
         return self.v.clone() if self.taken is None else settle_(self.layout, self.taken, self.v.clone())
 
     def keys(self, batch: Batch) -> list[str]:
-        """A name for each of its matrices. A square's is that of the bucket's first and last tensors."""
+        """A name for each matrix of the batch. A square is named after the bucket's first and last tensors."""
         names = [self.layout.segments[i].name for i in batch.members]
         return [f"{names[0]}..{names[-1]}"] if self.layout.square else names
 
     def in_memory_order(self, batch: Batch, Q: Sequence[Float32[Tensor, "r m"]]) -> list[Tensor]:
-        """Factors whose columns are in the order of the shapes, by matrix, as products with v need them."""
+        """Permutes the columns of factors from the shapes' order to the memory order, for products with v."""
         if self.layout.square:
             return list(Q)
         segments = [self.layout.segments[i] for i in batch.members]
@@ -106,7 +111,11 @@ class Own:
 
 
 def make(layout: Layout, draw: Draw, saved: Named | None = None) -> Own:
-    """saved: what to go on from. Factors that are not in it, or of a lower rank, are drawn; of a higher, cut."""
+    """Creates the state of a layout.
+
+    saved: state to continue from. Missing factors and factors of a lower rank are drawn; factors of a higher rank
+    are cut.
+    """
     saved = saved or Named()
     device = layout.bucket.device
     own = Own(layout, torch.zeros(layout.numel, dtype=torch.float32, device=device), Factors((), (), ()))
@@ -128,7 +137,7 @@ def make(layout: Layout, draw: Draw, saved: Named | None = None) -> Own:
 
 
 def _grown(saved: Tensor | None, r: int, length: int, draw: Draw, what: str) -> Float32[Tensor, "r length"]:
-    """saved: [length, old r] or None. ValueError where it has another length."""
+    """A factor of rank r from `saved` [length, old r] or None. Raises ValueError if it has another length."""
     if saved is None:
         return orthonormalize(draw(what, r, length)[None])[0]
     if saved.shape[0] != length:
@@ -140,7 +149,7 @@ def _grown(saved: Tensor | None, r: int, length: int, draw: Draw, what: str) -> 
 
 
 def check_errors(named: Named, buckets: Sequence[Bucket]) -> None:
-    """ValueError unless there is an error for each of these tensors and no other."""
+    """Raises ValueError unless there is an error for each of these tensors and for no other."""
     shapes = {s.name: s.shape for bucket in buckets for s in bucket.segments}
     if shapes.keys() != named.errors.keys():
         missing, unknown = sorted(shapes.keys() - named.errors.keys()), sorted(named.errors.keys() - shapes.keys())
@@ -161,7 +170,7 @@ def as_dict(named: Named) -> dict[str, Any]:
 
 
 def from_dict(state: Mapping[str, Any]) -> Named:
-    """ValueError for another compressor's state, and for factors that are no matrices or not finite."""
+    """Raises ValueError for another compressor's state, and for factors that are not finite matrices."""
     names = {"errors", "P", "Q", "sums", "half_steps", "steps"}
     if state.keys() != names:
         raise ValueError(f"state of another compressor: {sorted(state)}")

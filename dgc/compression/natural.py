@@ -2,11 +2,11 @@
 
     2**e <= |v| < 2**(e + 1):  send sign(v) 2**(e + 1) with probability |v| / 2**e - 1, else sign(v) 2**e
 
-Unbiased, with a variance of at most |v|**2 / 8. A byte for each element: its sign, and the exponent below the
-bucket's largest; 4 bytes for that one.
+The result is unbiased, with a variance of at most |v|**2 / 8. Each element takes one byte: its sign, and its
+exponent relative to the bucket's largest. The largest exponent takes 4 bytes per bucket.
 
-Differences from the paper: exponents have 7 bits in place of 8, so that magnitudes 2**-126 times the bucket's
-largest, and less, are lost.
+Differences from the paper: Exponents have 7 bits in place of 8. Magnitudes at or below 2**-126 times the bucket's
+largest are lost.
 """
 
 from jaxtyping import Float32
@@ -18,7 +18,13 @@ from dgc.compression.coded import Coded, Codes
 
 
 class Natural(Coded):
-    """random: round at random, as the paper does; False: to the nearer power of two."""
+    """Natural compression: rounding to powers of two (Horvath et al. 2019, arXiv 1905.10988, section 2).
+
+    Args:
+        random (bool): stochastic rounding, as in the paper; False rounds to the nearest power of two.
+        error_feedback (bool): keep what a step does not send; not in the paper.
+        seed (int): seed of the rounding.
+    """
 
     bits = 8
 

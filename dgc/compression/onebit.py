@@ -1,15 +1,15 @@
 """1-bit SGD (Seide, Fu, Droppo, Li, Yu: Interspeech 2014).
 
-    v = g + e;  of each row of a tensor the elements above 0 are sent as their mean, the others as theirs
+    v = g + e;  of each row of a tensor, the elements above 0 are sent as their mean, the others as their mean
     e = v - what was sent
 
-These two means are the values that leave the least squared error. A row is what belongs to one output: one index
-of the outermost dimension in memory; a vector is one row.
+These two means minimize the squared error. A row holds the weights of one output, that is, one index of the
+outermost dimension in memory. A vector is one row.
 
 Codes: 8 bytes of means for each row, then the signs of its d elements, 4 ceil(d/32) bytes.
 
-Differences from the paper: its columns, whose matrices are the transposes of PyTorch's, are rows here; all ranks
-gather all codes, where the paper adds up stripes and quantizes the sums again.
+Differences from the paper: The paper uses columns, because its matrices are the transposes of PyTorch's. All ranks
+gather all codes, where the paper sums stripes and quantizes the sums again.
 """
 
 import torch
@@ -22,6 +22,12 @@ from dgc.compression.coded import Coded, Codes, join, split
 
 
 class OneBit(Coded):
+    """1-bit SGD: each row is quantized to two means (Seide et al., Interspeech 2014).
+
+    Args:
+        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
+    """
+
     bits = 1
 
     def __init__(self, error_feedback: bool = True):
@@ -55,7 +61,7 @@ class OneBit(Coded):
 
 
 def rows_of(segment: Segment) -> int:
-    """How many rows a tensor has: the length of its outermost dimension in memory, 1 for vectors and less."""
+    """Number of rows of a tensor: the length of its outermost dimension in memory, or 1 below two dimensions."""
     if len(segment.shape) < 2 or segment.numel == 0:
         return 1
     return max(zip(segment.stride, segment.shape, strict=True), key=lambda pair: (pair[0], pair[1]))[1]

@@ -1,21 +1,23 @@
-"""Orthonormal bases for the factors of low-rank methods: each matrix of a batch by itself, in fp32.
+"""Orthonormal bases for the factors of low-rank methods, in fp32 and for each matrix of a batch.
 
-Vectors lie in rows: of x [B, r, d] each of the B matrices gets r orthonormal rows of d elements that span the
-same space, the first k of them that of the first k of x. Of each row, `share` is how much of its length no row
-before it accounts for. Three ways:
+Vectors are rows. For each of the B matrices in x [B, r, d] the result has r orthonormal rows of d elements with
+the same span; its first k rows span the same space as the first k rows of x. The `share` of a row is the part of
+its length that the rows before it do not explain. There are three methods:
 
-    qr             Householder reflections; orthonormal whatever x is
+    qr             Householder reflections; orthonormal for any x
     gram_schmidt   x_i = x_i / |x_i|;  x_j -= (x_j . x_i) x_i for j > i      (modified, Vogels et al. 2019)
     cholesky_qr    L L^T = x x^T in fp64;  L^-1 x
 
-The last two lose orthogonality where rows are nearly dependent; there Householder takes their place. `auto`: at
-rank 1, where all that is left is the norm, Gram-Schmidt; else qr on a CPU (for ResNet-18's matrices at ranks 2, 4
-and 7 the fastest of the three) and cholesky_qr on a GPU, which has no fast QR of many small matrices.
+The last two lose orthogonality if rows are nearly dependent; then Householder replaces them. `auto` uses
+Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest of the three
+for ResNet-18's matrices at ranks 2, 4 and 7) and cholesky_qr on a GPU, which has no fast QR of many small
+matrices.
 
-A row that is zero, or has a share of at most epsilon, says nothing: a random one takes its place. Without that, a
-gradient that was zero once (an unused layer) would never be compressed again, since its factor stays zero.
+A row that is zero, or has a share of at most epsilon, determines no direction and is replaced by a random row.
+Without this, a gradient that was zero once (an unused layer) would never be compressed again, because its factor
+would stay zero.
 
-Differences from the paper: it adds epsilon to the norm instead, so that such a row stays zero.
+Differences from the paper: It adds epsilon to the norm instead, so such a row stays zero.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +30,11 @@ from torch import Tensor
 from dgc.wire.payload import read_facts
 
 Orthogonalization = Literal["auto", "qr", "gram_schmidt", "cholesky_qr"]
-SAFE = 1e-2  # share of a row below which rounding spoils the two short ways
+SAFE = 1e-2  # smallest share of a row at which the last two methods are accurate
 
 
 def check_orthogonalization(name: str, epsilon: float) -> None:
-    """ValueError unless orthonormalize takes them."""
+    """Raises ValueError unless orthonormalize accepts the arguments."""
     if name not in get_args(Orthogonalization):
         ways = ", ".join(get_args(Orthogonalization))
         raise ValueError(f"orthogonalization must be one of {ways}, not {name!r}")
@@ -46,8 +48,10 @@ def orthonormalize(
     epsilon: float = 1e-8,
     noise: Callable[[], Tensor] | None = None,
 ) -> Float32[Tensor, "B r d"]:
-    """x is finite and r <= d. noise: [B, r, d] fp32, where rows come from that say nothing; it must be the same on
-    all ranks. None: from a fixed seed.
+    """An orthonormal basis for each matrix. x is finite and r <= d.
+
+    noise: returns [B, r, d] fp32, the source of rows that replace undetermined ones; it must be the same on all
+    ranks. None: random numbers from a fixed seed.
     """
     return orthonormalize_each([x], way, epsilon, [noise])[0]
 
@@ -58,7 +62,7 @@ def orthonormalize_each(
     epsilon: float,
     noises: Sequence[Callable[[], Tensor] | None],
 ) -> list[Float32[Tensor, "_ _ _"]]:
-    """`orthonormalize` of each. A GPU is waited for once where no row of any says nothing."""
+    """Applies `orthonormalize` to each. If all rows determine a direction, the host waits for a GPU only once."""
     tried = [attempt(x, way, epsilon) for x in xs]
     good = read_facts([sound for _, sound in tried])
     return [
@@ -70,22 +74,22 @@ def orthonormalize_each(
 def attempt(
     x: Float32[Tensor, "B r d"], way: str, epsilon: float
 ) -> tuple[Float32[Tensor, "B r d"], Bool[Tensor, ""]]:
-    """(basis, whether it is one): it is not where rows say nothing or rounding has spoilt it."""
+    """Returns (basis, whether it is valid): not if rows determine no direction or rounding has spoilt it."""
     if way == "auto":
         way = "gram_schmidt" if x.shape[1] == 1 else "cholesky_qr" if x.is_cuda else "qr"
-    if x.shape[1] == 1 and way == "gram_schmidt":  # the same in fewer operations
+    if x.shape[1] == 1 and way == "gram_schmidt":  # the same result in fewer operations
         norm = torch.linalg.vector_norm(x, dim=2, keepdim=True)
         least, largest = norm.aminmax()
         return x / norm, (least > 0) & (largest < torch.inf)
     basis, share = {"qr": qr, "gram_schmidt": gram_schmidt, "cholesky_qr": cholesky_qr}[way](x)
-    # NaN, the share of a zero row, is not above anything
+    # the share of a zero row is NaN, and comparisons with NaN are false
     return basis, (share > (epsilon if way == "qr" or x.shape[1] == 1 else SAFE)).all()
 
 
 def completed(
     x: Float32[Tensor, "B r d"], epsilon: float, noise: Callable[[], Tensor] | None
 ) -> Float32[Tensor, "B r d"]:
-    """By Householder, with noise for rows that say nothing."""
+    """The basis by Householder reflections, with noise for rows that determine no direction."""
     basis, share = qr(x)
     lost = ~(share > epsilon)
     if bool(lost.any()):
@@ -94,7 +98,7 @@ def completed(
 
 
 def qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
-    """(basis, share), as the others. LAPACK wants columns: the transpose of x, which costs no copy."""
+    """Returns (basis, share), like the others. LAPACK expects columns: the transpose of x, which costs no copy."""
     q, r = torch.linalg.qr(x.mT)
     return q.mT, r.diagonal(dim1=1, dim2=2).abs() / torch.linalg.vector_norm(r, dim=1)
 
@@ -126,7 +130,7 @@ def cholesky_qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], 
 def replaced(
     x: Float32[Tensor, "B r d"], lost: Bool[Tensor, "B r"], noise: Float32[Tensor, "B r d"]
 ) -> Float32[Tensor, "B r d"]:
-    """x with the lost rows behind the others, so that these keep their span, and noise in their place."""
+    """x with the lost rows moved behind the others, which keep their span, and replaced by noise."""
     order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
     return torch.where(lost[:, :, None], noise, x).gather(1, order)
 

@@ -7,23 +7,18 @@ On each of N ranks, with local gradient g and error e; M [n, m] is the matrix of
     residual   h-th half step, K of them per step:
                even   X = orth(P);  Y_i = M^T X;  M -= X Y_i^T;  Q = mean(Y_i);  result += X Q^T
                odd    X = orth(Q);  Y_i = M X;    M -= Y_i X^T;  P = mean(Y_i);  result += P X^T
-               e = M;  h goes on from step to step (Vogels et al. 2020, arXiv 2008.01425, Algorithm 2)
+               e = M;  h continues from step to step (Vogels et al. 2020, arXiv 2008.01425, Algorithm 2)
     square     as paper, with the whole bucket as one matrix [s, s], s = ceil(sqrt(numel)), padded with zeros
 
-In `residual` every second half step after the second adds r directions; 2 half steps cost what a step of `paper`
-costs. A tensor is compressed where n m / (rho (n + m) K / 2) > min_compression_rate, rho = min(r, n, m), and K = 2
-except in `residual`; others, and vectors, are sent whole in the first round.
-
+In `residual`, every second half step after the second adds r directions. Two half steps cost one step of `paper`.
+A tensor is compressed if n m / (rho (n + m) K / 2) > min_compression_rate, with rho = min(r, n, m) and
+K = 2 except in `residual`. Other tensors, and vectors, are sent uncompressed in the first round.
 Payload of a bucket in bytes: w times (the sum over compressed tensors of rho n or rho m in each half step, and the
 elements of the other tensors) and 8 for a flag, w = 4, or 2 with wire="fp16".
 
-Differences from the paper: the error is local, what this rank's own gradient lacks, where the paper has M - P Q^T
-with the mean Q: there only the mean of e over the ranks stays bounded, and each rank's e grows with the difference
-between its data and the others'. Either way the sum of what is applied and of what waits is the sum of all
-gradients. Matrices that a factor says nothing about get random directions (see `orthogonal`).
-
-As arithmetic M is never changed within a step: Y_i = M^T X - W (U^T X), where U W^T is what was taken so far. The
-next step's pass over memory takes it from M, so that a step that is dropped leaves nothing to repair.
+Differences from the paper: The error refers to this rank's own gradient. The paper has M - P Q^T with the mean Q;
+there only the mean of e over the ranks is bounded, and each e grows with the differences between the ranks' data.
+In both cases, applied updates plus errors equal the sum of all gradients. Undetermined directions are random.
 """
 
 from collections.abc import Sequence
@@ -59,18 +54,18 @@ def correct_(
     W: Float32[Tensor, "B R m"],
     even: bool,
 ) -> None:
-    """Y as if U W^T had been taken from M before: Y -= W (U^T X), or U (W^T X)."""
+    """Corrects Y for U W^T, which is not yet subtracted from M: Y -= W (U^T X), or U (W^T X)."""
     along, across = (U, W) if even else (W, U)
     Y.baddbmm_(X.bmm(along.mT), across, alpha=-1)
 
 
 class _Step:
-    """One step's products by batch: `own` (U, W) is what this rank takes from M, `mean` that over the ranks."""
+    """Products (U, W) of one step by batch: `own` is subtracted from this rank's M, `mean` is over the ranks."""
 
     def __init__(self) -> None:
         self.own: list[tuple[Tensor, Tensor]] = []
         self.mean: list[tuple[Tensor, Tensor]] = []
-        # of the tensors that are sent as they are, what rounding took
+        # rounding errors of the uncompressed tensors
         self.kept = torch.empty(0, dtype=torch.float32)
         self.numbers: list[int] = []
         self.largest: list[float] = []
@@ -90,23 +85,32 @@ class _Step:
         return all(map(isfinite, self.largest))
 
     def square_norms(self, b: int) -> Tensor:
-        """[B, 2]: |mean|^2 of a batch's matrices, and 1 for the step."""
+        """[B, 2]: the squared norm of the mean of each matrix in a batch, and 1 for the step."""
         U, W = self.mean[b]
         squares = (U.bmm(U.mT) * W.bmm(W.mT)).sum(dim=(1, 2), dtype=torch.float64)
         return torch.stack([squares, torch.ones_like(squares)], dim=1)
 
 
 class PowerSGDCompressor(LowRankCompressor):
-    """rank: r. min_compression_rate: what compressing a tensor must save, or it is sent whole; 0: always.
-    num_iters_per_step: half steps per step of mode "residual". warm_start: begin with the last step's factors, not
-    with random ones. error_feedback: keep what a step does not send and add it to the next gradient. epsilon,
-    orthogonalization: see `dgc.compression.orthogonal`. start_compressing_after_num_steps: send everything until
-    then (the reference implementation's default is 100). wire: "fp32", or "fp16": factors, and all that is sent
-    whole, travel in 2 bytes per number, and what rounding takes is kept back. seed: of the first factors.
+    """PowerSGD with error feedback (Vogels et al. 2019, arXiv 1905.13727; 2020, arXiv 2008.01425, Algorithm 2).
 
-    high_rank: adapt the rank, from `rank` to this one, to how much the norm of a tensor's gradient changed
-    (rank_change) in intervals of rank_every epochs: see `dgc.compression.accordion`. None: always `rank`. It needs
-    begin_epoch to be called, as train.py does.
+    Args:
+        rank (int), seed (int): rank r of the factors; seed of the first ones.
+        min_compression_rate (float): send a tensor uncompressed unless compression saves more; 0: always compress.
+        mode (str): "residual", "paper" or "square". num_iters_per_step (int): half steps per step in "residual".
+        warm_start (bool): begin with the factors of the last step. False: with random factors.
+        error_feedback (bool): keep what a step does not send and add it to the next gradient.
+        epsilon (float), orthogonalization (str): see `dgc.compression.orthogonal`.
+        start_compressing_after_num_steps (int): uncompressed steps at the start (100 in the reference code).
+        wire (str): "fp32", or "fp16" to send all numbers in 2 bytes. The residual includes the rounding errors.
+        high_rank (int, optional): adapt the rank from `rank` to this; see `Accordion`. Needs begin_epoch.
+        rank_change (float), rank_every (int): for high_rank, relative change of the norm, and interval in epochs.
+
+    Raises:
+        ValueError: if an argument is out of range or does not fit the mode.
+
+    Example:
+        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), PowerSGDCompressor(rank=4))
     """
 
     def __init__(
@@ -168,7 +172,7 @@ class PowerSGDCompressor(LowRankCompressor):
         own.taken = Taken(step.own, step.kept)
         for b, (U, W) in enumerate(step.mean):
             layout.write_product(b, U, W)
-        # an element is a sum of R products with one factor of at most 1: mostly there is nothing to look for
+        # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
         R = max((U.shape[1] for U, _ in step.mean), default=1)
         in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)
         return DenseResult(first_blame(bucket, step.numbers) or (None if in_range else overflow(bucket)))
@@ -201,7 +205,7 @@ class PowerSGDCompressor(LowRankCompressor):
     def _half_step(
         self, own: Own, taken: Taken | None, step: _Step, X: Factor, even: bool, first: bool
     ) -> Conversation[tuple[Factor, Factor]]:
-        """(Y as this rank has sent it, its mean over the ranks). The first reads the gradients."""
+        """Returns (Y as sent by this rank, its mean over the ranks). The first half step reads the gradients."""
         layout, v = own.layout, own.v
         shapes = [(batch.count, batch.rank, batch.m if even else batch.n) for batch in layout.batches]
         flat = torch.empty(sum(map(prod, shapes)), dtype=torch.float32, device=v.device)
@@ -220,7 +224,7 @@ class PowerSGDCompressor(LowRankCompressor):
                 if step.own:
                     correct_(Y[b], X[b], *step.own[b], even)
         wire = self._wire.quantize(flat, self._size)
-        # cat copies: what is sent belongs to the transport
+        # cat copies, because the transport owns the message
         replies = yield (AllReduce(torch.cat([wire, *message])), *requests)
         mean = replies[0].float()
         if first:
@@ -233,7 +237,7 @@ class PowerSGDCompressor(LowRankCompressor):
 
     def _orthonormal(self, own: Own, Y: Factor, side: Side, k: int = 0, finite: bool = True) -> Factor:
         noises = [partial(self._noise, own, batch, side, k) for batch in own.layout.batches]
-        if not finite:  # it is found in the result; until then it may not stop the ranks
+        if not finite:  # the result reports it; no rank may fail here
             Y = tuple(y.nan_to_num(0.0, 0.0, 0.0) for y in Y)
         return tuple(orthonormalize_each(Y, self.orthogonalization, self.epsilon, noises))
 
@@ -241,7 +245,7 @@ class PowerSGDCompressor(LowRankCompressor):
         return tuple(self._noise(own, batch, side, -1) for batch in own.layout.batches)
 
     def _noise(self, own: Own, batch: Batch, side: Side, k: int) -> Float32[Tensor, "B r d"]:
-        """Random factors of a batch's matrices for this step's k-th half step, the same on all ranks."""
+        """Random factors of a batch for the k-th half step of this step, the same on all ranks."""
         length = batch.m if side == "Q" else batch.n
         keys = [f"{key} {side} {own.factors.steps} {k}" for key in own.keys(batch)]
         factors = [self._draw(key, batch.rank, length) for key in keys]

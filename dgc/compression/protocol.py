@@ -1,4 +1,4 @@
-"""What the optimizer needs of a compressor, and what a conversation about gradients returns."""
+"""The interface between the optimizer and a compressor, and the results of `Compressor.reduce`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
@@ -14,10 +14,10 @@ from dgc.memory.protocol import MomentumCorrection as MomentumCorrection
 
 @dataclass(frozen=True)
 class DenseResult:
-    """The mean gradient is in `bucket.flat`.
+    """The mean gradient, stored in `bucket.flat`.
 
-    nonfinite: what is wrong with it, in words that name the parameter and the rank, where a rank's gradient or
-    the mean has NaN or inf. Then nothing of the result may be applied. The same on every rank.
+    nonfinite: a message that names the parameter and the rank if a rank's gradient or the mean has NaN or inf. No
+    part of such a result may be applied. It is the same on every rank.
     """
 
     nonfinite: str | None = None
@@ -25,7 +25,7 @@ class DenseResult:
 
 @dataclass(frozen=True)
 class SparseResult:
-    """The mean gradient is zero but for `values` [k] fp32 at the unique ascending `indices` [k] int64.
+    """A mean gradient that is zero except for `values` [k] fp32 at the unique ascending `indices` [k] int64.
 
     nonfinite: as in DenseResult.
     """
@@ -36,7 +36,7 @@ class SparseResult:
 
 
 class NonFiniteGradientError(RuntimeError):
-    """NaN or inf in a gradient. Every rank raises it; no error state holds the value."""
+    """NaN or inf in a gradient. It is raised on every rank, and the value is not kept in any error state."""
 
 
 Result: TypeAlias = DenseResult | SparseResult
@@ -44,40 +44,40 @@ Result: TypeAlias = DenseResult | SparseResult
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Averages buckets over all ranks. The result is the same, bit for bit, on every rank."""
+    """Averages buckets over all ranks. The result is identical, bit for bit, on every rank."""
 
     @property
     def compress_ratio(self) -> float:
-        """Nominal fraction of elements sent, now: numbers sent over elements, or the bits of a code over 32.
+        """Current nominal fraction of elements sent: numbers sent / elements, or bits of a code / 32.
 
-        Below 1 wherever less than 2 bytes per element travel. Casts to fp16 and bf16 send every element: 1.
+        It is below 1 if less than 2 bytes per element are sent. Casts to fp16 and bf16 send every element: 1.
         """
         ...
 
     @property
     def correction(self) -> MomentumCorrection | None:
-        """Momentum that this compressor applies to its gradients, in the optimizer's stead."""
+        """Momentum that this compressor applies to its gradients in place of the optimizer."""
         ...
 
     @property
     def fallback(self) -> "Compressor":
-        """What takes the tensors that this one does not accept."""
+        """The compressor for tensors that this one does not accept."""
         ...
 
     def accepts(self, segment: Segment) -> bool:
-        """Whether this compressor is meant for such a tensor."""
+        """Whether this compressor handles the tensor."""
         ...
 
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        """Get ready for a bucket, as rank `rank` of `size`. Called once per bucket."""
+        """Allocates the state of a bucket on rank `rank` of `size`. Called once per bucket."""
         ...
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        """One step's exchange of a bucket. Every rank speaks the same number of rounds."""
+        """Averages a bucket in one step. The number of communication rounds is the same on every rank."""
         ...
 
     def take_back(self, bucket: Bucket) -> None:
-        """The step that `reduce` spoke for is dropped: what this rank sent returns to its error state."""
+        """Undoes the last `reduce` of a dropped step: what this rank sent returns to its error state."""
         ...
 
     def begin_epoch(self, epoch: int) -> None:
@@ -85,18 +85,22 @@ class Compressor(Protocol):
         ...
 
     def errors(self) -> Iterable[Tensor]:
-        """The error state: what waits to be sent."""
+        """The error state: tensors that are not yet sent."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors under parameter names, numbers and strings."""
+        """This rank's state: tensors by parameter name, numbers and strings."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def conversation_of(compressor: Compressor, bucket: Bucket) -> Conversation[Result]:
-    """`compressor.reduce(bucket)`. ValueError where that is no generator or does not return a result."""
+    """Runs `compressor.reduce(bucket)`.
+
+    Raises:
+        ValueError: if `reduce` is not a generator or does not return a result.
+    """
     what = f"reduce of {type(compressor).__name__} must"
     conversation = compressor.reduce(bucket)
     if not isinstance(conversation, Generator):
@@ -112,16 +116,16 @@ def conversation_of(compressor: Compressor, bucket: Bucket) -> Conversation[Resu
 
 @runtime_checkable
 class SparseOrDense(Protocol):
-    """A compressor that sends a bucket dense where a sparse message would cost more."""
+    """A compressor that sends a bucket dense if a sparse message would cost more."""
 
     @property
     def dense_share(self) -> float:
-        """Share of its buckets' elements that went dense in the last step; 0 before the first."""
+        """Fraction of the elements of its buckets that were sent dense in the last step; 0 before the first."""
         ...
 
 
 class Stateless(ABC):
-    """The parts of a compressor that keeps nothing between steps, accepts every tensor and sends it whole."""
+    """Base class of compressors that keep no state, accept every tensor and send every element."""
 
     compress_ratio: float = 1.0
     correction: MomentumCorrection | None = None

@@ -2,12 +2,12 @@
 
     Q(v_i) = |v|_2 sign(v_i) xi_i / L,  xi_i = floor(L |v_i| / |v|_2 + r_i),  r_i uniform in [0, 1)
 
-in blocks, each with its own norm: unbiased, with a variance of at most min(d / L**2, sqrt(d) / L) |v|_2**2 for
-blocks of d elements.
+Each block has its own norm. The result is unbiased, with a variance of at most min(d / L**2, sqrt(d) / L) |v|_2**2
+for blocks of d elements.
 
-Differences from the paper: codes have a fixed number of bits, L = 2 ** (bits - 1) - 1 levels beside 0, in place of
-Elias codes, whose length changes from step to step; norm = "max" scales by the largest magnitude, as the paper's
-experiments do.
+Differences from the paper: Codes have a fixed number of bits, with L = 2 ** (bits - 1) - 1 levels besides 0. The
+paper uses Elias codes, which change in length from step to step. norm = "max" scales by the largest magnitude, as
+in the paper's experiments.
 """
 
 from jaxtyping import Int64
@@ -20,7 +20,21 @@ NORMS = ("l2", "max")
 
 
 class QSGD(Uniform):
-    """error_feedback: not the paper's; with norm "l2" and few levels it may diverge."""
+    """Stochastic quantization (Alistarh et al. 2017, arXiv 1610.02132, section 3.1).
+
+    Args:
+        bits (int): bits per element with the sign: 2, 4 or 8.
+        block (int, optional): elements that share a norm; None for one norm per tensor.
+        norm (str): "max" as in the paper's experiments, or "l2" as in its analysis.
+        error_feedback (bool): not in the paper; it may diverge with norm "l2" and few levels.
+        seed (int): seed of the rounding.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+        >>> compression = QSGD(bits=4, block=512)
+    """
 
     def __init__(
         self,

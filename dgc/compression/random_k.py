@@ -1,18 +1,19 @@
 """Random-k and random block with a shared seed (Stich, Cordonnier, Jaggi 2018, arXiv 1809.07599; Vogels,
 Karimireddy, Jaggi 2019, arXiv 1905.13727, appendix on other compressors).
 
-Of each tensor of d elements all ranks send the same k = ceil(D d), chosen without looking at them, so that their
-values alone travel, and are added on the way:
+From each tensor of d elements all ranks send the same k = ceil(D d) elements. The choice does not depend on the
+data, so only the values are sent, with an all-reduce:
 
-    random k      one of each of k stretches as equal as can be
-    random block  k that follow one another, from a random start, around the end
+    random k      one element from each of k stretches of nearly equal length
+    random block  k consecutive elements from a random start, with wrap-around
 
-What is not sent is kept, or, without error feedback, what is sent is divided by its probability, which makes it v
-on average.
+With error feedback, unsent elements are kept. Without it, sent values are divided by their probability, so that
+the expected value is v.
 
 Payload of a bucket in bytes: 4 sum of k (fp16: 2), and 8 for a flag.
 
-Differences from the paper: random k takes one element of each stretch, not any k, which needs no list of all.
+Differences from the paper: Random k takes one element from each stretch, not any k elements. This needs no list of
+all elements.
 """
 
 import torch
@@ -28,7 +29,17 @@ from dgc.wire import CastValues
 
 
 class RandomK(Feedback):
-    """compress_ratio: D, or above 1 the factor saved. values: fp32 or fp16."""
+    """Random-k sparsification with a shared seed (Stich et al. 2018, arXiv 1809.07599).
+
+    Args:
+        compress_ratio (float): fraction of elements sent, D; above 1 the factor saved.
+        error_feedback (bool): keep unsent elements and add them to the next gradient.
+        values (str): dtype of the payload, "fp32" or "fp16".
+        seed (int): seed of the choice, the same on all ranks.
+
+    Raises:
+        ValueError: if compress_ratio is not positive or values is another dtype.
+    """
 
     def __init__(self, compress_ratio: float, error_feedback: bool = True, values: str = "fp32", seed: int = 0):
         if not compress_ratio > 0:
@@ -46,7 +57,7 @@ class RandomK(Feedback):
     def choose(
         self, numel: int, k: int, generator: torch.Generator
     ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:
-        """(indices into a tensor of `numel` elements, ascending; one over the probability of each)"""
+        """Returns (ascending indices into a tensor of `numel` elements, inverse probability of each)."""
         edges = torch.arange(k + 1, dtype=torch.int64) * numel // k
         lengths = edges.diff()
         within = (torch.rand(k, generator=generator, dtype=torch.float64) * lengths).long()
@@ -74,6 +85,12 @@ class RandomK(Feedback):
 
 
 class RandomBlock(RandomK):
+    """Random-block sparsification: k consecutive elements from a random start (Vogels et al. 2019, arXiv
+    1905.13727).
+
+    Args and errors are those of RandomK.
+    """
+
     def choose(
         self, numel: int, k: int, generator: torch.Generator
     ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:

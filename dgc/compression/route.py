@@ -1,4 +1,4 @@
-"""Which compressor takes which parameter: that of the first rule that matches."""
+"""Assigns a compressor to each parameter: that of the first matching rule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,14 @@ from dgc.compression.protocol import Compressor
 
 @dataclass(frozen=True)
 class Rule:
-    """Matches parameters by name (a shell pattern), number of dimensions and number of elements."""
+    """Matches parameters by name, number of dimensions and number of elements.
+
+    Args:
+        compressor (Compressor): compressor of the matching parameters.
+        name (str): shell pattern for the parameter's name.
+        min_dim, max_dim (int): range of the number of dimensions, inclusive.
+        min_numel, max_numel (int): range of the number of elements, inclusive.
+    """
 
     compressor: Compressor
     name: str = "*"
@@ -29,7 +36,17 @@ class Rule:
 
 
 class Route:
-    """Rules in order. A compressor that does not accept a tensor passes it to its own fallback."""
+    """Chooses compressors by rules in order. Tensors that a compressor does not accept go to its own fallback.
+
+    Args:
+        rules (sequence of Rule): rules; the first that matches applies.
+
+    Raises:
+        ValueError: if there are no rules, or by `compressor_for` if no rule matches a parameter.
+
+    Example:
+        >>> route = Route([Rule(PowerSGDCompressor(rank=4), min_dim=2), Rule(FP16())])
+    """
 
     def __init__(self, rules: Sequence[Rule]):
         if not rules:

@@ -5,7 +5,7 @@ Algorithm 1; Sign+Norm in Vogels et al. 2019).
 
 Codes: 4 bytes of scale for each tensor, then its signs, 4 ceil(d/32) bytes.
 
-Differences from the paper: e is in the units of gradients, not scaled by the learning rate; an element of 0 is
+Differences from the paper: e has the unit of gradients and is not scaled by the learning rate. An element of 0 is
 sent as a negative one.
 """
 
@@ -18,6 +18,14 @@ from dgc.compression.coded import Coded, Codes, join, split
 
 
 class ScaledSign(Coded):
+    """Signs scaled by the mean magnitude, with error feedback (Karimireddy et al. 2019, arXiv 1901.09847,
+    Algorithm 1).
+
+    Args:
+        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
+        seed (int): not used.
+    """
+
     bits = 1
 
     def nbytes(self, bucket: Bucket) -> int:

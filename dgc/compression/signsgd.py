@@ -4,13 +4,13 @@ Bernstein, Zhao, Azizzadenesheli, Anandkumar 2019, arXiv 1810.05291).
     signSGD   send sign(g);  result = sign(sum over ranks)
     Signum    m = beta m + (1 - beta) g;  send sign(m)
 
-The state kept is e = beta v with v = g + e: v is m / (1 - beta), and its signs are those of m. The result is -1, 0
-(a tie) or 1 for every element, so that learning rates are much smaller than SGD's: the papers have 1e-4.
+The stored state is e = beta v with v = g + e: v equals m / (1 - beta) and has the signs of m. The result is -1, 0
+(a tie) or 1 for every element. Learning rates must therefore be much smaller than for SGD: the papers use 1e-4.
 
-Codes: for each tensor of d elements 4 bytes, a 1 unless all of them are 0, and its signs, 4 ceil(d/32) bytes.
+Codes: for each tensor of d elements 4 bytes, a 1 unless all elements are 0, and its signs, 4 ceil(d/32) bytes.
 
-Differences from the papers: an element of 0 votes as a negative one, unless all of its tensor is 0 on that rank,
-which then does not vote.
+Differences from the papers: An element of 0 votes as a negative one. If the whole tensor is 0 on a rank, that rank
+does not vote.
 """
 
 import torch
@@ -23,7 +23,14 @@ from dgc.compression.coded import Coded, Codes, join, split
 
 
 class SignSGD(Coded):
-    """momentum: beta of Signum; 0 is signSGD, which keeps no state."""
+    """signSGD and Signum with majority vote (Bernstein et al. 2018, arXiv 1802.04434; 2019, arXiv 1810.05291).
+
+    Args:
+        momentum (float): beta of Signum, in [0, 1); 0 is signSGD, which keeps no state.
+
+    Raises:
+        ValueError: if momentum is out of range.
+    """
 
     bits = 1
 

@@ -1,18 +1,18 @@
 """Low-rank gradients by singular value decomposition: the best approximation, and an unbiased one.
 
-Of each matrix M [n, m], a tensor's shape[0] x rest, with M = sum of s_i a_i b_i^T:
+For each matrix M [n, m], a tensor's shape[0] x rest, with M = sum of s_i a_i b_i^T:
 
-    SVD     the r largest: sum over i <= r, with error feedback (Vogels et al. 2019, arXiv 1905.13727, as a bound
-            of what PowerSGD can reach)
-    Atomo   r of all, at random, so that i is chosen with probability p_i = min(1, c s_i), sum p_i = r, and
-            s_i / p_i is sent: unbiased (Wang, Sievert, Charles, Liu, Wright, Papailiopoulos 2018,
+    SVD     the r largest: sum over i <= r, with error feedback (Vogels et al. 2019, arXiv 1905.13727, as an upper
+            bound for the quality of PowerSGD)
+    Atomo   r of all, at random: i is chosen with probability p_i = min(1, c s_i), sum p_i = r, and s_i / p_i is
+            sent: unbiased (Wang, Sievert, Charles, Liu, Wright, Papailiopoulos 2018,
             arXiv 1806.04090, Algorithm 1 with spectral atoms)
 
-Each rank's factors are gathered by all. Payload of a bucket in bytes: 4 r (n + m) for each matrix (s_i goes into
-a_i or b_i), 16 in all, rounded up to 8.
+All ranks gather the factors of each rank. Payload of a bucket in bytes: 4 r (n + m) for each matrix (s_i is part
+of a_i or b_i), 16 in all, rounded up to 8.
 
-Differences from Atomo's paper: exactly r are chosen, one in each unit of the running sum of p_i (systematic
-sampling), where independent draws are repeated until r come out, which is no longer unbiased.
+Differences from Atomo's paper: Exactly r are chosen, one in each unit of the running sum of p_i (systematic
+sampling). The paper repeats independent draws until r are chosen, which is no longer unbiased.
 """
 
 import torch
@@ -24,18 +24,29 @@ from dgc.compression.coded import Coded, Codes
 
 
 class SVD(Coded):
-    """Takes tensors of two and more dimensions; others are sent as they are. rank: r, at most min(n, m)."""
+    """The best approximation of rank r, by singular value decomposition (Vogels et al. 2019, arXiv 1905.13727).
+
+    It compresses tensors of two or more dimensions. Others are sent uncompressed.
+
+    Args:
+        rank (int): r, limited to min(n, m) for each matrix.
+        error_feedback (bool): keep what a step does not send and add it to the next gradient.
+        seed (int): seed of random choices, which only `Atomo` makes.
+
+    Raises:
+        ValueError: if rank is less than 1.
+    """
 
     def __init__(self, rank: int = 2, error_feedback: bool = True, seed: int = 0):
         if rank < 1:
             raise ValueError(f"rank must be at least 1, not {rank}")
         super().__init__(error_feedback, seed)
         self.rank_limit = rank
-        self._planned: dict[str, tuple[int, int]] = {}  # of each bucket: elements, bytes of its factors
+        self._planned: dict[str, tuple[int, int]] = {}  # per bucket: elements, bytes of the factors
 
     @property
     def compress_ratio(self) -> float:
-        """Numbers of the factors over elements, of all planned buckets; 1 before any is planned."""
+        """Numbers in the factors / elements, over all planned buckets; 1 before any is planned."""
         elements = sum(numel for numel, _ in self._planned.values())
         return sum(nbytes for _, nbytes in self._planned.values()) / (4 * elements) if elements else 1.0
 
@@ -48,7 +59,7 @@ class SVD(Coded):
         return len(segment.shape) > 1 and r * (n + m) < n * m
 
     def sizes(self, segment: Segment) -> tuple[int, int, int]:
-        """(n, m, r)"""
+        """Returns (n, m, r)."""
         n = segment.shape[0] if segment.shape else 1
         m = segment.numel // max(1, n)
         return n, m, min(self.rank_limit, n, m)
@@ -63,7 +74,7 @@ class SVD(Coded):
             n, m, r = self.sizes(s)
             if r == 0:
                 continue
-            # as they will lie where they are decoded, so that the products have the same bits
+            # the same memory layout as at the decoder, so that the products have the same bits
             a, b = (f.contiguous() for f in self.factors(s.of(v).reshape(n, m), r, generator))
             s.of(kept).sub_((a @ b.T).view(s.shape))
             factors += [a.reshape(-1), b.reshape(-1)]
@@ -85,7 +96,16 @@ class SVD(Coded):
 
 
 class Atomo(SVD):
-    """rank: how many are sent on average, and in fact."""
+    """Unbiased low-rank gradients by random choice of singular vectors (Wang et al. 2018, arXiv 1806.04090,
+    Algorithm 1).
+
+    Args:
+        rank (int): number of singular vectors sent, r; exact, not only on average.
+        seed (int): seed of the choice.
+
+    Raises:
+        ValueError: if rank is less than 1.
+    """
 
     def __init__(self, rank: int = 2, seed: int = 0):
         super().__init__(rank, False, seed)
@@ -103,8 +123,10 @@ class Atomo(SVD):
 
 
 def left_singular(M: Float32[Tensor, "n m"]) -> tuple[Tensor, Tensor]:
-    """(vectors in columns, values), fp64, the largest first, of M or, where it has fewer columns than rows, of
-    M^T: the eigenvectors of M M^T, which take a fraction of a decomposition's time.
+    """Returns (vectors in columns, values) of M in fp64, largest value first.
+
+    They are eigenvectors of M M^T, which takes a fraction of the time of a decomposition. If M has fewer columns
+    than rows, they are those of M^T.
     """
     wide = (M if M.shape[0] <= M.shape[1] else M.T).double()
     squares, vectors = torch.linalg.eigh(wide @ wide.T)
@@ -112,19 +134,20 @@ def left_singular(M: Float32[Tensor, "n m"]) -> tuple[Tensor, Tensor]:
 
 
 def projected(M: Float32[Tensor, "n m"], U: Tensor) -> tuple[Float32[Tensor, "n r"], Float32[Tensor, "m r"]]:
-    """a b^T = U U^T M, or M U U^T."""
+    """Factors a, b with a b^T = U U^T M, or M U U^T."""
     U = U.float()
     return (U, M.T @ U) if M.shape[0] <= M.shape[1] else (M @ U, U)
 
 
 def inclusion(s: Float[Tensor, "k"], r: int) -> Tensor:
-    """p_i = min(1, c s_i) with sum r, fp64, for s in descending order: the largest that exceed 1 are cut in turn.
+    """Probabilities p_i = min(1, c s_i) with sum r, fp64, for s in descending order.
 
-    Where fewer than r are not zero, those have 1, and zeros share the rest.
+    The largest values that exceed 1 are limited to 1 in turn. If fewer than r of s are nonzero, these get 1, and
+    the zeros share the rest.
     """
     s = s.double() + s.double().sum() * 1e-12 + 1e-300
     rest = s.flip(0).cumsum(0).flip(0)  # sum of s_i, i >= j
-    left = r - torch.arange(s.numel(), dtype=torch.int64, device=s.device)  # to be shared, once j are certain
+    left = r - torch.arange(s.numel(), dtype=torch.int64, device=s.device)  # after j certain ones
     certain = (left > 0) & (left * s >= rest)
     j = int(certain.long().cumprod(0).sum())
     p = torch.ones_like(s)

@@ -1,28 +1,30 @@
-"""Threshold quantization as MXNet's key-value store defines it, of 2 bits or 1, and with thresholds from the data.
+"""Threshold quantization of MXNet's key-value store, with 2 bits or 1 bit, and with thresholds from the data.
 
     2 bits   v = g + e;   v >= t: send t,   v <= -t: send -t,   else 0;    e = v - what was sent
     1 bit    v = g + e;   v > t: send 1,    else -1;                       e = v - what was sent
 
-An element never sends more than t (1) in a step. Codes of each tensor, byte for byte MXNet's: 2 bits, the first
-element in the most significant ones of each byte, 11 for t, 10 for -t, in words of 16; 1 bit, likewise, in words
-of 32. With `threshold` None (2 bits), t is the mean over the ranks of `factor` times the root mean square of v in
-each tensor, so that a gradient c g sends c times what g sends. For a Laplace distribution factor = 1 leaves the
-least error. Heavier tails raise t with them; a multiple of mean |v| would not, and large elements would wait long.
+An element sends at most t (1 bit: 1) in a step. The codes of each tensor equal MXNet's, byte for byte. 2 bits: the
+first element is in the most significant bits of each byte, 11 means t, 10 means -t, in words of 16 elements. 1
+bit: the same order, in words of 32. If `threshold` is None (2 bits), t is the mean over the ranks of `factor`
+times the root mean square of v in each tensor. A gradient c g then sends c times what g sends. For a Laplace
+distribution, factor = 1 gives the least error. Heavier tails raise t. A multiple of mean |v| would not follow
+them, and large elements would wait long.
 
-What travels (size: number of ranks N; C: bytes of the codes of a bucket):
+Exchanges (size: number of ranks N; C: bytes of the codes of a bucket):
 
     gather   all ranks gather all codes                                               C to each rank
-    scatter  rank r adds up its share of all codes, in whole numbers, and all gather the sums, packed into
+    scatter  rank r adds up its share of all codes as integers. Then all ranks gather the sums, packed into
              b = ceil(log2(2 N + 1)) bits (1 bit: ceil(log2(N + 1))): the volume does not grow with N
-    server   the same with the mean in fp32 in place of the sums: compressed one way, full precision back, which is
-             what a worker and a parameter server exchange
+    server   like scatter, but the mean is gathered in fp32 in place of the sums: compressed in one direction, full
+             precision in the other, as between a worker and a parameter server
     auto     gather with two ranks, scatter with more
 
-All three give the same bits. Payload of a bucket in bytes: gather 24 + C, rounded up to 8; scatter C + 8 + the
+All exchanges give the same bits. Payload of a bucket in bytes: gather 24 + C, rounded up to 8; scatter C + 8 + the
 share in b bits; server C + 8 + 4 per element of the share; thresholds from the data 4 per tensor more.
 
-Differences from MXNet: all ranks get the mean, where its servers add up (a learning rate N times as large is the
-same); tensors of any size and dtype are taken; fixed thresholds of 1 bit send 1 whatever t is, as there.
+Differences from MXNet: The result is the mean, where MXNet's servers return the sum; a learning rate N times as
+large is equivalent. Tensors of any size and dtype are accepted. With 1 bit, the values sent are 1 and -1 for any
+t, as in MXNet.
 """
 
 import math
@@ -43,10 +45,22 @@ WORD = 4
 
 
 class Threshold(Feedback):
-    """bits: 2 or 1. threshold: t, for 2 bits positive or None: from the data. factor: of the root mean square of
-    v, then.
+    """Threshold quantization with error feedback, as defined by MXNet's key-value store.
 
-    wire: see above.
+    Args:
+        bits (int): bits per element, 2 or 1.
+        threshold (float, optional): t, in the unit of the gradients. With 2 bits it is positive; None takes it
+            from the data. With 1 bit it is a finite number, usually 0. Default: 0.5, as in MXNet.
+        factor (float): t as a multiple of the root mean square of v, if threshold is None.
+        wire (str): "gather", "scatter", "server" or "auto"; see the module's description.
+        error_feedback (bool): keep what a step does not send and add it to the next gradient.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+        >>> compression = Threshold(bits=2, threshold=None)
+        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 
     def __init__(
@@ -76,7 +90,7 @@ class Threshold(Feedback):
         return self.bits / 32
 
     def nbytes(self, bucket: Bucket) -> int:
-        """C"""
+        """Bytes of the codes of a bucket, C."""
         return sum(WORD * -(-s.numel * self.bits // 32) for s in bucket.segments)
 
     def exchange(
@@ -102,7 +116,7 @@ class Threshold(Feedback):
             return torch.full((bounds.numel() - 1,), self.threshold, dtype=torch.float32, device=v.device)
         squares = kernels.of(v).moments(v, bounds).squares / bounds.diff().clamp(min=1)
         (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
-        # a threshold of 0 is that of a tensor of zeros, on every rank; a mean beyond fp32 sends nothing
+        # t = 0 means that the tensor is zero on every rank. If the mean overflows fp32, nothing is sent.
         return t.nan_to_num(torch.inf)
 
     def _encode(self, v: Tensor, bounds: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +126,10 @@ class Threshold(Feedback):
         return kernels.quantizers_of(v).sign_encode(v, bounds, t, -one, one)
 
     def _sum(self, parts: list[UInt8[Tensor, "nbytes"]]) -> Float32[Tensor, "fields"]:
-        """Over ranks, field by field, the ones that fill words included: whole numbers, so no order matters."""
+        """Sums the codes of all ranks field by field, including fields that only fill words.
+
+        The fields are integers, so the order of the sum does not matter.
+        """
         fields = parts[0].numel() * 8 // self.bits
         total = torch.zeros(fields, dtype=torch.float32, device=parts[0].device)
         quantizers, one = kernels.quantizers_of(total), torch.ones(1, dtype=torch.float32, device=total.device)
@@ -125,7 +142,7 @@ class Threshold(Feedback):
         return total
 
     def _whole(self, fields: int, device: torch.device) -> Int64[Tensor, "2"]:
-        """One range of so many fields. Kept: a new one would be copied and laid out while the host waits."""
+        """One range of this many fields. It is cached: a new tensor would cost a copy that the host waits for."""
         key = (fields, device)
         if key not in self._wholes:
             self._wholes[key] = torch.tensor([0, fields], dtype=torch.int64, device=device)
@@ -134,7 +151,7 @@ class Threshold(Feedback):
     def _scatter(
         self, bucket: Bucket, codes: Tensor, first_nonfinite: Tensor
     ) -> Conversation[tuple[Float32[Tensor, "fields"], list[int]]]:
-        share = WORD * -(-codes.numel() // (WORD * self.size))  # bytes of each rank's; the last ones are padded
+        share = WORD * -(-codes.numel() // (WORD * self.size))  # bytes per rank, padded at the end
         padded = torch.zeros(share * self.size, dtype=torch.uint8, device=codes.device)
         padded[: codes.numel()] = codes
         request = AllToAll(padded, (share,) * self.size)
@@ -151,7 +168,7 @@ class Threshold(Feedback):
 
     @property
     def _sum_bits(self) -> int:
-        """Of a sum: -N .. N, with 1 bit every other one of them."""
+        """Bits of a sum. Its range is -N .. N; with 1 bit only every second value occurs."""
         values = 2 * self.size + 1 if self.bits == 2 else self.size + 1
         return math.ceil(math.log2(values))
 
@@ -171,7 +188,7 @@ class Threshold(Feedback):
     def _mean(
         self, bucket: Bucket, sums: Float32[Tensor, "fields"], unit: Float32[Tensor, "S"]
     ) -> Float32[Tensor, "n"]:
-        """Elements without the fields that fill words, in units of each tensor, over the ranks."""
+        """The mean in units of each tensor, without the fields that only fill words."""
         mean, word, at = sums.new_empty(bucket.numel), 32 // self.bits, 0
         factors = unit.nan_to_num(0.0, posinf=0.0)
         for segment, factor in zip(bucket.segments, factors, strict=True):

@@ -1,8 +1,9 @@
-"""What compressors that round to evenly spaced levels share.
+"""Base class of compressors that round to evenly spaced levels.
 
     level = floor(L |v| / s + r),  value = sign(v) s level / L
 
-with s a scale of each block, r random in [0, 1) (then the value is v on average) or 1/2 (then it is the nearest).
+s is a scale of each block. r is random in [0, 1), which makes the expected value v, or 1/2, which rounds to
+nearest.
 
 Codes: 4 bytes of scale for each block of d elements, then ceil(bits d / 8) bytes, bits = 2, 4 or 8 with the sign.
 """
@@ -20,7 +21,20 @@ from dgc.kernels import Moments
 
 
 class Uniform(Coded):
-    """block: elements that share a scale; None: those of a tensor. A tensor's last block may be shorter."""
+    """Base class of compressors that round to evenly spaced levels.
+
+    Args:
+        bits (int): bits per element with the sign: 2, 4 or 8.
+        levels (int): number of positive levels, L.
+        block (int, optional): elements that share a scale; None for one scale per tensor. A tensor's last block
+            may be shorter.
+        random (bool): stochastic rounding; False rounds to nearest.
+        error_feedback (bool): keep what a step does not send and add it to the next gradient.
+        seed (int): seed of the rounding.
+
+    Raises:
+        ValueError: if bits or block is out of range.
+    """
 
     bits = 8
 
@@ -35,7 +49,7 @@ class Uniform(Coded):
 
     @abstractmethod
     def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
-        """Of each block; no magnitude beyond it survives."""
+        """The scale of each block. Larger magnitudes are clipped to it."""
         ...
 
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:

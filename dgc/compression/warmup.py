@@ -1,4 +1,4 @@
-"""Warm-up of the ratio (Lin et al. 2018, section 3.3): early epochs send more.
+"""Warm-up of the ratio (Lin et al. 2018, arXiv 1712.01887, section 3.3): the first epochs send more elements.
 
 With W = warmup_epochs and the final ratio D, epoch e < W (from 0) sends
 
@@ -6,8 +6,8 @@ With W = warmup_epochs and the final ratio D, epoch e < W (from 0) sends
     a number c          max(c ** (e+1), D)
     a list              its e-th entry
 
-Differences from the original: its default exponent is (e+1)/(W+1), which does not give the ratios that it
-documents (0.25, 0.063, 0.015, 0.004, 0.001); the first line above does.
+Differences from the original: Its default exponent is (e+1)/(W+1), which does not give the ratios in its
+documentation (0.25, 0.063, 0.015, 0.004, 0.001). The first formula above does.
 """
 
 import warnings
@@ -19,6 +19,18 @@ from dgc.compression.arguments import NUMBER, WHOLE, require
 
 @dataclass(frozen=True)
 class RatioWarmup:
+    """Schedule of the ratio over epochs.
+
+    Args:
+        ratio (float): final ratio D, a fraction.
+        warmup_epochs (int): number of warm-up epochs W; 0 or less for none.
+        warmup_coeff (float or sequence of float, optional): base of the decay, or one ratio for each warm-up
+            epoch.
+
+    Raises:
+        ValueError: if an argument has a wrong type or is out of range, or the list is shorter than warmup_epochs.
+    """
+
     ratio: float
     warmup_epochs: int = -1
     warmup_coeff: float | Sequence[float] | None = None
@@ -43,7 +55,7 @@ class RatioWarmup:
                 raise ValueError(f"warmup_coeff must lie in (0, 1], not {c}")
 
     def warn_of_no_epoch(self) -> None:
-        """For a step before which nobody called begin_epoch."""
+        """Warns that begin_epoch was not called before the first step."""
         warnings.warn(
             f"warmup_epochs={self.warmup_epochs}, but begin_epoch was not called before the first step: "
             f"compress_ratio stays at {self.at(0):.4g}. Call optimizer.begin_epoch(epoch) before each epoch, or "

@@ -1,4 +1,4 @@
-"""Gossip: averages over some neighbours in each round, in place of one over all ranks."""
+"""Gossip algorithms: each round averages with a few neighbours instead of all ranks."""
 
 from dgc.gossip.adpsgd import ADPSGD as ADPSGD
 from dgc.gossip.average import PushSum as PushSum

@@ -1,20 +1,21 @@
-"""AD-PSGD: ranks that average in pairs while they train (Lian, Zhang, Zhang, Liu: ICML 2018, arXiv 1710.06952,
+"""AD-PSGD: ranks that average in pairs during training (Lian, Zhang, Zhang, Liu: ICML 2018, arXiv 1710.06952,
 Algorithm 1).
 
-Rank i has a model x_i. Its training thread and its gossip thread know nothing of each other's pace:
+Rank i has a model x_i. Its training thread and its gossip thread run independently:
 
-    train     z = x_i; gradient g at z;   x_i = x_i - lr O(g)       for any optimizer's direction O
+    train     z = x_i; gradient g at z;   x_i = x_i - lr O(g)       for the direction O of any optimizer
     gossip    x_i, x_j = (x_i + x_j) / 2, at once for both, with a neighbour j on a bipartite graph
 
-so that with N ranks the mean of the models moves by -lr O(g) / N in every step of any rank, whatever is averaged
-when: nobody waits for a slow rank or network. Odd ranks begin an average, even ones answer (`adpsgd_protocol`).
+With N ranks, the mean of the models moves by -lr O(g) / N in every step of any rank, independently of the
+averages. No rank waits for a slow rank or network. Odd ranks initiate an average, even ranks answer
+(`adpsgd_protocol`).
 
-Differences from the paper: neighbours come in turn from a book, not at random; only pairs average that the book
-has, in any graph that joins all ranks by odd-even pairs. A rank begins a bounded number of averages per step, so
-that a fast network is not flooded. An average takes effect on the two ranks one after the other, and steps that
-fall between are kept. The optimizer steps on z, and x moves by the same difference.
+Differences from the paper: Neighbours are taken in turn from a book, not at random. Only pairs in the book
+average; any graph works if its odd-even pairs connect all ranks. A rank initiates a limited number of averages per
+step, so that a fast network is not flooded. An average takes effect on the two ranks one after the other, and
+steps in between are kept. The optimizer steps on z, and x moves by the same difference.
 
-Host memory on each rank: x, two messages of its size (even ranks: one more for each answer under way), and z once.
+Host memory on each rank: x, two messages of its size (even ranks: one more for each answer in flight), and z once.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,13 +39,23 @@ from dgc.memory.state import check_tensor
 
 
 class ADPSGD:
-    """graph: makes the topology of a number of ranks. averagings_per_step: how many averages an odd rank begins
-    at most per step of its own; None is as many as the network carries. timeout: seconds of silence after which a
-    rank counts as lost: every rank then raises GossipError, in whatever it calls next.
+    """AD-PSGD: asynchronous averaging in pairs (Lian et al. 2018, arXiv 1710.06952, Algorithm 1).
 
-    `settle`, `resume` and `start` are collective: every rank calls them in the same order, at any time; a rank
-    that comes first to `settle` waits for the others, and goes on answering them. What is between, is each rank's
-    own business.
+    Args:
+        graph (callable): makes the topology for a number of ranks.
+        averagings_per_step (float, optional): largest number of averages that an odd rank initiates per own step;
+            None for as many as the network carries.
+        timeout (float): seconds of silence after which a rank counts as lost. Every rank then raises GossipError
+            in the next call.
+
+    Raises:
+        ValueError: if averagings_per_step or timeout is not positive.
+
+    `settle`, `resume` and `start` are collective: every rank calls them in the same order, at any time. A rank in
+    `settle` waits for the others and still answers their messages. Between these calls, ranks are independent.
+
+    Example:
+        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), ADPSGD(averagings_per_step=2))
     """
 
     needs_groups = False
@@ -69,12 +80,12 @@ class ADPSGD:
         self._begun = False
 
     def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
-        """Take over a model that is the same on every rank; gossip begins with `begin_epoch` or `begin_step`."""
+        """Initializes a model that is the same on every rank. Gossip begins with `begin_epoch` or `begin_step`."""
         self._model = model
         self._prepare(model.z, channel_of(transport), meter)
 
     def begin(self, z: Tensor, channel: Channel, meter: Meter) -> None:
-        """Gossip from now on. z [n] fp32: the model that forward and backward see, the same on every rank."""
+        """Starts gossip. z [n] fp32: the model of forward and backward, the same on every rank."""
         self._prepare(z, channel, meter)
         self.resume()
 
@@ -93,11 +104,11 @@ class ADPSGD:
     # --- training ---------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int) -> None:
-        """Goes on after `settle`: a rank that takes no step in this epoch must answer the others all the same."""
+        """Resumes after `settle`: even a rank without steps in this epoch must answer the others."""
         self._resume_if_settled()
 
     def begin_step(self) -> None:
-        """z = x, with all that neighbours have brought. Goes on after `settle`."""
+        """Sets z = x, which includes all averages so far. Resumes after `settle`."""
         self._resume_if_settled()
         self._show()
         self._begun = True
@@ -115,7 +126,7 @@ class ADPSGD:
 
     @torch.no_grad()
     def update(self, step: Callable[[], object], lr: float = 0.0) -> None:
-        """`step` moves z, by any optimizer; x moves by the same difference."""
+        """Runs `step`, in which any optimizer moves z. x moves by the same difference."""
         gossip = self._running()
         if gossip.is_settled or not self._begun:
             raise RuntimeError(NOT_BEGUN)
@@ -134,7 +145,7 @@ class ADPSGD:
 
     @property
     def progress(self) -> int:
-        """Steps of all ranks, as far as they are known here; after `settle`, exactly."""
+        """Steps of all ranks, as far as known on this rank; exact after `settle`."""
         with self._member.lock:
             return int(self._member.counts.sum())
 
@@ -144,19 +155,19 @@ class ADPSGD:
 
     @property
     def averagings(self) -> int:
-        """Averages that this rank has taken part in."""
+        """Number of averages with this rank."""
         return self._member.averagings
 
     # --- pauses -----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until no rank averages any more and nothing is in flight; then z = x. Collective."""
+        """Waits until no rank averages and no message is in flight, then sets z = x. Collective."""
         self._running().settle()
         self._show()
         self._account()
 
     def hold(self) -> None:
-        """As `settle`: what is on its way cannot be told from what is done."""
+        """Same as `settle`, because messages in flight cannot be separated from completed ones."""
         if not self._running().is_settled:
             self.settle()
 
@@ -173,22 +184,22 @@ class ADPSGD:
         return ()
 
     def resume(self) -> None:
-        """Gossip again after `settle`. Collective, and within `timeout` of the first rank to do so."""
+        """Continues gossip after `settle`. Collective, within `timeout` of the first rank's call."""
         self._running().resume()
 
     def close(self) -> None:
-        """End the gossip thread. Unless `settle` came before, other ranks miss this one and raise GossipError."""
+        """Ends the gossip thread. Without `settle` before, other ranks raise GossipError."""
         if self._gossip is not None:
             self._gossip.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's model, and the number of steps of all ranks. After `settle`."""
+        """This rank's model, and the number of steps of all ranks. Call it after `settle`."""
         if not self._running().is_settled:
             raise RuntimeError("averages are under way: settle() before state_dict()")
         return {"x": self._member.x.clone(), "steps": self.progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After `settle`, or before the first epoch."""
+        """Call it after `settle`, or before the first epoch."""
         if not self._running().is_settled:
             raise RuntimeError("averages are under way: settle() before load_state_dict()")
         member = self._member
@@ -196,7 +207,7 @@ class ADPSGD:
             raise ValueError(f"state of another algorithm: {sorted(state)}")
         check_tensor("x", state["x"], member.x.shape)
         member.x.copy_(state["x"])
-        # only the sum counts from here on, on whatever number of ranks
+        # only the sum is used from here on, for any number of ranks
         member.counts.zero_()
         member.counts[0] = state["steps"]
         self._show()
@@ -208,7 +219,7 @@ class ADPSGD:
         return self._gossip
 
     def _account(self) -> None:
-        """Into the training thread's meter, which no other thread may write to."""
+        """Copies the counts to the training thread's meter, which no other thread may change."""
         assert self._gossip is not None
         sent = self._gossip.link.meter.payload_bytes
         self._meter.payload_bytes += sent - self._seen

@@ -1,4 +1,7 @@
-"""Carries what a `Member` says over a `Channel`, and notices who falls silent. Never waits, reads no clock."""
+"""Sends and receives the messages of a `Member` over a `Channel`, and detects silent ranks.
+
+It never waits and reads no clock.
+"""
 
 from typing import Any
 
@@ -9,16 +12,21 @@ from dgc.comm.meter import Meter
 from dgc.comm.requests import Exchange
 from dgc.gossip.adpsgd_protocol import GossipError, Kind, Member, Outgoing
 
-SIGNS_OF_LIFE = 4  # within the time after which a rank counts as silent
-NEWS = 0.1  # seconds without an average after which an active rank asks for news
+SIGNS_OF_LIFE = 4  # ALIVE messages per timeout
+NEWS = 0.1  # seconds without an average after which an active rank sends ASK
 
 
 class Link:
-    """timeout: seconds of silence after which a rank counts as lost.
+    """Connects a `Member` to a `Channel`.
 
-    Rank 0 watches all ranks and they watch it; whoever waits for a reply watches whom he waits for. Thus a rank
-    that only has nothing to say is never taken for lost, and every rank that is lost is missed by somebody, who
-    tells all the others.
+    Args:
+        member (Member): state and protocol of this rank.
+        channel (Channel): point-to-point messages.
+        timeout (float): seconds of silence after which a rank counts as lost.
+
+    Rank 0 monitors all ranks, and they monitor rank 0. A rank that waits for a reply also monitors the rank that
+    owes it. A silent but healthy rank is therefore never reported as lost, and every lost rank is detected by some
+    rank, which informs all others.
     """
 
     def __init__(self, member: Member, channel: Channel, timeout: float):
@@ -33,7 +41,7 @@ class Link:
         self._tag = 0
 
     def begin(self, tag: int, now: float) -> None:
-        """A new cycle, which is one tag: what ranks that are further ahead say is not heard in the old one."""
+        """Starts a cycle with its own tag. Messages of ranks that are in a later cycle are not received."""
         self._tag = tag
         self._heard = dict.fromkeys(range(self.member.size), now)
         self._shown = self._pumped = self._begun = now
@@ -41,24 +49,27 @@ class Link:
 
     @property
     def is_over(self) -> bool:
-        """Whether the cycle is, and all has gone that was said in it."""
+        """Whether the cycle is over and all of its messages have been sent."""
         return self.member.over and not self._sending
 
     @property
     def is_aborting(self) -> bool:
-        """Whether others have yet to be told of a failure."""
+        """Whether messages about a failure are still being sent."""
         return self._aborts and bool(self._sending)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be expected but signs of life, until this rank itself begins something."""
+        """Whether only ALIVE messages can arrive until this rank starts an exchange."""
         member = self.member
         return member.is_active and member.waits_for is None and not member.settling and not self._sending
 
     def pump(self, now: float) -> bool:
-        """Receive and send what can be; whether there was anything. `now`: seconds since whenever.
+        """Receives and sends without waiting. Returns whether there was any message.
 
-        GossipError where a rank is lost.
+        now: seconds on any monotonic clock.
+
+        Raises:
+            GossipError: if a rank is lost.
         """
         self._excuse(now - self._pumped)
         self._pumped = now
@@ -80,15 +91,15 @@ class Link:
         return moved
 
     def flush(self) -> bool:
-        """Look after what is being sent; whether something has gone."""
+        """Removes completed sends. Returns whether there were any."""
         left = [(handle, message) for handle, message in self._sending if not self._has_gone(handle, message)]
         moved = len(left) < len(self._sending)
         self._sending = left
         return moved
 
     def abort(self, fault: int) -> None:
-        """Tell all others that the rank `fault` is lost."""
-        # what a rank that is lost does not take never goes; it is kept, for the network still reads it
+        """Informs all other ranks that the rank `fault` is lost."""
+        # Messages to a lost rank may never complete. They are kept, because the network still reads them.
         self._stuck, self._sending, self._aborts = self._sending, [], True
         others = [rank for rank in range(self.member.size) if rank not in (self.member.rank, fault)]
         self._send([self.member.short(Kind.ABORT, to, fault) for to in others])
@@ -114,7 +125,7 @@ class Link:
             self._send([self.member.short(Kind.ALIVE, to) for to in self.member.watchers])
 
     def _excuse(self, pause: float) -> None:
-        """Others may have spoken while this rank itself could not listen."""
+        """Extends the time limits by a pause of this rank, in which it could not receive."""
         if pause >= self.timeout / SIGNS_OF_LIFE:
             self._heard = {rank: heard + pause for rank, heard in self._heard.items()}
 

@@ -1,26 +1,26 @@
-"""What a rank of AD-PSGD says and does on hearing something: no threads, no clock, no network.
+"""The message protocol of AD-PSGD on one rank: no threads, no clock, no network.
 
-A cycle lasts from `begin` until every rank has settled. In it an active rank (odd) and a passive one (even) meet:
+A cycle lasts from `begin` until every rank has settled. Active ranks (odd) average with passive ranks (even):
 
-    AVERAGE   active -> passive: a = its x. The passive one notes p = its x and does x += (a - p)/2
-    REPLY     passive -> active: p. The active one does x += (p - a)/2, to what its x has become meanwhile
+    AVERAGE   active -> passive: a = its x. The passive rank stores p = its x and does x += (a - p)/2
+    REPLY     passive -> active: p. The active rank does x += (p - a)/2 to its current x
 
-    ASK, TOLD likewise, but without x: an active rank that has not averaged for a while asks what is new
+    ASK, TOLD  the same without x: an active rank without an average for a while requests the step counts
 
-The two changes are exact opposites, so the sum over the ranks stays, but for the rounding of the additions. To
-settle, nobody begins anything new, and passive ranks go on answering:
+The two changes are exact opposites, so the sum over ranks is preserved except for the rounding of the additions.
+To settle, no rank starts a new exchange, and passive ranks continue to answer:
 
-    LEAVING   active -> each of its passive peers, once its last reply has come
-    DONE      any rank -> rank 0, once it has left, or all its active peers have
-    OVER      rank 0 -> all, once it has heard DONE from all: nothing is in flight any more, anywhere
+    LEAVING   active -> each of its passive peers, after its last reply has arrived
+    DONE      any rank -> rank 0, after it has left, or all its active peers have
+    OVER      rank 0 -> all, after DONE from all: no message is in flight on any rank
 
-Beside them, ALIVE says nothing but that, between rank 0 and each other rank, and ABORT names a rank at fault.
+In addition, ALIVE, between rank 0 and each other rank, shows that the sender runs, and ABORT names a failed rank.
 
-Every message tells how many steps each rank has taken, as far as its sender knows; a receiver keeps the larger
-numbers. So who knows that enough were taken may leave: an active rank tells its neighbours by that, a passive one
-whenever it is asked, which slow ranks do as often as fast ones. DONE and OVER make the numbers exact.
+Every message holds the number of steps of each rank, as known to its sender. A receiver keeps the larger numbers.
+A rank may leave when its numbers show enough steps. An active rank informs its neighbours by leaving. A passive
+rank does so in every answer, and slow ranks ask as often as fast ones. DONE and OVER make the numbers exact.
 
-Payload in bytes, with n ranks and N elements: 8 (3 + n), 8 ceil(N / 2) more for AVERAGE and REPLY.
+Payload in bytes, with n ranks and N elements: 8 (3 + n), and for AVERAGE and REPLY 8 ceil(N / 2) more.
 """
 
 import threading
@@ -37,7 +37,7 @@ from dgc.gossip.topology import Topology
 
 
 class GossipError(RuntimeError):
-    """A rank fell silent or failed; the message says which."""
+    """A rank is silent or has failed. The message names it."""
 
 
 class Kind(IntEnum):
@@ -54,17 +54,20 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Outgoing:
-    """message: int64 words, of which the first are kind, sender, number and the steps of all ranks; then x."""
+    """A message and its receiver.
+
+    message: int64 words: kind, sender, number, the steps of all ranks; then x.
+    """
 
     to: int
     message: Int64[Tensor, "words"]
 
 
 class Member:
-    """One rank. `lock` guards x, counts and credit between the thread that trains and the one that gossips.
+    """One rank's state. `lock` guards x, counts and credit between the training thread and the gossip thread.
 
-    An active rank begins at most `averagings_per_step` averages for each of its own steps; what it could not use
-    for lack of time it does not catch up on.
+    An active rank starts at most `averagings_per_step` averages for each of its own steps. Averages that it had no
+    time for are not made up later.
     """
 
     def __init__(self, x: Float32[Tensor, "n"], rank: int, pairs: Topology, averagings_per_step: float = inf):
@@ -81,49 +84,49 @@ class Member:
         self.begin()
 
     def buffer(self) -> Int64[Tensor, "words"]:
-        """Room for any message."""
+        """A buffer that holds any message."""
         return torch.zeros(self._header + (self.x.numel() + 1) // 2, dtype=torch.int64)
 
     def begin(self) -> None:
-        """A new cycle. Nothing may be in flight."""
+        """Starts a cycle. No message may be in flight."""
         self.credit = inf if self.averagings_per_step == inf else 0.0
         self.waits_for: int | None = None
         self.settling = self.over = self.has_said_done = False
-        self._gossiping = set() if self.is_active else set(self.book)  # who may still begin an average here
-        self._missing = set(range(1, self.size)) if self.rank == 0 else set()  # who has not said DONE
+        self._gossiping = set() if self.is_active else set(self.book)  # active peers that may start an average
+        self._missing = set(range(1, self.size)) if self.rank == 0 else set()  # ranks that have not sent DONE
 
     def count_step(self) -> None:
-        """A step was taken. With the lock."""
+        """Counts a step. The caller holds the lock."""
         self.counts[self.rank] += 1
         self.credit = min(self.credit + self.averagings_per_step, max(1.0, self.averagings_per_step))
 
-    # --- what the carrier of messages asks -------------------------------------------------------------------
+    # --- interface of the link --------------------------------------------------------------------------------
 
     @property
     def has_news(self) -> bool:
-        """Whether `news` would say something."""
+        """Whether `news` would return a message."""
         return self._may_average or self._may_end
 
     @property
     def listens(self) -> bool:
-        """Whether another message will come in this cycle."""
+        """Whether another message can arrive in this cycle."""
         return not self.over and (self.rank > 0 or bool(self._gossiping or self._missing))
 
     @property
     def watched(self) -> set[int]:
-        """Whose silence would be a fault."""
+        """The ranks that count as lost if they are silent."""
         others = self._missing if self.rank == 0 else {0}
         return others if self.waits_for is None else {*others, self.waits_for}
 
     @property
     def watchers(self) -> range:
-        """Who has to be told now and then that this rank lives."""
+        """The ranks that expect ALIVE messages from this rank."""
         if self.rank == 0:
             return range(1, self.size)
         return range(0 if self.has_said_done else 1)
 
     def news(self) -> list[Outgoing]:
-        """What this rank says unasked. Its earlier messages must have gone."""
+        """Messages that this rank sends on its own. Its earlier messages must have been sent."""
         with self.lock:
             if self._may_average:
                 return [self._average()]
@@ -137,7 +140,7 @@ class Member:
             return [*(self.short(Kind.LEAVING, to) for to in neighbours), self.short(Kind.DONE, 0)]
 
     def ask(self) -> list[Outgoing]:
-        """What this rank says to hear what is new, where it may. Its earlier messages must have gone."""
+        """The message that requests step counts, if one is allowed. Earlier messages must have been sent."""
         with self.lock:
             if not self._is_free:
                 return []
@@ -147,7 +150,7 @@ class Member:
             return [self.short(Kind.ASK, self.waits_for, self._number)]
 
     def receive(self, message: Int64[Tensor, "words"]) -> list[Outgoing]:
-        """Take in what was received, whose memory is free for the next one afterwards; the answer to it."""
+        """Processes a received message and returns the answer. The message's memory may be reused afterwards."""
         kind, sender, number = message[:3].tolist()
         with self.lock:
             torch.maximum(self.counts, message[3 : self._header], out=self.counts)
@@ -177,7 +180,7 @@ class Member:
             return []
 
     def sent(self, message: Int64[Tensor, "words"]) -> None:
-        """The message has gone; its memory is free."""
+        """Called after a message was sent. Its memory is free."""
         if not self.is_active and message.numel() > self._header:
             self._spare.append(message)
 

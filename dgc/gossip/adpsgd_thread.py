@@ -1,4 +1,4 @@
-"""The thread that gossips while another one trains: looks after a `Link`, and waits for it with little work."""
+"""The gossip thread of a rank. It drives a `Link` and uses little CPU time while waiting."""
 
 import atexit
 import threading
@@ -9,17 +9,17 @@ from dgc.gossip.adpsgd_link import NEWS, Link
 from dgc.gossip.adpsgd_protocol import GossipError
 
 TAGS = 2**14
-# Seconds between two looks at the network: a share of the time for which nothing has happened, so that looking
-# rarely never delays what comes by much more than that share, and a quiet network costs no core.
+# Seconds between two polls of the network: a share of the time without any message. Polling rarely therefore
+# delays a message by little more than that share, and a quiet network uses almost no CPU time.
 SHORTEST, LONGEST, SHARE = 50e-6, 5e-3, 0.05
-IDLE = NEWS  # where only signs of life can come
-FAREWELL = 2.0  # seconds for telling the others of a failure
+IDLE = NEWS  # seconds, if only ALIVE messages can arrive
+FAREWELL = 2.0  # seconds to inform the other ranks of a failure
 
-_abandoned: list[Link] = []  # their messages are still the network's to read and write
+_abandoned: list[Link] = []  # the network may still read and write their messages
 
 
 class GossipThread:
-    """Settled at first. Whoever changes what the link's member sees does it with `changed`, and notifies."""
+    """Runs a `Link`; settled at first. To change the link's member, hold the lock `changed` and notify."""
 
     def __init__(self, link: Link):
         self.link = link
@@ -29,11 +29,11 @@ class GossipThread:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="AD-PSGD gossip", daemon=True)
         self._thread.start()
-        # MPI ends at exit too, and before that nobody may be calling it any more
+        # MPI is also finalized at exit, and this thread must stop calling it before
         atexit.register(self.close)
 
     def check(self) -> None:
-        """GossipError where the thread has failed."""
+        """Raises GossipError if the thread has failed."""
         if self._closing:
             raise RuntimeError("gossip was closed")
         if isinstance(self._error, GossipError):
@@ -74,7 +74,7 @@ class GossipThread:
             while not self._closing:
                 self._run_cycle()
         except BaseException as error:
-            # before the training thread hears of it, which may end the process; as well as the network can
+            # First try to inform the other ranks: the training thread may end the process when it gets the error.
             with suppress(Exception):
                 self._say_farewell(error)
             with self.changed:

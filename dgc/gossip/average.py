@@ -1,15 +1,15 @@
-"""Averages by gossip, of any tensor and without training: each rank talks to a few others in each round.
+"""Averages of any tensor by gossip, without training. In each round a rank exchanges with a few others.
 
-With P the mixing matrix of a round (`dgc.gossip.mixing`), on rank i with its value x and weight w, at first 1:
+With P the mixing matrix of a round (`dgc.gossip.mixing`), value x and push-sum weight w, initially 1, on rank i:
 
     push-sum    x_i = sum over j of P_ij x_j;  w_i = sum over j of P_ij w_j;  z_i = x_i / w_i
                 (Kempe, Dobra, Gehrke 2003; Assran et al. 2019, arXiv 1811.10792, Algorithm 1)
-    push-pull   x_i = sum over j of P_ij x_j, where the rows of P sum to one as well
+    push-pull   x_i = sum over j of P_ij x_j; the rows of P must sum to one as well
 
-The columns of P sum to one, so that the sums of x and of w over the ranks stay what they were, and every z_i tends
-to the mean. Push-sum's weight always travels, 8 bytes behind x: any graph will do.
+The columns of P sum to one. The sums of x and of w over the ranks are therefore preserved, and every z_i converges
+to the mean. Push-sum always sends the weight, 8 bytes after x, and works on any graph.
 
-Payload of a rank and round in bytes: the number of its peers times the bytes of x, and 8 for a weight.
+Payload of a rank and round in bytes: number of peers times (bytes of x, and 8 for a weight).
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from dgc.gossip.topology import Topology
 
 
 class PushSum(NamedTuple):
-    """x: the numerator, any shape, a floating-point dtype. w: fp64, of no dimensions."""
+    """State of push-sum on one rank. x: the numerator, any shape and floating-point dtype. w: fp64 scalar."""
 
     x: Tensor
     w: Float64[Tensor, ""]
@@ -49,7 +49,15 @@ def check_real(x: Tensor) -> None:
 def push_sum_round(
     own: PushSum, rank: int, round: int, topology: Topology, mixing: Mixing = uniform
 ) -> Conversation[PushSum]:
-    """One round; `own` is left alone. What is heard is added in the order of ranks, oneself among them."""
+    """One round of push-sum. `own` is not changed. Values are added in rank order, including this rank's.
+
+    Args:
+        own (PushSum): this rank's state.
+        rank (int): this rank.
+        round (int): number of the round.
+        topology (Topology): graph.
+        mixing (Mixing): shares; default `uniform`.
+    """
     shares = mixing(topology, rank, round)
     sent = {to: PushSum(own.x * share, own.w * share) for to, share in shares.items()}
     packed = {to: _pack(part) for to, part in sent.items()}
@@ -67,7 +75,19 @@ def push_sum_round(
 def push_sum_average(
     x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform, first: int = 0
 ) -> Conversation[Tensor]:
-    """z after `rounds` rounds, of which the first has the number `first`."""
+    """Returns z after some rounds of push-sum.
+
+    Args:
+        x (Tensor): this rank's value, of a floating-point dtype.
+        rounds (int): number of rounds.
+        rank (int): this rank.
+        topology (Topology): graph.
+        mixing (Mixing): shares; default `uniform`.
+        first (int): number of the first round.
+
+    Raises:
+        ValueError: if x is not of a floating-point dtype.
+    """
     own = begin(x)
     for round in range(first, first + rounds):
         own = yield from push_sum_round(own, rank, round, topology, mixing)
@@ -77,7 +97,11 @@ def push_sum_average(
 def push_pull_average(
     x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform, first: int = 0
 ) -> Conversation[Tensor]:
-    """x after `rounds` rounds. That this tends to the mean needs `check_mixing(topology, mixing, doubly=True)`."""
+    """Returns x after some rounds. It converges to the mean if `check_mixing(topology, mixing, doubly=True)`
+    passes.
+
+    Args and errors are those of `push_sum_average`.
+    """
     check_real(x)
     for round in range(first, first + rounds):
         shares = mixing(topology, rank, round)
@@ -94,7 +118,7 @@ def push_pull_average(
 def _exchange(
     sends: dict[int, Tensor], empty: Tensor, topology: Topology, rank: int, round: int
 ) -> Conversation[dict[int, Tensor]]:
-    """empty: a tensor like those that come."""
+    """empty: a tensor like the received ones."""
     peers = topology.in_peers(rank, round)
     replies = yield (Exchange(sends, {source: torch.empty_like(empty) for source in peers}),)
     heard: dict[int, Tensor] = replies[0]

@@ -1,6 +1,6 @@
 """The graphs of Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792).
 
-With n ranks, rank r goes through a book of peers r + offset (mod n), `peers` of them in each round:
+With n ranks, rank r cycles through a book of peers r + offset (mod n), `peers` of them in each round:
 
     n_peer_exponential    +j (m+1)^i for j = 1 .. m, i = 0, 1, ..: one i in each round, m = peers; with n = (m+1)^p
                           every rank has the exact mean after p rounds
@@ -10,14 +10,15 @@ With n ranks, rank r goes through a book of peers r + offset (mod n), `peers` of
     bipartite_linear      the same, between ranks of opposite parity
     ring                  +1, -1, always the first ones
 
-where (m+1)^i, or 2^i, is at most n - 1. In the bipartite graphs even ranks are passive: odd ones begin.
+where (m+1)^i, or 2^i, is at most n - 1. In the bipartite graphs even ranks are passive, and odd ranks initiate.
 
-order: two versions of the authors' program differ. "paper", which made the published results, lists a peer once
-and has passive ranks take -offset first, so that every round of a bipartite graph is a set of pairs. "later" lists
-repeated peers again and gives all ranks one order, which makes rounds of bipartite graphs one-directional shifts.
+`order` selects one of two versions of the authors' code. "paper", which produced the published results, lists each
+peer once, and passive ranks take -offset first, so that every round of a bipartite graph is a set of pairs.
+"later" keeps repeated peers and uses the same order for all ranks, so that rounds of bipartite graphs are
+one-directional shifts.
 
-Differences from either: logarithms are those of integers, so that 3^5 ranks have 5 rounds, not 4; and a graph in
-which a rank would send to itself or to one rank twice is refused.
+Differences from both versions: Logarithms are computed with integers, so 3^5 ranks have 5 rounds, not 4. A graph
+in which a rank would send to itself or to one rank twice is rejected.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,6 +38,19 @@ def powers(base: int, most: int) -> list[int]:
 
 
 def n_peer_exponential(size: int, peers: int = 1) -> Topology:
+    """The n-peer exponential graph of SGP (arXiv 1811.10792), in which each round uses one power of peers + 1.
+
+    Args:
+        size (int): number of ranks, at least 2.
+        peers (int): peers per round, m. With size = (m + 1)^p, the mean is exact after p rounds.
+
+    Raises:
+        TopologyError: if size or peers is out of range, or a rank would send to one rank twice.
+
+    Example:
+        >>> n_peer_exponential(8).out_peers(0, 2)
+        (4,)
+    """
     _at_least_two("n_peer_exponential", size)
     if peers < 1:
         raise TopologyError(f"peers must be at least 1, not {peers}")
@@ -49,24 +63,59 @@ def n_peer_exponential(size: int, peers: int = 1) -> Topology:
 
 
 def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
+    """The exponential graph of SGP (arXiv 1811.10792): offsets +2^i and -2^i in turn.
+
+    Args:
+        size (int): number of ranks, at least 2.
+        peers (int): peers per round.
+        order (str): "paper" or "later"; see the module's description.
+
+    Raises:
+        TopologyError: if an argument is out of range, or a rank would send to one rank twice.
+    """
     return _both_ways("exponential", size, peers, order, lambda n: powers(2, n - 1), False)
 
 
 def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
+    """The bipartite exponential graph of SGP (arXiv 1811.10792): offsets +-1, then +-(1 + 2^i).
+
+    Args:
+        size (int): number of ranks, even.
+        peers, order: see `exponential`.
+
+    Raises:
+        TopologyError: if an argument is out of range, or a rank would send to one rank twice.
+    """
     steps: Callable[[int], list[int]] = lambda n: [1, *(1 + power for power in powers(2, n - 1)[1:])]  # noqa: E731
     return _both_ways("bipartite_exponential", size, peers, order, steps, True)
 
 
 def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
+    """The linear graph of SGP (arXiv 1811.10792): offsets +i and -i for odd i.
+
+    Args and errors are those of `exponential`.
+    """
     return _both_ways("linear", size, peers, order, lambda n: range(1, n, 2), False)
 
 
 def bipartite_linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
+    """The linear graph between ranks of opposite parity.
+
+    Args and errors are those of `bipartite_exponential`.
+    """
     return _both_ways("bipartite_linear", size, peers, order, lambda n: range(1, n, 2), True)
 
 
 def ring(size: int, peers: int = 1) -> Topology:
-    """peers=1: a directed ring. 2: both neighbours."""
+    """A ring, the same in all rounds.
+
+    Args:
+        size (int): number of ranks, at least 2.
+        peers (int): 1 for a directed ring, 2 for both neighbours.
+
+    Raises:
+        TopologyError: if size or peers is out of range.
+    """
     _at_least_two("ring", size)
     books = [_once([(rank + 1) % size, (rank - 1) % size]) for rank in range(size)]
     return from_books("ring", books, peers, dynamic=False)

@@ -1,22 +1,22 @@
-"""CHOCO-SGD: gossip about compressed differences (Koloskova, Stich, Jaggi: ICML 2019, arXiv 1902.00340,
+"""CHOCO-SGD: gossip with compressed differences (Koloskova, Stich, Jaggi: ICML 2019, arXiv 1902.00340,
 Algorithm 2; for deep learning Koloskova, Lin, Stich, Jaggi: ICLR 2020, arXiv 1907.09356).
 
-Neighbours know of rank i's model x_i a public copy xhat_i, which i's messages bring closer to it. With W
+The neighbours of rank i have a public copy xhat_i of its model x_i, which the messages of rank i update. With W
 symmetric, rows summing to one, and Q from `dgc.gossip.quantized`:
 
-    x_i = x_i - lr O(g(x_i))                           any optimizer's direction O
+    x_i = x_i - lr O(g(x_i))                           for the direction O of any optimizer
     q_i = Q(x_i - xhat_i), to all neighbours;          xhat_i = xhat_i + q_i
     d_i = d_i + sum over j of W_ij (q_j - q_i)         so that d_i = sum over j of W_ij (xhat_j - xhat_i)
     x_i = x_i + gamma d_i
 
-What Q leaves out stays in x_i - xhat_i and is sent later. The d_i of all ranks add up to zero, so that the mean of
-the models is kept.
+The part that Q drops stays in x_i - xhat_i and is sent later. The d_i of all ranks sum to zero, so the mean of the
+models is preserved.
 
-Differences from the papers: d takes the place of s = d + xhat, the weighted sum of public copies (the
-memory-efficient form): as models agree d becomes small, and so does its rounding, which in s would be that of x
-and would add up. Public copies begin as the model that all ranks start with, not as zeros.
+Differences from the papers: d replaces s = d + xhat, the weighted sum of public copies (the memory-efficient
+form). As models converge, d and its rounding errors become small. In s the rounding errors would be those of x and
+would accumulate. Public copies begin as the initial model, which is the same on all ranks, not as zeros.
 
-Payload per step and rank in bytes: neighbours * those of Q.
+Payload per step and rank in bytes: neighbours * bytes of Q.
 """
 
 from collections.abc import Iterable
@@ -38,13 +38,26 @@ NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)
 
 
 def digest(topology: Topology, mixing: Mixing) -> int:
-    """One number for W, the same on every rank."""
+    """A checksum of W, the same on every rank."""
     return crc32(repr([sorted(mixing(topology, rank, 0).items()) for rank in range(topology.size)]).encode())
 
 
 class CHOCO(Neighbours):
-    """graph: symmetric, and the same in all rounds. quantizer: Q. gamma: the consensus step size, None for one
-    that suits Q; too large a one drives models apart, too small a one lets them.
+    """CHOCO-SGD (Koloskova et al. 2019, arXiv 1902.00340, Algorithm 2; 2020, arXiv 1907.09356).
+
+    Args:
+        graph (callable): makes the topology for a number of ranks. Symmetric and the same in all rounds.
+        mixing (Mixing): weights W, symmetric with rows that sum to one.
+        quantizer (Quantizer, optional): compression operator Q; default `TopK()`.
+        gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. A value that is too
+            large drives models apart; a value that is too small lets them drift apart.
+
+    Raises:
+        ValueError: if gamma is out of range.
+        TopologyError: by `start`, if the graph or the weights are not valid.
+
+    Example:
+        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), CHOCO(quantizer=TopK(0.01)))
     """
 
     static = True
@@ -88,7 +101,7 @@ class CHOCO(Neighbours):
         self.z.add_(self.d, alpha=self.gamma)
 
     def _introduce(self, peers: Peers, weights: Shares) -> Conversation[None]:
-        """Models travel whole, once."""
+        """Sends the whole models once."""
         self.xhat.copy_(self.z)
         self.d.zero_()
         empty = {source: torch.empty_like(self.z) for source in peers}
@@ -99,7 +112,7 @@ class CHOCO(Neighbours):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Every rank knows everybody's model now."""
+        """Resets the public copies: all models are equal now."""
         super().restart()
         self.xhat.copy_(self.z)
         self.d.zero_()

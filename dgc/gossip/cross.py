@@ -1,4 +1,4 @@
-"""What an algorithm of gossip sees of a cluster where each rank of a machine carries a slice of the model."""
+"""The world and the model that a gossip algorithm uses if each rank of a machine holds a slice of the model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from dgc.gossip.model import FlatModel
 
 
 class Cross:
-    """A world of the ranks with this local rank, one on each machine."""
+    """A transport between the ranks with this local rank, one on each machine."""
 
     local_rank, local_size = 0, 1
 
@@ -37,7 +37,7 @@ class Cross:
 
 
 class Slice(FlatModel):
-    """Elements first .. end - 1 of a model. Tensors in it have lost their shapes."""
+    """Elements first .. end - 1 of a model. Tensors in it are one-dimensional."""
 
     def __init__(self, whole: FlatModel, first: int, end: int):
         self._whole, self.parameters, self.z = whole, whole.parameters, whole.z[first:end]

@@ -1,4 +1,4 @@
-"""Graphs beside those of the paper: static ones, random pairs, machines, and the user's own weights."""
+"""Other graphs: static graphs, random pairs, machines, and weight matrices given by the user."""
 
 import random
 from collections.abc import Sequence
@@ -9,26 +9,46 @@ from dgc.gossip.topology import Peers, Topology, TopologyError
 
 
 def full(size: int) -> Topology:
-    """Everybody to everybody: the exact mean in one round."""
+    """Every rank sends to every other rank: the exact mean in one round.
+
+    Args:
+        size (int): number of ranks.
+    """
     return Topology("full", size, 1, lambda rank, _: (r for r in range(size) if r != rank))
 
 
 def static_exponential(size: int) -> Topology:
-    """To r + 1, r + 2, r + 4 .. in every round (Ying et al. 2021, arXiv 2110.13363)."""
+    """Rank r sends to r + 1, r + 2, r + 4, .. in every round (Ying et al. 2021, arXiv 2110.13363).
+
+    Args:
+        size (int): number of ranks.
+    """
     return Topology(
         "static_exponential", size, 1, lambda rank, _: ((rank + p) % size for p in powers(2, size - 1))
     )
 
 
 def star(size: int, hub: int = 0) -> Topology:
-    """All with one in the middle."""
+    """Every rank exchanges with the hub, and the hub with every rank.
+
+    Args:
+        size (int): number of ranks.
+        hub (int): rank of the hub.
+
+    Raises:
+        TopologyError: if hub is not a rank.
+    """
     if not 0 <= hub < size:
         raise TopologyError(f"star with {size} ranks: hub must be one of them, not {hub}")
     return Topology("star", size, 1, lambda rank, _: (r for r in range(size) if r != rank and hub in (r, rank)))
 
 
 def grid(size: int) -> Topology:
-    """The neighbours on a rectangle as near to a square as `size` divides; its edges are not joined."""
+    """A rectangle in which each rank exchanges with its neighbours. Opposite edges are not joined.
+
+    Args:
+        size (int): number of ranks. The rectangle is as nearly square as `size` divides.
+    """
     rows = next(r for r in range(isqrt(size), 0, -1) if size % r == 0)
     columns = size // rows
 
@@ -41,7 +61,16 @@ def grid(size: int) -> Topology:
 
 
 def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
-    """Random pairs, new ones in each of `rounds` rounds, after which they repeat; of an odd number one rests."""
+    """Random pairs, with new pairs in each round. If the number of ranks is odd, one rank has no peer in a round.
+
+    Args:
+        size (int): number of ranks.
+        seed (int): seed of the pairs, the same on all ranks.
+        rounds (int): number of different rounds, after which they repeat.
+
+    Raises:
+        TopologyError: if the pairs of all rounds do not connect all ranks.
+    """
 
     def out(rank: int, t: int) -> Peers:
         order = list(range(size))
@@ -53,8 +82,17 @@ def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
 
 
 def hierarchical(size: int, local_size: int) -> Topology:
-    """In turn: all ranks of a machine among themselves; then each with its like on one other machine, as in
-    `n_peer_exponential` with one peer. Ranks of a machine follow one another.
+    """Alternates rounds inside machines and between machines.
+
+    In even rounds all ranks of a machine exchange with each other. In odd rounds each rank sends to the rank with
+    its local rank on one other machine, as in `n_peer_exponential` with one peer.
+
+    Args:
+        size (int): number of ranks.
+        local_size (int): ranks per machine. Ranks of a machine are consecutive.
+
+    Raises:
+        TopologyError: if local_size is less than 1 or does not divide size.
     """
     if local_size < 1 or size % local_size:
         raise TopologyError(f"hierarchical with {size} ranks: they do not fill machines of {local_size}")
@@ -76,8 +114,14 @@ def hierarchical(size: int, local_size: int) -> Topology:
 
 
 def from_weights(matrices: Sequence[Sequence[Sequence[float]]]) -> Topology:
-    """The edges of weight matrices, one for each round: P[i][j] is what rank i gets of rank j's; see
-    `mixing.given`.
+    """The edges of weight matrices given by the user. Use it together with `mixing.given`.
+
+    Args:
+        matrices (sequence of matrices): one square matrix for each round. P[i][j] is the share of rank j's value
+            that rank i receives.
+
+    Raises:
+        TopologyError: if there is no matrix, or the matrices are not square and of one size.
     """
     if not matrices:
         raise TopologyError("from_weights needs at least one matrix")

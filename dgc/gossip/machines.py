@@ -1,25 +1,26 @@
-"""Gossip between machines of L ranks each, where links inside a machine are fast: the machine is the node, as in
-Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, section 5: 8 GPUs per node).
+"""Gossip between machines of L ranks each, for clusters with fast links inside a machine. Each machine is a node,
+as in Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, section 5: 8 GPUs per
+node).
 
-On every rank of a machine, with the same model z and optimizer on all of them:
+All ranks of a machine have the same model z and optimizer. On every rank:
 
     g = mean over the machine of its ranks' gradients             one all-reduce inside the machine
-    z = z - lr O(g)                                               any optimizer's direction O
+    z = z - lr O(g)                                               for the direction O of any optimizer
     base on z's slice l, with local rank l on other machines      any synchronous algorithm of `dgc.gossip`,
                                                                   but PowerGossip: slices have no matrices
     z = the L slices, put together                                one all-gather inside the machine
 
-So ranks of a machine keep equal models, and machines do what single ranks with L times the batch would do; each
-rank carries 1/L of what travels between machines, over links and network cards of its own.
+Ranks of a machine therefore keep equal models, and a machine acts as a single rank with L times the batch. Each
+rank sends 1/L of the data between machines, over its own links and network cards.
 
-The topology `hierarchical` serves such clusters too, but with a model for every rank: ranks of a machine average
-models every second round, step on gradients of their own, and each sends a whole model to other machines.
+The topology `hierarchical` also suits such clusters, but every rank has its own model: ranks of a machine average
+models every second round, step on their own gradients, and each sends a whole model to other machines.
 
-Differences from the paper: there one rank of a machine talks for all, and sends parameters to the others before
-each forward pass. A machine drops a step if any of its ranks has a gradient with NaN or inf.
+Differences from the paper: There, one rank of a machine communicates for all and sends the parameters to the
+others before each forward pass. Here, a machine drops a step if any of its ranks has a gradient with NaN or inf.
 
 Payload per step and rank in bytes: the base's with n/L elements, inside the machine 4 (n + number of tensors) for
-gradients and 4 ceil(n/L) for slices. compress_ratio counts what travels between machines alone.
+gradients and 4 ceil(n/L) for slices. compress_ratio counts only the data between machines.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,8 +44,19 @@ from dgc.memory.state import check_tensor
 
 
 class Machines:
-    """base: what machines do among themselves, None: SGP. The transport must have groups, as that of
-    `connect(hierarchical=True, point_to_point=True)` has.
+    """Gossip between machines, with all-reduce inside each machine (arXiv 1811.10792, section 5).
+
+    Args:
+        base (Gossip, optional): synchronous algorithm between machines; default `SGP()`.
+
+    Raises:
+        ValueError: if base is asynchronous, or by `start` if the number of ranks differs between machines or the
+            model has fewer parameters than a machine has ranks.
+
+    The transport must have groups, as that of `connect(hierarchical=True, point_to_point=True)`.
+
+    Example:
+        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), Machines(SGP()), transport=transport)
     """
 
     needs_groups = True
@@ -101,7 +113,7 @@ class Machines:
 
     @torch.no_grad()
     def _average_gradients(self) -> bool:
-        """Whether they are finite: the same answer on all ranks of the machine."""
+        """Returns whether the mean is finite, which is the same on all ranks of the machine."""
         if self._locals == 1:
             return True
         mean = self._inside("gradients", self._mean_gradients())
@@ -115,7 +127,7 @@ class Machines:
         return True
 
     def _mean_gradients(self) -> Conversation[Float32[Tensor, "n_and_tensors"]]:
-        """[n] gradients, and of each parameter which part of the ranks has one: a rank may have none."""
+        """[n] gradients, and for each parameter the fraction of ranks with a gradient: a rank may have none."""
         n = self.model.z.numel()
         flat = torch.zeros(n + len(self.model.parameters), dtype=torch.float32, device=self.model.z.device)
         for i, (p, segment) in enumerate(zip(self.model.parameters, self.model.segments, strict=True)):
@@ -155,7 +167,7 @@ class Machines:
         self.base.restart()
 
     def numerator(self) -> Tensor:
-        """This rank's slice L times over, and zeros: over all ranks the mean is that of the machines."""
+        """This rank's slice times L, and zeros: the mean over all ranks is the mean of the machines."""
         x = torch.zeros_like(self.model.z)
         x[self._own] = self.base.numerator() * self._locals
         return x
@@ -171,7 +183,7 @@ class Machines:
         self.base.close()
 
     def state_dict(self) -> dict[str, Any]:
-        own = [self._own.start, self._own.stop]  # keeps slices of different places from being added up
+        own = [self._own.start, self._own.stop]  # prevents sums of slices from different local ranks
         return {"z": self.model.z.clone(), "slice": own, "base": self.base.state_dict()}
 
     @torch.no_grad()

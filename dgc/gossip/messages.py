@@ -1,10 +1,10 @@
-"""How a vector of n elements travels from one rank to another in gossip.
+"""Encodings of a vector of n elements for messages between ranks.
 
 Exact    fp32, 4 bytes per element
-Half     fp16 or bf16, scaled by a power of two so that nothing overflows: 2 bytes per element, and 4
+Half     fp16 or bf16, scaled by a power of two to avoid overflow: 2 bytes per element, and 4
 Int8     round(x / scale) with scale = the block's largest magnitude / 127: a byte per element, 4 per block
 
-What rounding takes from a message stays with the sender (`dgc.gossip.sgp`): the sum over the ranks is kept.
+The sender keeps the rounding errors of a message (`dgc.gossip.sgp`), so the sum over ranks is preserved.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ Bytes = UInt8[Tensor, "nbytes"]
 
 @runtime_checkable
 class Message(Protocol):
+    """An encoding of vectors with a fixed size."""
+
     @property
     def exact(self) -> bool:
         """Whether nothing is rounded."""
@@ -35,16 +37,18 @@ class Message(Protocol):
     def nbytes(self, n: int) -> int: ...
 
     def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
-        """Write factor * z into a section of `nbytes(n)` bytes. Returns what `decode` will give."""
+        """Writes factor * z into a section of `nbytes(n)` bytes. Returns the result of `decode`."""
         ...
 
     def decode(self, section: Bytes, n: int) -> Vector:
-        """In the section's memory where that can be."""
+        """Decodes a section, in its own memory if possible."""
         ...
 
 
 @dataclass(frozen=True)
 class Exact:
+    """fp32 messages, without rounding."""
+
     exact = True
 
     def nbytes(self, n: int) -> int:
@@ -59,7 +63,14 @@ class Exact:
 
 @dataclass(frozen=True)
 class Half:
-    """dtype: fp16 or bf16."""
+    """16-bit messages with one scale.
+
+    Args:
+        dtype (str): "fp16" or "bf16".
+
+    Raises:
+        ValueError: if dtype is another one.
+    """
 
     dtype: str = "fp16"
     exact = False
@@ -83,7 +94,14 @@ class Half:
 
 @dataclass(frozen=True)
 class Int8:
-    """block: elements that share a scale."""
+    """8-bit messages with one scale per block.
+
+    Args:
+        block (int): elements that share a scale.
+
+    Raises:
+        ValueError: if block is less than 1.
+    """
 
     block: int = 2048
     exact = False

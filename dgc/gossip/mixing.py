@@ -1,5 +1,7 @@
-"""How much of itself a rank gives to whom: the columns of the mixing matrix P of a round, which sum to one, so
-that the sum over ranks is kept. Where the rows do so too, all ranks tend to the mean without push-sum's weights.
+"""Mixing weights: the share of its value that a rank sends to each peer.
+
+The shares of a rank are a column of the round's mixing matrix P. Each column sums to one, so the sum over ranks is
+preserved. If each row sums to one as well, all ranks converge to the mean without push-sum weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from dgc.gossip.topology import Topology
 
-Shares = dict[int, float]  # by receiver, oneself included
+Shares = dict[int, float]  # by receiver, including the rank itself
 Mixing = Callable[[Topology, int, int], Shares]  # (topology, rank, round)
 
 ROUNDING = 1e-9
@@ -23,8 +25,13 @@ def uniform(topology: Topology, rank: int, round: int) -> Shares:
 
 
 def metropolis(topology: Topology, rank: int, round: int) -> Shares:
-    """1 / (1 + the larger number of peers of the two) to each peer, the rest to oneself (Xiao, Boyd, Kim 2007):
-    rows sum to one on every symmetric graph, also where ranks have different numbers of peers.
+    """Metropolis weights (Xiao, Boyd, Kim 2007): 1 / (1 + the larger number of peers of the two) to each peer.
+
+    The rank keeps the rest. Rows sum to one on every symmetric graph, even if the number of peers differs between
+    ranks.
+
+    Raises:
+        TopologyError: if the graph is not symmetric at this rank and round.
     """
     peers = topology.out_peers(rank, round)
     if sorted(peers) != list(topology.in_peers(rank, round)):
@@ -36,7 +43,15 @@ def metropolis(topology: Topology, rank: int, round: int) -> Shares:
 
 
 def given(matrices: Sequence[Sequence[Sequence[float]]]) -> Mixing:
-    """The user's own weights, as of `graphs.from_weights`: one matrix for each round, P[i][j] from j to i."""
+    """Mixing weights given by the user, for `graphs.from_weights`.
+
+    Args:
+        matrices (sequence of matrices): one for each round; P[i][j] is the share that rank j sends to rank i.
+
+    Example:
+        >>> ring = [[0.5, 0.5, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]
+        >>> sgp = SGP(graph=lambda size: from_weights([ring]), mixing=given([ring]))
+    """
 
     def mixing(topology: Topology, rank: int, round: int) -> Shares:
         P = matrices[round % len(matrices)]
@@ -46,7 +61,7 @@ def given(matrices: Sequence[Sequence[Sequence[float]]]) -> Mixing:
 
 
 def matrix(topology: Topology, mixing: Mixing, round: int) -> Float64[Tensor, "n n"]:
-    """P[i, j]: what rank i gets of rank j's."""
+    """P[i, j]: the share of rank j's value that rank i receives."""
     columns = [[0.0] * topology.size for _ in range(topology.size)]
     for rank, column in enumerate(columns):
         for peer, share in mixing(topology, rank, round).items():
@@ -55,7 +70,16 @@ def matrix(topology: Topology, mixing: Mixing, round: int) -> Float64[Tensor, "n
 
 
 def check_mixing(topology: Topology, mixing: Mixing, doubly: bool = False) -> None:
-    """TopologyError unless all shares are positive and each column sums to one; doubly: each row too."""
+    """Validates mixing weights.
+
+    Args:
+        topology (Topology): graph.
+        mixing (Mixing): weights, as a function of (topology, rank, round).
+        doubly (bool): require rows to sum to one as well.
+
+    Raises:
+        TopologyError: if a share is negative, a rank keeps none of its value, or a sum differs from one.
+    """
     for t in range(topology.period):
         away, kept = [0.0] * topology.size, [0.0] * topology.size
         for rank in range(topology.size):

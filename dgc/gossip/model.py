@@ -1,4 +1,4 @@
-"""A rank's model as one flat vector, which is what gossip sends and averages."""
+"""The model of a rank as one flat vector, which gossip sends and averages."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,18 @@ from dgc.bucket import Segment, lay_out
 
 
 class FlatModel:
-    """z [n] fp32 holds all parameters. Those of fp32 are views into it; others keep a copy of their own dtype, and
-    z what rounding to it leaves out.
+    """A model as one flat vector z [n] fp32, which holds all parameters.
 
-    Whoever changes z calls `scatter`; whoever lets others change the parameters calls `gather` afterwards.
+    fp32 parameters are views of z. Others keep a copy of their own dtype, and z also holds the
+    rounding error of the copy.
+
+    Call `scatter` after a change of z, and `gather` after a change of the parameters.
+
+    Args:
+        named_parameters (sequence): (name, parameter) pairs.
+
+    Raises:
+        ValueError: if there are no parameters, they are on several devices, or a dtype is not floating-point.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]]):
@@ -39,7 +47,7 @@ class FlatModel:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Take in parameters that were put elsewhere; of another dtype, what they have moved by."""
+        """Copies parameters that were moved to other memory. For other dtypes, adds their change to z."""
         for p, view in zip(self.parameters, self._views, strict=True):
             if p.dtype != view.dtype:
                 view.sub_(view.to(p.dtype)).add_(p)
@@ -49,7 +57,7 @@ class FlatModel:
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Give z to the parameters that are no views of it."""
+        """Copies z to the parameters that are not views of it."""
         for p, view in zip(self.parameters, self._views, strict=True):
             if p.data_ptr() != view.data_ptr():
                 p.copy_(view)

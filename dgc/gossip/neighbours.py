@@ -1,8 +1,8 @@
-"""What gossip about differences has in common (`dgc.gossip.choco`, `dgc.gossip.powergossip`): every step ends in
-one conversation with the neighbours, both ways along every edge, that is over before the next forward pass.
+"""Base class of gossip with differences (`dgc.gossip.choco`, `dgc.gossip.powergossip`). Every step ends with an
+exchange with the neighbours, in both directions of every edge. It completes before the next forward pass.
 
-Weights W are symmetric and rows sum to one. Where x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is
--e_ji, the mean over the ranks is kept, whatever compression makes of e.
+Weights W are symmetric, and rows sum to one. If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is
+-e_ji, the mean over ranks is preserved for any compression of e.
 """
 
 from abc import ABC, abstractmethod
@@ -25,12 +25,24 @@ from dgc.memory.state import check_tensor
 
 
 def two_way_ring(size: int) -> Topology:
-    """Both neighbours on a ring; of two ranks, the other one."""
+    """Both neighbours on a ring; with two ranks, the other one.
+
+    Args:
+        size (int): number of ranks, at least 2.
+
+    Raises:
+        TopologyError: if size is less than 2.
+    """
     return ring(size, min(2, size - 1))
 
 
 class Neighbours(ABC):
-    """graph: makes the topology of a number of ranks. mixing: W."""
+    """Base class of gossip with differences.
+
+    Args:
+        graph (callable): makes the topology for a number of ranks.
+        mixing (Mixing): weights W.
+    """
 
     needs_groups = False
     is_synchronous = True
@@ -67,21 +79,21 @@ class Neighbours(ABC):
                 raise topology.error(f"{who} one weight for both ends of an edge: use the mixing metropolis")
 
     def neighbours(self, round: int) -> tuple[Peers, Shares]:
-        """Of this rank, ascending; and its weights."""
+        """This rank's neighbours, ascending, and its weights."""
         assert self.topology is not None
         return self.topology.in_peers(self.rank, round), self.mixing(self.topology, self.rank, round)
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Once the model is known."""
+        """Allocates state when the model is known."""
 
     @abstractmethod
     def _nbytes(self) -> float:
-        """What a neighbour is sent in a step."""
+        """Bytes sent to a neighbour in a step."""
 
     @abstractmethod
     def _average(self) -> Conversation[None]:
-        """One step's exchange, which moves z."""
+        """Exchanges with the neighbours in one step and moves z."""
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -106,7 +118,7 @@ class Neighbours(ABC):
             self.model.scatter()
 
     def hold(self) -> None:
-        """The same as `settle`: nothing comes between the end of a step and what its messages do to the model."""
+        """Same as `settle`: no step lies between the end of a step and the effect of its messages."""
         self.settle()
 
     def restart(self) -> None:
@@ -149,8 +161,8 @@ class Neighbours(ABC):
 
     @abstractmethod
     def _meet(self) -> None:
-        """Another number of ranks saved the state: nothing is known of neighbours."""
+        """Resets the state of the neighbours, after a state of another number of ranks was loaded."""
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None:
-        """ValueError, before anything is changed, where it is of another model or graph."""
+        """Loads the state. Raises ValueError, before any change, if it is of another model or graph."""

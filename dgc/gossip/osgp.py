@@ -1,12 +1,12 @@
-"""Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2): messages travel while
-gradients are computed.
+"""Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2): communication overlaps
+with the computation of gradients.
 
     send P_ji x_i, P_ji w_i and keep P_ii x_i, P_ii w_i;   z_i = x_i / w_i
-    x_i = x_i - lr O(g(z_i))       while messages travel
-    add what has come; after at most `synch_freq` steps without, wait for it
+    x_i = x_i - lr O(g(z_i))       while messages are in flight
+    add the received messages; after at most `synch_freq` steps without any, wait for them
 
-Differences from the paper: messages are taken in before the next forward pass, and a round begins once the one
-before it is over, so that all ranks do the same number of rounds, at steps of their own. The optimizer's step is
+Differences from the paper: Messages are added before the next forward pass. A round begins after the previous one
+is complete, so all ranks do the same number of rounds, but possibly at different steps. The optimizer's step is
 not scaled by w.
 
 Payload as of SGP, in steps in which a round begins.
@@ -24,8 +24,19 @@ from dgc.gossip.topology import Graph
 
 
 class OSGP(SGP):
-    """synch_freq: steps that may pass without a neighbour's message. biased: the paper's ablation, in which z = x:
-    weights are not divided by.
+    """Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2).
+
+    Args:
+        graph, mixing, message, graph_from_epoch: see `SGP`.
+        synch_freq (int): largest number of steps without a neighbour's message before a rank waits for it.
+        biased (bool): set z = x, without division by the weights (an ablation of the paper).
+        overlap (bool): send during forward and backward; False sends after the step.
+
+    Raises:
+        ValueError: if synch_freq is negative.
+
+    Example:
+        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), OSGP(ring, synch_freq=2))
     """
 
     overlap = True

@@ -1,7 +1,7 @@
-"""Graphs whose edges join an odd and an even rank, as asynchronous averaging needs them.
+"""Graphs with edges only between odd and even ranks, for asynchronous averaging.
 
-Odd ranks begin an average and wait for the answer, even ranks only answer: no circle of ranks can wait for one
-another (Lian, Zhang, Zhang, Liu: AD-PSGD, ICML 2018, arXiv 1710.06952).
+Odd ranks initiate an average and wait for the answer. Even ranks only answer. Ranks can therefore never wait for
+one another in a cycle (Lian, Zhang, Zhang, Liu: AD-PSGD, ICML 2018, arXiv 1710.06952).
 """
 
 from dgc.gossip.topology import Peers, Topology
@@ -13,7 +13,11 @@ CURE = (
 
 
 def bipartite_complete(size: int) -> Topology:
-    """Every odd rank with every even one in turn: in round t the i-th odd with the (i + t)-th even one."""
+    """Every odd rank with every even one in turn: in round t the i-th odd with the (i + t)-th even rank.
+
+    Args:
+        size (int): number of ranks.
+    """
     odd, even = size // 2, (size + 1) // 2
 
     def out(rank: int, t: int) -> Peers:
@@ -26,8 +30,10 @@ def bipartite_complete(size: int) -> Topology:
 
 
 def odd_even(topology: Topology) -> Topology:
-    """Its edges between an odd and an even rank, taken in both directions. TopologyError where they do not join
-    all ranks.
+    """The edges of a graph between an odd and an even rank, in both directions.
+
+    Raises:
+        TopologyError: if these edges do not connect all ranks.
     """
 
     def out(rank: int, t: int) -> Peers:
@@ -40,5 +46,5 @@ def odd_even(topology: Topology) -> Topology:
 
 
 def book(pairs: Topology, rank: int) -> Peers:
-    """The peers of a rank, round after round for one period."""
+    """The peers of a rank in the order of rounds, for one period."""
     return tuple(peer for t in range(pairs.period) for peer in pairs.out_peers(rank, t))

@@ -1,4 +1,4 @@
-"""What travels from rank to rank in push-sum: bytes that stand for a share of x, and the share of w with them."""
+"""Messages of push-sum: an encoded share of x, followed by the share of w."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 from dgc.gossip.messages import Bytes, Message, Vector
 from dgc.memory.state import check_tensor
 
-WEIGHT = 8  # bytes, of fp64
+WEIGHT = 8  # bytes of an fp64 number
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ def length(message: Message, n: int, weighted: bool) -> int:
 
 
 def pack(message: Message, z: Vector, factor: float, weighted: bool) -> tuple[Bytes, Vector]:
-    """factor * z and, if weighted, factor itself, which is then the share of w. Returns (parcel, what is said)."""
+    """Encodes factor * z and, if weighted, appends factor as the share of w. Returns (parcel, decoded vector)."""
     body = message.nbytes(z.numel())
     parcel = torch.empty(length(message, z.numel(), weighted), dtype=torch.uint8, device=z.device)
     said = message.encode_(z, factor, parcel[:body])
@@ -38,7 +38,7 @@ def pack(message: Message, z: Vector, factor: float, weighted: bool) -> tuple[By
 
 
 def unpack(message: Message, parcel: Bytes, n: int, w: float | None) -> Heard:
-    """w: the weight, where none travels."""
+    """Decodes a parcel. w: the weight, if the parcel has none."""
     body = message.nbytes(n)
     return Heard(message.decode(parcel[:body], n), float(weight_of(parcel)) if w is None else w)
 
@@ -48,13 +48,14 @@ def bytes_of_weight(w: Float64[Tensor, ""]) -> Bytes:
 
 
 def weight_of(parcel: Bytes) -> Float64[Tensor, ""]:
-    """The last bytes need not lie where a number of their size may."""
+    """The weight at the end of a parcel. The bytes are copied, because they may be unaligned."""
     return parcel[-WEIGHT:].cpu().clone().view(torch.float64)[0]
 
 
 def state_of(heard: Mapping[int, Heard], rank: int, size: int) -> dict[str, Any]:
-    """For a checkpoint. By distance from the sender, the same on all ranks of most graphs: another number of ranks
-    can load it.
+    """The state for a checkpoint, by distance from the sender.
+
+    On most graphs the distances are the same on all ranks, so another number of ranks can load the state.
     """
     return {
         str((source - rank) % size): {"x": share.x.clone(), "w": torch.tensor(share.w, dtype=torch.float64)}
@@ -63,7 +64,11 @@ def state_of(heard: Mapping[int, Heard], rank: int, size: int) -> dict[str, Any]
 
 
 def heard_of(state: Mapping[str, Any], rank: int, size: int, z: Vector) -> dict[int, Heard]:
-    """By sender, as it was, on the device of the model z. ValueError: it is not finite, or of another model."""
+    """The inverse of `state_of`: by sender, on the device of the model z.
+
+    Raises:
+        ValueError: if the state is not finite, or of another model.
+    """
     for share in state.values():
         check_tensor("heard x", share["x"], z.shape)
         check_tensor("heard w", share["w"], (), torch.float64)

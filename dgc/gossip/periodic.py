@@ -2,15 +2,15 @@
 arXiv 2105.09080), SlowMo (Wang et al.: ICLR 2020, arXiv 1910.00643, Algorithm 1), DiLoCo (Douillard et al. 2023,
 arXiv 2311.08105, Algorithm 1).
 
-Between two averages every rank steps alone, or gossips (`base`). With z0 the model after the last average and z
-the mean of all ranks' models now, the outer step goes on from z0 by the pseudo-gradient z0 - z:
+Between two averages every rank steps alone or gossips (`base`). Let z0 be the model after the last average and z
+the current mean of all ranks' models. The outer step starts at z0 and uses the pseudo-gradient z0 - z:
 
     none        z0 = z
     SlowMo      u = beta u + (z0 - z) / lr;   z0 = z0 - alpha lr u
     Nesterov    u = momentum u + (z0 - z);    z0 = z0 - outer_lr ((z0 - z) + momentum u)      (DiLoCo)
 
-Differences from the papers: the optimizer's own buffers stay each rank's own and are never reset; the learning
-rate of SlowMo is that of the first parameter group in the step before the average.
+Differences from the papers: Each rank keeps its own optimizer buffers, which are never reset. The learning rate of
+SlowMo is that of the first parameter group in the step before the average.
 
 Payload every H steps in bytes: 4 n + 8; and the base's.
 """
@@ -36,14 +36,24 @@ Vector = Float32[Tensor, "n"]
 
 @runtime_checkable
 class Outer(Protocol):
+    """An outer optimizer."""
+
     def step(self, z0: Vector, z: Vector, u: Vector, lr: float) -> Vector:
-        """The next z0. Changes u, at first zeros, in place."""
+        """Returns the next z0. Changes u, initially zeros, in place."""
         ...
 
 
 @dataclass(frozen=True)
 class SlowMo:
-    """beta: slow momentum. alpha: slow learning rate."""
+    """SlowMo's outer step (Wang et al. 2020, arXiv 1910.00643, Algorithm 1).
+
+    Args:
+        beta (float): slow momentum, in [0, 1).
+        alpha (float): slow learning rate, positive.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
 
     beta: float = 0.5
     alpha: float = 1.0
@@ -61,7 +71,15 @@ class SlowMo:
 
 @dataclass(frozen=True)
 class Nesterov:
-    """DiLoCo's outer optimizer, with its values."""
+    """DiLoCo's outer step, with its default values (Douillard et al. 2023, arXiv 2311.08105, Algorithm 1).
+
+    Args:
+        outer_lr (float): learning rate, positive.
+        momentum (float): Nesterov momentum, in [0, 1).
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
 
     outer_lr: float = 0.7
     momentum: float = 0.9
@@ -79,8 +97,19 @@ class Nesterov:
 
 
 class Periodic:
-    """average_every: steps from one average to the next. base: gossip in between; None: every rank is alone.
-    outer: SlowMo or Nesterov; None goes on from the mean.
+    """Averages over all ranks every H steps: local SGD, Gossip-PGA, SlowMo and DiLoCo.
+
+    Args:
+        average_every (int): steps between two averages, H.
+        base (Gossip, optional): synchronous gossip between averages; None for local steps.
+        outer (Outer, optional): `SlowMo` or `Nesterov`; None continues from the mean.
+
+    Raises:
+        ValueError: if average_every is less than 1, or base is asynchronous.
+
+    Example:
+        >>> diloco = Periodic(average_every=500, outer=Nesterov())
+        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), diloco)
     """
 
     is_synchronous = True

@@ -1,21 +1,22 @@
-"""PowerGossip: low-rank gossip about differences of models (Vogels, Karimireddy, Jaggi: NeurIPS 2020,
+"""PowerGossip: low-rank gossip with differences of models (Vogels, Karimireddy, Jaggi: NeurIPS 2020,
 arXiv 2008.01425).
 
-Of each matrix X [n, m] of the model, D = X_j - X_i on the edge of ranks i and j, whose ends both know a factor.
+For each matrix X [n, m] of the model, D = X_j - X_i on the edge of ranks i and j. Both ends have the same factor.
 Half steps alternate:
 
     even    X_i V and X_j V [n, r] are exchanged;      Y = D V;      X_i = X_i + W_ij Y V^T;      U = orth(Y)
     odd     X_i^T U and X_j^T U [m, r] are exchanged;  Y = D^T U;    X_i = X_i + W_ij U Y^T;      V = orth(Y)
 
-and X_j moves by as much the other way: the mean is kept. Each takes the part of D within r directions, which are
-those of a power iteration on D that goes on from step to step. There is no error state: what of D is not sent is
-still there in the next step. Vectors travel whole, and so do matrices where factors would be larger.
+X_j moves by the same amount in the opposite direction, so the mean is preserved. Each half step acts on the part
+of D within r directions, which are those of a power iteration on D that continues from step to step. There is no
+error state: the unsent part of D is still in D in the next step. Vectors are sent whole, as are matrices that are
+smaller than their factors.
 
-Differences from the paper: 2 half steps per step by default, after the optimizer's step. Each edge alternates by
-itself, so that graphs may change from round to round. A little noise, the same at both ends, keeps `orth` from
-losing directions where D is, or once was, zero; all edges begin with the same V.
+Differences from the paper: There are 2 half steps per step by default, after the optimizer's step. Each edge
+alternates by itself, so graphs may change from round to round. Small noise, the same at both ends, keeps `orth`
+from losing directions if D is, or once was, zero. All edges begin with the same V.
 
-Payload per step and neighbour in bytes: 4 for each element that travels whole, and for each other matrix 4 r n or
+Payload per step and neighbour in bytes: 4 for each element that is sent whole, and for each other matrix 4 r n or
 4 r m in each half step, r = min(rank, n, m).
 """
 
@@ -42,7 +43,7 @@ Tall = Float32[Tensor, "n r"]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor as n x m, in the order of memory: its outermost dimension, and the others."""
+    """A tensor as n x m in memory order: its outermost dimension, and the others."""
 
     offset: int
     n: int
@@ -53,12 +54,12 @@ class Matrix:
         return z[self.offset : self.offset + self.n * self.m].view(self.n, self.m)
 
     def sizes(self, even: bool) -> tuple[int, int]:
-        """Rows of the factor that both ends know, and of the product."""
+        """Number of rows of the common factor, and of the product."""
         return (self.m, self.n) if even else (self.n, self.m)
 
 
 def as_matrix(segment: Segment, rank: int, half_steps: int) -> Matrix | None:
-    """None where it travels whole."""
+    """The matrix of a tensor, or None if the tensor is sent whole."""
     dimensions = [(stride, size) for stride, size in zip(segment.stride, segment.shape, strict=True) if size > 1]
     if len(dimensions) < 2:
         return None
@@ -70,21 +71,21 @@ def as_matrix(segment: Segment, rank: int, half_steps: int) -> Matrix | None:
 
 @dataclass(eq=False)
 class Edge:
-    """factors: V of each matrix before an even half step, U before an odd one."""
+    """State of an edge. factors: V of each matrix before an even half step, U before an odd one."""
 
     factors: list[Tall]
     even: bool = True
 
 
 def orthonormal(Y: Tall, noise: Tall) -> Tall:
-    """An orthonormal basis of Y's columns, or where there are none of noise's."""
-    largest = Y.abs().max().clamp(min=1e-30)  # of tiny numbers the squares in a norm would be zero
+    """An orthonormal basis of Y's columns, or of the noise's columns if Y is zero."""
+    largest = Y.abs().max().clamp(min=1e-30)  # squares of tiny numbers would underflow in a norm
     Y = Y / largest
     return torch.linalg.qr(Y / Y.norm().clamp(min=NOISE) + NOISE * noise).Q.contiguous()
 
 
 def all_peers(topology: Topology | None) -> list[set[int]]:
-    """Of each rank, in all rounds together."""
+    """The peers of each rank, over all rounds."""
     if topology is None:
         return [set()]
     rounds = range(topology.period)
@@ -92,8 +93,21 @@ def all_peers(topology: Topology | None) -> list[set[int]]:
 
 
 class PowerGossip(Neighbours):
-    """graph: symmetric. rank: r. num_iters_per_step: half steps, each a message to wait for. seed: of the first
-    factors, the same on every rank.
+    """Low-rank gossip with differences of models (Vogels et al. 2020, arXiv 2008.01425).
+
+    Args:
+        graph (callable): makes the topology for a number of ranks. Symmetric.
+        mixing (Mixing): weights W, symmetric with rows that sum to one.
+        rank (int): rank r of the factors.
+        num_iters_per_step (int): half steps per step. Each is one exchange that a rank waits for.
+        seed (int): seed of the first factors, the same on every rank.
+
+    Raises:
+        ValueError: if rank or num_iters_per_step is less than 1, or by `start` if no tensor is a large enough
+        matrix. TopologyError: by `start`, if the graph or the weights are not valid.
+
+    Example:
+        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), PowerGossip(rank=2))
     """
 
     def __init__(
@@ -165,7 +179,10 @@ class PowerGossip(Neighbours):
         return torch.cat(parts)
 
     def _move(self, edge: Edge, difference: Tensor, weight: float, whole: Sequence[Tensor], sign: float) -> None:
-        """difference: the neighbour's message less this rank's. sign: what gives both ends the same Y."""
+        """Moves the matrices towards the neighbour's.
+
+        difference: the neighbour's message minus this rank's. sign: makes Y the same at both ends.
+        """
         lengths = [matrix.sizes(edge.even)[1] * matrix.r for matrix in self.matrices]
         parts = difference.split([*(part.numel() for part in whole), *lengths])
         for part, d in zip(whole, parts, strict=False):
@@ -179,7 +196,7 @@ class PowerGossip(Neighbours):
         edge.even = not edge.even
 
     def _state(self) -> dict[str, Any]:
-        """A row for each edge, all of one length on all ranks: another number of ranks can sum such states."""
+        """One row per edge, of equal length on all ranks, so that another number of ranks can sum such states."""
         rows = self.z.new_zeros(self._rows, self._row_length)
         for row, (peer, edge) in zip(rows, self._edges.items(), strict=False):
             factors = torch.cat([factor.reshape(-1) for factor in edge.factors])
@@ -189,7 +206,7 @@ class PowerGossip(Neighbours):
 
     @property
     def _row_length(self) -> int:
-        """The peer, from 1; whether an even half step is next; room for the larger factor of each matrix."""
+        """The peer, from 1; whether an even half step is next; space for the larger factor of each matrix."""
         return 2 + sum(max(matrix.n, matrix.m) * matrix.r for matrix in self.matrices)
 
     def _meet(self) -> None:

@@ -1,4 +1,4 @@
-"""What `dgc.optim.GossipOptimizer` needs of an algorithm that lets ranks keep models of their own."""
+"""The interface between `dgc.optim.GossipOptimizer` and gossip algorithms. Each rank has its own model."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -17,9 +17,11 @@ NOT_BEGUN = (
 
 @runtime_checkable
 class Gossip(Protocol):
-    """In every step: `begin_step`, forward and backward by the model's parameters, `update`."""
+    """A gossip algorithm. Each step calls `begin_step`, runs forward and backward with the model's parameters, and
+    calls `update`.
+    """
 
-    compress_ratio: float  # bytes of a message over those of the model in fp32
+    compress_ratio: float  # bytes of a message / bytes of the model in fp32
 
     @property
     def is_synchronous(self) -> bool:
@@ -28,69 +30,69 @@ class Gossip(Protocol):
 
     @property
     def needs_groups(self) -> bool:
-        """Whether the transport must know the groups `local` and `cross`."""
+        """Whether the transport must have the groups `local` and `cross`."""
         ...
 
     def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
-        """Take over a model that is the same on every rank. Collective. name: what messages are called."""
+        """Initializes gossip with a model that is equal on all ranks. Collective. name: name of the messages."""
         ...
 
     def begin_epoch(self, epoch: int) -> None:
-        """Epochs count from 0. Collective where it changes something."""
+        """Called before each epoch, counted from 0. Collective if it changes anything."""
         ...
 
     def begin_step(self) -> None:
-        """Take in what has come from neighbours: the parameters are the ones to compute the gradient at."""
+        """Adds received messages. Afterwards the gradient may be computed at the parameters."""
         ...
 
     def update(self, step: Callable[[], object], lr: float) -> None:
-        """`step` lets the wrapped optimizer, with learning rate lr, move the parameters; or does nothing."""
+        """Calls `step`: the wrapped optimizer moves the parameters with learning rate lr, or skips the step."""
         ...
 
     def settle(self) -> None:
-        """Finish and take in what is on its way: nothing is afterwards. Collective."""
+        """Completes all messages in flight and adds them. Afterwards no message is in flight. Collective."""
         ...
 
     def restart(self) -> None:
-        """After `settle` all ranks' parameters have been made the same: go on from there."""
+        """Continues after `settle`, when the parameters of all ranks have been made equal."""
         ...
 
     def hold(self) -> None:
-        """Finish what is on its way without taking it in, so that going on is not changed by it. Collective."""
+        """Completes all messages in flight without adding them, so that training is not affected. Collective."""
         ...
 
     def numerator(self) -> Tensor:
-        """[n] fp32, after `hold`: what this rank adds to the sum over ranks whose mean is the common model."""
+        """[n] fp32, after `hold`: this rank's term. The mean of the terms over all ranks is the common model."""
         ...
 
     def gauges(self) -> dict[str, float]:
-        """Of the last step, for logs: weight, staleness."""
+        """Values of the last step for logs: weight, staleness."""
         ...
 
     def errors(self) -> Iterable[Tensor]:
-        """What waits to be sent."""
+        """Tensors that are not yet sent."""
         ...
 
     def close(self) -> None:
-        """Nothing is sent or received afterwards."""
+        """Ends gossip. Nothing is sent or received afterwards."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """After `hold`: this rank's part of all that the next step depends on, the model included."""
+        """After `hold`: this rank's part of the state that determines the next step, including the model."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Asynchronous(Gossip, Protocol):
-    """One whose ranks train at paces of their own."""
+    """A gossip algorithm in which each rank trains at its own pace."""
 
     @property
     def progress(self) -> int:
-        """Steps that all ranks together are known to have done."""
+        """Number of steps of all ranks together, as far as known."""
         ...
 
     @property
     def is_under_way(self) -> bool:
-        """Whether ranks may send this one something: not when it has settled, failed or been closed."""
+        """Whether ranks may send messages to this one: not after it has settled, failed or been closed."""
         ...

@@ -1,13 +1,13 @@
-"""Compression operators Q for differences of models, each a payload of planned size.
+"""Compression operators Q for differences of models. Each has a payload of fixed size.
 
-TopK    the ceil(ratio d) elements of largest magnitude of each tensor of d, as `dgc.wire` packs them
+TopK    the ceil(ratio d) elements of largest magnitude of each tensor of d, in the format of `dgc.wire`
 Sign    (|v|_1 / d) sign(v) of each tensor; an element of 0 is sent as a negative one
 
 Bytes: TopK 24, and for each element 4 and those of a value, rounded up to 8 in all; Sign 4 + 4 ceil(d/32) for
 each tensor.
 
-gamma is the consensus step size that suits each in `dgc.gossip.choco`: on rings of 2 to 16 ranks
-twice TopK's ratio brings models together, 4 times mostly drives them apart.
+gamma is a consensus step size for each operator in `dgc.gossip.choco`. On rings of 2 to 16 ranks, models converge
+to each other at twice TopK's ratio and mostly diverge at 4 times.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ FP32 = 4  # bytes
 
 Vector = Float32[Tensor, "n"]
 Bytes = UInt8[Tensor, "nbytes"]
-Addend = Callable[[Vector, float], object]  # of Q(v): add that, times a factor, to a vector
+Addend = Callable[[Vector, float], object]  # adds Q(v), times a factor, to a vector
 
 
 @runtime_checkable
@@ -40,16 +40,18 @@ class Coder(Protocol):
     def nbytes(self) -> int: ...
 
     def encode(self, v: Vector) -> tuple[Bytes, Addend]:
-        """The payload, and what every receiver will make of it."""
+        """Returns the payload and its decoded value."""
         ...
 
     def decode(self, payload: Bytes, source: int) -> Addend:
-        """PayloadError, naming the rank that it came from, where the payload cannot be what that one made."""
+        """Decodes a payload. Raises PayloadError, which names the rank `source`, if the payload is not valid."""
         ...
 
 
 @runtime_checkable
 class Quantizer(Protocol):
+    """A compression operator."""
+
     @property
     def gamma(self) -> float: ...
 
@@ -58,7 +60,15 @@ class Quantizer(Protocol):
 
 @dataclass(frozen=True)
 class TopK:
-    """ratio: the part of the elements that is sent. values: how they travel, "fp32", "fp16" or "bf16"."""
+    """Top-k by magnitude in each tensor.
+
+    Args:
+        ratio (float): fraction of elements sent, in (0, 1].
+        values (str): dtype of the values, "fp32", "fp16" or "bf16".
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
 
     ratio: float = 0.1
     values: str = "fp32"
@@ -103,7 +113,7 @@ class _Sparse:
             (selection,), _ = self.form.decode(
                 kernels.codec_of(payload), (payload,), self.selection.per_tensor, self._numel
             )
-        except PayloadError as error:  # counts the payloads that it was given
+        except PayloadError as error:  # its message counts payloads, not ranks
             raise PayloadError(f"rank {source}{str(error).removeprefix('rank 0')}") from error
         return _adding(selection)
 
@@ -114,6 +124,8 @@ def _adding(sent: Selection) -> Addend:
 
 @dataclass(frozen=True)
 class Sign:
+    """Signs, scaled by the mean magnitude of each tensor."""
+
     gamma = 0.3
 
     def plan(self, segments: Sequence[Segment], device: torch.device) -> Coder:

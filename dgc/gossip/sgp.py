@@ -1,15 +1,15 @@
 """Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, Algorithm 1).
 
-Rank i holds a numerator x and a weight w, at first 1; z = x / w is the model. With P of round k (columns sum to
-one), gradients g at z and any optimizer's direction O:
+Rank i has a numerator x and a push-sum weight w, initially 1. The model is z = x / w. With P of round k (columns
+sum to one), gradients g at z and the direction O of any optimizer:
 
     x_i = x_i - lr O(g(z_i));      x_i = sum over j of P_ij x_j,  w_i likewise,  z_i = x_i / w_i
 
-The parameters hold z, the optimizer steps on z (so weight decay is a decay of z), and x moves by the same
-difference. A rank keeps x minus what its messages say in effect: rounding in a message loses nothing.
+The parameters hold z. The optimizer steps on z (weight decay therefore decays z), and x moves by the same
+difference. A rank keeps x minus the decoded values of its messages, so rounding in a message loses nothing.
 
-Differences from the paper: messages may be rounded. In epochs whose graph is None all ranks average x and w with
-one all-reduce; for SGD with momentum that is all-reduce SGD.
+Differences from the paper: Messages may be rounded. In epochs with the graph None, all ranks average x and w with
+one all-reduce; for SGD with momentum this is all-reduce SGD.
 
 Payload per step and rank in bytes: peers * (message.nbytes(n) + 8).
 """
@@ -39,9 +39,22 @@ PAUSE = 5e-4  # seconds
 
 
 class SGP(WeightedModel):
-    """graph: makes the topology of a number of ranks. graph_from_epoch: {epoch: another graph from then on}, None
-    for an all-reduce. mixing: who gets how much. message: how a model travels. blocking: wait for neighbours
-    right after each step, not before the next forward pass.
+    """Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 1).
+
+    Args:
+        graph (callable, optional): makes the topology for a number of ranks; None for an all-reduce.
+        mixing (Mixing): shares that a rank sends to its peers.
+        message (Message, optional): encoding of a model; default `Exact`, fp32.
+        graph_from_epoch (mapping, optional): {epoch: graph that is used from this epoch on}. Epochs count from 0.
+        blocking (bool): wait for neighbours right after each step, not before the next forward pass.
+
+    Raises:
+        ValueError: if graph_from_epoch has a negative epoch.
+        TopologyError: by `start`, if a graph or its mixing weights are not valid for the number of ranks.
+
+    Example:
+        >>> sgp = SGP(n_peer_exponential, message=Half("bf16"))
+        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), sgp)
     """
 
     overlap = False
@@ -65,10 +78,10 @@ class SGP(WeightedModel):
         self.blocking, self.synch_freq = blocking, 0
         self.compress_ratio = min(1.0, self.message.nbytes(1 << 20) / (4 << 20))
         self.round, self.age = 0, 0
-        self._stepped_with = 1.0  # the weight of the model that the last gradient was computed at
+        self._stepped_with = 1.0  # weight of the model at the last gradient
         self._talk: Talk[dict[int, Heard]] | None = None
         self._begun = False
-        self._since = 0  # the epoch whose graph is in use
+        self._since = 0  # first epoch of the current graph
 
     def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
         self.name, self.model, self.z = name, model, model.z
@@ -86,7 +99,7 @@ class SGP(WeightedModel):
         return self._topologies[self._since]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Another graph begins at its first round, once nothing of the old one is on its way."""
+        """Switches to this epoch's graph. A new graph begins at round 0, after all messages of the old one."""
         since = max(first for first in self._graphs if first <= epoch)
         if since != self._since:
             self.settle()
@@ -115,7 +128,7 @@ class SGP(WeightedModel):
 
     @property
     def _overlaps(self) -> bool:
-        """An all-reduce leaves a rank nothing to step on before it is over."""
+        """Whether messages overlap the gradient. An all-reduce does not: until it ends a rank has no model."""
         return self.overlap and self.topology is not None
 
     @property
@@ -150,13 +163,14 @@ class SGP(WeightedModel):
             self._catch_up()
         self._finish()
         if not self._overlaps and not self._patience:
-            self._listen(True)  # the next step does nothing else first
+            self._listen(True)  # the next step would begin with this
 
     def _catch_up(self) -> None:
-        """Ranks that took in rounds at different steps come to the same number of rounds.
+        """Brings all ranks to the same number of rounds.
 
-        Whoever still steps may wait for a round of a rank that is here already, which therefore goes on with
-        rounds until all are here. Then who is behind begins those that others wait for.
+        Ranks may have added rounds at different steps. A rank that is still stepping may wait for a round of a
+        rank that is already here, so each rank continues with rounds until all are here. Then the ranks that are
+        behind start the rounds that others wait for.
         """
         nothing = torch.zeros(1, dtype=torch.float32)
         here = self._transport.launch(f"{self.name}.here", (AllReduce(nothing, "sum"),))
@@ -195,9 +209,9 @@ class SGP(WeightedModel):
         return {s: unpack(self.message, replies[s], n, known[s]) for s in sources}
 
     def _messages(self, shares: dict[int, float], kept: float) -> dict[int, Tensor]:
-        """What goes to whom; x and w become what is kept."""
+        """Returns the message for each peer. x and w are reduced to the kept share."""
         parcels = {s: pack(self.message, self.z, self.w * s, self.weighted) for s in {*shares.values()}}
-        lost = torch.zeros_like(self.z) if not self.message.exact else None  # what rounding took from all of them
+        lost = torch.zeros_like(self.z) if not self.message.exact else None  # the rounding errors of all messages
         if lost is not None:
             for share in shares.values():
                 lost += self.z * (self.w * share) - parcels[share][1]

@@ -1,7 +1,8 @@
-"""Who sends to whom in each round of gossip: pure functions of integers, checked when they are made.
+"""Communication graphs of gossip: pure functions of integers, which are validated on construction.
 
-In round t rank r sends to `out_peers(r, t)`, in that order, and hears from `in_peers(r, t)`. Rounds repeat after
-`period`. Over a period every rank must be able to reach every other, or there is no consensus.
+In round t rank r sends to `out_peers(r, t)`, in that order, and receives from `in_peers(r, t)`. Rounds repeat
+after `period`. Over one period, every rank must be able to reach every other rank; otherwise there is no
+consensus.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,12 +13,29 @@ Peers = tuple[int, ...]
 
 
 class TopologyError(ValueError):
-    """A graph that cannot be gossiped on; the message says where it fails and what would work."""
+    """A graph that is not valid for gossip. The message names the fault and a graph that would work."""
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """out: (rank, round) -> the ranks that it sends to. cure: what to do where the graph proves unusable."""
+    """A communication graph that repeats after `period` rounds.
+
+    Args:
+        name (str): name for error messages.
+        size (int): number of ranks.
+        period (int): number of rounds.
+        out (callable): maps (rank, round) to the ranks that it sends to.
+        cure (str): advice that is appended to error messages.
+
+    Raises:
+        TopologyError: if size or period is less than 1, a rank sends to itself, to one rank twice in a round or to
+            a rank outside the world, or cannot reach all others.
+
+    Example:
+        >>> ring = Topology("ring", 4, 1, lambda rank, round: ((rank + 1) % 4,))
+        >>> ring.out_peers(3, 0)
+        (0,)
+    """
 
     name: str
     size: int
@@ -35,11 +53,11 @@ class Topology:
         return self._round(round)[rank]
 
     def in_peers(self, rank: int, round: int) -> Peers:
-        """Ascending."""
+        """The ranks that send to `rank`, in ascending order."""
         return self._round(round)[self.size + rank]
 
     def _round(self, round: int) -> tuple[Peers, ...]:
-        """Out-peers of every rank, then in-peers of every rank."""
+        """The out-peers of every rank, then the in-peers of every rank."""
         t = round % self.period
         if t not in self._rounds:
             out = [tuple(self.out(rank, t)) for rank in range(self.size)]
@@ -54,7 +72,7 @@ class Topology:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether everybody hears from those that he sends to, in every round."""
+        """Whether in every round each rank receives from exactly the ranks that it sends to."""
         pairs = ((rank, t) for t in range(self.period) for rank in range(self.size))
         return all(sorted(self.out_peers(*pair)) == list(self.in_peers(*pair)) for pair in pairs)
 
@@ -63,7 +81,7 @@ class Topology:
 
 
 def check(topology: Topology) -> None:
-    """TopologyError unless nobody sends to himself or to one rank twice in a round, and all reach all."""
+    """Raises TopologyError if a rank sends to itself or twice to one rank in a round, or cannot reach a rank."""
     reached: list[set[int]] = [set() for _ in range(topology.size)]
     reaching: list[set[int]] = [set() for _ in range(topology.size)]
     for t in range(topology.period):
@@ -82,7 +100,7 @@ def check(topology: Topology) -> None:
 
 
 def _closure(edges: Sequence[set[int]]) -> set[int]:
-    """What rank 0 gets to along the edges."""
+    """The ranks that rank 0 reaches along the edges."""
     seen, new = {0}, [0]
     while new:
         new = sorted({peer for rank in new for peer in edges[rank]} - seen)
@@ -93,8 +111,17 @@ def _closure(edges: Sequence[set[int]]) -> set[int]:
 def from_books(
     name: str, books: Sequence[Sequence[int]], peers: int, dynamic: bool = True, cure: str = ""
 ) -> Topology:
-    """Each rank goes through its book, `peers` entries in a round and from the front again at the end; or, where
-    not dynamic, always takes the first ones.
+    """A graph in which each rank cycles through its book of peers, `peers` entries per round.
+
+    Args:
+        name (str): name for error messages.
+        books (sequence of sequences): the peers of each rank, all of the same length.
+        peers (int): entries used per round, from 1 to the length of a book.
+        dynamic (bool): False uses the first entries in every round.
+        cure (str): advice that is appended to error messages.
+
+    Raises:
+        TopologyError: if the books differ in length, peers is out of range, or the graph is not valid.
     """
     lengths = {len(book) for book in books}
     shortest = min(lengths)
@@ -111,11 +138,11 @@ def from_books(
     return Topology(name, len(books), shortest // gcd(shortest, peers) if dynamic else 1, out, cure)
 
 
-Graph = Callable[[int], Topology]  # of a number of ranks
+Graph = Callable[[int], Topology]  # makes the topology of a number of ranks
 
 
 def made(graph: Graph, size: int) -> Topology:
-    """TopologyError unless the graph is one of `size` ranks."""
+    """Calls `graph(size)`. Raises TopologyError if the graph has another number of ranks."""
     topology = graph(size)
     if topology.size != size:
         raise TopologyError(f"{topology.name} is for {topology.size} ranks, not for {size}")

@@ -1,6 +1,6 @@
-"""What a rank holds in push-sum: a numerator x and a weight w, with the model z = x / w in the parameters.
+"""State of push-sum on one rank: a numerator x, a weight w, and the model z = x / w in the parameters.
 
-x is not stored: it is z w, and the shares that have come but are not yet added.
+x is not stored. It equals z w plus the received shares that are not yet added.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from dgc.memory.state import check_tensor
 
 
 class WeightedModel:
-    """A subclass sets model, z, rank and size before it uses the rest."""
+    """Base class with the state of push-sum. A subclass sets model, z, rank and size first."""
 
     model: FlatModel
     z: Vector
@@ -25,10 +25,10 @@ class WeightedModel:
 
     def __init__(self) -> None:
         self.w = 1.0
-        self._heard: dict[int, Heard] | None = None  # by sender, not yet added
+        self._heard: dict[int, Heard] | None = None  # received shares by sender, not yet added
 
     def _move(self, step: Callable[[], object]) -> None:
-        """x moves by what the optimizer moves z by."""
+        """Runs the optimizer's step on z and moves x by the same difference."""
         if self.w == 1:
             step()
             self.model.gather()
@@ -40,12 +40,12 @@ class WeightedModel:
         self.model.scatter()
 
     def _keep(self, share: float) -> None:
-        """x and w times share: z is the same."""
+        """Multiplies x and w by share. z does not change."""
         self.w *= share
 
     @torch.no_grad()
     def _take_in(self) -> None:
-        """Add what was heard in the order of ranks, so that ranks which hear the same have the same."""
+        """Adds the received shares in rank order, so that ranks with the same shares get the same result."""
         assert self._heard is not None
         heard, self._heard = self._heard, None
         w = self.w + sum(heard[source].w for source in sorted(heard))
@@ -78,13 +78,13 @@ class WeightedModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError for a state that is not finite, or of another model; then nothing has changed."""
+        """Loads the state. Raises ValueError, before any change, if it is not finite or of another model."""
         for name in ("z", "x"):
             check_tensor(name, state[name], self.z.shape)
         check_tensor("w", state["w"], (), torch.float64)
         heard = heard_of(state["heard"], self.rank, self.size, self.z)
         self.w = float(state["w"])
-        # a state that is a sum over other ranks' has the sum of their x, not of their z
+        # a state that is summed over several ranks has a valid sum of x, but not of z
         self.z.copy_(state["z"] if state["size"] == self.size else state["x"] / self.w)
         self.model.scatter()
         self._heard = heard or None

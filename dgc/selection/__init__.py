@@ -1,4 +1,4 @@
-"""Which elements to send: selectors, and the plan that they fill."""
+"""Selectors, which choose the elements to send, and the plan of how many each tensor sends."""
 
 from dgc.selection.bisection import Bisection as Bisection
 from dgc.selection.exact import Exact as Exact

@@ -5,12 +5,12 @@ doi 10.1016/j.jpdc.2019.05.016).
         q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
         k <= c <= 2 k:  done;    c < k:  r = q;    c > 2 k:  l = q
 
-One pass for mean and maximum and at most 10 counts. One outlier widens the bracket, so that the last step may be
-too coarse.
+The search takes one pass for mean and maximum and at most 10 counts. A single outlier widens the bracket, and then
+the last step may be too coarse.
 
-Differences from the paper: with k/2 <= c < k it moves l up, away from what is sought, and such a count is never
-accepted; here it moves r. What the search leaves beyond k is cut by magnitude. Where more than k elements lie
-below the mean, which the bracket does not reach, all elements are candidates.
+Differences from the paper: For k/2 <= c < k the paper moves l up, away from the threshold it searches for, and it
+never accepts such a count. This code moves r. Candidates beyond k are cut by magnitude. If fewer than k elements
+reach the mean, which is the lower end of the bracket, all elements are candidates.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,16 @@ from dgc.selection.threshold import Counts, Estimator, Ranges, Thresholds, narro
 
 @dataclass(frozen=True)
 class Bisection(Estimator):
-    """lower, upper: counts that are accepted, by k. passes: counts at most; 10 end at r - l < 0.001."""
+    """RedSync's threshold search by bisection (Fang et al. 2019, doi 10.1016/j.jpdc.2019.05.016).
+
+    Args:
+        lower (float): smallest accepted count, as a multiple of k. In (0, 1].
+        upper (float): largest accepted count, as a multiple of k. At least 1.
+        passes (int): largest number of counts. With 10 the search ends at r - l < 0.001, as in the paper.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
 
     lower: float = 1.0
     upper: float = 2.0

@@ -1,17 +1,18 @@
-"""Exact top-k by magnitude, in the passes that each engine needs over the n elements of a bucket.
+"""Exact top-k by magnitude. The three selectors differ in their passes over the n elements of a bucket.
 
-exact        u, v updated; then v searched: a sample of it suggests a floor for one more read, and only where that
-             proves wrong all of it is counted
-histogram    no history. The bits of |v| of a float, which order as the numbers do, are counted: first the upper
-             ones, then the lower ones of those equal in these, until the k-th largest is known. On a CPU a sample
-             of cache lines is counted first; its k-th largest, less five deviations, is a floor for the pass that
-             updates u, v, and only where that proves wrong all of v is counted.
-predicted    the floor is known before the pass, which takes the elements above it at once, so that traffic is that
-             of updating u and v alone: 20 bytes per element. With t1, t2 the last two exact thresholds:
+exact        Updates u and v, then searches v. A sample of v suggests a floor for one more read. All of v is
+             counted only if the floor is wrong.
+histogram    Uses no history. It counts the bits of |v| as floats, which have the same order as the numbers: first
+             the upper bits, then the lower bits of the elements with equal upper bits, until the k-th largest is
+             known. On a CPU it first counts a sample of cache lines. The sample's k-th largest element, less five
+             deviations, is a floor for the pass that updates u and v. All of v is counted only if the floor is
+             wrong.
+predicted    Computes the floor before the pass, and the pass collects the elements above it. The memory traffic is
+             that of updating u and v alone: 20 bytes per element. With t1, t2 the last two exact thresholds:
                  floor = 0.98 * t1 * min(max(t1 / t2, 0.97), 1.2)
-             Where that was too high, or nothing is known yet, the tensor is searched as by `histogram`.
+             If the floor is too high, or there is no history yet, the tensor is searched as by `histogram`.
 
-All three choose the same elements; history changes the time alone, so a resumed run needs none of it.
+All three choose the same elements. History changes only the time, so a resumed run does not need it.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,12 @@ from dgc.selection.selector import Selected, Selector
 
 @dataclass(frozen=True)
 class Exact(Selector):
-    """per_bucket: one threshold for all of a bucket in place of one per tensor, which is the paper's."""
+    """Exact top-k by magnitude, in a separate pass after u and v are updated.
+
+    Args:
+        per_bucket (bool): use one threshold for the whole bucket. By default each tensor has its own threshold, as
+            in the paper (Lin et al. 2018, arXiv 1712.01887).
+    """
 
     per_bucket: bool = False
 
@@ -40,6 +46,12 @@ class Exact(Selector):
 
 @dataclass(frozen=True)
 class Histogram(Exact):
+    """Exact top-k by magnitude, from a histogram of the bits of |v| and without history.
+
+    Args:
+        per_bucket (bool): see `Exact`.
+    """
+
     def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
         chosen = kernels.of(due.v).accumulate_and_select_(due, self.quotas(plan), None)
         return Selected(chosen.selection, chosen.first_nonfinite)
@@ -47,8 +59,18 @@ class Histogram(Exact):
 
 @dataclass(frozen=True)
 class Predicted(Exact):
-    """margin: how far below the predicted threshold the floor lies. Error feedback without momentum is noisier
-    from step to step, and 0.95 misses less there.
+    """Exact top-k by magnitude, with a floor predicted from the last two thresholds. The default of DGCCompressor.
+
+    Args:
+        per_bucket (bool): see `Exact`.
+        margin (float): ratio of the floor to the predicted threshold, in (0, 1]. Error feedback without momentum
+            is noisier from step to step; there 0.95 fails less often.
+
+    Raises:
+        ValueError: if margin is out of range.
+
+    Example:
+        >>> compressor = DGCCompressor(0.001, DGCSGDMemory(0.9), selector=Predicted(margin=0.95))
     """
 
     margin: float = 0.98

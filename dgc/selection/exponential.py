@@ -1,18 +1,19 @@
 """SIDCo with exponential stages (Abdelmoniem, Elzanaty, Alouini, Canini: MLSys 2021, arXiv 2101.10761).
 
-If |v| is exponential, so is its excess over any threshold. M stages come down to the density D = k/n together,
-the first to D_1 = 1/4, the others by a factor of q = (D / D_1) ** (1 / (M - 1)) each:
+If |v| is exponentially distributed, its excess over any threshold is so too. M stages together reach the density
+D = k/n. The first stage reaches D_1 = 1/4, and each other stage multiplies by q = (D / D_1) ** (1 / (M - 1)):
 
     t_1 = -mean|v| ln D_1                            (M = 1: -mean|v| ln D)
     t_j = t_{j-1} - mean(|v| - t_{j-1} : |v| >= t_{j-1}) ln q
 
-Every 5 steps M changes by one, within 1 .. ceil(log2(1/D)): down where 1.2 k were selected on average, up where
-less than 0.8 k. One pass for the mean, one per further stage and one that counts.
+Every 5 steps M changes by one, within 1 .. ceil(log2(1/D)). It decreases if more than 1.2 k elements were selected
+on average, and increases if fewer than 0.8 k were. The cost is one pass for the mean, one for each further stage
+and one that counts.
 
-Differences from the paper and its code: M belongs to each tensor, not to all of them together, and begins at 1;
-the excess is measured from the threshold, not from the smallest element above it, so that a stage nothing
-survives leaves the threshold where it is; no threshold exceeds the largest element; what is beyond k and finds
-no free slot is cut by magnitude.
+Differences from the paper and its code: Each tensor has its own M, which begins at 1. The excess is measured from
+the threshold, not from the smallest element above it. A stage that no element survives therefore leaves the
+threshold unchanged. No threshold exceeds the largest element. Elements beyond k that find no free slot are cut by
+magnitude.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,16 @@ FIRST_DENSITY = 0.25
 
 @dataclass(frozen=True)
 class Exponential(Estimator):
-    """period: steps between changes of M. lower, upper: mean counts, by k, that leave it as it is."""
+    """SIDCo with exponential stages (Abdelmoniem et al. 2021, arXiv 2101.10761).
+
+    Args:
+        period (int): steps between changes of the number of stages M.
+        lower (float): M increases if the mean count, divided by k, is below this. In (0, 1].
+        upper (float): M decreases if the mean count, divided by k, is above this. At least 1.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
 
     period: int = 5
     lower: float = 0.8
@@ -42,7 +52,7 @@ class Exponential(Estimator):
     def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
         k, density = ranges.k, ranges.density
         start = torch.stack([torch.ones_like(density), torch.zeros_like(density), torch.zeros_like(density)], 1)
-        # numbers of stages are no longer whole where those of several ranks were blended
+        # numbers of stages are no longer integers after the states of several ranks were averaged
         stages, total, steps = ranges.plan.history.get("stages", start).unbind(1)
         stages = stages.round()
         several = (stages > 1) & (density < FIRST_DENSITY)

@@ -1,9 +1,10 @@
-"""Threshold-v (Dutta et al. 2019, arXiv 1911.08250; Strom: Interspeech 2015): all elements of a given magnitude.
+"""Threshold-v (Dutta et al. 2019, arXiv 1911.08250; Strom: Interspeech 2015): all elements above a given
+magnitude.
 
     t is given;  send every |v_i| >= t
 
-One count. How many these are depends on the gradients alone: what is beyond the plan's capacity, which the
-compressor's ratio sets, is cut by magnitude and waits in the error state.
+The selection takes one count. The number of elements depends only on the gradients. The ratio of the compressor
+sets the plan's capacity: elements beyond it are cut by magnitude and stay in the error state.
 """
 
 import math
@@ -16,7 +17,14 @@ from dgc.selection.threshold import Counts, Estimator, Ranges, Thresholds
 
 @dataclass(frozen=True)
 class Fixed(Estimator):
-    """threshold: t."""
+    """Selects every element with magnitude at or above a fixed threshold (Dutta et al. 2019, arXiv 1911.08250).
+
+    Args:
+        threshold (float): t, in the unit of the gradients. Positive and finite.
+
+    Raises:
+        ValueError: if threshold is not positive and finite.
+    """
 
     threshold: float
 

@@ -1,13 +1,13 @@
-"""GaussianK (Shi, Chu, Cheung, See 2019, arXiv 1911.08772): a normal distribution is fitted.
+"""GaussianK (Shi, Chu, Cheung, See 2019, arXiv 1911.08772): the threshold of a fitted normal distribution.
 
     t = mean(v) + std(v) * z,   z = the standard normal quantile of 1 - D/2
     at most 4 times:  c = #{|v| >= t};   c < 2/3 k:  t = t / 2;    c > 4/3 k:  t = 1.5 t;    otherwise done
 
-One pass for mean and deviation and one for each count.
+The search takes one pass for mean and deviation and one for each count.
 
-Differences from the paper: once one threshold was too high and one too low, the next lies between them, where
-halving and multiplying by 1.5 may go to and fro for ever; where no count is accepted, the last threshold with too
-many is cut by magnitude, and if there was none, all elements are candidates.
+Differences from the paper: After one threshold was too high and one too low, the next lies between them, because
+halving and multiplying by 1.5 may alternate forever. If no count is accepted, the candidates of the last threshold
+with too many elements are cut by magnitude. If there was no such threshold, all elements are candidates.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,14 @@ from dgc.selection.threshold import Bracket, Counts, Estimator, Ranges, Threshol
 
 @dataclass(frozen=True)
 class Gaussian(Estimator):
-    """passes: counts at most."""
+    """Threshold from a fitted normal distribution, GaussianK (Shi et al. 2019, arXiv 1911.08772).
+
+    Args:
+        passes (int): largest number of counts; 4 in the paper.
+
+    Raises:
+        ValueError: if passes is less than 1.
+    """
 
     passes: int = 4
 

@@ -2,24 +2,24 @@
 Sci. 55(2), doi 10.3785/j.issn.1008-973X.2021.02.019).
 
 A Laplace density exp(-|x|/b) / 2b has the area exp(-t/b) beyond +-t, and its maximum-likelihood b is the mean
-magnitude. So k of n elements should reach
+magnitude. Thus k of n elements should reach
 
     t = b ln(n/k),  b = mean|v|
 
-and where lower * k <= #{|v| >= t} <= upper * k does not hold, t is corrected:
+If lower * k <= #{|v| >= t} <= upper * k does not hold, t is corrected:
 
-    bisection   too many: t + max(b ln(c/k), b/10) until one threshold had too few, then the middle of both
+    bisection   too many: t + max(b ln(c/k), b/10) until one threshold has too few, then the middle of both
     secant      between 0 and the maximum, linear in ln c, each step from 1/10 to 9/10 of the way
 
-One pass for the mean and the maximum, one for each count.
+The search takes one pass for the mean and the maximum and one for each count.
 
-Error feedback keeps back what lies below the last threshold and destroys the Laplace tail: on accumulated
-gradients the correction is the algorithm, and takes its passes. warm_start begins at the last step's threshold
-instead, and needs few.
+Error feedback keeps the elements below the last threshold, which destroys the Laplace tail. On accumulated
+gradients the correction therefore determines the result and takes most of the passes. warm_start begins at the
+threshold of the last step and needs few passes.
 
-Differences from the paper, of which the abstract, tables and captions are public: range of accepted counts, limit
-of passes, secant and warm start are ours; `redsync` is the rule of the method that the paper builds on. What is
-beyond k and finds no free slot is cut by magnitude.
+Differences from the paper: Only its abstract, tables and captions are public. The range of accepted counts, the
+limit of passes, secant and warm start are this project's. `redsync` is the rule of the method that the paper
+builds on. Elements beyond k that find no free slot are cut by magnitude.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,17 @@ METHODS = ("bisection", "secant")
 
 @dataclass(frozen=True)
 class Laplace(Estimator):
-    """stop: the counts accepted: redsync, tight or exact. method: bisection or secant. passes: counts at most."""
+    """Threshold from a fitted Laplace distribution, LDTE-BS (Chen, Liu, Han 2021).
+
+    Args:
+        stop (str): range of accepted counts: "redsync" (k to 2 k), "tight" (0.8 k to 1.25 k) or "exact" (k).
+        method (str): correction of the threshold, "bisection" or "secant".
+        warm_start (bool): begin at the threshold of the last step.
+        passes (int): largest number of counts.
+
+    Raises:
+        ValueError: if an argument is not one of the values above, or passes is less than 1.
+    """
 
     stop: str = "tight"
     method: str = "bisection"

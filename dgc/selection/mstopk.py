@@ -4,12 +4,12 @@ Clusters", arXiv 2010.10458).
 N times, with l = 0, r = 1:
     q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
     c <= k:  r = q        c > k:  l = q
-k elements exactly: those above the last threshold with c <= k, and as many as are left to take between it and the
-last threshold with c > k.
+The selection has exactly k elements: those above the last threshold with c <= k, and the remaining number from
+between it and the last threshold with c > k.
 
-Differences from the paper: these are the largest ones there, not neighbours from a random place, so the choice is
-that of an exact top-k; the search ends early where c = k. Where fewer than k elements reach the mean, all elements
-are candidates.
+Differences from the paper: The remaining elements are the largest in that range, not neighbours from a random
+position, so the selection equals an exact top-k. The search ends early if c = k. If fewer than k elements reach
+the mean, all elements are candidates.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,16 @@ from dgc.selection.bisection import Bisection
 
 @dataclass(frozen=True)
 class MSTopk(Bisection):
-    """passes: the paper's N."""
+    """MSTopk, a threshold search by bisection that selects exactly k elements (Shi et al. 2021, arXiv 2010.10458).
+
+    Args:
+        lower (float): smallest accepted count, as a multiple of k; see `Bisection`.
+        upper (float): largest accepted count, as a multiple of k.
+        passes (int): largest number of counts, N in the paper.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
 
     upper: float = 1.0
     passes: int = 30

@@ -1,4 +1,4 @@
-"""How many elements each tensor of a bucket sends, and what is done when a selection holds more."""
+"""The number of elements that each tensor of a bucket sends, and how a larger selection is reduced to it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Parallel tables, one entry per tensor of the bucket; `capacity` elements fit into the payload.
+    """Parallel tables with one entry per tensor of the bucket. The payload holds `capacity` elements.
 
-    history: what a selector leaves for its next step. Where it `remembers`, each entry has one row per tensor.
+    history: tensors that a selector keeps for its next step. If the selector `remembers`, each tensor in it has
+    one row per tensor of the bucket.
     """
 
     names: tuple[str, ...]
@@ -41,16 +42,16 @@ class Plan:
 
     @cached_property
     def per_bucket(self) -> Quotas:
-        """One k for the whole bucket: large tensors may send more than their share, small ones nothing."""
+        """One k for the whole bucket: large tensors may send more than their share, and small ones nothing."""
         return self._quotas([0, sum(self.numels)], [self.capacity])
 
     def split(self, v: Tensor) -> list[Tensor]:
         return [v[o : o + n] for o, n in zip(self.offsets, self.numels, strict=True)]
 
     def shared(self, counts: Int64[Tensor, "S"]) -> Quotas:
-        """How many of `counts` candidates each tensor may send: its k, and slots that others leave free.
+        """How many of `counts` candidates each tensor may send: its k, and slots that other tensors leave free.
 
-        Those are shared in proportion to what each has beyond its k.
+        Free slots are divided in proportion to each tensor's number of candidates beyond its k.
         """
         ks = self.per_tensor.ks
         kept = counts.minimum(ks)
@@ -60,11 +61,11 @@ class Plan:
         return Quotas(self.per_tensor.bounds, kept + extra, self.capacity)
 
     def rows_of_history(self) -> dict[str, dict[str, Tensor]]:
-        """By tensor, so that it fits any buckets."""
+        """The history by tensor name, independent of the division into buckets."""
         return {name: {key: h[i].clone() for key, h in self.history.items()} for i, name in enumerate(self.names)}
 
     def take_history(self, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Rows of `rows_of_history`, used if all tensors have theirs."""
+        """Loads rows of `rows_of_history`, if there are rows for all tensors of this plan."""
         own = [rows.get(name, {}) for name in self.names]
         for key in own[0] if own and all(row.keys() == own[0].keys() for row in own) else ():
             self.history[key] = torch.stack([row[key].to(self.device) for row in own])
@@ -78,12 +79,12 @@ class Plan:
 
 
 def share(numel: int, ratio: float) -> int:
-    """ceil(ratio * numel), blind to the noise of floats: 0.07 * 100 is 7.000000000000001 to them."""
+    """ceil(ratio * numel), not affected by float rounding: 0.07 * 100 is 7.000000000000001 in floats."""
     return math.ceil(numel * ratio * (1 - 1e-9))
 
 
 def plan_selection(segments: Sequence[Segment], ratio: float, device: torch.device = CPU) -> Plan:
-    """k = ceil(ratio * numel) of each tensor, so at least one of every tensor that has any element."""
+    """The plan with k = ceil(ratio * numel) for each tensor: at least one element of every non-empty tensor."""
     return Plan(
         names=tuple(s.name for s in segments),
         offsets=tuple(s.offset for s in segments),

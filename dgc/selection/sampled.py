@@ -1,7 +1,7 @@
 """Sampled threshold with adaptation and resampling (Lin et al. 2018, section 3 and appendix: hierarchical
-selection), as the original implementation refines it.
+selection), as refined by the original implementation.
 
-With n elements of which k = ceil(D n) are due, m = max(ceil(s n), ceil(2/D)) samples are drawn:
+For a tensor of n elements and k = ceil(D n), m = max(ceil(s n), ceil(2/D)) samples are drawn:
 
     t = the ceil(m D)-th largest sample;  S = {i : |v_i| >= t}
     up to `max_adaptation_iters` times:
@@ -9,12 +9,12 @@ With n elements of which k = ceil(D n) are due, m = max(ceil(s n), ceil(2/D)) sa
         |S| < lower * k:  t = lower * t
         otherwise done
 
-One pass for each count, beside the sample.
+The search takes one pass for each count, and the sample.
 
-Differences from the original: a selection between k and upper * k is cut by magnitude, where the original
-keeps its first k in the order of positions and starves the end of every tensor; slots that one tensor leaves
-free serve another; zeros are not sent; a threshold is not raised beyond the largest element; the random start
-comes from a seed, so that a run repeats.
+Differences from the original: A selection between k and upper * k is cut by magnitude. The original keeps the
+first k positions, which starves the end of every tensor. Slots that one tensor leaves free are used by others.
+Zeros are not sent. A threshold is never raised beyond the largest element. The random start is seeded, so runs
+repeat.
 """
 
 import math
@@ -29,6 +29,20 @@ from dgc.selection.threshold import Counts, Estimator, Ranges, Thresholds
 
 @dataclass(frozen=True)
 class Sampled(Estimator):
+    """Threshold from a sample, with adaptation and resampling (Lin et al. 2018, arXiv 1712.01887, section 3).
+
+    Args:
+        sample_ratio (float): s, the fraction of each tensor that is sampled. In (0, 1].
+        strided_sample (bool): sample every stride-th element from a random start. False: draw random indices.
+        compress_upper_bound (float): a count above this multiple of k is too large. At least 1.
+        compress_lower_bound (float): a count below this multiple of k is too small. In (0, 1].
+        max_adaptation_iters (int): largest number of corrections of the threshold.
+        resample (bool): cut a count that is too large by an exact top-k. False: raise the threshold instead.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
     sample_ratio: float = 0.01
     strided_sample: bool = True
     compress_upper_bound: float = 1.3
@@ -66,7 +80,7 @@ class Sampled(Estimator):
         return t, counts.minimum(k).where(cut, counts)
 
     def _from_samples(self, ranges: Ranges) -> tuple[Thresholds, Tensor]:
-        """The first thresholds; and which tensors are no larger than their sample: their threshold is 0."""
+        """The first thresholds, and which tensors are not larger than their sample: their threshold is 0."""
         plan = ranges.plan
         generator = torch.Generator(ranges.v.device).manual_seed(ranges.seed)
         thresholds, whole = [], []
@@ -81,7 +95,7 @@ class Sampled(Estimator):
         return torch.stack(thresholds), torch.tensor(whole, dtype=torch.bool, device=plan.device)
 
     def _sample(self, v: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
-        """A random part of v [n]; v itself where a sample would be no smaller."""
+        """A random sample of v [n], or v itself if the sample would not be smaller."""
         n = v.numel()
         wanted = max(share(n, self.sample_ratio), share(2, 1 / ratio))
         if wanted >= n:

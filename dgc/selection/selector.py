@@ -1,4 +1,4 @@
-"""What a compressor needs of a selector."""
+"""The interface between compressors and selectors."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,32 +13,34 @@ from dgc.selection.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """first_nonfinite: index of the first element of the gradient that is NaN or TOO_LARGE; n where none is."""
+    """The result of `Selector.select`.
+
+    first_nonfinite: index of the first element of the gradient that is NaN or TOO_LARGE, or n if there is none.
+    """
 
     selection: Selection
     first_nonfinite: Int64[Tensor, ""]
 
 
 class Selector(ABC):
-    """Chooses what a bucket sends: at most `plan.capacity` elements, never a zero.
+    """Base class of selectors. A selector chooses at most `plan.capacity` elements of a bucket and never a zero.
 
-    remembers: whether what the selector leaves in `plan.history` has a part in what it chooses, so that it must
-    outlive the run's end.
+    remembers: whether the selection depends on `plan.history`, which must then be saved in checkpoints.
     """
 
     remembers = False
 
     @abstractmethod
     def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Selection:
-        """Elements of v as it is. `seed` is all the randomness that a selector may use."""
+        """Selects elements of v, which is not changed. All randomness of a selector must come from `seed`."""
         ...
 
     def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
-        """Do the pass over the gradient that is due, then choose from the new v."""
+        """Accumulates the gradient into v in one pass, then chooses from the new v."""
         first = kernels.of(due.v).accumulate_(due)
         return Selected(self.choose(due.v, plan, seed), first)
 
     def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
-        """Those of `choose`, ascending."""
+        """The indices that `choose` selects, ascending."""
         selection = self.choose(v, plan, seed)
         return selection.indices[: int(selection.count)].long()

@@ -1,8 +1,9 @@
-"""Selectors that estimate a threshold for each tensor and send what reaches it.
+"""Selectors that estimate a threshold for each tensor and send the elements that reach it.
 
-All tensors of a bucket are searched at the same time: one pass over memory counts, in each, the elements at or
-above that tensor's threshold, and leaves out tensors whose threshold is found. What more elements reach than may
-be sent is cut by magnitude, never by position, and slots that one tensor leaves free serve another.
+All tensors of a bucket are searched at the same time. In each tensor, one pass over memory counts the elements at
+or above that tensor's threshold; tensors with a final threshold are skipped. If more elements reach a threshold
+than may be sent, they are cut by magnitude, never by position. Slots that one tensor leaves free are used by
+others.
 """
 
 from abc import abstractmethod
@@ -26,9 +27,11 @@ LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 class Estimator(Selector):
+    """Base class of selectors that estimate a threshold for each tensor."""
+
     @abstractmethod
     def estimate(self, ranges: "Ranges") -> tuple[Thresholds, Counts]:
-        """A threshold for each tensor, and how many elements reach it."""
+        """Returns a threshold for each tensor, and the number of elements that reach it."""
         ...
 
     def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Selection:
@@ -37,9 +40,9 @@ class Estimator(Selector):
 
 
 class Ranges:
-    """The tensors of a bucket: v of each, n of its elements and the k that are due, S tensors in all.
+    """The S tensors of a bucket: their elements in v, their sizes n and their k.
 
-    What is asked of v is one pass over it each time.
+    Each call of `tail` or `count`, and the first use of `moments`, takes one pass over v.
     """
 
     def __init__(self, v: Float32[Tensor, "n"], plan: Plan, seed: int = 0):
@@ -53,39 +56,39 @@ class Ranges:
 
     @cached_property
     def mean(self) -> Float64[Tensor, "S"]:
-        """Of |v|."""
+        """Mean of |v| in each tensor."""
         return self.moments.magnitudes / self.n.clamp(min=1)
 
     @property
     def largest(self) -> Thresholds:
-        """|v|."""
+        """Maximum of |v| in each tensor."""
         return self.moments.largest
 
     @cached_property
     def density(self) -> Float64[Tensor, "S"]:
-        """D = k/n; 1 for a tensor without elements."""
+        """D = k/n of each tensor, or 1 for a tensor without elements."""
         return self.k.double().clamp(min=1) / self.n.clamp(min=1)
 
     def tail(self, t: Thresholds) -> Tail:
-        """Of the elements with |v| >= t. A tensor whose t is inf is left out, and has none."""
+        """Statistics of the elements with |v| >= t. A tensor with t = inf is skipped and has none."""
         return kernels.of(self.v).tail(self.v, self.bounds, t)
 
     def count(self, t: Thresholds, where: Tensor) -> Counts:
-        """The elements with |v| >= t of the tensors `where`; 0 of the others, which are not read."""
+        """Counts elements with |v| >= t in the tensors `where`. The others are not read and get 0."""
         if not bool(where.any()):
             return torch.zeros_like(self.n)
         return self.tail(t.where(where, torch.inf)).counts
 
     def threshold(self, estimate: Float64[Tensor, "S"]) -> Thresholds:
-        """As a threshold that the largest element reaches; 0 where the estimate is no number."""
+        """The estimate in fp32, limited to the largest element, or 0 if the estimate is NaN."""
         return estimate.nan_to_num(0.0).clamp(0.0, LARGEST_FLOAT).float().minimum(self.largest)
 
 
 @dataclass
 class Bracket:
-    """Of each tensor two thresholds: more elements reach `low` than are wanted, fewer reach `high`.
+    """Two thresholds for each tensor: too many elements reach `low`, and too few reach `high`.
 
-    above_low, above_high: how many, as far as counted; otherwise n, and 0.
+    above_low, above_high: the number of elements that reach each. Before the first count they are n and 0.
     """
 
     low: Thresholds
@@ -109,8 +112,8 @@ def narrow(
 ) -> tuple[Thresholds, Counts]:
     """Moves t, between low and the largest element, until lower * k <= count <= upper * k, at most `passes` times.
 
-    propose: the next t. Where none is accepted, or no number is left to try, the threshold is the low one: what
-    reaches it beyond k is cut. If even a low one that was given holds too few, it is 0.
+    propose: returns the next t. If no count is accepted, or no number is left to try, the result is the low
+    threshold, and elements beyond k are cut. If too few elements reach even the given `low`, the threshold is 0.
     """
     k, start = ranges.k, low
     bracket = Bracket(low, ranges.largest, ranges.n, torch.zeros_like(k))

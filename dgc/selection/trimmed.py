@@ -5,10 +5,11 @@ doi 10.1016/j.jpdc.2019.05.016).
     while #{|v| >= t} < k:  r = r - 0.2
     send the k largest of {|v| >= t}
 
-One pass for mean and maximum, one to five counts, and an exact top-k of what is left: k elements always. Heavy
-tails leave much: then the last step costs as much as an exact top-k of all.
+The search takes one pass for mean and maximum, one to five counts, and an exact top-k of the candidates. It always
+returns k elements. Heavy tails leave many candidates, and then the last step costs as much as an exact top-k of
+all.
 
-Differences from the paper: where fewer than k elements reach the mean, all elements are candidates.
+Differences from the paper: If fewer than k elements reach the mean, all elements are candidates.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,14 @@ from dgc.selection.threshold import Counts, Estimator, Ranges, Thresholds
 
 @dataclass(frozen=True)
 class Trimmed(Estimator):
-    """step: how far r, from 1, falls each time."""
+    """RedSync's trimmed top-k (Fang et al. 2019, doi 10.1016/j.jpdc.2019.05.016).
+
+    Args:
+        step (float): decrement of r, which starts at 1, in each round. From 0.01 to 1; 0.2 in the paper.
+
+    Raises:
+        ValueError: if step is out of range.
+    """
 
     step: float = 0.2
 
