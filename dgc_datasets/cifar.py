@@ -31,6 +31,7 @@ class CIFAR(dict[str, Dataset[Any]]):
     """{'train', 'test'}, and 'val' with a val_ratio: items are (image float32 [3, size, size], label).
 
     Args:
+        root: the folder that contains the data set's folder or archive.
         num_classes: 10 for CIFAR-10, 100 for CIFAR-100.
         image_size: test images are resized to it; training images are padded by 4 pixels and cropped to it.
         val_ratio: the share of the training images that is held out for validation.

@@ -105,7 +105,7 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of one run. `save` and `load` are collective: every rank must call them."""
+    """The last `keep` checkpoints of one run, the latest and the best. `save` and `load` are collective."""
 
     def __init__(self, directory: Path, transport: Transport, keep: int = 3) -> None:
         self.directory = directory

@@ -155,7 +155,11 @@ def worker_options(num_workers: int) -> dict[str, Any]:
 
 
 class TrainBatches:
-    """The training data of this rank, as steps of `num_batches_per_step` passes of `batch_size` samples."""
+    """The training data of this rank, in steps of `num_batches_per_step` passes of `batch_size` samples.
+
+    Raises:
+        ValueError: if a number is out of range, or if the data set is too small for one step.
+    """
 
     def __init__(
         self,

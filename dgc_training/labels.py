@@ -1,4 +1,4 @@
-"""One clear error for labels outside of the model's outputs, in place of torch's traceback or GPU assertion."""
+"""One clear error for labels outside of the model's outputs, instead of torch's traceback or GPU assertion."""
 
 from torch import Tensor, nn
 

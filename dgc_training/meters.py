@@ -29,7 +29,11 @@ class Meter(Protocol):
 class TopKClassMeter:
     """Percentage of samples with their class among the k largest outputs.
 
-    A k above the number of classes means all classes.
+    Args:
+        k: at least 1. A k above the number of classes means all classes.
+
+    Raises:
+        ValueError: if k is less than 1.
     """
 
     def __init__(self, k: int = 1) -> None:

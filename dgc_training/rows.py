@@ -14,7 +14,14 @@ from dgc_training.csv_log import UNKNOWN, CsvLog, Since, accuracy
 
 
 class Rows:
-    """Measures steps and writes them to the CSV file. settings: the config's `train`."""
+    """Measures steps and writes them to the CSV file.
+
+    Args:
+        directory: the run directory.
+        settings: the config's `train`.
+        num_workers: data workers per rank, for the header of the file.
+        optimizer: its meter and gauges are written.
+    """
 
     def __init__(self, directory: Path, settings: DictConfig, num_workers: int, optimizer: Wrapper) -> None:
         self.optimizer, self.metric = optimizer, settings.metric

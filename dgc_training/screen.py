@@ -19,7 +19,11 @@ BOLD, GREEN, RESET = "\x1b[1m", "\x1b[1;32m", "\x1b[0m"
 
 
 class Screen:
-    """Prints on rank 0 only. result: the tag of the result in the table; None if nothing is evaluated."""
+    """Prints the table and the progress bar, on rank 0 only.
+
+    Args:
+        result: tag of the result that the table shows; None if nothing is evaluated.
+    """
 
     def __init__(self, rank: int, num_epochs: int, steps_per_epoch: int, result: str | None) -> None:
         self.prints = rank == 0

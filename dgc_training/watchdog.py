@@ -30,7 +30,11 @@ Waiting = tuple[float, str] | None
 
 
 class WatchedTransport:
-    """A transport that records how long its rank has been waiting, and for which message."""
+    """A transport that records how long its rank has been waiting, and for which message.
+
+    Args:
+        inner: the transport that does all communication.
+    """
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner

@@ -75,7 +75,7 @@ class Facts:
     versions: Mapping[str, str | None]
     """Installed version of each of PACKAGES, None where it is missing."""
     mpirun: str | None
-    """First line of `mpirun --version`, None where there is no mpirun."""
+    """First line of `mpirun --version`; None if there is no mpirun."""
     cores: int
     root: bool
     prefix: str

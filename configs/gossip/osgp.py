@@ -9,5 +9,5 @@ configs.train.gossip.graph_from_epoch = None  # {"30": another}: configs/topolog
 configs.train.gossip.mixing = Config(uniform, _partial_=True)
 configs.train.gossip.message = None  # fp32; fp16.py, bf16.py, int8.py: smaller messages
 configs.train.gossip.synch_freq = 0  # steps without a neighbour's message before the rank waits for it
-configs.train.gossip.overlap = True  # False: send after the step, as SGP does, but wait as synch_freq says
+configs.train.gossip.overlap = True  # False: send after the step, as in SGP, but wait by synch_freq
 configs.train.gossip.biased = False  # True: the paper's ablation without push-sum's weights
