@@ -3,12 +3,12 @@
     python train.py --configs configs/digits/cnn.py
     horovodrun -np 4 python train.py --configs configs/digits/cnn.py configs/dgc/wm5.py --configs.seed 7
 
-`main` reads the command line and the configs; nothing is started or written before they are known to be good.
-`build_and_train` builds every part from the config and holds the loop. Which algorithm the ranks speak to each
-other by is the config's business alone: here it is the optimizer that wraps the one that steps.
+`main` reads the command line and the configs. Nothing is started or written before both are checked.
+`build_and_train` builds every part from the config and runs the training loop. The communication algorithm is
+set by the config alone: in this file it is the optimizer that wraps the one that takes the steps.
 """
 
-import dgc_training.installed  # noqa: F401  (says what to do where torch is missing)
+import dgc_training.installed  # noqa: F401  (prints what to do if torch is missing)
 
 # isort: split
 import os
@@ -90,18 +90,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
-    """One rank's part, from building to the summary; exit status 0, or SAVED where a signal ended it early."""
+    """Runs one rank, from building to the summary. Returns exit status 0, or SAVED if a signal ended the run."""
     with ExitStack() as held:
         return build_and_train(args, tree, transport, held)
 
 
 def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, held: ExitStack) -> int:
-    """held: takes the run directory's lock, which is released when the run has ended."""
+    """Builds all parts from the config and trains. `held` keeps the lock of the run directory until the end."""
     rank, size, settings = transport.rank, transport.size, tree.train
     device = prepare_device(tree, args.devices, transport)
     check_agreement(tree, device, transport)
 
-    # Build. Every rank draws the same initial model; from then on each has random numbers of its own.
+    # Build. Every rank draws the same initial model. Afterwards each rank draws different random numbers.
     with building():
         tier = choose_kernels(settings.kernels, device)
         dataset = build(tree.dataset)
@@ -137,7 +137,7 @@ def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, hel
         rows = Rows(directory, settings, tree.data.num_workers, optimizer) if settings.csv else None
         state = State(model, optimizer, schedule, progress, transport, device, rows)
 
-    # Everything can be built: only now is anything written.
+    # Nothing is written before this point, where all parts have been built.
     checkpoints = Checkpoints(directory / "checkpoints", transport)
     if args.evaluate:
         return evaluate_only(directory, tree, checkpoints, state, evaluation)
@@ -211,9 +211,7 @@ def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, hel
 def evaluate_only(
     directory: Path, tree: DictConfig, checkpoints: Checkpoints, state: State, evaluation: Evaluation
 ) -> int:
-    """Evaluates the best checkpoint, or the latest where no metric says which is best, and prints the
-    results.
-    """
+    """Evaluates the best checkpoint (the latest one if there is no metric) and prints the results."""
     found = checkpoints.find("best", "latest")
     if found is None:
         raise Refused(
@@ -231,8 +229,9 @@ def evaluate_only(
 
 
 def put_repository_last_on_path() -> None:
-    """Python puts this file's folder first on its path: there its `configs` and `scripts` would hide packages of
-    these names that a user's module imports.
+    """Moves this file's folder from the front of sys.path to its end.
+
+    At the front, its `configs` and `scripts` would hide packages of the same names that a user's module imports.
     """
     here = Path(__file__).resolve().parent
     if sys.path and Path(sys.path[0]).resolve() == here:

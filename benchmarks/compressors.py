@@ -1,22 +1,23 @@
-"""What every compressor sends, what it costs and what it leaves behind, on the gradients of two networks.
+"""Bytes sent, time and error of every compressor, on the gradients of two networks.
 
     python -m benchmarks.compressors [--model resnet18|lstm] [--ranks 2] [--methods powersgd-2 qsgd ...]
 
-resnet18   for CIFAR (He et al. 2016), 24 steps per epoch: the first experiment of PowerSGD's paper
-lstm       three layers of 650, a vocabulary of 28,869 in one shared embedding, 70 steps per epoch: its second
+resnet18   for CIFAR (He et al. 2016), 24 steps per epoch: the first experiment of the PowerSGD paper
+lstm       three layers of 650, a vocabulary of 28,869 in one shared embedding, 70 steps per epoch: the second one
 
-Simulated ranks in one process: each has its own gradient, the same direction for all plus noise of its own, heavy
-tails, tensors of different scales; in buckets of 25 MB. The wire costs nothing: times are those of rank 0, over
-all buckets, medians over steps after a warm-up. Methods that keep errors do so from step to step.
+Ranks are simulated in one process. The gradient of each rank is a direction common to all ranks plus its own
+noise, with heavy tails and tensors of different scales, in buckets of 25 MB. Communication takes no time. Times
+are those of rank 0 over all buckets, as medians over the steps after a warm-up. Methods with error feedback keep
+their error state from step to step.
 
 payload    bytes that one rank contributes per step
-wire       bytes that it sends for that; MiB of an epoch; how many times fewer than dense fp32 all-reduce
-encode     milliseconds until the first message is there; decode: all that comes later, orthonormalization included
-error      |what waits| / |gradient + what waited| after the last step
-mean       |mean returned - true mean| / |true mean|, summed over all steps: what is late counts less and less
+wire       bytes that one rank sends per step; MiB per epoch; factor below a dense fp32 all-reduce
+encode     milliseconds until the first message is ready; decode: the rest, including orthonormalization
+error      |error state| / |gradient + previous error state| after the last step
+mean       |mean returned - true mean| / |true mean|, of sums over all steps: a delay counts less and less
 
-torch's own PowerSGD and fp16 hooks, on the same shapes and in turns with ours: benchmarks.powersgd_step. Prints a
-table and, last, one line of JSON.
+For torch's PowerSGD and fp16 hooks on the same shapes, interleaved with ours, see benchmarks.powersgd_step. The
+last line of the output is JSON, after a table.
 """
 
 import argparse

@@ -1,12 +1,17 @@
-"""How many rounds of gossip until all agree, and how many messages that takes of each rank.
+"""Rounds of gossip, and messages per rank, until all ranks agree.
 
     python -m benchmarks.consensus --ranks 8 16 64 256
 
-Every rank begins with a random number. `exact` is the first round after which every z = x / w is the mean but for
-rounding, where there is one; `rounds` the first after which no z is further from the mean than --error times the
-largest distance at the start; `theory` what the mixing matrices of one period say: rounds for a factor of --error,
-by the second-largest eigenvalue, or for the exact mean where that is zero. Messages are those that one rank sends
-until then, at most. Prints a table for each number of ranks and, last, one line of JSON.
+Every rank begins with a random number. The columns are:
+
+exact      the first round, if any, after which every z = x / w is the mean up to rounding
+rounds     the first round after which no z is further from the mean than --error times the largest distance at
+           the start
+theory     the rounds computed from the mixing matrices of one period: for a factor of --error, by the
+           second-largest eigenvalue, or for the exact mean if that eigenvalue is zero
+
+Messages are the largest number that one rank sends during `rounds`. The output is a table for each number of ranks
+and a last line of JSON.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Does compression keep the accuracy? Paired folds of one task, each method against one, same steps and rate.
+"""Accuracy with compression: paired folds of one task, all methods compared with the first, same steps and rate.
 
     python -m benchmarks.convergence --task digits --ranks 4 --folds 5 --methods dense dgc
 
-Each fold's test images are tested by a model that never saw them; over all folds every image is tested once.
-The accuracy is that of the last epoch: no epoch is chosen by its test accuracy. Prints each run, the paired
-difference to the first method with its standard error, the wire bytes of one rank beside those of dense fp32
-all-reduce (docs/bytes.md), and, last, one line of JSON.
+The test images of a fold are not used to train its model. Over all folds every image is tested once. The accuracy
+is that of the last epoch, so no epoch is selected by its test accuracy. The output has each run, the paired
+difference to the first method with its standard error, the wire bytes of one rank compared with a dense fp32
+all-reduce (docs/bytes.md), and a last line of JSON.
 
-With --simulate the ranks are threads of one process, which exchange the same messages without Horovod and MPI; one
-run on each core at a time. Many runs on few cores take a third of the time.
+With --simulate the ranks are threads of one process, which exchange the same messages without Horovod and MPI. One
+run at a time uses each core. Many runs on few cores then take a third of the time.
 """
 
 import argparse

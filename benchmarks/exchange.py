@@ -1,14 +1,15 @@
-"""What one exchange of a model's gradients takes on this machine's ranks, every method in one run.
+"""Time of one exchange of a model's gradients between ranks on this machine, for all methods in one run.
 
     python -m benchmarks.exchange --ranks 4 --model resnet50 --methods noop dense fp16 dgc dgc-sign-rice
 
-Gradients are ready at the start and applied at the end; forward and backward are left out. `exchange` is from
-the first bucket's start to the last reply decoded, `step` adds the update of the parameters. `noop` exchanges
-nothing: no method can be faster. Each time is the median over repeats, interleaved over the methods, of the
-slowest rank. Bytes are what one rank contributes (payload) and sends (wire) in a step.
-All ranks share this machine, so that compression of one takes cores from the others and the "network" is
-memory: this shows what compression costs, not what a slow network gains.
-Prints a table and, last, one line of JSON.
+Gradients are ready at the start and applied at the end, without forward and backward. `exchange` is the time from
+the start of the first bucket until the last reply is decoded. `step` adds the update of the parameters. `noop`
+exchanges nothing and is a lower bound for all methods. Each time is that of the slowest rank, as the median over
+repeats, which are interleaved over the methods. Bytes are those that one rank contributes (payload) and sends
+(wire) in a step.
+
+All ranks share this machine: they compete for its cores, and the "network" is memory. The benchmark therefore
+shows the cost of compression, not its gain on a slow network. The output is a table and a last line of JSON.
 """
 
 import argparse

@@ -1,18 +1,19 @@
-"""The Triton tier on a real GPU: its laws, and what its steps cost.
+"""The Triton tier on a real GPU: correctness (laws) and the cost of its steps.
 
     make gpu        or        python -m benchmarks.gpu
 
-Needs CUDA, PyTorch and Triton, and nothing else: no Horovod, no MPI, no network. --dry-run needs no GPU:
-everything runs once, small, in Triton's interpreter, which shows that the command works and nothing more.
+The command needs CUDA, PyTorch and Triton, but no Horovod, no MPI and no network. --dry-run needs no GPU:
+everything runs once, at a small size, in Triton's interpreter. It shows only that the command works.
 
-1. The laws: every case of tests/kernels/test_triton.py on tensors of the device, payloads and steps against the
-   CPU's bits, and repetition bit for bit. One that fails makes the command end with 1.
-2. The table: milliseconds of a step, kernels launched, and where the host waited for the device, with how often.
-   `/ copy` compares with the traffic that the step cannot do without (DGC 20 bytes per parameter; PowerSGD 16: the
-   gradient and the error read, the error and the result written), at the rate of a copy measured in the same run.
+1. The laws: every case of tests/kernels/test_triton.py on device tensors, payloads and steps compared with the
+   bits of the CPU, and bitwise reproducibility. If a law fails, the exit status is 1.
+2. The table: milliseconds of a step, kernels launched, and the places where the host waited for the device, with
+   counts. `/ copy` is the ratio to the minimum memory traffic of the step (DGC 20 bytes per parameter; PowerSGD
+   16: the gradient and the error read, the error and the result written), at the rate of a copy measured in the
+   same run.
 
-Targets: `gradient in, payload out` waits nowhere and takes at most 1.3 times its floor. Prints, last, one line of
-JSON.
+Targets: `gradient in, payload out` has no wait and takes at most 1.3 times its floor. The last line of the output
+is JSON.
 """
 
 import argparse

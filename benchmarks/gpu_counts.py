@@ -1,4 +1,4 @@
-"""What a step asks of the host: kernels launched, and waits for the device."""
+"""Host operations of a step: kernels launched, and waits for the device."""
 
 import warnings
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Laws of the Triton tier on a real device: tests/kernels/test_triton.py, and the bits of whole steps."""
+"""Laws of the Triton tier on a real device: tests/kernels/test_triton.py, and bitwise results of whole steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

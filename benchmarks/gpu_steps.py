@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` measures: codecs, whole steps of methods without a network, and a training step."""
+"""The workloads of `benchmarks.gpu`: codecs, whole steps of methods without a network, and a training step."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,18 +1,18 @@
-"""What a step of PowerSGD costs without the wire: gradient in, averaged gradient and error out.
+"""Time of a PowerSGD step without communication: gradient in, averaged gradient and error out.
 
     python -m benchmarks.powersgd_step [--model resnet18|lstm] --ranks 1 2 4 --threads 1
 
 ours       mode="paper": error feedback, P = M Q, orthonormalize, Q = M^T P, result P Q^T; and "residual" with two
-           half steps, which sends as much
-torch      torch.distributed's powerSGD_hook, tensor by tensor, and with batch_tensors_with_same_shape; it does the
-           same, and orthonormalizes Q as well
+           half steps, which sends the same number of bytes
+torch      powerSGD_hook of torch.distributed, tensor by tensor, and with batch_tensors_with_same_shape; the same
+           algorithm, which also orthonormalizes Q
 fp16       gradients cast to fp16 and back, ours and torch's fp16_compress_hook, for comparison
 
-The gradients of ResNet-18 for CIFAR or of the LSTM of `benchmarks.compressors`, all tensors, in buckets of 25 MB,
-flat, fp32; all methods get the same ones.
-One process: every all-reduce is answered at once with what was sent, by a stand-in also under torch's hooks. What
-they keep between steps is warm after --warmup steps. Methods take turns within each round; ratios are medians over
-rounds of the ratio within a round. Prints a table and, last, one line of JSON.
+The gradients are those of ResNet-18 for CIFAR or of the LSTM of `benchmarks.compressors`: all tensors, in flat
+fp32 buckets of 25 MB, equal for all methods. There is one process: a stand-in returns the input of every
+all-reduce at once, also for torch's hooks. State that methods keep between steps is warm after --warmup steps.
+Methods alternate within each round. A ratio is the median over rounds of the ratio within a round. The output is a
+table and a last line of JSON.
 """
 
 import argparse

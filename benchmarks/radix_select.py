@@ -1,9 +1,10 @@
-"""Radix selection as it is published and as GPU libraries do it: the exact top-k of each tensor, digit by digit.
+"""Radix selection as published and as in GPU libraries: the exact top-k of each tensor, digit by digit.
 
-Of the bits of |v|, 8 at a time from the top, the members of each bin are counted among the elements that share the
-digits found so far; the bin that holds rank k gives the next digit. Four passes find the threshold, one more
-collects what lies above it and as many ties as are due. Every thread takes whole tensors. It is the `radixSelect`
-of the study that `benchmarks.selectors` repeats, without any of the shortcuts of `dgc.selection.Exact`.
+The bits of |v| are processed 8 at a time, most significant first. Each pass counts the elements of each bin, among
+the elements that share the digits found so far. The bin that contains rank k gives the next digit. Four passes
+find the threshold. One more pass collects the elements above it, and as many ties as needed. Every thread
+processes whole tensors. This is the `radixSelect` of the study that `benchmarks.selectors` repeats, without any of
+the optimizations of `dgc.selection.Exact`.
 """
 
 import ctypes

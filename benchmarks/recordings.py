@@ -1,8 +1,8 @@
-"""Steps of DGC as training takes them, for benchmarks whose numbers depend on what gradients look like.
+"""Recorded DGC training steps, for benchmarks with results that depend on realistic gradients.
 
-`Learner` trains a model on one rank: momentum correction, accumulation, the exact choice of the largest of every
-tensor of two or more dimensions, masking; all other tensors by plain SGD. `record` keeps of such a training what a
-benchmark of selection needs, `Gradients` makes endless gradients of the kind recorded.
+`Learner` trains a model on one rank: momentum correction, accumulation, exact selection of the largest elements of
+every tensor of two or more dimensions, masking; plain SGD for all other tensors. `record` stores the state of such
+a training that a selection benchmark needs. `Gradients` generates any number of gradients like the recorded ones.
 """
 
 import time

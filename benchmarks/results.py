@@ -1,4 +1,4 @@
-"""The last line that a benchmark prints: its result as JSON."""
+"""Prints the result of a benchmark as its last line, in JSON."""
 
 import json
 import math

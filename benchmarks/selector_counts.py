@@ -1,4 +1,4 @@
-"""What selectors read, find and send, for `benchmarks.selectors`."""
+"""Counts the elements that selectors read, find and send, for `benchmarks.selectors`."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,7 @@
-"""Learning curves of every selector: the digits' network on two ranks in one process, at equal seeds.
+"""Learning curves of every selector: the digits network on two ranks in one process, with equal seeds.
 
-No warm-up of the ratio, which would hide differences: from the first step on, two ranks with batches of 16 send
-as much as the ratio says. All runs start from the same weights and see the same images in the same order.
+The ratio has no warm-up, which would hide differences. Two ranks with batches of 16 use the full ratio from the
+first step. All runs start from the same weights and use the same images in the same order.
 """
 
 from dataclasses import dataclass, field

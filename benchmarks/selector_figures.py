@@ -1,4 +1,4 @@
-"""The study's figures from what `benchmarks.selectors` measured, as PNG files."""
+"""Draws the figures of the study from the measurements of `benchmarks.selectors`, as PNG files."""
 
 from collections.abc import Mapping
 from pathlib import Path

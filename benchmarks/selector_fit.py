@@ -1,9 +1,9 @@
-"""How well Laplace and normal distributions fit numbers: Wasserstein-1 distances to the most likely of each.
+"""Quality of Laplace and normal fits: Wasserstein-1 distances between numbers and their maximum-likelihood fits.
 
-The numbers of a tensor, at most 2**18 of them, evenly spread over it. Zeros are left out: they come from units
-that no image of the batch reached, and neither distribution has a place for them. The distance is the mean over p
-of the difference between the numbers' quantile of p and the distribution's, at the middles of n equal steps of p,
-in units of the numbers' standard deviation, so that tensors of large numbers do not outweigh the others.
+At most 2**18 numbers of a tensor are used, evenly spaced. Zeros are left out: they belong to units that no image
+of the batch activated, and neither distribution can describe them. The distance is the mean difference between the
+p-quantiles of the numbers and of the distribution, at the middles of n equal intervals of p. It is given in units
+of the standard deviation of the numbers, so that tensors with large numbers do not dominate.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What `benchmarks.selectors` compares: every selector in a step of DGC."""
+"""The methods that `benchmarks.selectors` compares: every selector in a DGC step."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Times of a choice alone, without the pass over u and v, by the size of one tensor (figure 5)."""
+"""Times of the selection only, without the pass over u and v, by the size of one tensor (figure 5)."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""Selectors in steps of DGC on recorded state: times, and what they count."""
+"""Times and counts of selectors in DGC steps on recorded state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,27 +1,29 @@
-"""Which selector wins? The study of LDTE-BS (Chen, Liu, Han 2021), repeated with the selectors of dgc.selection.
+"""Comparison of selectors: the study of LDTE-BS (Chen, Liu, Han 2021), with the selectors of dgc.selection.
 
     python -m benchmarks.selectors [--quick] [--models resnet50 densenet121] [--figures DIR]
 
-Each network is trained on 32x32 images by DGC itself at the ratio, one rank, batches of 8; its u, v and gradients
-are recorded. CIFAR-10 where data/cifar10 holds it, otherwise scikit-learn's digits, enlarged. What is printed:
+Each network is trained on 32x32 images with DGC at the given ratio, on one rank with batches of 8. Its u, v and
+gradients are recorded. The images are CIFAR-10 if it is in data/cifar10, otherwise enlarged scikit-learn digits.
+Sections of the output:
 
-counts    (by model) what each selector reads of v beside the update of u and v, in passes over it; the elements
-          that reach its thresholds before any cut, and those it sends, by k; the share of the sum of squares in
-          these. For accumulated v, in steps as below, and for the last gradient as if it were v. `reached` has
-          all elements of tensors without a threshold; `sampled` sets none where a sample is no smaller
+counts    (by model) reads of v by each selector beyond the update of u and v, in passes over v; elements that
+          reach its thresholds before any cut, and elements that it sends, in units of k; share of the sum of
+          squares in these. Both for accumulated v, in steps as below, and for the last gradient in place of v.
+          `reached` includes all elements of tensors without a threshold; `sampled` has no threshold if a sample
+          would be as large as the tensor
 steps     (table 3, by model) gradient in, payload out, without forward and backward: accumulate, select, encode,
-          take. `radix` is the study's radixSelect, `sampled` its hierarchical selection, `laplace` LDTE-BS; beside
-          them the update of u and v alone, which is the floor, torch.topk of |v| alone and the choice of `exact`
-          alone. Fresh gradients have each element's recorded mean and deviation; --settle steps before anything
-          is timed fill v up, and those that remember find their level. Each method goes on with its own u and v
+          take. `radix` is the study's radixSelect, `sampled` its hierarchical selection, `laplace` LDTE-BS. For
+          comparison: the update of u and v only, which is the floor, torch.topk of |v| only, and the selection of
+          `exact` only. New gradients have the recorded mean and deviation of each element. Before the timing,
+          --settle steps fill v, and selectors with a history adapt. Each method continues with its own u and v
 fit       (table 1) Wasserstein distances to Laplace and Gauss, tensor by tensor (see selector_fit)
-training  seconds of forward and backward, and what selection adds: a step of DGC less the update of u and v
-sizes     (figure 5) a choice alone, from one tensor of numbers drawn from the recorded v of a tensor
-curves    (figure 6) the digits' network by every selector. Differences between them are mostly chance: accuracies
-          proper are those of benchmarks.convergence, whose methods have the same names
+training  seconds of forward and backward, and the time added by selection: a DGC step less the update of u and v
+sizes     (figure 5) the selection only, from one tensor of numbers drawn from the recorded v of a tensor
+curves    (figure 6) the digits network with every selector. Differences are mostly chance. For accuracies see
+          benchmarks.convergence, which has methods of the same names
 
-Methods take turns within each round; ratios are medians over rounds of the ratio within a round. Last comes one
-line of JSON.
+Methods alternate within each round. A ratio is the median over rounds of the ratio within a round. The last line
+of the output is JSON.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""What takes the place of jaxtyping and pytest on a machine that has PyTorch and Triton alone.
+"""Replacements for jaxtyping and pytest on a machine that has only PyTorch and Triton.
 
-Of jaxtyping, annotations: `Float32[Tensor, "n"]` is Tensor. Nothing computes with them. Of pytest, what a file of
-tests with plain functions needs: parameters, fixtures and `raises`. A jaxtyping that is installed is used; tests
-run without pytest in any case, so that there is one way.
+For jaxtyping there are annotations: `Float32[Tensor, "n"]` is Tensor, and nothing is checked. For pytest there is
+what test files with plain functions need: parameters, fixtures and `raises`. An installed jaxtyping is used. Tests
+always run without pytest, so that there is only one way.
 """
 
 import inspect

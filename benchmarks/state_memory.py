@@ -1,11 +1,11 @@
-"""What DGC's state costs in memory, against momentum SGD on the same model.
+"""Memory of DGC's state, compared with momentum SGD on the same model.
 
     python -m benchmarks.state_memory
 
-Each method trains a few steps in a process of its own. `live` is the bytes of all tensors alive after the last
-step (parameters, gradients, buckets, optimizer and error state); `peak` is the process's largest resident set
-less that before the model was built, so it holds what a step needs for a moment as well.
-Prints a table and, last, one line of JSON.
+Each method trains a few steps in a separate process. `live` is the bytes of all tensors alive after the last step
+(parameters, gradients, buckets, optimizer and error state). `peak` is the largest resident set of the process,
+less the one before the model was built, so it includes temporary memory of a step. The output is a table and a
+last line of JSON.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The methods that `benchmarks.step_overhead` compares, each as one step over all buckets."""
+"""The methods that `benchmarks.step_overhead` compares. Each is one step over all buckets."""
 
 import ctypes
 import subprocess

@@ -1,18 +1,18 @@
-"""What a step of DGC costs before anything is sent: gradient in, payload out.
+"""Time of a DGC step before communication: gradient in, payload out.
 
     python -m benchmarks.step_overhead --model resnet50 --ratio 0.001 --device cpu --threads 2
 
-ours      take what the step before sent out of u and v, accumulate, select, encode into the wire's payload; by
-          tier of kernels and by engine of selection, all of which send the same elements
-floor     u = m u + g, v = v + u and nothing else: on a CPU the faster of a loop without any test, compiled for
-          this machine, and of our own pass; on a GPU our own pass
-eager     the original DGC algorithm as plain PyTorch, tensor by tensor: sampled threshold, adaptation, masking.
-          It only makes indices and values, no payload.
+ours      remove the elements sent in the previous step from u and v, accumulate, select, encode into a payload; by
+          tier of kernels and by selection engine, all of which send the same elements
+floor     only u = m u + g, v = v + u. On a CPU: the faster one of a loop without branches, compiled for this
+          machine, and our own pass. On a GPU: our own pass
+eager     the original DGC algorithm in plain PyTorch, tensor by tensor: sampled threshold, adaptation, masking.
+          It produces only indices and values, no payload.
 
-Tensors of two and more dimensions of the named model, in buckets of 25 MB, fp32. Every step has a fresh gradient
-(heavy tails: normal times log-normal), the same for all methods, and u, v come from many steps of DGC itself:
-accumulated gradients look nothing like fresh ones. Methods take turns within each round; ratios are medians over
-rounds of the ratio within a round. Prints a table and, last, one line of JSON.
+The tensors are those of the named model with two or more dimensions, fp32, in buckets of 25 MB. Every step has a
+new gradient (heavy tails: normal times log-normal), equal for all methods. u and v come from many DGC steps, since
+accumulated gradients differ strongly from new ones. Methods alternate within each round. A ratio is the median
+over rounds of the ratio within a round. The output is a table and a last line of JSON.
 """
 
 import argparse

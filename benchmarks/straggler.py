@@ -1,13 +1,14 @@
-"""How much longer an iteration takes the other ranks when one rank is slow, every method in one run.
+"""Iteration time of the other ranks when one rank is slow, for all methods in one run.
 
     python -m benchmarks.straggler --ranks 4 --slow 5
 
-Each rank's forward and backward are a pause of --compute milliseconds, the last rank's --slow times as many in the
-second of two phases; a model of --numel parameters then travels as the method says. A time is the median over the
-iterations of all ranks but the last. `to the end` is the time of a whole phase, the same number of steps by all
-ranks together, with the straggler's over the other's: where ranks may be ahead, but do equally many steps, the
-others wait at the end. `steps` are the slow rank's over another's. The "network" is this machine's memory.
-Prints a table and, last, one line of JSON.
+Forward and backward of each rank are replaced by a pause of --compute milliseconds, and of --slow times as many on
+the last rank in the second of two phases. Each step then communicates a model of --numel parameters by the method.
+A time is the median over the iterations of all ranks except the last. `to the end` is the duration of the phase
+with the straggler divided by that of the phase without, for the same total number of steps of all ranks. If ranks
+may be ahead but take equally many steps, the others wait at the end. `steps` is the number of steps of the slow
+rank divided by that of another rank. The "network" is this machine's memory. The output is a table and a last line
+of JSON.
 """
 
 import argparse

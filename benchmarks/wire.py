@@ -1,21 +1,21 @@
-"""Bits per element of every payload format, beside the entropy, and how fast they are made and read.
+"""Bits per element of every payload format compared with the entropy, and encoding and decoding rates.
 
     python -m benchmarks.wire [--model resnet18] [--steps 30] [--densities 0.001 0.01 0.1]
 
-For each density a model learns scikit-learn's digits on one rank by the steps of DGC itself: momentum correction,
-accumulation, the exact choice of the largest of every tensor, masking. Images are doubled in size, or the last
-kernels of a ResNet would see one pixel and have no gradient but in their middle. The selections of the last steps
-are what is coded. All sizes are what is planned, with the header, the slack and all rounding, per element that was
-really sent:
+For each density a model is trained on scikit-learn's digits, on one rank with DGC steps: momentum correction,
+accumulation, exact selection of the largest elements of every tensor, masking. Images are doubled in size;
+otherwise the last kernels of a ResNet would see one pixel and have a gradient only in their centre. The selections
+of the last steps are encoded. All sizes are planned sizes, with header, slack and all rounding, per element that
+was sent:
 
     index     header and indices
     element   the whole payload
-    bound     H(D) / D bits, the least that indices of random supports of density D take on average
-    sent      share of the planned elements that was sent; what does not fit stays in the error state
+    bound     H(D) / D bits, the minimum average size of the indices of random supports of density D
+    sent      share of the planned elements that was sent; elements that do not fit stay in the error state
 
-Rates, in million elements per second and thread, are those of whole payloads and, in the rows without values, of
-the index codes alone. Prints tables and, last, one line of JSON, whose outer numbers are those of sign and rice at
-the first density.
+Rates are in million elements per second and thread. They are those of whole payloads and, in the rows without
+values, of the index codes only. The output has tables and a last line of JSON. Its top-level numbers are those of
+sign and rice at the first density.
 """
 
 import argparse

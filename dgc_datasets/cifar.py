@@ -3,9 +3,9 @@
     ROOT/cifar-10-batches-py/{data_batch_1, ..., data_batch_5, test_batch}     10 classes
     ROOT/cifar-100-python/{train, test}                                       100 classes
 
-Where the folder is missing and its archive (cifar-10-python.tar.gz) lies in ROOT, one process per machine
-unpacks it; `download` fetches the archive first. A file with the official number of images must also have the
-official checksum; files of other sizes are taken for a data set of one's own in the same format.
+If the folder does not exist and its archive (cifar-10-python.tar.gz) is in ROOT, one process per machine unpacks
+it. With `download` the archive is fetched first. A file with the official number of images must also have the
+official checksum. Files of other sizes are accepted as a custom data set in the same format.
 """
 
 import hashlib
@@ -30,9 +30,14 @@ OFFICIAL_IMAGES = (10_000, 50_000)
 class CIFAR(dict[str, Dataset[Any]]):
     """{'train', 'test'}, and 'val' with a val_ratio: items are (image float32 [3, size, size], label).
 
-    num_classes: 10 or 100, which says the data set. image_size: test images are resized to it, training
-    images, padded by 4 pixels, cropped to it. val_ratio: the share of the training images that is not trained
-    on but tested. ValueError, which says what to do, for missing or damaged files.
+    Args:
+        root: the folder that contains the data set's folder or archive.
+        num_classes: 10 for CIFAR-10, 100 for CIFAR-100.
+        image_size: test images are resized to it; training images are padded by 4 pixels and cropped to it.
+        val_ratio: the share of the training images that is held out for validation.
+
+    Raises:
+        ValueError: with a remedy, for missing or damaged files.
     """
 
     def __init__(
@@ -66,9 +71,9 @@ class CIFAR(dict[str, Dataset[Any]]):
 
 
 def prepare(source: Any, folder: Path, names: list[str], download: bool) -> None:
-    """Sees to it that all files are in `folder`; of the processes on a machine, one does the work.
+    """Makes sure that all files are in `folder`. One process per machine does the work.
 
-    source: torchvision's class, which knows the archive's name, address and checksum.
+    `source` is torchvision's class, which has the archive's name, address and checksum.
     """
     archive = folder.parent / source.filename
 
@@ -91,7 +96,7 @@ def prepare(source: Any, folder: Path, names: list[str], download: bool) -> None
 
 
 def fetch(source: Any, archive: Path, download: bool) -> None:
-    """The archive is there and whole after this, downloaded if that is allowed and needed; else ValueError."""
+    """Makes sure that the archive is complete. Downloads it if needed and allowed, otherwise raises ValueError."""
     from torchvision.datasets.utils import check_integrity, download_url
 
     if check_integrity(str(archive), source.tgz_md5):
@@ -111,7 +116,7 @@ def fetch(source: Any, archive: Path, download: bool) -> None:
 
 
 def read(folder: Path, files: list[list[str]], num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """(pixels uint8 [n, 32, 32, 3], labels [n]) of (name, official MD5) files, in their order."""
+    """(pixels uint8 [n, 32, 32, 3], labels [n]) of several files, each given as (name, official MD5), in order."""
     contents = [read_batch(folder / name, checksum, num_classes) for name, checksum in files]
     pixels = np.concatenate([pixels for pixels, _ in contents]).reshape(-1, 3, EDGE, EDGE)
     labels = np.array([label for _, labels in contents for label in labels])
@@ -119,13 +124,13 @@ def read(folder: Path, files: list[list[str]], num_classes: int) -> tuple[np.nda
 
 
 def read_batch(path: Path, checksum: str, num_classes: int) -> tuple[np.ndarray, list[int]]:
-    """(pixels uint8 [n, 3072], labels) of one file. ValueError, which names it, where it is damaged."""
+    """(pixels uint8 [n, 3072], labels) of one file. Raises ValueError, with its path, if it is damaged."""
     try:
         content = path.read_bytes()
         batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
         pixels = np.asarray(batch["data"])
         labels = [int(label) for label in batch["labels" if "labels" in batch else "fine_labels"]]
-    # Damaged bytes make the unpickler raise nearly anything.
+    # Damaged bytes can make the unpickler raise almost any exception.
     except Exception as error:
         raise ValueError(f"{path} cannot be read as a file of CIFAR: {_reason(error)}") from error
     expected = (len(labels), 3 * EDGE * EDGE)
@@ -143,7 +148,7 @@ def read_batch(path: Path, checksum: str, num_classes: int) -> tuple[np.ndarray,
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads NumPy arrays and plain values; a pickle could otherwise run any code."""
+    """Unpickler for NumPy arrays and plain values only. An unrestricted pickle could run any code."""
 
     ARRAYS = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy._core.numeric")
     NAMES = ("ndarray", "dtype", "_reconstruct", "_frombuffer")

@@ -1,9 +1,8 @@
-"""Handwritten digits: 1797 real 8x8 images that scikit-learn carries with it. Nothing is downloaded.
+"""Handwritten digits: 1797 real 8x8 images that are part of scikit-learn. Nothing is downloaded.
 
 Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI repository 1998 (its test
-part). The images are dealt into `num_folds` folds once and for all, class by class, so every fold has nearly
-the same share of each class; a fold is the test set of one run, and over all folds every image is tested
-exactly once.
+part). The images are divided into `num_folds` fixed folds, class by class, so every fold has nearly the same share
+of each class. A run uses one fold as its test set. Over all folds every image is tested exactly once.
 """
 
 import random
@@ -18,7 +17,7 @@ MEAN, STD = 0.3053, 0.3761
 
 
 def stratified_folds(labels: list[int], num_folds: int, seed: int = 0) -> list[list[int]]:
-    """Deals the indices of `labels` into folds; a class's counts differ by at most one between folds."""
+    """Divides the indices of `labels` into folds. The counts of a class differ by at most one between folds."""
     shuffle = random.Random(seed).shuffle
     folds: list[list[int]] = [[] for _ in range(num_folds)]
     dealt = 0
@@ -34,8 +33,10 @@ def stratified_folds(labels: list[int], num_folds: int, seed: int = 0) -> list[l
 class Digits(dict[str, Dataset[tuple[Tensor, ...]]]):
     """{'train', 'test'}: items are (image float32 [1, 8, 8], label int64 []).
 
-    fold: which of the `num_folds` (2 to 10) folds is the test set, counted from 0.
-    num_classes: 10; here so that a config can hand it on to the model.
+    Args:
+        fold: index of the fold that is the test set, counted from 0.
+        num_folds: number of folds, 2 to 10.
+        num_classes: 10. A config can pass it on to the model.
     """
 
     def __init__(self, fold: int = 0, num_folds: int = 5, num_classes: int = NUM_CLASSES) -> None:

@@ -2,7 +2,7 @@
 
     ROOT/train/n01440764/n01440764_10026.JPEG      ROOT/val/n01440764/ILSVRC2012_val_00000293.JPEG
 
-The classes are the folders of ROOT/train in alphabetical order, which for ImageNet is the usual numbering.
+The classes are the folders of ROOT/train in alphabetical order, which gives the usual numbering for ImageNet.
 """
 
 import warnings
@@ -15,23 +15,27 @@ from dgc_datasets.images import ImageFiles, held_out, normalized
 
 # Of ImageNet's training images, per channel.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# The share of a test image's shorter edge that its central crop keeps.
+# Edge of the central crop of a test image, as a share of the image's shorter edge.
 CENTRE = 0.875
 WHERE = (
     "Make ROOT/train/CLASS/*.JPEG and ROOT/val/CLASS/*.JPEG, one folder per class, and name ROOT with "
     "--configs.dataset.root"
 )
 
-# A few of ImageNet's files have damaged camera data beside a sound image.
+# A few files of ImageNet have an intact image but damaged camera data.
 warnings.filterwarnings("ignore", "(Possibly )?[Cc]orrupt EXIF data", UserWarning)
 
 
 class ImageNet(dict[str, Dataset[Any]]):
     """{'train', 'test'}, and 'val' with a val_ratio: items are (image float32 [3, size, size], label).
 
-    num_classes: where there are more folders, every (folders // num_classes)-th class is taken. val_ratio:
-    the share of the training images that is not trained on but tested; 'test' is what lies in ROOT/val.
-    ValueError, which says what to do, where folders are missing or do not fit.
+    Args:
+        num_classes: number of classes. If there are more folders, every (folders // num_classes)-th one is used.
+        val_ratio: the share of the training images that is held out for validation. 'test' has the images of
+            ROOT/val.
+
+    Raises:
+        ValueError: with a remedy, if folders are missing or do not match.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class ImageNet(dict[str, Dataset[Any]]):
 
 
 def chosen_classes(root: Path, num_classes: int) -> dict[str, int]:
-    """{folder's name: label} of the classes to train on."""
+    """{folder name: label} of the classes to train on."""
     for folder in (root / "train", root / "val"):
         if not folder.is_dir():
             raise ValueError(f"the data set is not there: {folder} is no folder. {WHERE}")
@@ -85,7 +89,7 @@ def chosen_classes(root: Path, num_classes: int) -> dict[str, int]:
 
 
 def find_images(folder: Path, classes: dict[str, int]) -> list[tuple[str, int]]:
-    """(path, label) of all images, in the order of their paths. ValueError for a class without images."""
+    """(path, label) of all images, sorted by path. Raises ValueError for a class without images."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     try:

@@ -1,4 +1,4 @@
-"""What the image data sets share: images in memory or in files, and the transforms of training and testing."""
+"""Common parts of the image data sets: images in memory or in files, and transforms for training and testing."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-# A transform takes an image of PIL and gives a float32 tensor [3, height, width].
+# A transform takes a PIL image and returns a float32 tensor [3, height, width].
 Transform = Callable[[Any], Any]
 
 
 class ArrayImages(Dataset[Any]):
-    """Images that are in memory: pixels uint8 [n, height, width, 3] and labels [n]."""
+    """Images in memory: pixels uint8 [n, height, width, 3] and labels [n]."""
 
     def __init__(self, pixels: np.ndarray, labels: np.ndarray, transform: Transform) -> None:
         self.pixels = pixels
@@ -29,7 +29,7 @@ class ArrayImages(Dataset[Any]):
 
 
 class ImageFiles(Dataset[Any]):
-    """Images in files, opened when they are asked for: (path, label) each."""
+    """Images in files, given as (path, label). A file is opened when its image is needed."""
 
     def __init__(self, samples: list[tuple[str, int]], transform: Transform) -> None:
         self.samples = samples
@@ -44,19 +44,19 @@ class ImageFiles(Dataset[Any]):
 
 
 def read_image(path: str) -> Any:
-    """The image as PIL's RGB. ValueError, which names the file, where it cannot be read or decoded."""
+    """Reads an RGB image with PIL. Raises ValueError, with its path, if it cannot be read or decoded."""
     from PIL import Image
 
     try:
         with open(path, "rb") as file, Image.open(file) as image:
             return image.convert("RGB")
-    # PIL raises nearly anything for damaged files: OSError, SyntaxError, struct.error, ValueError.
+    # PIL raises many exceptions for damaged files: OSError, SyntaxError, struct.error, ValueError.
     except Exception as error:
         raise ValueError(f"the image {path} cannot be read: {error}") from error
 
 
 def normalized(steps: list[Transform], mean: tuple[float, ...], std: tuple[float, ...]) -> Transform:
-    """`steps` on PIL's image, then the tensor with each channel's `mean` taken off and divided by `std`."""
+    """Applies `steps` to a PIL image, converts it to a tensor and normalizes each channel by `mean` and `std`."""
     from torchvision import transforms
 
     composed: Transform = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, std)])
@@ -64,9 +64,10 @@ def normalized(steps: list[Transform], mean: tuple[float, ...], std: tuple[float
 
 
 def held_out(labels: Sequence[int], ratio: float | None) -> list[int]:
-    """Indices of the part of the training images that is kept for validation, the same in every run.
+    """Indices of the training images that are held out for validation, equal in every run.
 
-    Of each class `ratio` (between 0 and 1) of its images, at least one; none at all where ratio is None.
+    Of each class a share of `ratio` (between 0 and 1) is held out, and at least one image. If `ratio` is None, no
+    image is held out.
     """
     if ratio is None:
         return []

@@ -1,9 +1,9 @@
-"""One process per machine prepares a data set, and the others wait, without a word between them: a file lock.
+"""One process per machine prepares a data set while the others wait for a file lock. They do not communicate.
 
-Each process that needs an unprepared data set asks for the lock in its folder. The first prepares, the rest
-find it prepared when their turn comes. The system frees the lock of a process that ends in whatever way, and
-an archive is unpacked beside its place and moved there in one step, so that a folder that exists is whole.
-A prepared data set is only read: its folder may be read-only.
+Each process that needs an unprepared data set acquires the lock in its folder. The first one prepares the data
+set; the others then find it prepared. The system releases the lock when a process ends for any reason. An archive
+is unpacked under a temporary name and renamed in one step, so that a folder that exists is complete. A prepared
+data set is only read, so its folder may be read-only.
 """
 
 import errno
@@ -16,14 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOCK = ".preparing"
-# What a file system says that knows no locks.
+# Error codes of file systems without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def prepare_once(root: Path, is_ready: Callable[[], bool], prepare: Callable[[], None]) -> None:
-    """Calls `prepare` in one of the processes that get here, unless `is_ready`; all return once it is done.
+    """Calls `prepare` in one of the calling processes unless `is_ready`. All processes return when it is done.
 
-    If `prepare` raises, the next process tries. ValueError where `root` cannot be written to or locked.
+    If `prepare` raises, the next process tries. Raises ValueError if `root` cannot be written to or locked.
     """
     if is_ready():
         return
@@ -46,7 +46,7 @@ def prepare_once(root: Path, is_ready: Callable[[], bool], prepare: Callable[[],
 
 
 def unpack(archive: Path, folder: str) -> None:
-    """Unpacks `folder` of a tar archive beside the archive, whole or not at all. ValueError if it is damaged."""
+    """Unpacks `folder` of a tar archive beside it, completely or not at all. ValueError if it is damaged."""
     with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".unpacking-") as scratch:
         try:
             with tarfile.open(archive) as tar:
@@ -56,6 +56,6 @@ def unpack(archive: Path, folder: str) -> None:
         if not Path(scratch, folder).is_dir():
             raise ValueError(f"{archive} holds no folder {folder}")
         place = archive.parent / folder
-        if place.exists():  # one that an interrupted download of another program left
+        if place.exists():  # left by an interrupted download of another program
             shutil.rmtree(place)
         os.rename(Path(scratch, folder), place)

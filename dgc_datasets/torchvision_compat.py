@@ -1,12 +1,12 @@
-"""Lets `import torchvision` work beside a torch that its compiled operators do not fit.
+"""Makes `import torchvision` work if its compiled operators do not match the installed torch.
 
-A torchvision wheel built for CUDA cannot load its operators beside a CPU-only torch. It accepts that, but
-then describes two of them that do not exist and its import fails with "operator torchvision::nms does not
-exist". Declaring those two schemas first cures it; the operators themselves stay absent, which only detection
-models notice.
+A torchvision wheel built for CUDA cannot load its operators with a CPU-only torch. It tolerates that, but then it
+registers fake implementations of two missing operators, and its import fails with "operator torchvision::nms does
+not exist". Declaring the schemas of these two operators first avoids the error. The operators themselves are still
+missing, which affects only detection models.
 
-Importing this module is enough: it watches for the first import of torchvision, whoever makes it (a config
-file, an import path in a config, a loader's worker), and costs nothing where there is none.
+Importing this module is enough. It detects the first import of torchvision anywhere (in a config file, by an
+import path in a config, in a loader's worker) and costs nothing if torchvision is not imported.
 """
 
 import glob
@@ -24,14 +24,12 @@ SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-# torch forgets the declarations when the library object goes.
+# torch removes the declarations when the library object is deleted.
 _declared: list[torch.library.Library] = []
 
 
 def operators_load() -> bool:
-    """Whether torchvision's compiled operators fit this torch; tried as torchvision does, without importing
-    it.
-    """
+    """Whether torchvision's compiled operators match this torch. Tests it without importing torchvision."""
     spec = importlib.util.find_spec("torchvision")
     folders = list(spec.submodule_search_locations or []) if spec else []
     for path in [path for folder in folders for path in glob.glob(os.path.join(folder, "_C*.so"))]:
@@ -44,7 +42,7 @@ def operators_load() -> bool:
 
 
 def declare_missing_operators() -> list[str]:
-    """Declares what torchvision would miss; returns the names declared, none where nothing is missing."""
+    """Declares the operators that torchvision would miss, and returns their names."""
     if "torchvision" in sys.modules or _declared:
         return []
     if importlib.util.find_spec("torchvision") is None or operators_load():
@@ -57,7 +55,7 @@ def declare_missing_operators() -> list[str]:
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Finds no module; is only asked, as every finder is, before torchvision is imported."""
+    """Import finder that finds no module. Python calls it before torchvision is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Models for small images; those for ImageNet are torchvision's."""
+"""Models for small images. The models for ImageNet are those of torchvision."""
 
 from dgc_models.alexnet_cifar import alexnet as alexnet
 from dgc_models.densenet_cifar import densenet121 as densenet121

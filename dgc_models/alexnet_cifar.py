@@ -1,15 +1,15 @@
 """AlexNet for small images: Krizhevsky, Sutskever and Hinton, ImageNet Classification with Deep CNNs, NIPS 2012.
 
-The five convolutions are those of its single-tower form (Krizhevsky, https://arxiv.org/abs/1404.5997), without
-local response normalisation, with 2x2 poolings in place of the overlapping 3x3 ones. The three linear layers, made
-for 6x6 features, are one here: a 32x32 image is a single position with 256 channels after the last pooling.
+The five convolutions are those of the single-tower version (Krizhevsky, https://arxiv.org/abs/1404.5997), without
+local response normalisation, and with 2x2 pooling instead of overlapping 3x3 pooling. One linear layer replaces
+the three for 6x6 features, since a 32x32 image is reduced to a single position with 256 channels.
 """
 
 from torch import Tensor, nn
 
 
 class AlexNet(nn.Module):
-    """Input [n, in_channels, h, w], h and w at least 32; output logits [n, num_classes]."""
+    """AlexNet. Input [n, in_channels, h, w], h and w at least 32; output logits [n, num_classes]."""
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class AlexNet(nn.Module):
         self.classifier = nn.Linear(256, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                # Nothing normalises the features on the way, so it is their scale that must be kept: fan in.
-                # PyTorch's default shrinks them, layer by layer, until the logits hardly depend on the image.
+                # The features are not normalised, so the initialization must keep their scale: fan in. PyTorch's
+                # default shrinks them in each layer, until the logits hardly depend on the image.
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)

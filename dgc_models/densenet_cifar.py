@@ -1,8 +1,8 @@
 """Densely connected networks for small images: Huang et al., https://arxiv.org/abs/1608.06993.
 
-The ImageNet networks of the paper's table 1 (DenseNet-BC, growth rate 32), with a 3x3 convolution in place of the
-7x7 one and its pooling: four blocks of layers, each layer reading all that precede it in its block, and between
-blocks a transition that halves channels and image.
+The ImageNet networks of the paper's table 1 (DenseNet-BC, growth rate 32), with a 3x3 convolution instead of the
+7x7 one and its pooling. They have four blocks of layers. The input of a layer is the output of all previous layers
+of its block. A transition between two blocks halves the number of channels and the image size.
 """
 
 import torch
@@ -19,7 +19,7 @@ def activated_conv(in_channels: int, out_channels: int, kernel: int) -> list[nn.
 
 
 class DenseLayer(nn.Module):
-    """Appends `growth` channels to its input's, by way of a 1x1 convolution to four times as many."""
+    """Appends `growth` channels to its input. A 1x1 convolution first computes 4 * `growth` channels."""
 
     def __init__(self, in_channels: int, growth: int) -> None:
         super().__init__()
@@ -34,7 +34,8 @@ class DenseLayer(nn.Module):
 class DenseNet(nn.Module):
     """Input [n, in_channels, h, w], h and w at least 8; output logits [n, num_classes].
 
-    blocks: layers in each; a transition between two of them keeps half of the channels.
+    Args:
+        blocks: number of layers of each block. A transition between two blocks keeps half of the channels.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class DenseNet(nn.Module):
     ) -> None:
         super().__init__()
         channels = 2 * growth
-        # No batch norm here: every layer begins with its own.
+        # No batch norm here, since every layer begins with one.
         layers: list[nn.Module] = [nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)]
         for block, count in enumerate(blocks):
             if block:
@@ -56,7 +57,7 @@ class DenseNet(nn.Module):
         self.classifier = nn.Linear(channels, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                # He et al. (https://arxiv.org/abs/1502.01852), whom the paper follows: fan in.
+                # Fan in, by He et al. (https://arxiv.org/abs/1502.01852), as in the paper.
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:

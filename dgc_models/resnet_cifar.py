@@ -1,12 +1,12 @@
 """Residual networks for small images: He et al., Deep Residual Learning for Image Recognition, section 4.2.
 
 https://arxiv.org/abs/1512.03385. Depth 6n+2: a 3x3 convolution, three stages of n blocks with 16, 32 and 64
-channels, global average pooling, one linear layer. Shortcuts are the paper's option A: where a stage changes
-size, every second pixel of the input with zero-padded channels, so shortcuts have no parameters.
+channels, global average pooling, one linear layer. Shortcuts are the paper's option A: if a stage changes the
+size, the shortcut takes every second pixel of the input and pads the channels with zeros. It has no parameters.
 
-ResNet-18, 50 and 101 are the ImageNet networks of the paper's table 1 for such images: a 3x3 convolution with 64
-channels in place of the 7x7 one and its pooling, four stages, and shortcuts of option B. ResNet-18 has two basic
-blocks in each stage, from 64 to 512 channels; the deeper two have bottleneck blocks, from 256 to 2048 channels.
+ResNet-18, 50 and 101 are the ImageNet networks of the paper's table 1, for small images: a 3x3 convolution with 64
+channels instead of the 7x7 one and its pooling, four stages, and shortcuts of option B. ResNet-18 has two basic
+blocks in each stage, with 64 to 512 channels. ResNet-50 and 101 have bottleneck blocks, with 256 to 2048 channels.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with batch norm, added to the shortcut; inside, a quarter of the channels."""
+    """1x1, 3x3 and 1x1 convolutions with batch norm, added to the shortcut. Inner width: a quarter."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Bottleneck(nn.Module):
             nn.Conv2d(in_channels, width, 1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(inplace=True),
-            # The stride is here, as in most implementations: in the first 1x1 convolution, where the paper had
-            # it, three quarters of the pixels would not be read at all.
+            # The 3x3 convolution has the stride, as in most implementations. In the first 1x1 convolution, as in
+            # the paper, it would skip three quarters of the pixels.
             nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(inplace=True),
@@ -97,9 +97,12 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """Input [n, in_channels, h, w], h and w at least 4 (32 in the paper); output logits [n, num_classes].
 
-    stages: channels of each; all but the first halve the image. blocks: in each stage, or in all alike. resize:
-    the shortcut where a block changes size, made from (channels before, channels after, stride). block: their
-    kind. stem: channels of the first convolution, the first stage's unless given.
+    Args:
+        stages: channels of each stage. Every stage except the first halves the image.
+        blocks: number of blocks of each stage, or one number for all stages.
+        resize: builds the shortcut of a block that changes the size, from (channels before, channels after,
+        stride). block: class of the blocks. stem: channels of the first convolution; None: those of the first
+        stage.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
 """Squeeze-and-excitation networks for small images: Hu et al., https://arxiv.org/abs/1709.01507.
 
 SENet-18 is ResNet-18 with the pre-activation blocks of He et al., Identity Mappings in Deep Residual Networks
-(https://arxiv.org/abs/1603.05027), each block's residual scaled channel by channel before it is added. As in
-ResNet-18 for such images, a 3x3 convolution stands in place of the 7x7 one and its pooling, followed by its batch
-norm; unlike in the paper on pre-activation there is none after the last block.
+(https://arxiv.org/abs/1603.05027). The residual of each block is scaled by channel before it is added. As in
+ResNet-18 for small images, a 3x3 convolution with batch norm replaces the 7x7 one and its pooling. Unlike in the
+paper on pre-activation, there is no batch norm after the last block.
 """
 
 from torch import Tensor, nn
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales each channel by a factor in (0, 1) computed from all channels' means over the image."""
+    """Scales each channel by a factor in (0, 1) that is computed from the image means of all channels."""
 
     def __init__(self, channels: int, ratio: int = 16) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class PreActivationBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         activated = self.activation(x)
-        # A projection reads what the convolutions read; where there is none, the sum passes on untouched.
+        # A projection has the same input as the convolutions. Without one, the shortcut is the block's input.
         shortcut = x if self.projection is None else self.projection(activated)
         added: Tensor = self.body(activated) + shortcut
         return added
@@ -55,7 +55,9 @@ class PreActivationBlock(nn.Module):
 class SENet(nn.Module):
     """Input [n, in_channels, h, w], h and w at least 4; output logits [n, num_classes].
 
-    stages: channels of each; all but the first halve the image. blocks: in each stage.
+    Args:
+        stages: channels of each stage. Every stage except the first halves the image.
+        blocks: number of blocks of each stage.
     """
 
     def __init__(self, stages: tuple[int, ...], blocks: int, num_classes: int = 10, in_channels: int = 3) -> None:
@@ -75,7 +77,7 @@ class SENet(nn.Module):
         self.classifier = nn.Linear(channels, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                # Fan in: no batch norm follows the gates' convolutions and the projections.
+                # Fan in, because no batch norm follows the convolutions of the gates and the projections.
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)

@@ -1,7 +1,7 @@
 """VGG with batch norm for small images: Simonyan and Zisserman, https://arxiv.org/abs/1409.1556, columns D and E.
 
-The thirteen or sixteen convolutions are the paper's. Its three linear layers, made for 7x7 features, are one
-here: a 32x32 image is a single position with 512 channels after the fifth pooling.
+The thirteen or sixteen convolutions are those of the paper. One linear layer replaces the paper's three for 7x7
+features, since a 32x32 image is reduced to a single position with 512 channels by the fifth pooling.
 """
 
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ COLUMN_E = ((64,) * 2, (128,) * 2, (256,) * 4, (512,) * 4, (512,) * 4)
 class VGGBN(nn.Module):
     """Input [n, in_channels, h, w], h and w at least 32; output logits [n, num_classes].
 
-    stages: channels of each one's convolutions; every stage halves the image.
+    Args:
+        stages: for each stage, the channels of its convolutions. Every stage halves the image.
     """
 
     def __init__(self, stages: tuple[tuple[int, ...], ...], num_classes: int = 10, in_channels: int = 3) -> None:

@@ -1,1 +1,1 @@
-"""What any trainer needs: configs, schedules, data, evaluation, checkpoints, logs. Knows no algorithm."""
+"""The parts of a trainer: configs, schedules, data, evaluation, checkpoints, logs. No compression algorithm."""

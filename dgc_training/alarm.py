@@ -1,13 +1,14 @@
-"""An alarm when the error state grows without bound.
+"""Warning when the error state grows without bound.
 
-With error feedback the state's norm climbs at first and then levels off: what leaves per step balances what
-comes in. A ratio too small, a learning rate that diverges or a rank that no longer sends shows as growth that
-does not end. The rule compares windows of points (a point is `train.log_every` steps): the highest norm of the
-first WINDOW points of a settled ratio is the reference; two windows in a row above FACTOR times it, the second
-above the first, raise the alarm, once.
+With error feedback the norm of the error state climbs at first and then levels off, once the amount sent per step
+balances the amount added. If the ratio is too small, the learning rate diverges or a rank no longer sends, the
+norm keeps growing. The rule compares windows of points (a point is `train.log_every` steps). The reference is the
+highest norm of the first WINDOW points at a settled ratio. The warning is raised, once, when two consecutive
+windows are above FACTOR times the reference and the second is above the first.
 
-A healthy state fills within the 1 / ratio steps after which a coordinate is sent on average, and again when
-warm-up lowers the ratio: the reference waits for half of them at one ratio, and for SETTLING steps at least.
+A coordinate is sent every 1 / ratio steps on average, and a healthy error state fills within that many steps. It
+fills again when warm-up lowers the ratio. The reference is therefore taken only after half of these steps at one
+ratio, and after at least SETTLING steps.
 """
 
 from math import isfinite
@@ -18,7 +19,7 @@ FACTOR = 10.0
 
 
 class ErrorAlarm:
-    """`look` at each point, in order; it answers with a warning at most once."""
+    """Call `look` at each point, in order. It returns a warning at most once."""
 
     def __init__(self) -> None:
         self._ratio: float | None = None
@@ -28,7 +29,13 @@ class ErrorAlarm:
         self._told = False
 
     def look(self, norm: float, ratio: float, steps: int) -> str | None:
-        """norm: of the error state; ratio: compress_ratio in force; steps: taken since the point before."""
+        """Returns the warning, or None.
+
+        Args:
+            norm: norm of the error state.
+            ratio: current compress_ratio.
+            steps: steps since the previous point.
+        """
         if self._told:
             return None
         if not isfinite(norm):

@@ -1,4 +1,4 @@
-"""How counts, bytes and their comparison with dense are written for people."""
+"""Formats counts, bytes and their comparison with a dense all-reduce as text."""
 
 
 def plural(count: int, noun: str) -> str:
@@ -18,7 +18,7 @@ def human_bytes(count: float) -> str:
 
 
 def against_dense(wire: float, dense_wire: float) -> str:
-    """What `wire` bytes are beside the wire bytes of a dense all-reduce, which are more than 0."""
+    """Compares `wire` bytes with the wire bytes of a dense all-reduce, which must be more than 0."""
     if not wire:
         return "nothing travelled"
     if 0.95 < wire / dense_wire < 1.05:

@@ -1,4 +1,4 @@
-"""The command line: a few flags of the trainer's own; all other words belong to the config."""
+"""The command line: a few flags of the trainer. All other words are config overrides."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The flags, and the words left over (`--configs.train.num_epochs 500`) in their order."""
+    """Returns the flags and the remaining words (`--configs.train.num_epochs 500`), in order."""
     parser = _Parser(
         prog="train.py",
         allow_abbrev=False,

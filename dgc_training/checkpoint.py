@@ -1,18 +1,18 @@
-"""Checkpoints on disk. Whatever the moment of a crash, the newest complete one is found and loads.
+"""Checkpoints on disk. After a crash at any moment, the newest complete checkpoint can be found and loaded.
 
-    checkpoints/e0004/shared.pt         what all ranks have in common, written by rank 0
-    checkpoints/e0004/rank0.pt ...      what is each rank's own
-    checkpoints/e0004/manifest.json     number of ranks, every file's length and CRC-32
+    checkpoints/e0004/shared.pt         the state common to all ranks, written by rank 0
+    checkpoints/e0004/rank0.pt ...      the state of each rank
+    checkpoints/e0004/manifest.json     number of ranks, and length and CRC-32 of every file
     checkpoints/latest.json, best.json  the name of a complete checkpoint
 
-Every file is written beside its place, flushed to the disk and renamed into it. `latest.json` is replaced
-only after every rank has written its part, so it never names a half-written checkpoint. The last three, the
-latest and the best are kept. Loading runs no code from the file (`weights_only`), and a file that is not
-what was written is refused.
+Every file is written under a temporary name in its folder, flushed to the disk and renamed. `latest.json` is
+replaced only after every rank has written its part, so it never names an incomplete checkpoint. The last three
+checkpoints, the latest and the best are kept. Loading runs no code from the file (`weights_only`). A file that
+differs from its manifest is refused.
 
-Ranks on several machines need not share the file system: each finds its own rank's file where it wrote it,
-and rank 0 sends the shared part and every decision to the others. Another number of ranks reads the files of
-the old ranks whose error state it takes over (`dgc_training.reshard`), which must then be there.
+Ranks on several machines need no shared file system: each rank reads the file that it wrote, and rank 0 sends the
+shared part and every decision to the others. A different number of ranks reads the files of the old ranks that it
+takes error state from (`dgc_training.reshard`); these files must then be readable.
 """
 
 import json
@@ -34,7 +34,7 @@ from dgc_training.reshard import blend, shares
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, flushes it to the disk and renames it to `path`."""
+    """Calls `write` with a temporary file beside `path`, flushes it to the disk and renames it to `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
@@ -51,12 +51,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replaces `path` by `content` as JSON, atomically."""
+    """Atomically replaces the file `path` with `content` as JSON."""
     write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2) + "\n"))
 
 
 def read_tensors(path: Path) -> Any:
-    """What `torch.save` wrote to `path`, on the CPU; ValueError that names the file if it cannot be read."""
+    """Loads a file of `torch.save` onto the CPU. Raises ValueError, with the path, if it cannot be read."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -64,7 +64,7 @@ def read_tensors(path: Path) -> Any:
 
 
 def checkpoint_name(epoch: int, step: int = 0) -> str:
-    """Name of the checkpoint after `epoch` whole epochs and `step` steps of the next: e0004, e0004s00120."""
+    """Name of the checkpoint after `epoch` epochs and `step` steps of the next one: e0004, e0004s00120."""
     return f"e{epoch:04d}" + (f"s{step:05d}" if step else "")
 
 
@@ -73,7 +73,7 @@ def _age(folder: Path) -> list[int]:
 
 
 def fingerprint(path: Path) -> dict[str, int]:
-    """Length and CRC-32 of a file. torch does not check those inside its files."""
+    """Length and CRC-32 of a file. torch.load does not verify the checksums inside its files."""
     crc, length = 0, 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -82,7 +82,7 @@ def fingerprint(path: Path) -> dict[str, int]:
 
 
 def check_file(path: Path, expected: Any) -> None:
-    """ValueError where `path` is missing or is not the file that the manifest describes."""
+    """Raises ValueError if `path` is missing or differs from its entry in the manifest."""
     if not path.exists():
         raise ValueError(f"{path} is missing on {socket.gethostname()}")
     found = fingerprint(path)
@@ -92,10 +92,10 @@ def check_file(path: Path, expected: Any) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint as one rank sees it.
+    """A checkpoint as loaded on one rank.
 
-    Where another number of ranks saved it, `own` has only "compression", this rank's share of their error
-    state.
+    If it was saved on a different number of ranks, `own` has only "compression": this rank's share of their
+    error state.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of one run. `save` and `load` are collective: every rank calls them together."""
+    """The last `keep` checkpoints of one run, the latest and the best. `save` and `load` are collective."""
 
     def __init__(self, directory: Path, transport: Transport, keep: int = 3) -> None:
         self.directory = directory
@@ -113,7 +113,7 @@ class Checkpoints:
         self.keep = keep
 
     def save(self, name: str, shared: dict[str, Any], own: dict[str, Any], best: bool = False) -> None:
-        """Writes a checkpoint and makes it the latest, and if asked the best. `shared` is rank 0's."""
+        """Writes a checkpoint and marks it as the latest, and as the best if `best`. Rank 0's `shared` is used."""
         rank, size = self.transport.rank, self.transport.size
         name = broadcast_object(self.transport, self._unnamed(name), name="checkpoint.name")
         folder = self.directory / name
@@ -124,7 +124,7 @@ class Checkpoints:
         if rank == 0:
             write_atomically(shared_path, lambda path: torch.save(shared, path))
             written[shared_path.name] = fingerprint(shared_path)
-        # Also the barrier: no rank's part is missing when the names below are written.
+        # This is also a barrier: all ranks have written their parts when the names below are written.
         parts = all_gather_object(self.transport, written, name="checkpoint.files")
         if rank == 0:
             files = {file: print_ for part in parts for file, print_ in part.items()}
@@ -134,12 +134,13 @@ class Checkpoints:
                 write_json(self.directory / "best.json", {"checkpoint": name})
         barrier(self.transport, name="checkpoint.named")
         self._prune()
-        # No rank begins the next checkpoint while another still removes what it does not know.
+        # No rank may begin the next checkpoint while another one still removes old folders.
         barrier(self.transport, name="checkpoint.pruned")
 
     def _unnamed(self, name: str) -> str:
-        """`name`, or with a number added where the latest or the best is there under it: another number of
-        ranks, resumed in mid-epoch, can come to the same step, and must not write over that checkpoint.
+        """Returns `name`, with a number appended if the latest or the best checkpoint already has this name.
+
+        A run that is resumed mid-epoch on a different number of ranks can reach the same step again.
         """
         taken = {self._named("latest"), self._named("best")} if self.transport.rank == 0 else set()
         number, free = 1, name
@@ -149,9 +150,7 @@ class Checkpoints:
         return free
 
     def _prune(self) -> None:
-        """Removes all but the last `keep`, the latest and the best; one rank of each file system does the
-        work.
-        """
+        """Removes all but the last `keep`, the latest and the best. One rank per machine does this."""
         if self.transport.local_rank != 0:
             return
         kept = {self._named("latest"), self._named("best")}
@@ -172,13 +171,11 @@ class Checkpoints:
             raise ValueError(f"{self.directory / which}.json cannot be read: {error}") from error
 
     def find(self, *which: str) -> str | None:
-        """Name of the first of `which` ('best', 'latest') that there is. Rank 0 looks, every rank gets its
-        answer.
-        """
+        """Name of the first of `which` ('best', 'latest') that exists. Rank 0 broadcasts the result."""
         found, problem = None, None
         if self.transport.rank == 0:
             try:
-                # both are read, since to find one of them damaged after an epoch would be too late
+                # Both are read, so that a damaged one is reported now and not after an epoch.
                 names = {known: self._named(known) for known in ("latest", "best")}
                 found = next((names[wanted] for wanted in which if names[wanted] is not None), None)
             except ValueError as error:
@@ -191,7 +188,7 @@ class Checkpoints:
     def load(self, name: str, own_part: bool = True) -> Loaded:
         """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `Refused`.
 
-        own_part=False: the shared part alone, which evaluation needs, on any number of ranks; `own` is empty.
+        own_part=False reads only the shared part, for evaluation on any number of ranks; `own` is then empty.
         """
         shared, manifest, own, problem = None, None, {}, None
         folder = self.directory / name
@@ -243,12 +240,12 @@ class Checkpoints:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """{"size": ranks, "files": {name: fingerprint}}; ValueError if it does not describe a checkpoint."""
+    """Returns {"size": ranks, "files": {name: fingerprint}}. Raises ValueError if the manifest is not valid."""
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
         size, files = manifest["size"], manifest["files"]
-        # the length first: a damaged number of ranks may be astronomic
+        # The length is compared first, because a damaged number of ranks may be huge.
         if type(size) is not int or size < 1 or len(files) != size + 1:
             raise ValueError(f"it does not list the files of {size} ranks")
         if files.keys() != {"shared.pt", *(f"rank{rank}.pt" for rank in range(size))}:

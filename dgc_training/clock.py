@@ -1,4 +1,4 @@
-"""Seconds of the host spent in named phases."""
+"""Host time spent in named phases."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Seconds of the host spent in named phases."""
+    """Adds up the host's seconds spent in named phases. With a `trace`, each phase is also drawn there."""
 
     def __init__(self, trace: Trace | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -29,7 +29,7 @@ class Clock:
                 self.trace.add(name, "training", started, ended)
 
     def each(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """`items`, with the time spent fetching them counted as phase `name`."""
+        """Yields `items`, and counts the time spent fetching them as phase `name`."""
         iterator = iter(items)
         while True:
             with self.phase(name):

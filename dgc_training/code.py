@@ -1,4 +1,4 @@
-"""Which code a rank runs: ranks of another version may agree on every config and still train differently."""
+"""Compares the code of the ranks. Ranks with equal configs but different code would train differently."""
 
 import hashlib
 from pathlib import Path
@@ -11,7 +11,7 @@ FOLDERS = (ROOT / "dgc_datasets", ROOT / "dgc_models", ROOT / "dgc_training", Pa
 
 
 def code_hashes() -> dict[str, str]:
-    """A short hash of every Python file of the product, by its path within it."""
+    """A short hash of every Python file of the trainer and of dgc, by its relative path."""
     files = {"train.py": ROOT / "train.py"}
     for folder in FOLDERS:
         files |= {f"{folder.name}/{path.relative_to(folder).as_posix()}": path for path in folder.rglob("*.py")}
@@ -23,7 +23,7 @@ def code_hashes() -> dict[str, str]:
 
 
 def code_difference(here: dict[str, str], there: dict[str, str]) -> str | None:
-    """The first file that two ranks do not share; None where they run the same code."""
+    """The first file that differs between two ranks; None if they run the same code."""
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
             missing = "" if name in here and name in there else " (one of them has no such file)"

@@ -1,4 +1,4 @@
-"""The file that `dgc_training.csv_log` fills: its columns, and how a resumed job finds its place in it."""
+"""The file format of `dgc_training.csv_log`: its columns, and how a resumed job finds its position in the file."""
 
 import math
 from collections.abc import Sequence
@@ -18,18 +18,19 @@ COLUMNS = (
     *("val", "consensus", "weight", "payload_bytes", "wire_bytes", "staleness", "wait(s)", "elapsed(s)"),
 )
 PREAMBLE = 5  # lines before the first row
-# The itr of a row after validation: its place is behind every step of its epoch.
+# The itr of a row after validation. It sorts after every step of its epoch.
 END = -1
 
 
 def open_file(path: Path, preamble: Sequence[str], last: Sequence[int] | None) -> TextIO:
-    """The file ready for the row after `last` (Epoch, itr); without `last`, or where it is no file of this form,
-    begun anew.
+    """Opens the file for appending after row `last` (Epoch, itr), and drops later rows.
+
+    A new file is begun if `last` is None, or if the existing file has another format.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     if last is not None and path.exists():
-        # What follows the last line break is a row that was being written when the job was killed.
+        # Text after the last line break is a row that was being written when the job was killed.
         lines = path.read_text(errors="replace").split("\n")[:-1]
     kept = []
     if len(lines) >= PREAMBLE and lines[PREAMBLE - 1] == preamble[-1] and last is not None:
@@ -44,7 +45,7 @@ def _rank(epoch: int, itr: int) -> tuple[float, float]:
 
 
 def _order(line: str) -> tuple[float, float]:
-    """A row's place in the order of rows; behind all where the line is no row."""
+    """The sort key of a row. A line that is not a row sorts after all rows."""
     cells = line.split(",")
     try:
         return _rank(int(cells[0]), int(cells[1])) if len(cells) == len(COLUMNS) else (math.inf, 0.0)

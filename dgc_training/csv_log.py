@@ -1,26 +1,27 @@
 """One CSV file per rank, csv/out_r{rank}_n{size}.csv: the columns of stochastic gradient push, and more.
 
-Four lines tell of the run (BEGIN-TRAINING; World-Size, Num-DLWorkers, Batch-Size), the fifth names the columns:
+The first four lines describe the run (BEGIN-TRAINING; World-Size, Num-DLWorkers, Batch-Size). The fifth has the
+column names:
 
-    Epoch, itr                 counted from 0; itr -1 in the row that follows an epoch's validation
-    BT NT DT (s)               the whole step; all of it but waiting for data (forward, backward, optimizer,
-                               transfer); waiting for data. avg and std run since the job's first start and leave
-                               out the first `ignore` steps of each epoch; -1 until there is one to count
-    Loss, Prec@1, Prec@5       of this rank's batch, in %; avg is the epoch's so far, weighted by samples
+    Epoch, itr                 counted from 0; itr is -1 in the row after an epoch's validation
+    BT NT DT (s)               the whole step; the step without waiting for data (forward, backward, optimizer,
+                               transfer); waiting for data. avg and std cover all steps since the job's first start
+                               except the first `ignore` steps of each epoch; -1 while no step is counted
+    Loss, Prec@1, Prec@5       of this rank's batch, in %; avg covers the epoch so far, weighted by samples
     val                        top-1 % of the validation; -1 in the rows of training
-    consensus                  distance of this rank's model to the mean of all, where it was measured, else -1
-    weight, staleness          push-sum weight, and rounds by which the newest message is late: as last told
-    payload_bytes, wire_bytes  what this rank contributed and sent (docs/bytes.md) since the row before
-    wait(s)                    seconds waited for other ranks, since the row before
+    consensus                  distance of this rank's model to the mean of all models; -1 if not measured
+    weight, staleness          push-sum weight, and rounds by which the newest message is late: last known values
+    payload_bytes, wire_bytes  bytes that this rank contributed and sent (docs/bytes.md) since the previous row
+    wait(s)                    seconds waited for other ranks since the previous row
     elapsed(s)                 BT summed over every step since the job's first start: the time axis of plots
 
-A row is written for an epoch's first step, then for each `every`-th, for its last, and after its validation.
--1 stands for what is not known.
+A row is written for an epoch's first step, then for each `every`-th step, for its last step, and after its
+validation. An unknown value is -1.
 
-A resumed job appends. What a killed one wrote after the checkpoint is removed first: a row is identified by its
-(Epoch, itr), and the state in the checkpoint knows which one was the last.
+A resumed job appends. Rows that a killed job wrote after the checkpoint are removed first: a row is identified by
+its (Epoch, itr), and the checkpoint contains the last one.
 
-Differences from the reference: the last seven columns; elapsed time is measured where it was estimated afterwards.
+Differences from the reference: the last seven columns; elapsed time is measured instead of estimated afterwards.
 """
 
 import math
@@ -41,7 +42,7 @@ NO_GAUGES: Mapping[str, float] = MappingProxyType({})
 
 @dataclass
 class Running:
-    """Mean and sample standard deviation in one pass (Welford 1962); both -1 while nothing is counted."""
+    """Mean and sample standard deviation in one pass (Welford 1962); both are -1 while nothing is counted."""
 
     count: int = 0
     mean: float = UNKNOWN
@@ -61,7 +62,15 @@ class Running:
 
 
 class CsvLog:
-    """One rank's file. No method talks to other ranks, and the file is opened by the first row."""
+    """The CSV file of one rank. No method communicates. The file is opened when the first row is written.
+
+    Args:
+        directory: the run directory.
+        batch_size: samples of one rank in one step.
+        every: steps between two rows.
+        ignore: steps at the beginning of each epoch that are left out of the time statistics.
+        state: `state_dict()` from the checkpoint that the job resumes from; None begins a new file.
+    """
 
     def __init__(
         self,
@@ -75,10 +84,6 @@ class CsvLog:
         ignore: int = 10,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """directory: the run's. batch_size: samples of one rank in one step. every: steps between two rows.
-        ignore: steps at the beginning of each epoch that the statistics of times leave out. state: `state_dict()`
-        of the checkpoint that the job goes on from; None begins the file anew.
-        """
         if every < 1 or ignore < 0:
             raise ValueError(f"every is {every} and ignore {ignore}; at least 1 and 0 are possible")
         self.path = directory / "csv" / f"out_r{rank}_n{size}.csv"
@@ -87,8 +92,8 @@ class CsvLog:
         self.preamble += [f"Batch-Size,{batch_size}", ",".join(COLUMNS)]
         self.times = {name: Running() for name in TIMES}
         self.elapsed = 0.0
-        self.place = [-1, END]  # Epoch and itr of what was told last
-        self.written = [-1, END]  # and of the last row
+        self.place = [-1, END]  # Epoch and itr of the last call
+        self.written = [-1, END]  # Epoch and itr of the last row
         self.steps, self.samples = 0, 0  # of the epoch so far
         self.now: dict[str, float | Tensor] = dict.fromkeys((*TIMES, *SCORES), UNKNOWN)
         self.sums: dict[str, float | Tensor] = dict.fromkeys(SCORES, 0.0)
@@ -110,12 +115,15 @@ class CsvLog:
         samples: int,
         gauges: Mapping[str, float] = NO_GAUGES,
     ) -> None:
-        """After each step: its place, its seconds (data_s of batch_s waited for data), its scores on `samples`.
+        """Call after each step.
 
-        A score may be a 0-d tensor on any device, which is read only where a row is written; -1: not known.
-        gauges: any of consensus, weight, staleness (values of now) and payload_bytes, wire_bytes, wait(s) (amounts
-        of this step).
-        ValueError for another name.
+        Args:
+            epoch, itr: position of the step.
+            batch_s, data_s: seconds of the step, and the part of them spent waiting for data.
+            loss, top1, top5: scores of the step's `samples`; -1: unknown. A 0-d tensor on any device is read only
+                when a row is written.
+            gauges: any of consensus, weight, staleness (current values) and payload_bytes, wire_bytes, wait(s)
+                (amounts of this step). ValueError for another name.
         """
         if unknown := gauges.keys() - self.gauges.keys():
             raise ValueError(f"no gauges: {sorted(unknown)}; there are {sorted(self.gauges)}")
@@ -126,7 +134,7 @@ class CsvLog:
         self.samples += samples
         self.elapsed += batch_s
         seconds = dict(zip(TIMES, (batch_s, batch_s - data_s, data_s), strict=True))
-        # float64: an epoch's sum must not lose the last batches
+        # float64, so that the sum over an epoch does not lose the last batches to rounding.
         scores = {
             name: value.detach().double() if isinstance(value, Tensor) else value
             for name, value in zip(SCORES, (loss, top1, top5), strict=True)
@@ -141,14 +149,16 @@ class CsvLog:
             self.gauges[name] = self.gauges[name] + amount if name in SUMMED else amount
         if (self.steps - 1) % self.every == 0:
             self._training_row()
-        # Measured at this step, not at the ones to come.
+        # The distance was measured at this step and is unknown at the next ones.
         self.gauges["consensus"] = UNKNOWN
 
     def end_epoch(self, epoch: int, val: float | None = None, consensus: float | None = None) -> None:
-        """After an epoch's validation and before its checkpoint: the rows that end it. val: top-1 %, None where
-        there was no validation.
+        """Writes the rows that end an epoch. Call it after validation and before the checkpoint, also if the job
+        was resumed after the epoch's last step.
 
-        consensus: the distance before validation. Also where the job was resumed after the epoch's last step.
+        Args:
+            val: top-1 %; None without validation.
+            consensus: the distance measured before validation; None if it was not measured.
         """
         self.gauges["consensus"] = UNKNOWN if consensus is None else consensus
         if self.steps and self.place[0] == epoch and self.place[1] != END and self.place != self.written:
@@ -158,7 +168,7 @@ class CsvLog:
         self.gauges["consensus"] = UNKNOWN
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers: this rank's own part of a checkpoint."""
+        """This rank's part of a checkpoint, as plain numbers."""
         return {
             "times": {name: asdict(running) for name, running in self.times.items()},
             "elapsed": self.elapsed,
@@ -172,7 +182,7 @@ class CsvLog:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first row. ValueError where `state` is none of this class."""
+        """Call before the first row. Raises ValueError if `state` is not a state of this class."""
         if self.file is not None:
             raise ValueError("a state is loaded before the first row is written, not after it")
         check_form(state, self.state_dict(), "csv")
@@ -209,14 +219,14 @@ class CsvLog:
         if self.file is None:
             self.file = open_file(self.path, self.preamble, self.written if self.resumed else None)
         self.file.write(line + "\n")
-        # A killed run keeps its rows.
+        # Flush each row, so that a killed run keeps its rows.
         self.file.flush()
         self.written = list(self.place)
         self.gauges |= dict.fromkeys(SUMMED, 0.0)
 
 
 class Since:
-    """Amounts since the last call, of totals that only grow: gauges out of a meter's counters.
+    """Turns growing totals, such as a meter's counters, into amounts since the last call.
 
     since = Since({"wire_bytes": meter.wire_bytes})
     ...
@@ -233,9 +243,9 @@ class Since:
 
 
 def accuracy(outputs: Tensor, targets: Tensor, ks: Sequence[int] = (1, 5)) -> tuple[Tensor, ...]:
-    """Top-k accuracy in % for each of `ks`, on the outputs' device; more than there are classes means all.
+    """Top-k accuracy in % for each of `ks`, on the outputs' device. A k above the number of classes means all.
 
-    outputs float [n, classes], targets int [n]. ValueError for other shapes.
+    Shapes: outputs float [n, classes], targets int [n]. Raises ValueError for other shapes.
     """
     if outputs.dim() != 2 or targets.shape != outputs.shape[:1]:
         raise ValueError(f"outputs {list(outputs.shape)} and targets {list(targets.shape)} are not [n, c] and [n]")

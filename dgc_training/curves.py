@@ -1,7 +1,7 @@
 """Points of a run's curves in TensorBoard, and the loss averaged over the ranks.
 
-The average of a point's losses is under way for as long as one rank may be ahead of another, so no rank waits for
-a slower one because of it: a point is written that much later.
+Ranks may be several steps apart. The all-reduce of a point's loss is therefore read that many steps later, so that
+no rank waits for a slower one, and the point is written at that time.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from dgc_training.tags import LAYOUT, describe
 
 @dataclass
 class Point:
-    """What a point holds but the loss, which comes later. steps: since the point before."""
+    """One point of all curves. The averaged loss arrives later. steps: steps since the previous point."""
 
     values: dict[str, float]
     samples: int
@@ -30,15 +30,18 @@ class Point:
 
 
 class Curves:
-    """`add` and `settle` are collective: every rank calls them in the same order. Only rank 0 writes.
+    """Writes the curves. `add` and `settle` are collective: every rank calls them in the same order. Only rank 0
+    writes.
 
-    lag: points that a rank may be ahead of another. None: ranks have no steps in common, and the loss is rank 0's
-    own. samples: of the checkpoint that the run goes on from; what a killed run wrote after it disappears.
+    Args:
+        samples: samples seen at the checkpoint that the run resumes from. Later points of a killed run are purged.
+        lag: points by which one rank may be ahead of another. None: ranks have no common steps, and the loss is
+            that of rank 0.
     """
 
     def __init__(self, directory: Path, transport: Transport, samples: int, lag: int | None) -> None:
         self.transport, self.lag = transport, lag
-        self.loss = float("nan")  # of the last point known
+        self.loss = float("nan")  # of the last point that was read
         self.epoch_loss, self.epoch_steps = 0.0, 0
         self.launched = 0
         self.points: deque[Point] = deque()
@@ -46,13 +49,17 @@ class Curves:
         self.last: dict[str, float] = {}  # the last value of every curve
         self.writer: Any = None
         if transport.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank's business
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed on rank 0 only
 
             self.writer = SummaryWriter(str(directory), purge_step=samples + 1)
 
     def write_config(self, config: dict[str, Any], text: str, results: Iterable[str]) -> None:
-        """The run's settings, as text and as hyperparameters, beside which TensorBoard shows the last values of
-        `results`. config: nested plain values.
+        """Writes the run's settings as text and as hyperparameters.
+
+        Args:
+            config: the settings as nested plain values.
+            text: the settings as YAML.
+            results: tags that TensorBoard shows beside the hyperparameters.
         """
         if self.writer is None:
             return
@@ -69,7 +76,14 @@ class Curves:
             self.writer.file_writer.add_summary(summary)
 
     def add(self, loss: Tensor, values: dict[str, float], samples: int, steps: int) -> None:
-        """loss: this rank's mean since the last point (scalar, on the device). samples: the x axis."""
+        """Adds a point.
+
+        Args:
+            loss: this rank's mean loss since the last point (scalar, on the device).
+            values: value of each tag.
+            samples: position on the x axis.
+            steps: steps since the last point.
+        """
         point = Point(values, samples, steps)
         if self.lag is None:
             point.loss = loss
@@ -81,7 +95,7 @@ class Curves:
         self.settle(self.lag or 0)
 
     def settle(self, left: int = 0) -> None:
-        """Writes all points but the newest `left`."""
+        """Writes all points except the newest `left`."""
         while len(self.points) > left:
             point = self.points.popleft()
             (loss,) = (point.loss,) if point.flight is None else self.transport.wait(point.flight)
@@ -98,14 +112,14 @@ class Curves:
 
         for tag, value in values.items():
             summary = scalar(tag, value)
-            if tag not in self.described:  # TensorBoard takes it from a curve's first point
+            if tag not in self.described:  # TensorBoard reads the description from a curve's first point
                 self.described.add(tag)
                 metadata = summary.value[0].metadata
                 metadata.plugin_data.plugin_name, metadata.summary_description = "scalars", describe(tag)
             self.writer.file_writer.add_summary(summary, samples)
 
     def end_epoch(self) -> float:
-        """The epoch's mean loss; not a number if it had no step, as in a run resumed after its last."""
+        """The epoch's mean loss; NaN if the epoch had no step, as in a run resumed after the epoch's last step."""
         self.settle()
         loss = self.epoch_loss / self.epoch_steps if self.epoch_steps else float("nan")
         self.epoch_loss, self.epoch_steps = 0.0, 0

@@ -1,17 +1,16 @@
-"""Which samples each rank sees, in what order, and the loaders that bring them.
+"""The samples of each rank, their order, and the data loaders.
 
-Training: every epoch has its own permutation of the data set, drawn from (seed, epoch) alone; rank r takes
-every size-th index of it. As in the original trainer the permutation is filled up from its own beginning to a
-multiple of the ranks, so all ranks take the same number of steps; a smaller last step is kept if a step is
-one backward pass and dropped otherwise. A step of one sample per rank, which batch norm cannot train on, is
-dropped too.
+Training: every epoch has its own permutation of the data set, drawn from (seed, epoch) only. Rank r takes every
+size-th index of it, starting at r. As in the original trainer, the permutation is padded with its own first
+indices to a multiple of the number of ranks, so that all ranks take the same number of steps. A smaller last step
+is kept if a step is one backward pass, and dropped otherwise. A last step of one sample per rank is dropped too,
+because batch norm cannot train on it.
 
-A position is (epoch, steps done in it), nothing else: random augmentation is seeded per pass from (seed,
-epoch, pass, rank), so a run goes on in the middle of an epoch as if it had never stopped, with any number of
-workers.
+The position in the data is (epoch, steps done in it) and has no other state. Random augmentation is seeded per
+pass from (seed, epoch, pass, rank). A run that resumes mid-epoch is therefore identical to one that never stopped,
+with any number of workers.
 
-Evaluation: rank r takes test indices [r::size], unpadded, so every sample is seen exactly once over the
-ranks.
+Evaluation: rank r takes test indices [r::size] without padding, so that every sample is evaluated exactly once.
 """
 
 import os
@@ -29,14 +28,14 @@ from dgc_training.random_state import derive_seed, temporary_seed
 
 LAP = 1_000_000  # more epochs than any run has
 MOST = 2**31 - 1  # samples of a pass, passes of a step
-# More workers on a core, even ones that wait for a slow file system, only cost memory: each is a process that
-# imports torch, and there is one for training and one for evaluation.
+# More workers per core only cost memory, even if they wait for a slow file system. Each worker stands for two
+# processes that import torch: one for training and one for evaluation.
 WORKERS_PER_CORE = 8
 WORKER_MEMORY = 700 * 10**6
 
 
 class Pass(NamedTuple):
-    """One backward pass's samples: indices into the data set, and the seed of their augmentation."""
+    """The samples of one backward pass: indices into the data set, and the seed of their augmentation."""
 
     seed: int
     indices: list[int]
@@ -48,15 +47,16 @@ def count_samples(dataset: Dataset[Any]) -> int:
 
 
 def steps_per_epoch(samples: int, size: int, batch_size: int, num_batches_per_step: int) -> int:
-    """Steps that every one of `size` ranks takes in an epoch over `samples` samples."""
+    """Steps that each of `size` ranks takes in an epoch over `samples` samples."""
     own = -(-samples // size)
     steps, rest = divmod(own, batch_size * num_batches_per_step)
     return steps + (1 if num_batches_per_step == 1 and rest > 1 else 0)
 
 
 class PassSampler(Sampler[Any]):
-    """Yields this rank's `Pass`es of one epoch, from step `start` on. Set `epoch` and `start` before
-    iterating.
+    """Yields this rank's `Pass` objects of one epoch, beginning at step `start`.
+
+    Set the attributes `epoch` and `start` before iterating.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PassSampler(Sampler[Any]):
         self.start = 0
 
     def indices(self) -> list[int]:
-        """This rank's share of the epoch's permutation; equally long on every rank."""
+        """This rank's share of the epoch's permutation; it has the same length on every rank."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(self.samples, generator=generator)
         total = -(-self.samples // self.size) * self.size
@@ -91,7 +91,7 @@ class PassSampler(Sampler[Any]):
 
 
 class SeededDataset(Dataset[Any]):
-    """Fetches a whole `Pass` with the host's random generators seeded for it."""
+    """Fetches a whole `Pass`, with the host's random generators seeded from it."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -105,13 +105,16 @@ class SeededDataset(Dataset[Any]):
 
 
 def check_workers(num_workers: int, local_size: int, cores: int, memory: int | None = None) -> None:
-    """ValueError where the ranks of a machine would start more workers than it has room for.
+    """Checks that this machine has enough cores and memory for the data workers of its ranks.
 
     Args:
-        num_workers: data.num_workers, of each rank.
+        num_workers: data.num_workers of each rank.
         local_size: ranks on this machine.
-        cores: of this machine.
-        memory: of this machine, in bytes; None: what the system says.
+        cores: cores of this machine.
+        memory: memory of this machine in bytes; None: as reported by the system.
+
+    Raises:
+        ValueError: if there are too many workers.
     """
     memory = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = min(WORKERS_PER_CORE * cores, memory // WORKER_MEMORY) // local_size
@@ -124,8 +127,8 @@ def check_workers(num_workers: int, local_size: int, cores: int, memory: int | N
 
 
 def begin_worker(worker: int) -> None:
-    """In a worker: a signal to the whole process group must not end it before its rank has saved, and it must not
-    outlive its rank. (The parent that the kernel knows is the fork server, which waits for its workers.)
+    """Initializes a data worker. It ignores signals to the whole process group, which must not end it before its
+    rank has saved, and it exits when its rank does. (Its parent process is the fork server, which waits for it.)
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -140,9 +143,7 @@ def begin_worker(worker: int) -> None:
 
 
 def worker_options(num_workers: int) -> dict[str, Any]:
-    """DataLoader arguments: workers never come from a fork, which would copy MPI's threads and locks
-    half-way.
-    """
+    """DataLoader arguments. Workers are not forked, since a fork would copy MPI's locks without its threads."""
     if num_workers == 0:
         return {"num_workers": 0}
     return {
@@ -154,7 +155,11 @@ def worker_options(num_workers: int) -> dict[str, Any]:
 
 
 class TrainBatches:
-    """The training data of this rank, as steps of `num_batches_per_step` passes of `batch_size` samples."""
+    """The training data of this rank, in steps of `num_batches_per_step` passes of `batch_size` samples.
+
+    Raises:
+        ValueError: if a number is out of range, or if the data set is too small for one step.
+    """
 
     def __init__(
         self,
@@ -184,7 +189,7 @@ class TrainBatches:
             SeededDataset(dataset),
             batch_sampler=self.sampler,
             pin_memory=device.type == "cuda",
-            # Its own generator: a loader that starts draws a number, which must not disturb the run's.
+            # A loader draws a random number when it starts. Its own generator keeps the run's unchanged.
             generator=torch.Generator(),
             **worker_options(num_workers),
         )
@@ -192,11 +197,11 @@ class TrainBatches:
     def epoch(
         self, epoch: int, start: int = 0, more: Callable[[], bool] | None = None
     ) -> Iterator[tuple[int, list[tuple[Tensor, Tensor]]]]:
-        """Yields (step, passes) from step `start` to the epoch's end; a pass is (inputs, targets) on the
-        device.
+        """Yields (step, passes) from step `start` to the end of the epoch.
 
-        more: asked before each step, in place of counting to the end. A rank that does more steps than its share
-        has goes through the share again, in another order.
+        A pass is (inputs, targets) on the device. If `more` is given, it is called before each step and decides
+        whether the epoch continues. A rank that takes more steps than its share of the data has goes through its
+        share again, in another order.
         """
         goes_on = (lambda step: step < self.steps_per_epoch) if more is None else (lambda step: more())
         passes: Iterator[Any] = iter(())
@@ -204,7 +209,7 @@ class TrainBatches:
         while goes_on(step):
             lap, place = divmod(step, self.steps_per_epoch)
             if step == start or place == 0:
-                # laps have orders of their own, far from those of later epochs
+                # Each further lap is shuffled with an epoch number that no real epoch has.
                 self.sampler.epoch, self.sampler.start = epoch + lap * LAP, place
                 passes = iter(self.loader)
             yield (
@@ -215,7 +220,7 @@ class TrainBatches:
 
 
 def to_device(batch: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(inputs, targets) moved to `device`, without waiting where the memory is pinned."""
+    """Moves (inputs, targets) to `device`, asynchronously if the memory is pinned."""
     inputs, targets = batch
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
@@ -229,10 +234,11 @@ def evaluation_loader(
     pin_memory: bool = False,
     num_workers: int = 0,
 ) -> DataLoader[Any]:
-    """This rank's share of a test set: indices [rank::size] in order. It may be empty, and shares may differ
-    by one.
+    """Loader of this rank's share of a test set: indices [rank::size] in order.
+
+    A share may be empty. The lengths of two shares differ by at most one.
     """
     share = Subset(dataset, range(rank, count_samples(dataset), size))
-    # No workers for an empty share: starting them costs seconds.
+    # An empty share gets no workers, since starting them takes seconds.
     workers = worker_options(num_workers if len(share) else 0)
     return DataLoader(share, batch_size, pin_memory=pin_memory, generator=torch.Generator(), **workers)

@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: every sample counted once, batch norm with the statistics of all ranks' data."""
+"""Evaluation over all ranks. Every sample is counted once; batch norm statistics are averaged over the ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from dgc_training.meters import Meter
 
 
 def batch_norm_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Running statistics (floating point) of every batch norm, by buffer name; shared modules once."""
+    """Floating-point running statistics of every batch norm, by buffer name. A shared module is listed once."""
     buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, _BatchNorm):
@@ -29,9 +29,9 @@ def batch_norm_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def averaged_batch_norm(model: nn.Module, transport: Transport) -> Iterator[None]:
-    """Inside, running statistics are their mean over all ranks; afterwards each rank has its own again.
+    """Context manager that replaces running statistics by their mean over all ranks, and restores them on exit.
 
-    Collective: every rank enters together.
+    Collective: every rank must enter it.
     """
     buffers = list(batch_norm_buffers(model).values())
     if not buffers or transport.size == 1:
@@ -50,7 +50,7 @@ def averaged_batch_norm(model: nn.Module, transport: Transport) -> Iterator[None
 
 
 def sum_over_ranks(meters: Mapping[str, Meter], transport: Transport, device: torch.device) -> None:
-    """Replaces every meter's sums by those over all ranks, with one collective."""
+    """Replaces the sums of every meter by the sums over all ranks, with one collective."""
     sums = {
         (name, key): value for name in sorted(meters) for key, value in sorted(meters[name].data().items())
     }
@@ -74,9 +74,9 @@ def evaluate(
     transport: Transport,
     device: torch.device,
 ) -> dict[str, float]:
-    """Results by meter name over all of `loaders`' splits; the same on every rank.
+    """Evaluates the model on every split of `loaders`. Returns results by meter name, equal on every rank.
 
-    make_meters: fresh meters for a split, by the names of their results, the same names on every rank.
+    `make_meters` returns new meters for a split, by result name. The names must be equal on every rank.
     """
     training = model.training
     model.eval()
@@ -96,10 +96,14 @@ def evaluate(
 
 
 class Evaluation:
-    """Evaluates a model on every split of a data set but 'train', with the meters of the config.
+    """Evaluates a model on every split of a data set except 'train', with the meters of the config.
 
-    settings: the config's `train`. Its meters' names have {} where the split's name goes: acc/{}_top1.
-    ConfigError if `metric`, which says what is best, is none of the results.
+    Args:
+        dataset: data sets by the name of their split.
+        settings: the config's `train`. In the names of its meters {} stands for the split: acc/{}_top1.
+
+    Raises:
+        ConfigError: if `settings.metric`, by which the best checkpoint is chosen, is not one of the results.
     """
 
     def __init__(
@@ -132,10 +136,10 @@ class Evaluation:
             )
 
     def make_meters(self, split: str) -> dict[str, Meter]:
-        """Fresh meters of one split, by the names of their results."""
+        """New meters of one split, by result name."""
         patterns = self.settings.meters or {}
         return {pattern.replace("{}", split): instantiate(patterns[pattern]) for pattern in patterns}
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Results by name, the same on every rank. Collective."""
+        """Returns results by name, equal on every rank. Collective."""
         return evaluate(model, self.loaders, self.make_meters, self.transport, self.device)

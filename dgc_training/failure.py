@@ -1,8 +1,8 @@
-"""How a run ends when something goes wrong: one rank's message on top, and all ranks end with it, at once.
+"""Ends a run on an error: one rank prints its message and all ranks end at once.
 
-A rank that raises while the others wait for it inside a collective must not hang them: it prints its message
-and ends its process without Python's usual farewell (which would wait for the others too). The launcher sees
-the exit status and ends the rest.
+A rank that raises while the others wait for it inside a collective must not block them. It prints its message and
+ends its process without Python's usual shutdown, which would wait for the other ranks. The launcher sees the exit
+status and ends the other ranks.
 """
 
 import os
@@ -19,24 +19,24 @@ from dgc.comm.launch import LaunchError
 from dgc_training.config import ConfigError
 from dgc_training.launcher import launched_rank, launched_size
 
-# Seconds for which the other ranks hold a message back, so that rank 0's is the only one where all have the same:
-# the launcher ends them as soon as rank 0 has left.
+# Seconds by which ranks other than 0 delay a message. If all ranks fail alike, only rank 0's message is printed,
+# since the launcher ends the others as soon as rank 0 has exited.
 PATIENCE = 1.0
-# A collective that broke because another rank ended: that rank's message comes first.
+# The delay after a collective that failed because another rank ended: that rank's message is printed first.
 PATIENCE_WITH_CONSEQUENCES = 5.0
 CONSEQUENCES = ("HorovodInternalError",)
 
 
 class Refused(ValueError):
-    """The user asked for what cannot be done; every rank raises it together. No traceback, exit code 2."""
+    """The run cannot do what the user asked for. Every rank raises it. No traceback; exit code 2."""
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGUSR1 where there is nothing to save: before the first step, after the last."""
+    """SIGTERM or SIGUSR1 before the first step or after the last one, when there is nothing to save."""
 
 
 def describe(error: BaseException, rank: int, size: int) -> str:
-    """The block that tells of `error`: rank, host and message in the first line, then the traceback."""
+    """Formats `error`: rank, host and message in the first line, then the traceback."""
     message = f"[rank {rank} of {size} on {socket.gethostname()}] {type(error).__name__}: {error}"
     return message + "\n" + "".join(traceback.format_exception(error)).rstrip() + "\n"
 
@@ -46,12 +46,12 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """A collective that broke because another rank has left; Horovod's own errors say something else."""
+    """Whether a collective failed because another rank has exited. Horovod's other errors have another text."""
     return type(error).__name__ in CONSEQUENCES and "has been shut down" in str(error)
 
 
 def end_process(status: int) -> None:
-    """Ends this process without Python's farewell, which would wait for the other ranks."""
+    """Ends this process without Python's usual shutdown, which would wait for the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -59,10 +59,10 @@ def end_process(status: int) -> None:
 
 @contextmanager
 def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[None]:
-    """Around all that a rank does: an exception inside is told and ends this process, and so the run.
+    """Context manager around all work of a rank. It prints an exception and ends the process, and so the run.
 
     Exit status: 1 after an exception, 2 if refused, 130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1.
-    (A run that was asked to end while it trained has saved and returned: `dgc_training.interruption`.)
+    (A signal during training does not raise: the run saves and returns, see `dgc_training.interruption`.)
     """
     rank, size = launched_rank(), launched_size()
     previous = {number: signal.signal(number, _terminate) for number in (signal.SIGTERM, signal.SIGUSR1)}
@@ -89,7 +89,7 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
             else:
                 print(describe(error, rank, size), file=sys.stderr)
             leave(1)
-    # Also where the launcher ends a rank that still holds its message back: another has told it.
+    # Also if the launcher ends a rank during its delay: another rank has printed the message already.
     except (KeyboardInterrupt, Terminated) as error:
         number = error.args[0] if isinstance(error, Terminated) else signal.SIGINT
         if rank == 0:

@@ -1,5 +1,6 @@
-"""Whether a loaded state has the form of the one it replaces, and finite numbers: torch's own loaders take almost
-anything.
+"""Checks that a loaded state has the structure of the one it replaces, and finite numbers.
+
+The loaders of torch accept almost anything.
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,9 @@ from dgc_training.schedule import Schedule
 
 
 def check_form(saved: Any, now: Any, where: str) -> None:
-    """ValueError, with the place, where `saved` has not the keys, lengths, shapes and kinds of `now`.
+    """Raises ValueError, with the location, if keys, lengths, shapes or types of `saved` differ from `now`.
 
-    None fits anything, and so does anything where there is None now: an optional value.
+    An optional value always fits: None in `saved`, or anything where `now` has None.
     """
     if saved is None or now is None:
         return
@@ -33,7 +34,7 @@ def check_form(saved: Any, now: Any, where: str) -> None:
     elif isinstance(now, Tensor):
         if not isinstance(saved, Tensor) or saved.shape != now.shape or saved.dtype != now.dtype:
             raise ValueError(f"{where} is not a tensor of shape {tuple(now.shape)} and type {now.dtype}")
-        # a mask may hold inf from its beginning
+        # A mask may contain inf from the start.
         if not bool((saved.isfinite() | ~now.isfinite().to(saved.device)).all()):
             raise ValueError(f"{where} has NaN or inf")
     elif isinstance(now, bool) or not isinstance(now, int | float):
@@ -46,7 +47,7 @@ def check_form(saved: Any, now: Any, where: str) -> None:
 
 
 def check_tensors(saved: Any, now: Mapping[str, Any], where: str) -> None:
-    """As `check_form` for the tensors that both have; which ones are missing is left to the model's own loader."""
+    """Applies `check_form` to the tensors that both have. The model's own loader reports missing ones."""
     if not isinstance(saved, dict):
         raise ValueError(f"{where} is of type {type(saved).__name__}, not a mapping")
     for name in now.keys() & saved.keys():
@@ -54,8 +55,10 @@ def check_tensors(saved: Any, now: Mapping[str, Any], where: str) -> None:
 
 
 def check_hyperparameters(saved: Any, optimizer: Optimizer, schedule: Schedule) -> None:
-    """ValueError where a group's settings are not those of the config, the learning rate and what a scheduler may
-    change apart. `saved`: an optimizer's state_dict that `check_optimizer_state` has passed.
+    """Raises ValueError if a setting of a parameter group differs from the config.
+
+    The learning rate, and settings that the scheduler may change, are not compared. `saved` is an optimizer's
+    state_dict that has passed `check_optimizer_state`.
     """
     for number, (group, now) in enumerate(zip(saved["param_groups"], optimizer.param_groups, strict=True)):
         for key in sorted(optimizer.defaults.keys() - {"lr"}):
@@ -66,7 +69,7 @@ def check_hyperparameters(saved: Any, optimizer: Optimizer, schedule: Schedule) 
 
 
 def check_optimizer_state(saved: Any, optimizer: Optimizer) -> None:
-    """ValueError where `saved` is no state_dict of such an optimizer: its groups' keys, its buffers' shapes."""
+    """Raises ValueError if `saved` is not a state_dict of this optimizer, by group keys and buffer shapes."""
     now = optimizer.state_dict()
     if not isinstance(saved, dict) or saved.keys() != now.keys():
         raise ValueError("optimizer is no optimizer's state")

@@ -1,8 +1,9 @@
-"""Which rank is silent altogether: stopped, swapped out, its machine gone.
+"""Finds ranks that do not respond at all: stopped, swapped out, or on a machine that is down.
 
-Horovod's controller over MPI waits for such a rank for ever, and its stall check with it. Beside the exchange of
-the watchdog every rank therefore sends rank 0 a datagram; when an exchange stays unanswered, rank 0 knows who
-has not come to it. Where datagrams do not pass between the machines the run ends all the same, without a name.
+Horovod's controller over MPI waits for such a rank forever, and its stall check waits too. Every rank therefore
+sends a datagram to rank 0 before each exchange of the watchdog. If an exchange does not complete, rank 0 can list
+the ranks that sent no datagram for it. If datagrams do not pass between the machines, the run still ends, but the
+message has no rank.
 """
 
 import socket
@@ -14,7 +15,7 @@ MESSAGE = struct.Struct("!ii")  # rank, number of the exchange
 
 
 class Heartbeat:
-    """One rank's end. Making it is collective."""
+    """The heartbeat of one rank. The constructor is collective."""
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size = transport.rank, transport.size
@@ -27,16 +28,16 @@ class Heartbeat:
             self._socket.bind(("", 0))
             address = (socket.gethostname(), self._socket.getsockname()[1])
         host, port = broadcast_object(transport, address, name="heartbeat")
-        # A machine need not be able to resolve its own name.
+        # A machine may be unable to resolve its own name.
         self._address = ("127.0.0.1" if host == socket.gethostname() else host, port)
 
     def beat(self) -> None:
-        """Before each exchange."""
+        """Sends a datagram. Call it before each exchange."""
         self.number += 1
         try:
             self._socket.sendto(MESSAGE.pack(self.rank, self.number), self._address)
         except OSError:
-            return  # nobody is named then
+            return  # the message then has no rank
         self._receive()
 
     def _receive(self) -> None:
@@ -49,7 +50,7 @@ class Heartbeat:
                 self.last[rank] = max(self.last[rank], number)
 
     def silent(self) -> list[int]:
-        """On rank 0: the ranks that used to be heard but have not come to this exchange."""
+        """On rank 0: the ranks that sent datagrams earlier, but none for this exchange."""
         self._receive()
         return [rank for rank, number in enumerate(self.last) if 0 < number < self.number]
 

@@ -1,4 +1,4 @@
-"""Imported first by train.py: one message where its Python lacks a package that it needs."""
+"""Imported first by train.py: prints one message if a required package is not installed."""
 
 import sys
 from importlib.util import find_spec

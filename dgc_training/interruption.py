@@ -1,12 +1,12 @@
-"""SIGTERM and SIGUSR1 ask a run to save and end at the next step; a second SIGTERM ends it at once.
+"""On SIGTERM or SIGUSR1 a run saves and ends at the next step. A second SIGTERM ends it at once.
 
-It does not matter which rank gets the signal. At the start of each step every rank starts one all-reduce of
-its flag and reads the answer at the step's end, or some steps later where ranks need not wait for each other in
-each step: the collective travels beside the step's own work, and all ranks stop after the same step.
+Any rank may receive the signal. At the start of each step every rank starts an all-reduce of its flag. It reads
+the result at the end of the step, or some steps later if the ranks do not wait for each other in each step. The
+collective overlaps with the step's own work, and all ranks stop after the same step.
 
-What launchers hand on (Open MPI 4.1): `mpirun` forwards SIGUSR1 to every rank and is the one to ask.
-SIGTERM makes mpirun itself end the job: it passes SIGTERM on and kills after one second, unless
-`--mca odls_base_sigkill_timeout 60` gives the ranks time to save. SLURM: `--signal=USR1@120`.
+Signals under launchers (Open MPI 4.1): `mpirun` forwards SIGUSR1 to every rank, so send SIGUSR1 to mpirun. On
+SIGTERM mpirun ends the job itself: it forwards SIGTERM and kills the ranks after one second, unless
+`--mca odls_base_sigkill_timeout 60` gives them time to save. SLURM: `--signal=USR1@120`.
 """
 
 import os
@@ -23,18 +23,22 @@ import torch
 
 from dgc.comm import AllReduce, Transport
 
-# Exit status of a run that saved and ended because it was asked to: EX_TEMPFAIL, "try again later".
+# Exit status of a run that saved and ended after a signal: EX_TEMPFAIL, "try again later".
 SAVED = 75
-# Seconds within which two SIGTERMs are one: batch systems send it to the launcher, which passes it on, and to us.
+# Two SIGTERMs within this many seconds count as one: a batch system sends the signal both to the ranks and to the
+# launcher, which forwards it.
 APART = 1.0
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interruption:
-    """Inside `with`, signals only ask. Where a thread that is not the main one enters, none are caught.
+    """Context manager in which signals only set a flag. It catches no signals outside of the main thread.
 
-    `begin_step` and `end_step` are collective; between them no rank waits. lag: steps after which an answer is
-    read; None where ranks have no steps in common, so that only `now` asks.
+    `begin_step` and `end_step` are collective. No rank waits between them.
+
+    Args:
+        lag: number of steps after which a result is read. None: ranks have no common steps, and only `now` checks
+            the flags.
     """
 
     def __init__(self, transport: Transport, lag: int | None = 0) -> None:
@@ -48,7 +52,7 @@ class Interruption:
         if self._catches:
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
-            # Python's handlers wait until the main thread leaves a collective; this byte does not.
+            # Python's handlers run only after the main thread leaves a collective. This byte arrives at once.
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             self._before = {signum: signal.signal(signum, _note) for signum in ASKING}
             threading.Thread(target=self._watch, daemon=True, name="interruption").start()
@@ -90,7 +94,7 @@ class Interruption:
         self._begun += 1
 
     def end_step(self) -> signal.Signals | None:
-        """The signal that some rank had got when the step `lag` steps ago began; the same on every rank."""
+        """The signal that any rank had received when the step `lag` steps ago began. Equal on every rank."""
         return self._read(self.lag or 0)
 
     def _read(self, left: int) -> signal.Signals | None:
@@ -101,10 +105,10 @@ class Interruption:
         return signal.Signals(number) if number else None
 
     def now(self) -> signal.Signals | None:
-        """The same for this moment, where there is no step to travel beside."""
+        """The signal that any rank has received so far, without overlap with a step. Collective."""
         self._ask()
         return self._read(0)
 
 
 def _note(signum: int, frame: FrameType | None) -> None:
-    """A handler must exist for the byte to be written; the byte does the rest."""
+    """Empty handler: the byte is written only for signals that have a Python handler."""

@@ -1,4 +1,4 @@
-"""Labels that the model has no output for: one message, where torch has a traceback or an assertion on the GPU."""
+"""One clear error for labels outside of the model's outputs, instead of torch's traceback or GPU assertion."""
 
 from torch import Tensor, nn
 
@@ -8,8 +8,10 @@ INDEXING = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 
 
 class LabelCheck:
-    """criterion: the loss. Only one that takes labels as indices of the model's outputs [n, classes, ...] has them
-    checked: every batch on the CPU, the first one on a GPU, where a look at the values waits for the device.
+    """Checks the labels of each batch on the CPU, and of the first batch on a GPU, where reading values blocks.
+
+    Args:
+        criterion: the loss. Labels are checked only if it uses them as indices of the outputs [n, classes, ...].
     """
 
     def __init__(self, criterion: nn.Module) -> None:
@@ -17,7 +19,7 @@ class LabelCheck:
         self._ignored = getattr(criterion, "ignore_index", None)
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> None:
-        """ConfigError where a label is no index of an output."""
+        """Raises ConfigError if a label is not the index of an output."""
         if not self._is_on or labels.is_floating_point() or outputs.dim() < 2:
             return
         self._is_on = not labels.is_cuda

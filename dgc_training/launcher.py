@@ -1,13 +1,13 @@
-"""What the launcher tells a process about itself, before any transport exists."""
+"""Rank and size of this process from the launcher's environment variables, before a transport exists."""
 
 import os
 import sys
 import time
 
-# Rank and size as each launcher names them: mpirun, horovodrun over Gloo, an MPI that srun or Hydra starts
-# through PMI, torchrun (which `dgc.comm.launch` refuses, with one message), and srun alone. SLURM's size is that
-# of the step: a job's own script has SLURM_PROCID and SLURM_NTASKS too, but is no rank, and srun may start fewer
-# tasks than the job has room for.
+# Names of rank and size by launcher: mpirun, horovodrun over Gloo, an MPI that srun or Hydra starts through PMI,
+# torchrun (which `dgc.comm.launch` refuses with one message), and srun alone. For SLURM the size is that of the
+# job step: the batch script also has SLURM_PROCID and SLURM_NTASKS but is not a rank, and srun may start fewer
+# tasks than the job allows.
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -18,7 +18,7 @@ LAUNCHERS = (
 
 
 def _launched() -> tuple[int, int]:
-    """Rank and size from the first launcher that tells both: half of one and half of another would not fit."""
+    """Rank and size from the first launcher that sets both. Values of two launchers are never combined."""
     for names in LAUNCHERS:
         rank, size = (os.environ.get(name, "") for name in names)
         if rank.isdecimal() and size.isdecimal() and int(rank) < int(size):
@@ -27,20 +27,20 @@ def _launched() -> tuple[int, int]:
 
 
 def launched_rank() -> int:
-    """This process's rank; 0 where no launcher started it."""
+    """The rank of this process; 0 without a launcher."""
     return _launched()[0]
 
 
 def launched_size() -> int:
-    """The number of ranks started; 1 where no launcher started them."""
+    """The number of ranks started; 1 without a launcher."""
     return _launched()[1]
 
 
 def complain(message: str, patience: float = 15.0) -> int:
-    """Tells once, on stderr, why nothing was started, and returns exit code 2.
+    """Prints to stderr why nothing was started, and returns exit code 2.
 
-    Usually every rank has the same complaint, and the launcher ends the others once rank 0 has left. A
-    complaint that rank 0 does not have (a file missing on one machine) is told after `patience` seconds.
+    Usually every rank fails with the same message, and the launcher ends the others once rank 0 has exited. If
+    rank 0 does not fail (a file is missing on one machine), the others print after `patience` seconds.
     """
     rank = launched_rank()
     if rank:

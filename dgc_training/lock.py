@@ -1,4 +1,4 @@
-"""One run at a time in a run directory: a lock that the kernel releases when its holder ends, however it ends."""
+"""Lock that allows one run at a time in a run directory. The kernel releases it when the process ends."""
 
 import errno
 import fcntl
@@ -16,10 +16,13 @@ TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 
 class RunLock:
-    """The exclusive lock of a run directory, which is made if it is missing.
+    """The exclusive lock of a run directory. The directory is created if it does not exist.
 
-    The lock file names its holder. Refused if another process holds the lock; a warning where the file system
-    has no locks. `directory` follows where the directory is moved while the lock is held.
+    The lock file contains the process id and the host of its holder. If the directory is moved while the lock is
+    held, set the attribute `directory` to its new path. A file system without locks causes a warning.
+
+    Raises:
+        Refused: if another process holds the lock.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -39,7 +42,7 @@ class RunLock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # its holder removed it in between
+            os.close(descriptor)  # the previous holder has removed the file in the meantime
 
     def _lock(self, descriptor: int) -> None:
         try:
@@ -71,7 +74,7 @@ class RunLock:
 
 
 def remove_temporary_files(directory: Path) -> None:
-    """Removes what writers that were killed left below `directory`; only for the holder of its lock."""
+    """Removes temporary files of killed processes below `directory`. Only the holder of the lock may call it."""
     for path in directory.rglob(".*.tmp"):
         found = TEMPORARY.fullmatch(path.name)
         if found and not _lives(int(found[1])):
@@ -79,7 +82,7 @@ def remove_temporary_files(directory: Path) -> None:
 
 
 def _lives(pid: int) -> bool:
-    """Whether another process of this machine has this id. This process itself has written nothing so far."""
+    """Whether another process of this machine has this id. This process has written no temporary file yet."""
     if pid == os.getpid():
         return False
     try:

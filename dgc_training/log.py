@@ -1,12 +1,12 @@
-"""What a run tells while it trains: curves in TensorBoard (`dgc_training.tags` has their names), and a table with
-a row for each epoch and a progress bar (`dgc_training.screen`).
+"""The log of a run: TensorBoard curves (tags: `dgc_training.tags`), and on standard output a table with a row per
+epoch and a progress bar (`dgc_training.screen`).
 
-Only rank 0 writes. The loss is added up on each rank and averaged over the ranks every `log_every` steps
-only, so no step waits for it. The x axis of every curve is the number of samples seen by all ranks together.
+Only rank 0 writes. Each rank adds up the loss, which is averaged over the ranks only every `log_every` steps, so
+no step waits for it. The x axis of every curve is the number of samples seen by all ranks together.
 
-An error state that grows without bound is told once (`dgc_training.alarm`), by the rank that has it.
+A rank warns once if its error state grows without bound (`dgc_training.alarm`).
 
-With train.trace every rank draws its exchanges and its own phases as a timeline: trace/rank<N>.json, for
+With train.trace every rank writes its exchanges and its own phases as a timeline, trace/rank<N>.json, for
 ui.perfetto.dev or chrome://tracing.
 """
 
@@ -32,10 +32,16 @@ from dgc_training.state import State
 
 
 class Log:
-    """One run's log. `step` and `end_epoch` are collective: every rank calls them in the same order."""
+    """The log of one run. `step` and `end_epoch` are collective: every rank calls them in the same order.
+
+    Args:
+        directory: the run directory.
+        state: the parts of the run.
+        tree: the complete config of the run.
+        steps_per_epoch: optimizer steps in an epoch.
+    """
 
     def __init__(self, directory: Path, state: State, tree: DictConfig, steps_per_epoch: int) -> None:
-        """tree: the run's whole config."""
         transport, progress, settings = state.transport, state.progress, tree.train
         self.directory, self.tree = directory, tree
         self.optimizer = state.optimizer
@@ -50,7 +56,7 @@ class Log:
         self.rows = state.rows
         self.device = state.device
         self.dense_explained = False
-        self.group = "compression" if settings.gossip is None else "gossip"  # of the optimizer's gauges
+        self.group = "compression" if settings.gossip is None else "gossip"  # tag group of the optimizer's gauges
         self.loss_sum = torch.zeros((), device=state.device)
         self.steps = 0  # since the last point
         self.alarm = ErrorAlarm()
@@ -59,7 +65,7 @@ class Log:
         self.curves = Curves(directory, transport, progress.samples, lag)
         self.started = self.last_time = time.perf_counter()
         self.seconds_before = progress.seconds
-        # The meter goes on from the run's totals, so that sums of fractions round as in one go.
+        # The meter continues from the run's totals, so that a resumed run rounds them like an uninterrupted one.
         meter = state.optimizer.meter
         meter.payload_bytes, meter.wire_bytes = progress.payload_bytes, progress.wire_bytes
         meter.dense_wire_bytes = progress.dense_wire_bytes
@@ -69,12 +75,16 @@ class Log:
         self.resume_timing()
 
     def say(self, text: str) -> None:
-        """One line (or more) on standard output, from rank 0 only."""
+        """Prints one or more lines to standard output, on rank 0 only."""
         self.screen.say(text)
 
     def begin(self, kernels: str, results: Sequence[str], resumed: str | None) -> None:
-        """What runs, and where it starts. kernels: who does the hot loops. results: names of the evaluation's.
-        resumed: the checkpoint that the run goes on from.
+        """Prints the settings of the run and its starting point.
+
+        Args:
+            kernels: description of the kernels in use.
+            results: names of the evaluation's results.
+            resumed: name of the checkpoint that the run resumes from; None for a new run.
         """
         if self.transport.rank:
             return
@@ -93,7 +103,7 @@ class Log:
             self.say("1 process: nothing travels")
 
     def _snapshot(self) -> dict[str, float]:
-        """Totals that a point shows per step."""
+        """The totals that a point shows per step."""
         meter = self.optimizer.meter
         counts = {
             "bytes/payload_per_step": float(meter.payload_bytes),
@@ -104,12 +114,12 @@ class Log:
         return {**counts, **seconds, "samples": float(self.progress.samples)}
 
     def batch(self, outputs: Tensor, targets: Tensor) -> None:
-        """After each forward pass."""
+        """Call after each forward pass."""
         if self.rows is not None:
             self.rows.batch(outputs, targets)
 
     def step(self, loss: Tensor, samples: int) -> None:
-        """After each step of training: its loss (scalar, on the device), and all ranks' samples in it."""
+        """Call after each training step. loss: scalar on the device. samples: of all ranks in this step."""
         if self.rows is not None:
             self.rows.step(self.progress.epoch, self.progress.step, loss)
         progress, meter = self.progress, self.optimizer.meter
@@ -127,7 +137,7 @@ class Log:
         self.screen.step(progress.epoch, progress.step, self._state())
 
     def _point(self) -> None:
-        """Means over the steps since the last point."""
+        """Adds a point with the means over the steps since the last point."""
         progress, meter = self.progress, self.optimizer.meter
         error_norm = self.optimizer.error_norm()
         ratio = float(self.optimizer.compress_ratio)
@@ -157,7 +167,7 @@ class Log:
         self.steps, self.last, self.last_time = 0, snapshot, now
 
     def _state(self) -> str:
-        """How training goes, by the last point; empty before the first."""
+        """The text of the progress bar, from the last point; empty before the first one."""
         last = self.curves.last
         if "train/loss" not in last:
             return ""
@@ -167,10 +177,10 @@ class Log:
         return words
 
     def end_epoch(self, results: Mapping[str, float]) -> None:
-        """After an epoch's evaluation; `progress` already counts the epoch."""
+        """Call after an epoch's evaluation, when `progress` already counts the epoch."""
         progress = self.progress
         if self.steps:
-            self._point()  # ranks at paces of their own end an epoch at any step
+            self._point()  # asynchronous ranks may end an epoch at any step
         if self.rows is not None:
             self.rows.end_epoch(progress.epoch - 1, results)
         progress.seconds = self.seconds_before + time.perf_counter() - self.started
@@ -182,7 +192,7 @@ class Log:
         self._save_trace()
 
     def _explain_dense(self) -> None:
-        """Once: why the bytes are not those that compress_ratio suggests."""
+        """Explains, once, why there are more bytes than compress_ratio suggests."""
         ratio, share = self.optimizer.compress_ratio, self.curves.last.get("compression/dense_share", 0.0)
         if ratio < 1 and share > 0 and not self.dense_explained:
             self.dense_explained = True
@@ -192,7 +202,7 @@ class Log:
             )
 
     def resume_timing(self) -> None:
-        """What came before, such as evaluating and saving, is no part of the next step's time."""
+        """Excludes the time until now, such as evaluation and saving, from the time of the next step."""
         self.last_time = time.perf_counter()
         if self.rows is not None:
             self.rows.begin(self.clock)

@@ -1,7 +1,7 @@
-"""Meters: what an evaluation counts, and the number it makes of the counts.
+"""Meters: the counts of an evaluation, and the result computed from them.
 
-A meter is built anew for every evaluation and every split. Its `data()` are plain sums, so the ranks' counts
-are added and `set()` before `compute()`.
+A new meter is built for every evaluation and every split. `data()` returns plain sums. The trainer adds the sums
+of all ranks and passes them to `set()` before it calls `compute()`.
 """
 
 from collections.abc import Mapping
@@ -11,24 +11,29 @@ from torch import Tensor
 
 
 class Meter(Protocol):
-    """What train.py asks of `train.meters` entries."""
+    """The interface of the entries of `train.meters`."""
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Counts one batch: outputs [n, ...] of the model, targets [n, ...]."""
+        """Counts one batch. outputs: of the model, [n, ...]. targets: [n, ...]."""
 
     def data(self) -> dict[str, float]:
-        """The sums so far; the same keys on every rank, also before any update."""
+        """The sums so far. The keys are equal on every rank, also before any update."""
 
     def set(self, data: Mapping[str, float]) -> None:
-        """Replaces the sums, by those over all ranks."""
+        """Replaces the sums by the sums over all ranks."""
 
     def compute(self) -> float:
-        """The result; NaN where nothing was counted."""
+        """The result; NaN if nothing was counted."""
 
 
 class TopKClassMeter:
-    """Percentage of samples whose class is among the k largest outputs; a k above the number of classes means
-    all.
+    """Percentage of samples with their class among the k largest outputs.
+
+    Args:
+        k: at least 1. A k above the number of classes means all classes.
+
+    Raises:
+        ValueError: if k is less than 1.
     """
 
     def __init__(self, k: int = 1) -> None:
@@ -42,7 +47,7 @@ class TopKClassMeter:
         """outputs float [n, classes], targets int [n]."""
         k = min(self.k, outputs.size(1))
         predictions = outputs.topk(k, dim=1).indices
-        # Kept on the device: reading it here would make the host wait for every batch.
+        # The sum stays on the device. Reading it here would block the host at every batch.
         self.num_correct = self.num_correct + (predictions == targets.unsqueeze(1)).sum()
         self.num_examples += targets.size(0)
 

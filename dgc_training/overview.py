@@ -1,4 +1,4 @@
-"""What a run prints of its config: the keys whose values are not those of configs/__init__.py."""
+"""The part of the config that a run prints: keys with other values than in configs/__init__.py."""
 
 from collections.abc import Iterator
 from textwrap import wrap
@@ -13,8 +13,9 @@ WIDTH = 80
 
 
 def overview(tree: DictConfig) -> str:
-    """One line per key, wrapped at 80 columns. A node with a `_target_` is written as a call, without arguments
-    that equal its constructor's defaults.
+    """One line per key, wrapped at 80 columns.
+
+    A node with a `_target_` is written as a call, without arguments that equal its constructor's defaults.
     """
     found = list(_changed(OmegaConf.to_container(tree, resolve=True), defaults()))
     width = max((len(key) for key, _ in found), default=0)
@@ -33,7 +34,7 @@ def overview(tree: DictConfig) -> str:
 def _changed(now: Any, base: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in now.items():
         key = f"{prefix}{name}"
-        # train.dgc and requires are how config files speak to each other
+        # train.dgc and requires are only read by config files.
         if key in ("requires", "train.dgc") or (name in base and base[name] == value):
             continue
         inner = base.get(name)

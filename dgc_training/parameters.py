@@ -7,10 +7,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def parameter_groups(model: nn.Module, optimize_bn_separately: bool) -> list[dict[str, Any]]:
-    """One group of all parameters or, if asked, two: all others, and batch norm's without weight decay.
+    """One group of all parameters or, with `optimize_bn_separately`, two groups.
 
-    Every parameter appears once, also where modules share it; one shared with a batch norm counts as batch
-    norm's. An empty group is left out.
+    The second group has batch norm's parameters and no weight decay; the first has all others. Every parameter
+    appears once, also if modules share it. A parameter shared with a batch norm belongs to batch norm's group. An
+    empty group is left out.
     """
     if not optimize_bn_separately:
         return [{"params": list(model.parameters())}]

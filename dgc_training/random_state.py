@@ -1,4 +1,4 @@
-"""Random numbers: seeding, saving and restoring every generator that training draws from."""
+"""Seeds, saves and restores every random generator that training uses."""
 
 import hashlib
 import random
@@ -11,7 +11,7 @@ import torch
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed from several numbers, 0 to 2**32 - 1, the same on every machine."""
+    """Hashes several numbers to a seed from 0 to 2**32 - 1, equal on every machine."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little")
 
 
@@ -23,7 +23,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of all generators of this process, in plain numbers and tensors for `weights_only`."""
+    """State of all generators of this process, as plain numbers and tensors (for `weights_only`)."""
     _, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -34,7 +34,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Puts back what `random_state` returned; one saved without a GPU leaves the GPU's generator alone."""
+    """Restores what `random_state` returned. A state saved without a GPU leaves the GPU's generator unchanged."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     keys, position, has_gauss, cached = state["numpy"]
@@ -46,7 +46,7 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def temporary_seed(seed: int) -> Iterator[None]:
-    """Inside, the host's generators run from `seed`; outside, they go on as if nothing had been drawn."""
+    """Context manager that seeds the host's generators with `seed`, and restores their state on exit."""
     before = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     random.seed(seed)
     np.random.seed(seed)

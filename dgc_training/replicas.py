@@ -1,4 +1,4 @@
-"""Replicas check: after every step all ranks must hold the same parameters, to the last bit."""
+"""Replica check: after every step the parameters of all ranks must be equal bit for bit."""
 
 import zlib
 from collections import Counter
@@ -10,22 +10,24 @@ from dgc.comm import Transport, all_gather_object
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of the tensor's bytes, in the order of its logical indices."""
+    """CRC-32 of the tensor's bytes, in order of its logical indices."""
     return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def odd_ones(sums: list[int | None]) -> list[int]:
-    """The ranks whose value is not the most frequent one; where two are as frequent, rank 0's side is right."""
+    """The ranks that do not have the most frequent value. In a tie, rank 0's value counts as correct."""
     counts = Counter(sums)
     usual = max(counts, key=lambda value: (counts[value], value == sums[0]))
     return [rank for rank, value in enumerate(sums) if value != usual]
 
 
 def check_replicas(model: nn.Module, transport: Transport) -> None:
-    """RuntimeError, on every rank, that names the first parameter that differs and the ranks that are in the
-    minority.
+    """Checks that all ranks have equal parameters. Collective.
 
-    Collective. Buffers are not compared: batch norm's statistics are each rank's own.
+    Buffers are not compared, since batch norm's statistics differ between ranks.
+
+    Raises:
+        RuntimeError: on every rank, with the first parameter that differs and the ranks in the minority.
     """
     own = {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
     every = all_gather_object(transport, own, name="replicas")

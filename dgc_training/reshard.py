@@ -1,15 +1,15 @@
-"""Error state of one number of ranks, dealt out to another so that its mean over the ranks stays the same.
+"""Redistributes the error state to another number of ranks, so that its mean over the ranks is unchanged.
 
-Lay the old ranks side by side on [0, 1), each as wide as 1/old, and the new ones likewise. New rank r takes
-from old rank o the share w[r, o] = new * (length of their overlap):
+Divide [0, 1) into one interval of length 1/old per old rank, and into one of length 1/new per new rank. New rank r
+takes from old rank o the share w[r, o] = new * (length of their overlap):
 
     4 -> 1:  mean of all          1 -> 4:  each takes it whole
     3 -> 2:  2/3 e0 + 1/3 e1,  1/3 e1 + 2/3 e2
 
-Columns sum to new/old, hence mean over new = mean over old; rows sum to 1, so that no rank begins with more
-held back than ranks had before, which scaling whole ranks up would do. All updates of error and momentum are
-linear, so the mean goes on as it would have on the old ranks. At most ceil(old/new) + 1 old ranks meet in a
-new one: sparse error stays about as sparse.
+Columns sum to new/old, so the mean over the new ranks equals the mean over the old ranks. Rows sum to 1, so no
+rank begins with a larger error state than ranks had before, as it would if whole ranks were scaled up. All updates
+of error and momentum are linear, so the mean evolves as it would have on the old ranks. A new rank combines at
+most ceil(old/new) + 1 old ranks, so a sparse error state stays about as sparse.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def shares(old_size: int, new_size: int, rank: int) -> dict[int, Fraction]:
-    """Weight of each old rank in the state of new rank `rank`; old ranks without a part are left out."""
+    """Weight of each old rank in the state of new rank `rank`. Old ranks with weight 0 are left out."""
     weights = {}
     for old in range(old_size):
         begin = max(Fraction(rank, new_size), Fraction(old, old_size))
@@ -32,10 +32,18 @@ def shares(old_size: int, new_size: int, rank: int) -> dict[int, Fraction]:
 
 
 def blend(states: Mapping[int, Any], weights: Mapping[int, Fraction], where: str = "state") -> Any:
-    """The weighted sum of nested states, by old rank, as `compression_state_dict` returns them.
+    """Weighted sum of nested states, as returned by `compression_state_dict`.
 
-    Floating-point tensors are summed in float64 and rounded once. What is the same on all ranks (counters,
-    factors that ranks share) stays as it is. ValueError, with the key, for what differs and cannot be summed.
+    Floating-point tensors are summed in float64 and rounded once. Values that are equal on all ranks (counters,
+    shared factors) are kept.
+
+    Args:
+        states: state by old rank.
+        weights: weight by old rank.
+        where: prefix of the key in error messages.
+
+    Raises:
+        ValueError: with the key, if values differ and cannot be summed.
     """
     parts = [states[rank] for rank in weights]
     first = parts[0]

@@ -1,4 +1,4 @@
-"""What the loop tells a rank's CSV file (`dgc_training.csv_log`), step by step."""
+"""Collects the values of each training step for a rank's CSV file (`dgc_training.csv_log`)."""
 
 import time
 from collections.abc import Mapping
@@ -14,7 +14,14 @@ from dgc_training.csv_log import UNKNOWN, CsvLog, Since, accuracy
 
 
 class Rows:
-    """settings: the config's `train`."""
+    """Measures steps and writes them to the CSV file.
+
+    Args:
+        directory: the run directory.
+        settings: the config's `train`.
+        num_workers: data workers per rank, for the header of the file.
+        optimizer: its meter and gauges are written.
+    """
 
     def __init__(self, directory: Path, settings: DictConfig, num_workers: int, optimizer: Wrapper) -> None:
         self.optimizer, self.metric = optimizer, settings.metric
@@ -28,7 +35,7 @@ class Rows:
         )
 
     def begin(self, clock: Clock) -> None:
-        """A step begins now: what came before it is none of its time."""
+        """Starts timing a step. The time before this call is not counted."""
         self.clock = clock
         self.started = time.perf_counter()
         self.since = Since(self._totals())
@@ -45,7 +52,7 @@ class Rows:
         return {**sent, "wait(s)": meter.seconds["wait"], "data": data}
 
     def batch(self, outputs: Tensor, targets: Tensor) -> None:
-        """After each forward pass."""
+        """Call after each forward pass."""
         if outputs.dim() == 2 and targets.shape == outputs.shape[:1] and not targets.is_floating_point():
             for i, share in enumerate(accuracy(outputs, targets)):
                 self.top[i] = self.top[i] + share * len(targets)
@@ -54,7 +61,7 @@ class Rows:
         self.samples += len(targets)
 
     def step(self, epoch: int, itr: int, loss: Tensor) -> None:
-        """After each step."""
+        """Call after each step."""
         now, samples = time.perf_counter(), max(1, self.samples)
         gauges = self.since(self._totals())
         told = self.optimizer.gauges()
@@ -66,7 +73,7 @@ class Rows:
         self._begin_step()
 
     def end_epoch(self, epoch: int, results: Mapping[str, float]) -> None:
-        """After an epoch's evaluation, before its checkpoint."""
+        """Call after an epoch's evaluation and before its checkpoint."""
         distance = self.optimizer.gauges().get("consensus_distance")
         self.file.end_epoch(epoch, results.get(self.metric) if self.metric else None, distance)
 

@@ -1,7 +1,8 @@
-"""Run directories: how they are named, and which config they hold.
+"""Run directories: their names, and comparison of their configs.
 
-The name is the original trainer's: the config files as a tree of path components below `configs/`, joined by
-dots, siblings in [a+b]. So configs/cifar/resnet20.py with configs/dgc/wm5.py is [cifar.resnet20+dgc.wm5].
+Names have the form of the original trainer: the config files are a tree of path components below `configs/`,
+joined by dots, with siblings in [a+b]. For example, configs/cifar/resnet20.py with configs/dgc/wm5.py gives
+[cifar.resnet20+dgc.wm5].
 """
 
 import os
@@ -11,7 +12,7 @@ from typing import Any
 
 import yaml
 
-# What may change between the parts of one run: it does not change what is trained.
+# Keys that may change when a run is resumed, since they do not affect the training result.
 FREE_KEYS = (
     "data.num_threads_per_worker",
     "data.num_workers",
@@ -29,13 +30,13 @@ Tree = dict[str, "Tree"]
 
 
 def _components(path: str, base: Path) -> list[str]:
-    """Path components below the innermost `configs` folder; the file's stem alone where there is none."""
+    """Path components below the innermost `configs` folder; without such a folder, only the file's stem."""
     full = Path(os.path.normpath(base / path))
     parts = list(full.parts)
     if full.suffix in (".py", ".yaml", ".yml"):
         parts[-1] = full.stem
     if full.name == "config.yaml":
-        # The config of an earlier run repeats that run, in a directory of its own; its .npN is given anew.
+        # The config of an earlier run repeats that run in a new directory. The suffix .npN is appended later.
         name = full.parent.name
         stem, _, ranks = name.rpartition(".np")
         return [f"{stem if stem and ranks.isdecimal() else name}.repeat"]
@@ -53,8 +54,13 @@ def _join(tree: Tree) -> str:
 
 
 def run_name(configs: Sequence[str], suffix: str = "", size: int = 1, base: Path | None = None) -> str:
-    """Name of the run of the config files `configs` (relative ones from `base`, the working directory if
-    None).
+    """Name of a run.
+
+    Args:
+        configs: paths of the config files.
+        suffix: text appended to the name.
+        size: number of ranks.
+        base: folder of relative paths; None: the working directory.
     """
     tree: Tree = {}
     for path in configs:
@@ -65,7 +71,7 @@ def run_name(configs: Sequence[str], suffix: str = "", size: int = 1, base: Path
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings by dotted key; lists are leaves."""
+    """The leaves of nested mappings, by dotted key. Lists are leaves."""
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
     leaves: dict[str, Any] = {}
@@ -75,7 +81,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def config_differences(old: str, new: str) -> list[str]:
-    """Lines 'key: old -> new' where two resolved configs (YAML) differ in what is trained."""
+    """Lines 'key: old -> new' for the differences of two resolved configs (YAML), without FREE_KEYS."""
     before, after = flatten(yaml.safe_load(old) or {}), flatten(yaml.safe_load(new) or {})
     lines = []
     for key in sorted(before.keys() | after.keys()):

@@ -1,15 +1,17 @@
-"""Learning rate at every step: linear scaling, gradual warm-up, then any torch scheduler.
+"""The learning rate of every step: linear scaling, gradual warm-up, then any torch scheduler.
 
 Goyal et al., Accurate, Large Minibatch SGD, sections 2.1 and 2.2, https://arxiv.org/abs/1706.02677.
 With n ranks, b backward passes per step, a base rate lr0 and W warm-up epochs:
 
     lr_scaled = lr0 * b * n
-    lr(e)     = lr_scaled * (e * (n - 1) / W + 1) / n     for e < W, e the epoch with its fraction
+    lr(e)     = lr_scaled * (e * (n - 1) / W + 1) / n     for e < W; e is the fractional epoch
     lr(W)     = lr_scaled                                 then the scheduler steps, per epoch or per step
 
-Differences from the original DGC trainer: the scheduler's own state is saved and loaded instead of being
-rebuilt from an epoch number, which made MultiStepLR decay twice when resumed right after a milestone; and a
-scheduler that starts below its base rate (LinearLR) keeps its start.
+Differences from the original DGC trainer:
+
+- The scheduler's state is saved and loaded. The original rebuilt it from an epoch number, which made MultiStepLR
+  decay twice when it was resumed right after a milestone.
+- A scheduler that starts below its base rate (LinearLR) keeps its starting rate.
 """
 
 from collections.abc import Callable
@@ -23,23 +25,32 @@ from dgc_training.config import ConfigError
 
 
 def warmup_factor(epoch: float, size: int, warmup_epochs: int) -> float:
-    """Fraction of the scaled learning rate in force at `epoch` (with its fraction) of the warm-up, on `size`
-    ranks.
-    """
+    """Fraction of the scaled learning rate at fractional `epoch` of the warm-up, on `size` ranks."""
     return (epoch * (size - 1) / warmup_epochs + 1) / size
 
 
 def scale_learning_rate(optimizer: Optimizer, factor: float) -> None:
-    """Multiplies the learning rate of every group; call before a scheduler is made, which remembers it."""
+    """Multiplies the learning rate of every group. Call it before building a scheduler, which stores the rate."""
     for group in optimizer.param_groups:
         group["lr"] *= factor
 
 
 class Schedule:
-    """Sets `optimizer`'s learning rates, which are already scaled, as the formulas above say.
+    """Sets the learning rates of `optimizer` by the formulas above.
 
-    make_scheduler: given the optimizer, returns a scheduler, or None for a constant rate. Call `begin_step`
-    exactly once before every step, in order; `state_dict` may be taken between any two steps.
+    Call `begin_step` exactly once before every step, in order. `state_dict` may be taken between any two steps.
+
+    Args:
+        optimizer: its learning rates are already scaled.
+        make_scheduler: takes the optimizer; returns a scheduler, or None for a constant rate.
+        size: number of ranks.
+        steps_per_epoch: optimizer steps in an epoch.
+        warmup_epochs: epochs of warm-up; 0: none.
+        per_epoch: True: the scheduler steps once per epoch. False: once per optimizer step.
+
+    Raises:
+        ValueError: if `warmup_epochs` is negative or the scheduler is not supported.
+        ConfigError: if a learning rate is not a finite fp32 number.
     """
 
     def __init__(
@@ -68,21 +79,22 @@ class Schedule:
             raise ValueError(
                 "train.scheduler: ReduceLROnPlateau needs a metric at each step and is not supported"
             )
-        # The last epoch begun: on more ranks a run goes on at an earlier step of it, which may be the first again.
+        # The last epoch begun. A run resumed on more ranks continues at an earlier step, which may be step 0
+        # again.
         self.epoch = -1
-        # After the scheduler's initial step, so that its own starting factor is kept.
+        # Read after the scheduler's initial step, so that its starting factor is kept.
         self.start_rates: list[float] = self.rates()
         self._check_rates()
 
     def rates(self) -> list[float]:
-        """The learning rate in force, per parameter group."""
+        """The current learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Sets the rates for `step` (0-based) of `epoch` (0-based)."""
         begins, self.epoch = epoch != self.epoch, epoch
         if epoch < self.warmup_epochs:
-            # a rank at a pace of its own may do more steps than an epoch has
+            # An asynchronous rank may take more steps than an epoch has.
             fraction = min(epoch + step / self.steps_per_epoch, self.warmup_epochs)
             self._set(
                 [rate * warmup_factor(fraction, self.size, self.warmup_epochs) for rate in self.start_rates]
@@ -106,8 +118,9 @@ class Schedule:
             group["lr"] = rate
 
     def may_change(self, key: str) -> bool:
-        """Whether the scheduler may set this key of the groups, beside lr: one that cycles momentum does, and one
-        that is not torch's may.
+        """Whether the scheduler may set this key of the groups, apart from lr.
+
+        A scheduler that cycles momentum sets it. A scheduler that is not from torch may set any key.
         """
         if self.scheduler is None:
             return False
@@ -117,9 +130,7 @@ class Schedule:
         return cycles and key in ("momentum", "betas")
 
     def state_dict(self) -> dict[str, Any]:
-        """With the optimizer's state_dict, which holds the rates in force, all that the next step's rates
-        need.
-        """
+        """State of the schedule. The current rates are in the optimizer's state_dict."""
         return {
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "size": self.size,
@@ -127,9 +138,7 @@ class Schedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Call after the optimizer's state is loaded. A state of another number of ranks is scaled to this
-        one's.
-        """
+        """Call after loading the optimizer's state. Rates saved on another number of ranks are rescaled."""
         if (state["scheduler"] is None) != (self.scheduler is None):
             raise ValueError("the checkpoint was saved with another train.scheduler")
         self.epoch = state["epoch"]
@@ -143,5 +152,6 @@ class Schedule:
         self.scheduler.base_lrs = base_rates
         for group, rate in zip(self.optimizer.param_groups, base_rates, strict=True):
             group["initial_lr"] = rate
-        # torch warns of a scheduler that steps before its optimizer; this one's did, before it was saved.
+        # Avoids torch's warning about a scheduler that steps before its optimizer: the optimizer stepped before
+        # the state was saved.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

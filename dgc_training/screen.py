@@ -1,9 +1,8 @@
-"""What rank 0 prints while it trains: a table with a row for each epoch, and within an epoch a progress bar.
+"""The output of rank 0 during training: a table with a row for each epoch, and a progress bar within an epoch.
 
-The bar is drawn where standard output ends at a terminal, also through mpirun; elsewhere a line is printed every
-20 seconds. It is on standard output, as the table is: mpirun passes the two streams on
-independently, so a bar on standard error would wipe out rows. A column has the name of its TensorBoard tag without
-the group.
+The bar is drawn if standard output is a terminal, also through mpirun. Otherwise a line is printed every 20
+seconds. Bar and table both use standard output: mpirun forwards the two streams independently, so a bar on
+standard error would overwrite rows. A column has the name of its TensorBoard tag without the group.
 """
 
 import sys
@@ -20,7 +19,11 @@ BOLD, GREEN, RESET = "\x1b[1m", "\x1b[1;32m", "\x1b[0m"
 
 
 class Screen:
-    """Silent on every rank but 0. result: the tag of the result in the table, None where nothing is evaluated."""
+    """Prints the table and the progress bar, on rank 0 only.
+
+    Args:
+        result: tag of the result that the table shows; None if nothing is evaluated.
+    """
 
     def __init__(self, rank: int, num_epochs: int, steps_per_epoch: int, result: str | None) -> None:
         self.prints = rank == 0
@@ -32,7 +35,7 @@ class Screen:
         self.last_line = time.perf_counter()
 
     def say(self, text: str) -> None:
-        """One line (or more) on standard output; a progress bar stays below it."""
+        """Prints one or more lines to standard output, above the progress bar."""
         if self.prints:
             self.last_line = time.perf_counter()
             if self.bar is not None:
@@ -40,9 +43,7 @@ class Screen:
             print(text, flush=True)
 
     def step(self, epoch: int, step: int, state: str) -> None:
-        """After the step numbered `step`, from 1, of the epoch numbered `epoch`, from 0. state: what is known of
-        the training so far; may be empty.
-        """
+        """Call after each step. step: counted from 1. epoch: counted from 0. state: text to show; may be empty."""
         if not self.prints:
             return
         if self.terminal is not None:
@@ -68,10 +69,13 @@ class Screen:
         self.bar.update()
 
     def end_epoch(self, epoch: int, values: Mapping[str, float], best: bool) -> None:
-        """The row of an epoch, counted from 1: its loss and result, and the last values of other tags. best:
-        whether the result is the best so far.
+        """Prints the row of an epoch.
 
-        Only loss and result are known where a run was resumed after the epoch's last step.
+        Args:
+            epoch: counted from 1.
+            values: loss and result, and the last values of other tags. If a run was resumed after the epoch's last
+                step, only loss and result are known.
+            best: whether the result is the best so far.
         """
         self.close()
         cells = {"epoch": f"{epoch}/{self.num_epochs}", "loss": f"{values['train/loss']:.4f}"}
@@ -99,7 +103,7 @@ class Screen:
         return f"{style}{text}{RESET}" if self.colour else text
 
     def close(self) -> None:
-        """Removes the bar; the next step draws it again."""
+        """Removes the bar. The next step draws it again."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None

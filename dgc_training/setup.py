@@ -1,4 +1,4 @@
-"""Between the config and the loop: device, threads, seeds, agreement of the ranks, the run directory."""
+"""Preparation of a run: device, threads, seeds, agreement of the ranks, and the run directory."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ ANOTHER_PLACE = (
 
 
 def require_complete(tree: DictConfig, devices: str) -> None:
-    """ConfigError for what no run can do without; before anything is started."""
+    """Raises ConfigError if a required setting is missing or settings contradict. Nothing is started before."""
     values = {"dataset": tree.dataset, "model": tree.model}
     values |= {f"train.{key}": tree.train[key] for key in ("num_epochs", "batch_size")}
     for key, meaning in REQUIRED.items():
@@ -62,7 +62,7 @@ def require_complete(tree: DictConfig, devices: str) -> None:
 
 
 def build(node: Any, *args: Any) -> Any:
-    """As `instantiate`; whatever its constructor raises is a ConfigError with the key, the cause and its place."""
+    """Calls `instantiate`. Any error of the constructor becomes a ConfigError with key, cause and location."""
     try:
         return instantiate(node, *args)
     except ConfigError:
@@ -72,7 +72,7 @@ def build(node: Any, *args: Any) -> Any:
 
 
 def wrap_optimizer(optimizer: Optimizer, model: nn.Module, settings: DictConfig, transport: Transport) -> Wrapper:
-    """The optimizer that speaks to the other ranks: all of them about gradients, or a few about the model."""
+    """The distributed optimizer: it averages gradients over all ranks, or models with a few ranks (gossip)."""
     if settings.gossip is not None:
         gossip = build(settings.gossip)
         in_steps = not settings.schedule_lr_per_epoch or settings.checkpoint_every is not None
@@ -98,7 +98,7 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module, settings: DictConfig,
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Inside, a value that some part of the run refuses (its ValueError) is a ConfigError: no traceback."""
+    """Context manager that turns a ValueError of any part into a ConfigError, which has no traceback."""
     try:
         yield
     except (ConfigError, LaunchError):
@@ -114,10 +114,8 @@ def _cause(error: BaseException) -> str:
 
 
 def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torch.device:
-    """The rank's device, with torch's threads and determinism set and every generator seeded alike on all
-    ranks.
-    """
-    # Ranks of one machine share its cores; more threads than cores only make them slower.
+    """Sets torch's threads and determinism, seeds all ranks alike, and returns the rank's device."""
+    # The ranks of a machine share its cores. More threads than cores only make them slower.
     all_cores = len(os.sched_getaffinity(0))
     cores = max(1, all_cores // transport.local_size)
     with building():
@@ -136,9 +134,9 @@ def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torc
 
 
 def choose_kernels(name: str, device: torch.device) -> str:
-    """Let a tier of `dgc.kernels` do the hot loops; returns what it is, in words. ValueError if it cannot.
+    """Selects a tier of `dgc.kernels` and returns its description. Raises ValueError if it is not available.
 
-    "auto" leaves the choice to the device, or to DGC_KERNELS.
+    "auto" selects by device, or by the environment variable DGC_KERNELS.
     """
     if name != "auto":
         kernels.use(name)
@@ -146,9 +144,7 @@ def choose_kernels(name: str, device: torch.device) -> str:
 
 
 def check_agreement(tree: DictConfig, device: torch.device, transport: Transport) -> None:
-    """Refused, with the first rank that differs from rank 0, where ranks have other code, configs or kinds of
-    device.
-    """
+    """Raises Refused, with the first rank that differs from rank 0 in code, config or device type."""
     own = (to_yaml(tree, resolve=True), device.type, code_hashes())
     views = all_gather_object(transport, own, name="agreement")
     config, kind, code = views[0]
@@ -171,10 +167,10 @@ def check_agreement(tree: DictConfig, device: torch.device, transport: Transport
 
 @contextmanager
 def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, *, resume: bool) -> Iterator[None]:
-    """Makes the run directory and writes its config.yaml; inside, no other run may use it.
+    """Context manager that creates the run directory, writes its config.yaml and locks it against other runs.
 
-    Rank 0 does it and holds the lock, and every rank learns how it went. Refused if another run uses the
-    directory, or if it holds a run with another config. With resume=False an earlier run there is moved aside.
+    Rank 0 does the work and broadcasts any problem. resume=False moves an earlier run aside. Raises Refused if
+    another run uses the directory, or if it contains a run with another config.
     """
     lock: RunLock | None = None
 
@@ -197,7 +193,7 @@ def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, 
 
 
 def check_run_directory(directory: Path, tree: DictConfig, transport: Transport, cure: str) -> None:
-    """Refused, with this cure, if the directory holds a run with another config. Writes and locks nothing."""
+    """Raises Refused, with `cure`, if the directory contains a run with another config. Writes nothing."""
     _on_rank_0(lambda: _compare(directory / "config.yaml", tree, cure), directory, transport)
 
 
@@ -216,7 +212,7 @@ def _on_rank_0(work: Callable[[], None], directory: Path, transport: Transport) 
 
 
 def _move_aside(directory: Path, lock: RunLock) -> RunLock:
-    """The lock of the new directory."""
+    """Moves an earlier run aside and returns the lock of the new directory."""
     try:
         lock.directory = move_aside(directory)
         print(f"--no-resume: the earlier run is now {lock.directory}", flush=True)
@@ -243,7 +239,7 @@ def _compare(path: Path, tree: DictConfig, cure: str) -> None:
 
 
 def _resolved(path: Path) -> str:
-    """The config of an earlier run, derived values filled in; as it stands where it no longer loads."""
+    """The config of an earlier run with derived values filled in; unchanged if it can no longer be loaded."""
     try:
         return to_yaml(load([str(path)], []), resolve=True)
     except ConfigError as error:

@@ -1,10 +1,9 @@
-"""What a checkpoint holds: everything that the next step depends on, gathered from and put back into its
-parts.
+"""The contents of a checkpoint: everything that the next step depends on.
 
-Shared by all ranks: model, optimizer, schedule, progress. Batch norm's running statistics in it, and the weights
-where ranks gossip, are the mean over the ranks, so that an evaluation of the checkpoint gives the accuracy that
-was reported, on any number of ranks. Each rank's own: its error state (in gossip its model and its optimizer's
-state), its batch norm's running statistics, its random generators.
+Shared by all ranks: model, optimizer, schedule, progress. The shared running statistics of batch norm are the mean
+over the ranks, and so are the weights if ranks gossip. Evaluating the checkpoint on any number of ranks therefore
+gives the reported accuracy. Separate for each rank: its error state (in gossip its model and its optimizer's
+state), its batch norm running statistics, and its random generators.
 """
 
 import warnings
@@ -36,11 +35,10 @@ OLDER = (
 
 @dataclass
 class Progress:
-    """Where a run stands: epochs completed, steps done in the next one, and totals since the run's first
-    start.
+    """Epochs completed, steps done in the next epoch, and totals since the run's first start.
 
-    samples and seconds are the whole run's, training_seconds without evaluation and checkpoints; bytes are those
-    of one rank.
+    samples and seconds cover the whole run; training_seconds leaves out evaluation and checkpoints. Bytes are
+    those of one rank.
     """
 
     epoch: int = 0
@@ -57,9 +55,9 @@ class Progress:
     latest: dict[str, float] = field(default_factory=dict)
 
     def add_results(self, results: dict[str, float], metric: str | None) -> bool:
-        """Notes an evaluation after `epoch` epochs; whether it is the best so far by `metric`."""
+        """Stores the results of an evaluation after `epoch` epochs. Returns whether they are the best so far."""
         self.latest = dict(results)
-        # no number is better than NaN, which is what a meter gives that has counted nothing
+        # A meter that has counted nothing gives NaN. Any later result counts as better than NaN.
         best = self.best.get(metric, nan) if metric is not None else nan
         if metric is None or (self.best and not isnan(best) and not results[metric] > best):
             return False
@@ -68,7 +66,7 @@ class Progress:
 
 
 def check_progress(saved: Any) -> None:
-    """ValueError unless `saved` is `asdict` of a Progress."""
+    """Raises ValueError unless `saved` is `asdict` of a Progress."""
     fresh = asdict(Progress())
     check_form(saved, {**fresh, **{key: None for key in ("best", "latest")}}, "progress")
     for key, value in saved.items():
@@ -85,10 +83,10 @@ class DoesNotFit(ValueError):
 
 @contextmanager
 def part(file: str) -> Iterator[None]:
-    """Inside, an error is DoesNotFit and names this file of the checkpoint."""
+    """Context manager that turns any error into DoesNotFit with the name of this file of the checkpoint."""
     try:
         yield
-    # whatever a foreign file can make torch raise; the cause is in its message
+    # A foreign file can make torch raise any exception. The message contains the cause.
     except Exception as error:
         raise DoesNotFit(f"{file}: {type(error).__name__}: {error}") from error
 
@@ -106,9 +104,9 @@ class State:
     rows: Rows | None = None
 
     def shared(self, config: str) -> dict[str, Any]:
-        """The part common to all ranks; collective. config: the run's config as YAML, for the reader."""
+        """The part common to all ranks. Collective. config: the run's config as YAML, for information only."""
         with averaged_batch_norm(self.model, self.transport), self.optimizer.consensus():
-            # Copies: the average is gone when this returns.
+            # Copies, because the averages are undone on exit.
             model = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         return {
             "model": model,
@@ -128,13 +126,14 @@ class State:
         }
 
     def load_model(self, loaded: Loaded) -> None:
-        """The model alone, with batch norm averaged over the ranks: for evaluation."""
+        """Loads the model only, with batch norm averaged over the ranks, for evaluation."""
         cure = "Evaluate it with the version of the code that it was trained with."
         self._agree(loaded, lambda: self._load_model(loaded.shared), cure)
 
     def load(self, loaded: Loaded) -> None:
-        """Everything, so that the next step is the one the saved run would have taken. Collective; if any rank
-        cannot take its part, every rank raises `Refused`.
+        """Loads all parts, so that the next step is the one that the saved run would have taken. Collective.
+
+        If any rank cannot load its part, every rank raises `Refused`.
         """
         self._agree(loaded, lambda: self._load(loaded), OLDER)
 
@@ -168,7 +167,7 @@ class State:
             if same_size:
                 check_form(own["batch_norm"], batch_norm_buffers(self.model), "batch_norm")
                 check_form(own["random"], random_state(self.device), "random")
-            if "optimizer" in own["compression"]:  # where ranks gossip each has its own
+            if "optimizer" in own["compression"]:  # in gossip each rank has its own optimizer state
                 self._check_optimizer(own["compression"]["optimizer"])
         self._load_model(shared)
         with part("shared.pt"):
@@ -194,7 +193,7 @@ class State:
         check_hyperparameters(saved, self.optimizer, self.schedule)
 
     def _continue_on_other_size(self, loaded: Loaded) -> None:
-        """At the same place of the epoch; batch norm begins from the mean over the old ranks."""
+        """Continues at the same fraction of the epoch. Batch norm begins from the mean over the old ranks."""
         size = self.transport.size
         self.progress.step = min(self.progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)
         if self.transport.rank == 0:

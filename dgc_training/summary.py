@@ -1,4 +1,4 @@
-"""The end of a run: one table for people, summary.json for programs."""
+"""The summary of a run: a printed table and summary.json."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,10 @@ from dgc_training.state import Progress
 
 
 def summarize(name: str, progress: Progress, *, ranks: int, metric: str | None) -> dict[str, Any]:
-    """All that is known at the end. Bytes are those of one rank over the whole run, as docs/bytes.md defines them;
-    wire_over_dense is wire_bytes / dense_wire_bytes, None where one process has nobody to send to.
+    """The contents of summary.json.
+
+    Bytes are those of one rank over the whole run, as defined in docs/bytes.md. wire_over_dense is
+    wire_bytes / dense_wire_bytes, or None if a single process sends nothing.
     """
     dense = progress.dense_wire_bytes
     return {

@@ -1,6 +1,6 @@
-"""The names of a run's curves in TensorBoard, and what each shows. docs/bytes.md defines payload, wire and dense.
+"""Tags and descriptions of a run's curves in TensorBoard. docs/bytes.md defines payload, wire and dense.
 
-The results of an evaluation have the names of their meters in the config, acc/test_top1 for acc/{}_top1.
+The results of an evaluation have the names of their meters in the config: acc/test_top1 for acc/{}_top1.
 """
 
 X_AXIS = "Horizontal axis: training samples seen by all ranks together."
@@ -40,6 +40,6 @@ LAYOUT = {
 
 
 def describe(tag: str) -> str:
-    """What TensorBoard shows as the curve's description."""
+    """The description that TensorBoard shows for a curve."""
     what = TAGS.get(tag, "Result of the evaluation after an epoch, by the meter of this name (train.meters).")
     return f"{what} {X_AXIS}"

@@ -1,19 +1,20 @@
-"""Whether a person watches: where standard output and standard error end, and whether colour is wanted there.
+"""Finds the terminal of standard output or standard error, and whether to use colours.
 
-Under mpirun a rank's own descriptors say nothing: Open MPI gives every rank a pseudo-terminal as standard output,
-also where its own goes to a file, and a pipe as standard error. What counts there is where mpirun's go.
+Under mpirun the descriptors of a rank are not conclusive: Open MPI gives every rank a pseudo-terminal as standard
+output, even if its own output goes to a file, and a pipe as standard error. The descriptors of mpirun count
+instead.
 """
 
 import os
 from pathlib import Path
 
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
-# Options of mpirun that prefix lines or send them elsewhere: a line that is drawn again and again does not fit.
+# Options of mpirun that prefix or redirect lines. A progress bar, which redraws its line, does not work with them.
 REDIRECTING = ("tag-output", "timestamp-output", "output", "output-filename", "xml")
 
 
 def terminal_of(descriptor: int) -> str | None:
-    """The terminal that shows what is written to `descriptor`, 1 or 2; None where it is none."""
+    """The path of the terminal behind `descriptor` (1 or 2); None if it is not a terminal."""
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
         return os.ttyname(descriptor) if os.isatty(descriptor) else None
     parent = Path(f"/proc/{os.getppid()}")
@@ -29,7 +30,7 @@ def terminal_of(descriptor: int) -> str | None:
 
 
 def columns(terminal: str) -> int:
-    """The width of a terminal; 80 where it is not known."""
+    """The width of a terminal; 80 if it is unknown."""
     with open(terminal) as opened:
         return os.get_terminal_size(opened.fileno()).columns or 80
 

@@ -1,13 +1,13 @@
-"""Names the rank that the others wait for, `train.timeout` seconds after they began to.
+"""Ends a run when ranks have waited `train.timeout` seconds for another one, and names that rank.
 
-A rank that raises ends the run itself (`dgc_training.failure`). One that is stuck outside of a collective (a data
-set on a dead network drive, an endless loop, a branch that only this rank takes) says nothing, and Horovod
-only knows which tensors are missing. So each rank keeps a second thread that exchanges, every few seconds, for
-how long its rank has been waiting and for what. The ranks that wait for nothing while others have waited too
-long are the ones to blame: the first of them prints where it is, line by line, and all ranks end.
+A rank that raises ends the run itself (`dgc_training.failure`). A rank that is stuck outside of a collective (a
+data set on a dead network drive, an endless loop, a branch that only this rank takes) prints nothing, and Horovod
+reports only the missing tensors. Each rank therefore runs a second thread. Every few seconds these threads
+exchange how long each rank has been waiting, and for which message. If some ranks have waited too long, the ranks
+that are not waiting caused it. The first of them prints its stack trace, and all ranks end.
 
-A rank none of whose threads answers leaves the exchange itself without an end: then a timer ends the others, and
-`dgc_training.heartbeat` says whose fault it was.
+If no thread of a rank responds, the exchange itself does not complete. A timer then ends the other ranks, and
+`dgc_training.heartbeat` finds the rank that does not respond.
 """
 
 import os
@@ -30,7 +30,11 @@ Waiting = tuple[float, str] | None
 
 
 class WatchedTransport:
-    """A transport that knows for how long its rank has been waiting, and for what."""
+    """A transport that records how long its rank has been waiting, and for which message.
+
+    Args:
+        inner: the transport that does all communication.
+    """
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -40,7 +44,7 @@ class WatchedTransport:
 
     @property
     def waiting(self) -> Waiting:
-        """(seconds, name of the message) of the wait that the rank is in now."""
+        """(seconds, name of the message) of the current wait; None if the rank is not waiting."""
         since = self._since
         return None if since is None else (time.monotonic() - since[0], since[1])
 
@@ -51,7 +55,7 @@ class WatchedTransport:
         return self.inner.group_rank(group)
 
     def channel(self) -> Channel:
-        """Its waiting is not watched: gossip has a time limit of its own."""
+        """The point-to-point channel. Its waits are not watched, since gossip has its own time limit."""
         return channel_of(self.inner)
 
     def launch(self, name: str, requests: Sequence[Request]) -> tuple[str, Any]:
@@ -69,7 +73,7 @@ class WatchedTransport:
 
 
 def verdict(waits: Sequence[Waiting], timeout: float) -> tuple[int, str] | None:
-    """(rank to blame, why) once some rank has waited for `timeout` seconds; None while all is well."""
+    """(rank at fault, reason) if some rank has waited for `timeout` seconds, otherwise None."""
     longest = max((wait[0] for wait in waits if wait is not None), default=0.0)
     if longest < timeout:
         return None
@@ -88,7 +92,7 @@ def verdict(waits: Sequence[Waiting], timeout: float) -> tuple[int, str] | None:
 def watching(
     transport: WatchedTransport, timeout: float, leave: Callable[[int], None] = end_process
 ) -> Iterator[None]:
-    """Inside, a rank that keeps the others waiting for `timeout` seconds ends the run. Collective."""
+    """Context manager in which the run ends if ranks wait `timeout` seconds for another one. Collective."""
     if transport.size == 1:
         yield
         return
@@ -109,13 +113,13 @@ def watching(
             timer = threading.Timer(limit, silence)
             timer.daemon = True
             timer.start()
-            # Straight to Horovod: this thread's own waiting is not the rank's.
+            # Uses the inner transport, so that this thread's wait does not count as a wait of the rank.
             views = all_gather_object(transport.inner, (transport.waiting, last), name="watchdog")
             timer.cancel()
-            # Every rank sees the same views, so all leave after the same exchange: none is left unanswered.
+            # Every rank has the same views, so all ranks stop after the same exchange.
             if all(over for _, over in views):
                 return
-            # Ranks that have ended wait for this exchange only.
+            # Ranks that have ended wait only for this exchange.
             found = verdict([(0.0, "the end") if over else wait for wait, over in views], limit)
             if found is not None:
                 _tell(found, transport, main)
@@ -125,14 +129,14 @@ def watching(
         try:
             watch()
         except Exception as error:
-            # The main thread gets the same from its own collective, and tells.
+            # The main thread gets the same error from its own collective and reports it.
             if type(error).__name__ != "HorovodInternalError":
                 raise
 
     thread = threading.Thread(target=guarded, daemon=True, name="watchdog")
     thread.start()
     yield
-    # Not after an exception: then the other ranks will not come here, and the launcher ends them.
+    # Skipped after an exception: the other ranks do not get here, and the launcher ends them.
     ended.set()
     thread.join()
     heartbeat.close()
@@ -141,7 +145,7 @@ def watching(
 def _tell(found: tuple[int, str], transport: WatchedTransport, main: int) -> None:
     blamed, why = found
     if transport.rank != blamed:
-        # The launcher ends the others once the one to blame has told its place and left.
+        # The launcher ends the other ranks once the rank at fault has printed its stack trace and exited.
         time.sleep(5 * PATIENCE)
         print(f"[rank {transport.rank} of {transport.size}] {why}", file=sys.stderr, flush=True)
         return
@@ -157,7 +161,7 @@ def _tell(found: tuple[int, str], transport: WatchedTransport, main: int) -> Non
 
 
 def _tell_silence(heartbeat: Heartbeat, transport: WatchedTransport, limit: float) -> None:
-    """Rank 0 knows most and tells first."""
+    """Prints that a rank does not respond. Rank 0 has the heartbeats and prints first."""
     why = "some rank does not answer at all, and it is not known which"
     if transport.rank:
         time.sleep(5 * PATIENCE)

@@ -1,1 +1,1 @@
-"""Launchers and tools around the trainer: `python -m scripts.NAME` from the repository's root."""
+"""Launchers and tools for the trainer. Run them as `python -m scripts.NAME` in the repository's root."""

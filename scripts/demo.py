@@ -1,11 +1,11 @@
-"""The demonstration: four ranks train on handwritten digits, once dense, once with DGC at 0.1 % of the gradient.
+"""Demonstration: four ranks train on handwritten digits, once dense and once with DGC at 0.1 % of the gradient.
 
-`make demo` runs both from the start each time, into runs/demo, and compares them. Further words go to both runs:
+`make demo` starts both runs anew in runs/demo and compares them. Further arguments are passed to both runs:
 
     python -m scripts.demo --configs.train.num_epochs 20
 
-Both take a fifth of the experiment's learning rate: 0.02 on four ranks. At 0.1 DGC loses accuracy for some epochs
-at the end of the warm-up of its ratio, and needs more epochs to regain it than a demonstration has.
+Both use a fifth of the experiment's learning rate: 0.02 on four ranks. At 0.1, DGC loses accuracy for some epochs
+at the end of its ratio warm-up, and a demonstration has too few epochs to recover it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METRIC = "acc/test_top1"
 
 
 def train(method: str, words: list[str]) -> dict[str, Any]:
-    """Trains in a directory of its own; the summary. SystemExit with the run's status where it failed."""
+    """Trains in a new directory and returns the summary. Raises SystemExit with the run's status if it fails."""
     directory = RUNS / method.lower()
     settings = [f"--configs.train.{key}={value}" for key, value in SETTINGS.items()]
     configs = ["--configs", "configs/digits/cnn.py", *METHODS[method]]
@@ -42,7 +42,7 @@ def train(method: str, words: list[str]) -> dict[str, Any]:
 
 
 def comparison(summaries: dict[str, dict[str, Any]]) -> str:
-    """Both runs side by side, and what that means in words."""
+    """A table of both runs, and their comparison as text."""
     lines = [f"{'':<7} {'accuracy':>9} {'bytes on the wire':>18} {'% of dense':>11} {'seconds':>8}"]
     for method, found in summaries.items():
         share = 100 * found["wire_over_dense"]
@@ -63,5 +63,5 @@ def comparison(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    shutil.rmtree(RUNS, ignore_errors=True)  # an earlier demonstration's curves would mix with the new ones
+    shutil.rmtree(RUNS, ignore_errors=True)  # an earlier demonstration has curves that would mix with the new ones
     print(f"\n{comparison({method: train(method, sys.argv[1:]) for method in METHODS})}")

@@ -1,6 +1,6 @@
-"""`make doctor`: what is installed here, what is wrong, and its cure.
+"""`make doctor`: prints what is installed, the problems found, and a cure for each.
 
-Ends with status 1 when something is wrong. A note is no fault: it says what to expect.
+The exit status is 1 if there is a problem. A note is not a problem: it describes a limitation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REBUILD = "remove Horovod's wheel from the cache (docs/install.md), then make cl
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong (or only worth knowing, where `note` is set), with its cure."""
+    """A problem with its cure, or only a note if `note` is set."""
 
     what: str
     cure: str
@@ -29,7 +29,7 @@ Check = Callable[[Facts], Iterator[Finding]]
 
 
 def mpi_version(line: str | None) -> tuple[str, int] | None:
-    """(name, major version) from `mpirun --version`; None where it is no Open MPI or none at all."""
+    """(name, major version) from `mpirun --version`; None if it is missing or not Open MPI."""
     found = re.search(r"(Open MPI|OpenRTE|PRRTE)\)?\s+v?(\d+)\.", line or "")
     return (found[1], int(found[2])) if found else None
 
@@ -126,7 +126,7 @@ def check_mpi4py(facts: Facts) -> Iterator[Finding]:
 
 def check_hello(facts: Facts) -> Iterator[Finding]:
     if facts.mpirun is None or facts.horovod.answer is None:
-        return  # already named, with the cause
+        return  # already reported, with the cause
     answer = facts.hello.answer
     if answer is None:
         yield Finding(
@@ -192,7 +192,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """What is wrong, then what is worth knowing."""
+    """The problems, then the notes."""
     findings = [finding for check in CHECKS for finding in check(facts)]
     return sorted(findings, key=lambda finding: finding.note)
 
@@ -224,7 +224,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
 
 
 def main() -> int:
-    """Print the report; 1 when something is wrong."""
+    """Prints the report. Returns 1 if there is a problem."""
     facts = collect()
     for what, value in describe(facts):
         print(f"{what:24}{value}")

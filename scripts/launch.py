@@ -1,10 +1,10 @@
-"""Start several ranks on this machine under Open MPI.
+"""Starts several ranks on this machine under Open MPI.
 
     python -m scripts.launch 4 train.py --configs configs/digits/cnn.py
 
-replaces `mpirun -np 4 python train.py ...` and adds what one machine needs: the environment's own
-mpirun and python, threads that share the cores, idle ranks that yield when there are more ranks than
-cores, and the two variables without which Open MPI refuses to run as root (as in a container).
+replaces `mpirun -np 4 python train.py ...` and adds the settings for one machine: mpirun and python of the
+environment, threads that share the cores, idle ranks that yield if there are more ranks than cores, and the two
+variables that Open MPI requires to run as root (as in a container).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 def usable_cores() -> int:
-    """Cores this process may run on (a container's or a batch system's share, not the machine's)."""
+    """Number of cores that this process may use: the share of a container or batch job, not the machine's."""
     return len(os.sched_getaffinity(0))
 
 
 def environment(ranks: int, cores: int, root: bool, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The ranks' environment; a value the user has set stays.
+    """The environment of the ranks. Values that the user has set are kept.
 
     Args:
-        ranks: processes that share the machine.
-        cores: cores they may use.
+        ranks: number of processes that share the machine.
+        cores: number of cores that they may use.
         root: whether they run as root.
-        inherited: the variables to start from, usually `os.environ`.
+        inherited: the initial variables, usually `os.environ`.
     """
     env = dict(inherited)
-    # the interpreter's folder as named, not as resolved: an environment's python is a link
+    # The path is not resolved, since the python of an environment is a symbolic link.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     if root:
@@ -43,10 +43,10 @@ def environment(ranks: int, cores: int, root: bool, inherited: Mapping[str, str]
 
 
 def command(ranks: int, cores: int, words: Sequence[str]) -> list[str]:
-    """`mpirun` with its options, then this interpreter, then `words` (a script and its arguments)."""
+    """The command: `mpirun` with its options, this interpreter, and `words` (a script and its arguments)."""
     if ranks < 1:
         raise ValueError(f"the number of ranks must be at least 1, not {ranks}")
-    # Open MPI would bind each rank to one core, which leaves its other threads nowhere to run
+    # By default Open MPI binds each rank to one core, so that all threads of a rank would share it.
     options = ["--bind-to", "none"]
     if ranks > cores:
         options += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
@@ -54,13 +54,13 @@ def command(ranks: int, cores: int, words: Sequence[str]) -> list[str]:
 
 
 def prepare(ranks: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment that start `words` on `ranks` ranks of this machine."""
+    """The command and the environment to start `words` on `ranks` ranks of this machine."""
     cores = usable_cores()
     return command(ranks, cores, words), environment(ranks, cores, os.geteuid() == 0, os.environ)
 
 
 def replace_process(ranks: int, words: Sequence[str]) -> None:
-    """Become mpirun: signals, output and the exit status are its own. Returns never."""
+    """Replaces this process by mpirun, which then gets all signals. Never returns."""
     argv, env = prepare(ranks, words)
     if shutil.which(argv[0], path=env["PATH"]) is None:
         raise SystemExit("launch: no mpirun found; `make setup` brings one")

@@ -1,16 +1,17 @@
-"""Draws runs: error, accuracy against bytes, scaling and loss, as PNG and SVG.
+"""Plots runs: error, accuracy against bytes, scaling and loss, as PNG and SVG.
 
     python -m scripts.plot 'runs/[imagenet.resnet50+gossip.sgp].np8' runs/imagenet.resnet50.np8
     python -m scripts.plot --out figures 'SGP, 10 Gbit/s=runs/a' 'SGP, 100 Gbit/s=runs/b'
 
-    error      top-1 error of training and validation after each epoch, against time and against iterations
-    bytes      top-1 accuracy of validation after each epoch, against the wire bytes of one rank (docs/bytes.md)
+    error      top-1 training and validation error after each epoch, against time and against iterations
+    bytes      top-1 validation accuracy after each epoch, against the wire bytes of one rank (docs/bytes.md)
     scaling    average time per iteration and samples per second, against the number of ranks
     loss       training loss against optimizer steps
 
-A run with CSV logs (train.csv=True) is read from them, another from its TensorBoard files, which have no training
-error. A run is named after its algorithm (its config.yaml), or by what stands before "=". Runs of the same name on
-several numbers of ranks make one line of `scaling`. Time is that of all training steps, without validation.
+A run with CSV logs (train.csv=True) is read from these. Any other run is read from its TensorBoard files, which
+have no training error. The label of a run is its algorithm (from its config.yaml), or the text before "=". Runs
+with the same label on different numbers of ranks form one line of `scaling`. Time is that of all training steps,
+without validation.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from scripts.plot_runs import PlotError, Run, check_comparable, has_csv, read_ru
 
 
 def read(word: str) -> Run:
-    """DIR or LABEL=DIR; a directory whose name has a "=" is itself."""
+    """Reads a run from DIR or LABEL=DIR. An existing directory with "=" in its name is read as DIR."""
     label, equals, directory = word.partition("=")
     path = Path(word)
     if path.is_dir() or not equals:
@@ -40,7 +41,7 @@ def read(word: str) -> Run:
 
 
 def draw(runs: Sequence[Run], out: Path, formats: Sequence[str]) -> list[Path]:
-    """Writes the figures of `runs`; the files written."""
+    """Writes the figures of `runs` and returns the files written."""
     check_comparable(runs)
     if len({run.batch for run in runs}) > 1:
         batches = ", ".join(f"{run.label} {run.batch}" for run in runs)

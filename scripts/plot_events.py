@@ -1,4 +1,4 @@
-"""Runs without CSV logs, read from the files that TensorBoard reads; `dgc_training.tags` has their curves."""
+"""Reads runs without CSV logs from their TensorBoard files. `dgc_training.tags` lists the curves."""
 
 from bisect import bisect_right
 from importlib import import_module
@@ -11,8 +11,9 @@ SETTINGS = "_hparams_/session_start_info"
 
 
 def read_events(directory: Path, label: str | None = None) -> Run:
-    """The run of a directory; label: None takes the algorithm's name from its config.yaml. It has no training
-    error: TensorBoard gets the training loss alone.
+    """Reads the run of a directory. label: None uses the algorithm from its config.yaml.
+
+    The run has no training error, since TensorBoard files have only the training loss.
     """
     events_of = import_module("tensorboard.backend.event_processing.event_accumulator")  # slow to import
 

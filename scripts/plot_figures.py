@@ -1,5 +1,5 @@
-"""The figures that `scripts.plot` writes: error against time and iterations, accuracy against bytes, scaling, loss
-against steps. In all of them a colour stands for a method, a marker or a line style for a number of ranks.
+"""The figures of `scripts.plot`: error against time and iterations, accuracy against bytes, scaling, loss against
+steps. In all figures the colour shows the method, and the marker or the line style shows the number of ranks.
 """
 
 import re
@@ -17,7 +17,7 @@ from dgc_training.amounts import plural
 from scripts.plot_runs import Curve, Run, mean
 
 FAMILIES = ((r"ar\b|all-?reduce", "Reds"), (r"d-?psgd", "Greens"), (r"o?sgp", "Blues"))
-# matplotlib's own cycle without its blue, green and red, which would pass for a family's
+# matplotlib's default cycle without its blue, green and red, which could be mistaken for a method above
 OTHERS = ("C1", "C4", "C5", "C6", "C8", "C9", "C7")
 MARKERS = "osD^vP*X"
 LINES = ("-", "--", "-.", ":")
@@ -34,7 +34,7 @@ STYLE = {
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """What the legend calls each run: no more than tells them apart."""
+    """The name of each run in the legend: the shortest one that distinguishes the runs."""
     found = [run.label for run in runs]
     if len({run.ranks for run in runs}) > 1:
         found = [f"{run.label}, {plural(run.ranks, 'rank')}" for run in runs]
@@ -45,13 +45,13 @@ def names(runs: Sequence[Run]) -> list[str]:
 
 
 def methods(runs: Sequence[Run]) -> list[tuple[str, int]]:
-    """What has a colour of its own: a label; runs of one label on equally many ranks are numbered from 0."""
+    """The key of each run's colour: its label. Runs of one label and number of ranks are numbered from 0."""
     kinds = [(run.label, run.ranks) for run in runs]
     return [(label, kinds[:i].count((label, ranks))) for i, (label, ranks) in enumerate(kinds)]
 
 
 def colours(methods: Sequence[tuple[str, int]]) -> list[Any]:
-    """AR reds, D-PSGD greens, SGP blues, from dark to light; each other method a colour of its own."""
+    """Colours: AR red, D-PSGD green, SGP blue, each from dark to light. Every other method has its own colour."""
     distinct = list(dict.fromkeys(methods))
     families = {
         method: next((shades for pattern, shades in FAMILIES if re.match(pattern, method[0].lower())), None)
@@ -70,7 +70,7 @@ def colours(methods: Sequence[tuple[str, int]]) -> list[Any]:
 
 
 def of_ranks(runs: Sequence[Run], kinds: Sequence[str]) -> list[str]:
-    """One of `kinds` for each run, by its number of ranks."""
+    """Selects one of `kinds` for each run, by its number of ranks."""
     counts = sorted({run.ranks for run in runs})
     return [kinds[counts.index(run.ranks) % len(kinds)] for run in runs]
 
@@ -84,13 +84,13 @@ def figure(width: float, panels: int) -> tuple[Figure, list[Axes]]:
 
 
 def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], line: str, **style: Any) -> None:
-    """A line whose markers are whole also where they lie on the edge of the axes; 20 markers at most."""
+    """Draws a line with at most 20 markers, which are not clipped at the edge of the axes."""
     (drawn,) = axes.plot(x, y, line, markevery=1 + len(x) // 20, clip_on=False, **style)
-    drawn.set_in_layout(False)  # what is not clipped would count as a part of the figure's margin
+    drawn.set_in_layout(False)  # unclipped markers would otherwise change the margins of the figure
 
 
 def legend(drawn: Figure, handles: list[Any]) -> None:
-    # as many columns as their longest label leaves room for
+    # as many columns as fit with the longest label
     longest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(len(handles), int(drawn.get_figwidth() * 12 / (longest + 7))))
     rows = -(-len(handles) // columns)
@@ -98,7 +98,7 @@ def legend(drawn: Figure, handles: list[Any]) -> None:
 
 
 def time_unit(longest: float) -> tuple[float, str]:
-    """Seconds in the unit that suits `longest` seconds, and its name."""
+    """The time unit that suits `longest` seconds: its length in seconds and its name."""
     for seconds, unit in ((3600.0, "hours"), (60.0, "minutes")):
         if longest >= 3 * seconds:
             return seconds, unit
@@ -106,7 +106,7 @@ def time_unit(longest: float) -> tuple[float, str]:
 
 
 def error_figure(runs: Sequence[Run]) -> Figure | None:
-    """Error after each epoch, against time and against iterations; None where no run has ended an epoch."""
+    """Error after each epoch, against time and against iterations; None if no run has completed an epoch."""
     curves = [curve for run in runs for curve in (run.training_error, run.validation_error)]
     if not any(curve.y for curve in curves):
         return None
@@ -132,7 +132,7 @@ def error_figure(runs: Sequence[Run]) -> Figure | None:
 
 
 def bytes_figure(runs: Sequence[Run]) -> Figure | None:
-    """Accuracy after each epoch against the bytes that one rank has sent; None where no run has sent any."""
+    """Accuracy after each epoch against the bytes that one rank has sent; None if no run has sent any."""
     if not any(wire > 0 for run in runs for wire in run.validation_error.wire):
         return None
     drawn, (axes,) = figure(7, 1)
@@ -155,13 +155,14 @@ def bytes_figure(runs: Sequence[Run]) -> Figure | None:
 
 
 def scaling_figure(runs: Sequence[Run]) -> Figure:
-    """Time per iteration and throughput against the number of ranks, a line for each label; runs of the same
-    label and number are averaged.
+    """Time per iteration and throughput against the number of ranks, with one line per label.
+
+    Runs with the same label and number of ranks are averaged.
     """
     drawn, (times, rates) = figure(10, 2)
     labels = sorted({run.label for run in runs})
     counts = sorted({run.ranks for run in runs})
-    # thousandths of a second where that gives readable numbers
+    # milliseconds if the numbers are then more readable
     factor, unit = (1e3, "ms") if max(run.seconds_per_step for run in runs) < 1 else (1.0, "s")
     handles: list[Any] = []
     for label, colour in zip(labels, colours([(label, 0) for label in labels]), strict=True):
@@ -193,7 +194,7 @@ def scaling_figure(runs: Sequence[Run]) -> Figure:
 
 
 def smooth(curve: Curve) -> Curve:
-    """The mean over a fiftieth of the curve around each point."""
+    """Running mean over a fiftieth of the curve."""
     half = len(curve.y) // 100
     y = np.asarray(curve.y)
     means = [float(y[max(0, i - half) : i + half + 1].mean()) for i in range(len(y))]
@@ -201,7 +202,7 @@ def smooth(curve: Curve) -> Curve:
 
 
 def loss_figure(runs: Sequence[Run]) -> Figure | None:
-    """The training loss against steps: what rows hold in the background, its running mean before it."""
+    """The training loss against steps: the rows in the background, their running mean in front."""
     if not any(np.isfinite(run.loss.y).any() for run in runs):
         return None
     drawn, (axes,) = figure(7, 1)

@@ -1,8 +1,8 @@
-"""Runs as `scripts.plot` draws them: read from the CSV files of their ranks, labelled from their config.
+"""Reads runs for `scripts.plot` from the CSV files of their ranks. Their labels come from their configs.
 
-The time axis is a run's real time: seconds summed over all steps, those left out of the averages too, without
-validation and checkpoints. A file without that column (elapsed(s)) takes each row's BT for all steps since the
-row before. Curves are means over the ranks that have the row.
+The time axis is a run's real time: seconds summed over all steps, including those left out of the averages,
+without validation and checkpoints. In a file without that column (elapsed(s)), the BT of a row is used for all
+steps since the previous row. Curves are means over the ranks that have the row.
 """
 
 import re
@@ -23,12 +23,12 @@ Rows = dict[tuple[int, int], Row]
 
 
 class PlotError(ValueError):
-    """What the user gave cannot be drawn; the message says why, and what to do."""
+    """The given runs cannot be plotted. The message has the cause and a remedy."""
 
 
 @dataclass
 class Curve:
-    """Points of one line; x in three units. wire: bytes that one rank has sent, NaN where that is not known."""
+    """Points of one line, with x in three units. wire: bytes that one rank has sent; NaN if unknown."""
 
     steps: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass
 class Run:
-    """batch: samples of one rank in one step. Errors in %, one point per epoch; loss: one per row."""
+    """A run. batch: samples of one rank in one step. Errors are in %, one point per epoch; loss: one per row."""
 
     directory: Path
     label: str
@@ -67,9 +67,9 @@ def mean(values: Iterable[float]) -> float:
 
 
 def read_file(path: Path) -> tuple[dict[str, int], Rows]:
-    """World size and batch size, and the rows by (Epoch, itr); a last line that was cut off is left out."""
+    """Reads world size, batch size and the rows by (Epoch, itr). An incomplete last line is left out."""
     lines = path.read_text(errors="replace").split("\n")
-    # What no line break ends was being written when the run was killed.
+    # A last line without line break was being written when the run was killed.
     lines.pop()
     try:
         start, *pairs = lines[:PREAMBLE]
@@ -94,7 +94,7 @@ def read_file(path: Path) -> tuple[dict[str, int], Rows]:
 
 
 def add_totals(rows: Rows, per_epoch: int) -> None:
-    """Adds up wire_bytes, and estimates elapsed(s) where the file has no such column."""
+    """Adds up wire_bytes, and estimates elapsed(s) if the file has no such column."""
     seconds = done = wire = 0.0
     for (epoch, itr), row in rows.items():
         if itr >= 0:
@@ -107,7 +107,7 @@ def add_totals(rows: Rows, per_epoch: int) -> None:
 
 
 def read_run(directory: Path, label: str | None = None) -> Run:
-    """The run of a directory that `has_csv`; label: None takes the algorithm's name from its config.yaml."""
+    """Reads the run of a directory that `has_csv`. label: None uses the algorithm from its config.yaml."""
     paths = {tuple(map(int, found.groups())): p for p, found in _files(directory / "csv")}
     sizes = sorted({size for _, size in paths})
     if len(sizes) > 1:
@@ -162,7 +162,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def algorithm(config: Mapping[str, Any], directory: Path) -> str:
-    """Its name, out of train.gossip, or where there is none, train.compression."""
+    """The name of the algorithm, from train.gossip or, without gossip, from train.compression."""
     train = config.get("train") or {}
     for key in ("gossip", "compression"):
         if (node := train.get(key)) and "_target_" in node:
@@ -174,19 +174,19 @@ def _name(node: Mapping[str, Any]) -> str:
     name = str(node["_target_"]).rpartition(".")[2]
     if name != "Periodic":
         return NAMES.get(name, name.removesuffix("Compressor"))
-    # averages over all ranks every so many steps, beside another algorithm or with every rank alone between
+    # periodic averages over all ranks; between them another algorithm, or every rank alone
     base, outer = node.get("base"), node.get("outer")
     return (_name(base) if base else "local SGD") + (f" + {_name(outer)}" if outer else " + PGA" if base else "")
 
 
 def seconds_per_step(rows: Rows) -> float:
-    """The last average that was known; where every epoch was too short for one, the mean of what rows hold."""
+    """The last known average. If every epoch was too short for one, the mean over the rows."""
     averages = [row["avg:BT(s)"] for row in rows.values() if row["avg:BT(s)"] >= 0]
     return averages[-1] if averages else mean(row["BT(s)"] for row in rows.values())
 
 
 def epochs(files: Iterable[Rows], per_epoch: int) -> tuple[Curve, Curve]:
-    """Error of training (the epoch's average) and of validation, for the epochs that every rank has ended."""
+    """Training error (average of the epoch) and validation error, for the epochs that every rank has completed."""
     ranks = []
     for rows in files:
         ended = {epoch for epoch, itr in rows if itr < 0 or (epoch + 1, 0) in rows}
@@ -221,7 +221,7 @@ def losses(files: Iterable[Rows], per_epoch: int) -> Curve:
 
 
 def check_comparable(runs: Iterable[Run]) -> None:
-    """PlotError where two runs train another model or on other data: their curves have nothing in common."""
+    """Raises PlotError if two runs differ in model or data, since their curves cannot be compared."""
     known = [run for run in runs if run.setting]
     for run in known[1:]:
         for key, value in run.setting.items():

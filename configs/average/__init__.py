@@ -1,1 +1,1 @@
-"""Averages over all ranks every so many steps, beside what is stacked before: gossip, or every rank alone."""
+"""Periodic averages over all ranks. Between them, ranks gossip as stacked before, or train alone."""

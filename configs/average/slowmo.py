@@ -1,4 +1,4 @@
-"""SlowMo (Wang et al. 2020, arXiv 1910.00643) on the gossip stacked before, or on local SGD."""
+"""SlowMo (Wang et al. 2020, arXiv 1910.00643) over the gossip stacked before it, or over local SGD."""
 
 from dgc.gossip import Periodic, SlowMo
 from dgc_training.config import Config, configs

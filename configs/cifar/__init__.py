@@ -13,7 +13,7 @@ configs.dataset.root = "data/cifar${dataset.num_classes}"
 configs.dataset.num_classes = 10
 configs.dataset.image_size = 32
 configs.dataset.val_ratio = None  # a share of the training images to validate on: train.metric acc/val_top1
-configs.dataset.download = False  # True: fetched when it is not there
+configs.dataset.download = False  # True: downloaded if it is missing
 
 configs.train.num_epochs = 200
 configs.train.batch_size = 128

@@ -1,6 +1,6 @@
 """ResNet-101 for 32x32 images (He et al. 2016, table 1), 42,512,970 parameters.
 
-Not among the original's files; the weight decay is the one that is usual for this width.
+The original has no such file. The weight decay is the usual one for this width.
 """
 
 from dgc_models import resnet101

@@ -1,6 +1,6 @@
 """ResNet-18 for 32x32 images, 11,173,962 parameters.
 
-Not among the original's files; the weight decay is the one that is usual for this width.
+The original has no such file. The weight decay is the usual one for this width.
 """
 
 from dgc_models import resnet18

@@ -1,6 +1,6 @@
 """SENet-18 for 32x32 images (Hu et al. 2018), 11,260,354 parameters.
 
-Not among the original's files; the weight decay is the one that is usual for this width.
+The original has no such file. The weight decay is the usual one for this width.
 """
 
 from dgc_models import senet18

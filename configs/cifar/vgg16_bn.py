@@ -1,6 +1,6 @@
 """VGG-16 with batch norm for 32x32 images, 14,728,266 parameters.
 
-Not among the original's files; the weight decay is the one that is usual for this width.
+The original has no such file. The weight decay is the usual one for this width.
 """
 
 from dgc_models import vgg16_bn

@@ -11,7 +11,7 @@ if optimizer._target_ not in ("torch.optim.SGD", "dgc.optim.DGCSGD"):
 
 configs.train.dgc = True
 
-# The optimizer keeps its keys; its momentum moves into the memory below, before compression (section 3.2).
+# The optimizer keeps its keys. Its momentum is applied by the memory below, before compression (section 3.2).
 optimizer._target_ = DGCSGD
 optimizer.setdefault("momentum", 0.0)
 optimizer.setdefault("nesterov", False)
@@ -19,16 +19,16 @@ optimizer.setdefault("nesterov", False)
 configs.train.compression = Config(DGCCompressor)
 configs.train.compression.compress_ratio = 0.001  # share of a tensor's elements that is sent
 configs.train.compression.selector = None  # which elements: a constructor of dgc.selection; None: exact top-k
-configs.train.compression["values"] = None  # how values travel: a constructor of dgc.wire; None: fp32
-configs.train.compression.indices = None  # how indices travel, likewise; None: int64
+configs.train.compression["values"] = None  # format of the values: a constructor of dgc.wire; None: fp32
+configs.train.compression.indices = None  # format of the indices, likewise; None: int64
 
-# The original's sampled threshold, in place of a selector:
+# The original's sampled threshold, instead of a selector:
 configs.train.compression.sample_ratio = None  # share sampled to estimate it (the original's is 0.01)
 configs.train.compression.strided_sample = True  # every n-th element; False: random elements
 configs.train.compression.compress_upper_bound = 1.3  # above 1.3 times the target, the threshold is adapted
 configs.train.compression.compress_lower_bound = 0.8  # below 0.8 times the target as well
-configs.train.compression.max_adaptation_iters = 10  # how often at most
-configs.train.compression.resample = True  # still too many: exact top-k among those
+configs.train.compression.max_adaptation_iters = 10  # maximum number of adaptations
+configs.train.compression.resample = True  # if still too many elements pass: exact top-k among them
 
 configs.train.compression.fp16_values = False  # True (fp16.py): 2 bytes per value instead of 4
 configs.train.compression.int32_indices = False  # True (int32.py): 4 bytes per index instead of 8
@@ -40,11 +40,11 @@ configs.train.compression.memory = Config(DGCSGDMemory)
 configs.train.compression.memory.momentum = derived("train.optimizer.momentum")
 configs.train.compression.memory.nesterov = derived("train.optimizer.nesterov")
 configs.train.compression.memory.momentum_masking = True  # sent elements lose their momentum (section 3.3)
-# The limit on each tensor's gradient, before compression (vectors: after averaging): a constructor, e.g.
+# Clipping of each tensor's gradient, before compression (vectors: after averaging): a constructor, for example
 # dgc.memory.ClipByNorm.
 configs.train.compression.memory.gradient_clipping = None
 
-# A later file that puts plain SGD or another compression back would undo all this without a word.
+# Without these, a later file that sets plain SGD or another compression would silently disable DGC.
 configs.requires["train.dgc"] = True
 configs.requires["train.optimizer._target_"] = optimizer._target_
 configs.requires["train.compression._target_"] = configs.train.compression._target_

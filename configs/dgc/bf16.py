@@ -1,4 +1,4 @@
-"""Values travel as bf16: 2 bytes in place of 4."""
+"""Values are sent as bf16: 2 bytes instead of 4."""
 
 from dgc.wire import CastValues
 from dgc_training.config import Config, configs

@@ -1,4 +1,4 @@
-"""Values travel as fp16: 2 bytes in place of 4."""
+"""Values are sent as fp16: 2 bytes instead of 4."""
 
 from dgc_training.config import configs
 

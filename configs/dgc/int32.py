@@ -1,4 +1,4 @@
-"""Indices travel as int32: 4 bytes in place of 8."""
+"""Indices are sent as int32: 4 bytes instead of 8."""
 
 from dgc_training.config import configs
 

@@ -1,4 +1,4 @@
-"""Values travel as int8 with a scale per tensor: 1 byte in place of 4."""
+"""Values are sent as int8 with a scale per tensor: 1 byte instead of 4."""
 
 from dgc.wire import Int8Values
 from dgc_training.config import Config, configs

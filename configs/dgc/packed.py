@@ -1,4 +1,4 @@
-"""Indices travel as packed gaps: about 13 bits at 0.1 %, in place of 64."""
+"""Indices are sent as packed gaps: about 13 bits at 0.1 %, instead of 64."""
 
 from dgc.wire import PackedIndices
 from dgc_training.config import Config, configs

@@ -1,4 +1,4 @@
-"""Indices travel as gaps in a Rice code: about 11.6 bits at 0.1 %, in place of 64."""
+"""Indices are sent as gaps in a Rice code: about 11.6 bits at 0.1 %, instead of 64."""
 
 from dgc.wire import RiceIndices
 from dgc_training.config import Config, configs

@@ -1,4 +1,4 @@
-"""Values travel as signs with a mean magnitude per tensor: 1 bit in place of 32."""
+"""Values are sent as signs with a mean magnitude per tensor: 1 bit instead of 32."""
 
 from dgc.wire import SignValues
 from dgc_training.config import Config, configs

@@ -1,4 +1,4 @@
-"""Warm-up over 5 epochs that send everything, then the full ratio at once."""
+"""Warm-up of 5 epochs that send everything, then the full ratio."""
 
 from dgc_training.config import configs
 

@@ -1,4 +1,4 @@
-"""Real handwritten digits, 8x8 pixels, that come with scikit-learn: trains in minutes on two cores."""
+"""Real handwritten digits, 8x8 pixels, from scikit-learn. Training takes minutes on two cores."""
 
 import torch
 
@@ -19,6 +19,6 @@ configs.train.optimizer.momentum = 0.9
 configs.train.optimizer.weight_decay = 1e-4
 configs.train.optimizer.nesterov = False
 
-# Follows num_epochs and the warm-up wherever they are set; at least 1, so a very short trial run is possible.
+# Derived from num_epochs and the warm-up, wherever they are set. At least 1, so that a very short run is possible.
 configs.train.scheduler = Config(torch.optim.lr_scheduler.CosineAnnealingLR)
 configs.train.scheduler.T_max = derived("max(1, train.num_epochs - train.warmup_lr_epochs)")

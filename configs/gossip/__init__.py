@@ -1,5 +1,6 @@
-"""Every rank trains a model of its own and averages it with a few neighbours': one file for each way to do that,
-with a file of configs/topology after it to say who the neighbours are.
+"""Every rank trains its own model and averages it with a few neighbours. There is one file per algorithm.
+
+A file of configs/topology after it sets the neighbours.
 """
 
 from dgc_training.config import configs
@@ -7,4 +8,4 @@ from dgc_training.config import configs
 configs.train.csv = True
 
 configs.requires["train.compression._target_"] = "dgc.compression.Dense"  # there are no gradients to compress
-configs.requires["train.check_replicas_every"] = 0  # models differ on purpose
+configs.requires["train.check_replicas_every"] = 0  # gossip allows models to differ

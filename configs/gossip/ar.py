@@ -1,4 +1,4 @@
-"""All-reduce SGD, which gossip is compared with: gradients are averaged over all ranks in each step."""
+"""All-reduce SGD, the baseline for gossip: gradients are averaged over all ranks in each step."""
 
 from dgc_training.config import configs
 

@@ -1,4 +1,4 @@
-"""Models travel in fp16, scaled so that nothing overflows; what that rounds away stays with the sender."""
+"""Models are sent in fp16, scaled so that nothing overflows. The sender keeps the rounding error."""
 
 from dgc.gossip import Half
 from dgc_training.config import Config, configs

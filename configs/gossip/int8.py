@@ -1,4 +1,4 @@
-"""Models travel in 8 bits with a scale for each block; what that rounds away stays with the sender."""
+"""Models are sent in 8 bits with a scale for each block. The sender keeps the rounding error."""
 
 from dgc.gossip import Int8
 from dgc_training.config import Config, configs

@@ -1,6 +1,6 @@
-"""Machines are the nodes of the gossip stacked before, or of SGP: inside each, gradients are averaged.
+"""Machines are the nodes of the gossip stacked before it, or of SGP. Gradients are averaged inside a machine.
 
-Stack it last of configs/gossip, and after a file of configs/topology.
+Stack it after all other files of configs/gossip, and after a file of configs/topology.
 """
 
 from dgc.gossip import Machines

@@ -6,6 +6,6 @@ from dgc_training.config import Config, configs
 configs.train.gossip = Config(PowerGossip)
 configs.train.gossip.graph = Config(two_way_ring, _partial_=True)  # or a symmetric one of configs/topology
 configs.train.gossip.mixing = Config(metropolis, _partial_=True)
-configs.train.gossip.rank = 1  # of a difference's approximation: 1, 2, 4
-configs.train.gossip.num_iters_per_step = 2  # half steps of the power iteration, each a message to wait for
+configs.train.gossip.rank = 1  # rank of the approximation of a difference: 1, 2, 4
+configs.train.gossip.num_iters_per_step = 2  # half steps of the power iteration, each with one message
 configs.train.gossip.seed = 0  # of the first factors

@@ -11,7 +11,7 @@ configs.dataset.num_classes = 1000
 configs.dataset.image_size = 224
 configs.dataset.val_ratio = None  # a share of the training images to validate on: train.metric acc/val_top1
 
-configs.data.num_workers = 4  # decoding is slower than training; the original's number on a GPU
+configs.data.num_workers = 4  # as in the original on a GPU; decoding is slower than training
 
 configs.train.num_epochs = 90
 configs.train.batch_size = 32

@@ -1,4 +1,4 @@
-"""Cosine in place of steps; stacked after a model: configs/imagenet/resnet50.py configs/imagenet/cosine.py."""
+"""Cosine schedule instead of steps. Stack it after a model, such as configs/imagenet/resnet50.py."""
 
 import torch
 

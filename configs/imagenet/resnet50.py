@@ -1,6 +1,6 @@
 """ResNet-50, 25,557,032 parameters. Blocks start as identities (Goyal et al. 2017, section 5.1); Nesterov.
 
-Differences from the original: Nesterov momentum reaches DGC's memory too, where it was lost.
+Differences from the original: Nesterov momentum is also used in DGC's memory. The original lost it there.
 """
 
 from dgc_training.config import Config, configs, derived

@@ -1,4 +1,4 @@
-"""Factors, and what is sent whole, travel as fp16: 2 bytes in place of 4."""
+"""Factors, and tensors that are sent whole, are sent as fp16: 2 bytes instead of 4."""
 
 from dgc_training.config import configs
 

@@ -1,4 +1,7 @@
-"""Each bucket as one square matrix: few bytes and little work, at rank 1 or 2 of much less than a tensor each."""
+"""Square mode treats each bucket as one square matrix: few bytes and little work.
+
+At rank 1 or 2 it describes far less than one factorization per tensor does. Use a higher rank.
+"""
 
 from dgc_training.config import configs
 

@@ -1,1 +1,1 @@
-"""Quantized gradients: one file for each way, stacked after an experiment."""
+"""Quantized gradients: one file per method, stacked after an experiment."""

@@ -4,7 +4,7 @@ from dgc.compression import Natural
 from dgc_training.config import Config, configs
 
 configs.train.compression = Config(Natural)
-configs.train.compression.random = True  # False: to the nearer one
+configs.train.compression.random = True  # False: to the nearest one
 configs.train.compression.error_feedback = False
 
 configs.requires["train.compression._target_"] = configs.train.compression._target_

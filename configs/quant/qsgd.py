@@ -4,8 +4,8 @@ from dgc.compression import QSGD
 from dgc_training.config import Config, configs
 
 configs.train.compression = Config(QSGD)
-configs.train.compression.bits = 4  # 2, 4 or 8, with the sign
-configs.train.compression.block = 512  # elements with a scale of their own; null: a tensor's
+configs.train.compression.bits = 4  # 2, 4 or 8, including the sign
+configs.train.compression.block = 512  # elements that share a scale; null: one scale per tensor
 configs.train.compression.norm = "max"  # or l2
 configs.train.compression.error_feedback = False
 

@@ -1,4 +1,4 @@
-"""Signum with majority vote (Bernstein et al. 2019): signSGD of averages of gradients."""
+"""Signum with majority vote (Bernstein et al. 2019): signSGD on a running average of gradients."""
 
 from dgc.compression import SignSGD
 from dgc_training.config import Config, configs

@@ -4,7 +4,7 @@ from dgc.compression import TernGrad
 from dgc_training.config import Config, configs
 
 configs.train.compression = Config(TernGrad)
-configs.train.compression.clip = 2.5  # standard deviations that gradients are cut to; null: not at all
+configs.train.compression.clip = 2.5  # gradients are clipped to this many standard deviations; null: not at all
 configs.train.compression.error_feedback = False
 
 configs.requires["train.compression._target_"] = configs.train.compression._target_

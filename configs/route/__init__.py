@@ -1,1 +1,1 @@
-"""Which method takes which tensor: the first rule that matches."""
+"""Selects the method of each tensor by rules. The first rule that matches is used."""

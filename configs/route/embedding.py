@@ -1,6 +1,6 @@
-"""Embeddings send their largest gradients, other matrices travel with low rank, all else dense.
+"""Embeddings send their largest gradients, other matrices a low-rank approximation. All other tensors are dense.
 
-A rule's name is a shell pattern for the parameter's name.
+The name in a rule is a shell pattern that is matched with the parameter's name.
 """
 
 from dgc.compression import Dense, DGCCompressor, PowerSGDCompressor, Route, Rule

@@ -1,4 +1,4 @@
-"""The method stacked before this file takes tensors of two and more dimensions; all others travel dense."""
+"""The method stacked before this file compresses tensors of two or more dimensions. All others are sent dense."""
 
 from dgc.compression import Dense, Route, Rule
 from dgc_training.config import Config, configs
@@ -10,6 +10,6 @@ configs.train.compression.rules = [
     Config(Rule, compressor=Config(Dense)),
 ]
 
-# The method keeps what it needs, one level further down.
+# The requirement of the method moves to its new key.
 configs.requires.pop("train.compression._target_", None)
 configs.requires["train.compression.rules.0.compressor._target_"] = method._target_

@@ -1,4 +1,4 @@
-"""Which elements DGC sends: one file for each way, stacked after one of `configs/dgc`."""
+"""Selectors: the elements that DGC sends. There is one file per selector, stacked after one of `configs/dgc`."""
 
 from dgc_training.config import configs
 

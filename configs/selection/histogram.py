@@ -1,4 +1,7 @@
-"""The k largest of every tensor; a sample suggests a floor before the pass over the gradient. Needs no history."""
+"""The k largest of every tensor, with a floor estimated from a sample before the pass over the gradient.
+
+It needs no state of earlier steps.
+"""
 
 from dgc.selection import Histogram
 from dgc_training.config import Config, configs

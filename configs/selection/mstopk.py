@@ -4,4 +4,4 @@ from dgc.selection import MSTopk
 from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(MSTopk)
-configs.train.compression.selector.passes = 30  # counts at most
+configs.train.compression.selector.passes = 30  # maximum number of counts

@@ -1,1 +1,1 @@
-"""Sparse and low-rank gradients with plain error feedback: one file for each way, stacked after an experiment."""
+"""Sparse and low-rank gradients with plain error feedback: one file per method, stacked after an experiment."""

@@ -1,4 +1,4 @@
-"""Atomo (Wang et al. 2018): singular vectors at random, unbiased. Slow."""
+"""Atomo (Wang et al. 2018): unbiased random choice of singular vectors. Slow."""
 
 from dgc.compression import Atomo
 from dgc_training.config import Config, configs, derived

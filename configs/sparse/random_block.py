@@ -1,4 +1,4 @@
-"""Random block: the same neighbouring elements on every rank, from a random start."""
+"""Random block: consecutive elements from a random start, equal on every rank."""
 
 from dgc.compression import RandomBlock
 from dgc_training.config import Config, configs, derived
@@ -8,7 +8,7 @@ configs.train.compression.compress_ratio = 0.2  # share of a tensor's elements t
 configs.train.compression.error_feedback = True
 configs.train.compression["values"] = "fp32"  # or fp16
 configs.train.compression.seed = derived("seed")
-# An element waits 1 / compress_ratio steps on average: behind that delay, momentum makes training diverge.
+# An element waits 1 / compress_ratio steps on average. With this delay, momentum makes training diverge.
 configs.train.optimizer.momentum = 0.0
 
 configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,4 +1,4 @@
-"""Threshold-v: elements of a given magnitude are sent, as far as the ratio leaves room."""
+"""Threshold-v: sends elements of at least a given magnitude, at most as many as the ratio allows."""
 
 from dgc.compression import DGCCompressor
 from dgc.memory import ResidualMemory

@@ -1,4 +1,4 @@
-"""MXNet's 1-bit compression: every element sends 1 or -1."""
+"""MXNet's 1-bit compression: every element is sent as 1 or -1."""
 
 from dgc_training.config import configs
 

@@ -1,4 +1,4 @@
-"""MXNet's 2-bit compression: gradients as -t, 0 and t."""
+"""MXNet's 2-bit compression: every element is sent as -t, 0 or t."""
 
 from dgc_training.config import configs
 

@@ -1,4 +1,4 @@
-"""2 bits, with a threshold from the data: a gradient of any scale sends alike."""
+"""2 bits, with a threshold from the data, so that gradients of any scale are quantized alike."""
 
 from dgc_training.config import configs
 

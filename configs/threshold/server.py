@@ -1,4 +1,4 @@
-"""As between a worker and MXNet's parameter server: codes one way, full precision back."""
+"""As between a worker and MXNet's parameter server: codes to the server, full precision back."""
 
 from dgc_training.config import configs
 

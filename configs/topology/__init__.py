@@ -1,4 +1,4 @@
-"""Who talks to whom in gossip: one file for each graph, stacked after one of configs/gossip."""
+"""The communication graph of gossip: one file per graph, stacked after one of configs/gossip."""
 
 from dgc_training.config import configs
 

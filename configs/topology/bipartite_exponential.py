@@ -1,4 +1,4 @@
-"""Odd and even ranks in pairs, exponentially far apart; needs an even number of ranks."""
+"""Pairs of an odd and an even rank, at exponential distances. Needs an even number of ranks."""
 
 from dgc.gossip import bipartite_exponential
 from dgc_training.config import Config, configs

@@ -1,4 +1,4 @@
-"""Odd and even ranks in pairs, all of them in turn; needs an even number of ranks."""
+"""Pairs of an odd and an even rank, all of them in turn. Needs an even number of ranks."""
 
 from dgc.gossip import bipartite_linear
 from dgc_training.config import Config, configs

@@ -1,4 +1,4 @@
-"""Each rank to ranks + 2^i and - 2^i in turn."""
+"""Rank r sends to r + 2^i and r - 2^i in turn."""
 
 from dgc.gossip import exponential
 from dgc_training.config import Config, configs

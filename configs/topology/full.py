@@ -1,4 +1,4 @@
-"""Everybody to everybody."""
+"""Every rank sends to every other rank."""
 
 from dgc.gossip import full
 from dgc_training.config import Config, configs

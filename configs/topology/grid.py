@@ -1,4 +1,4 @@
-"""The neighbours on a rectangle."""
+"""Ranks form a rectangular grid; each rank sends to its neighbours."""
 
 from dgc.gossip import grid
 from dgc_training.config import Config, configs

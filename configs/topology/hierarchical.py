@@ -1,4 +1,4 @@
-"""In turn all ranks of a machine, and one rank of another machine."""
+"""Each rank sends in turn to all ranks of its machine and to one rank of another machine."""
 
 from dgc.gossip import hierarchical
 from dgc_training.config import Config, configs

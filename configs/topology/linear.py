@@ -1,4 +1,4 @@
-"""Each rank to ranks + i and - i for odd i in turn."""
+"""Rank r sends to r + i and r - i for odd i in turn."""
 
 from dgc.gossip import linear
 from dgc_training.config import Config, configs

@@ -1,4 +1,4 @@
-"""Each rank to ranks + j (m+1)^i: the exact mean after log n rounds where n is a power of m + 1."""
+"""Rank r sends to r + j (m+1)^i. The mean is exact after log n rounds if n is a power of m + 1."""
 
 from dgc.gossip import n_peer_exponential
 from dgc_training.config import Config, configs

@@ -1,4 +1,4 @@
-"""Random pairs, new ones in each round."""
+"""Random pairs of ranks, drawn in each round."""
 
 from dgc.gossip import random_matching
 from dgc_training.config import Config, configs

@@ -1,4 +1,4 @@
-"""Both neighbours on a ring, always; peers=1: the next one only."""
+"""Both neighbours on a ring, in every round; peers=1: only the next one."""
 
 from dgc.gossip import ring
 from dgc_training.config import Config, configs

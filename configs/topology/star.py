@@ -1,4 +1,4 @@
-"""All with one in the middle."""
+"""One central rank exchanges with all others."""
 
 from dgc.gossip import star
 from dgc_training.config import Config, configs

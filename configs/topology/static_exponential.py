@@ -1,4 +1,4 @@
-"""To ranks + 1, + 2, + 4 .. in every round."""
+"""Rank r sends to r + 1, r + 2, r + 4, ... in every round."""
 
 from dgc.gossip import static_exponential
 from dgc_training.config import Config, configs

@@ -3,16 +3,15 @@
     from dgc_training.config import load, instantiate, to_yaml
     tree = load(["configs/digits/cnn.py", "configs/dgc/wm5.py"], ["--configs.train.num_epochs", "500"])
 
-Files apply from left to right, after the bases (`__init__.py`, `__init__.yaml`) of their folders; the command
-line comes last. A Python file starts with `from dgc_training.config import Config, configs, derived`; `configs`
-is the tree as this load has built it so far, and no state outlives a load. A YAML file says the same:
-`_target_` names a constructor. With `_partial_: true` it is called later, by whoever has the arguments that are
-missing.
+Files apply from left to right, each after the bases (`__init__.py`, `__init__.yaml`) of its folders. The command
+line applies last. A Python file starts with `from dgc_training.config import Config, configs, derived`. `configs`
+is the tree that this load has built so far; no state is kept after a load. A YAML file is equivalent: `_target_`
+names a constructor. With `_partial_: true` the constructor is called later, with further arguments.
 
-In YAML and on the command line a mapping is merged into the node it names: keys that it does not name keep their
-values. A mapping whose `_target_` is not the node's replaces the node, and so does a mapping after the node was
-set to null. In Python an assigned `Config(Target)` always replaces, and `configs.train.optimizer.lr = 0.1` changes
-one key.
+In YAML and on the command line a mapping is merged into its node: keys that are not in the mapping keep their
+values. A mapping with a different `_target_` replaces the node, and so does a mapping after the node was set to
+null. In Python an assigned `Config(Target)` always replaces the node, and `configs.train.optimizer.lr = 0.1`
+changes one key.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Config:
-        """`configs` is looked up at each import, so that every load has its own."""
+        """Looks up `configs` at each import, so that every load uses its own tree."""
         if name != "configs":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         tree = UNDER_CONSTRUCTION.get()

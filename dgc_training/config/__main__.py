@@ -1,4 +1,4 @@
-"""`python -m dgc_training.config FILES [--configs.KEY VALUE ...]` prints the tree that this stack makes."""
+"""`python -m dgc_training.config FILES [--configs.KEY VALUE ...]` prints the config tree of this stack."""
 
 import sys
 

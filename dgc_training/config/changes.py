@@ -1,4 +1,4 @@
-"""What one file, or one override, may change: keys that are declared, to values of the type they have had."""
+"""Checks the changes of one file or one override: only declared keys, and only values of the key's type."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -38,29 +38,35 @@ _KINDS: dict[type, str] = {
 
 @dataclass
 class History:
-    """What earlier layers said: the keys that root bases declare, who set each key, and each key's type."""
+    """State of earlier layers: the keys that root bases declare, and the origin and the type of each key."""
 
     declared: Config = field(default_factory=Config)
     origins: dict[Path, str] = field(default_factory=dict)
-    # Of the last value that was not null and no formula; of a list's items under (..., "*").
+    # Type of the last value that was neither null nor a formula. The type of a list's items is under (..., "*").
     types: dict[Path, type | None] = field(default_factory=dict)
 
     def origin(self, path: Path) -> str:
-        """Who set the value at `path`, or the nearest node around it."""
+        """The layer that set the value at `path`, or the closest node that contains it."""
         known = [path[:n] for n in range(len(path), 0, -1) if path[:n] in self.origins]
         return self.origins[known[0]] if known else "nobody"
 
 
 def is_formula(value: Any) -> bool:
-    """Whether a value is computed when it is read; `???` stands for one that is still to come."""
+    """Whether a value is computed when it is read. `???` is a value that is not set yet."""
     return isinstance(value, str) and ("${" in value or value == "???")
 
 
 def check_layer(history: History, before: Config, after: Config, origin: str, declares: bool) -> list[str]:
-    """Says what is wrong with a layer's changes and undoes that in `after`; records the other changes.
+    """Returns the errors in a layer's changes and undoes these changes in `after`. Records the other changes.
 
-    A float may become a whole number in `after`, 1e2 100. declares: a root base makes keys known; everywhere
-    else, keys that no root base has are errors.
+    A float may become a whole number in `after`: 1e2 becomes 100.
+
+    Args:
+        history: state of earlier layers, which is updated.
+        before: the tree before the layer.
+        after: the tree after the layer.
+        origin: name of the layer for messages.
+        declares: True for a root base, which declares keys. In other layers an undeclared key is an error.
     """
     problems = []
     for path, _ in leaves(before):
@@ -71,7 +77,7 @@ def check_layer(history: History, before: Config, after: Config, origin: str, de
     new_nodes = {path[:-1] for path in targets if lookup(before, path) != lookup(after, path)}
     for path, _ in list(leaves(after)):
         if lookup(after, path) is MISSING:
-            continue  # undone with the node around it
+            continue  # already undone with a node that contains it
         of_new_node = any(path[:n] in new_nodes for n in range(1, len(path)))
         try:
             if _check_change(history, before, after, path, of_new_node, declares):
@@ -88,12 +94,12 @@ def check_layer(history: History, before: Config, after: Config, origin: str, de
 def _check_change(
     history: History, before: Config, after: Config, path: Path, of_new_node: bool, declares: bool
 ) -> bool:
-    """Whether the value at `path` changed. Raises ConfigError where it may not, or does not fit its key."""
+    """Whether the value at `path` changed. Raises ConfigError if it may not change or does not fit its key."""
     old, value = lookup(before, path), lookup(after, path)
     changed = type(old) is not type(value) or (not isinstance(value, Config) and repr(old) != repr(value))
     if changed and not declares:
         _check_known(history.declared, path, old, value)
-    if of_new_node:  # another constructor: its keywords have types of their own
+    if of_new_node:  # the keywords of another constructor have other types
         history.types.pop(path, None)
         history.types.pop((*path, "*"), None)
     elif changed and is_formula(old) and path not in history.types:
@@ -105,10 +111,15 @@ def _check_change(
 
 
 def keep_declared_(before: Config, read: dict[Path, Any], after: Config, declared: Config) -> None:
-    """A mapping that a root base began anew, `configs.train = Config()`, has the declared keys it did not set.
+    """Restores declared keys in a mapping that a root base has replaced, as in `configs.train = Config()`.
 
-    before: the tree without this base, whose values those keys keep. read: all nodes of the copy that the base
-    changed, by path. after: that copy now.
+    Declared keys that the base did not set keep their values.
+
+    Args:
+        before: the tree without this base.
+        read: all nodes, by path, of the copy of the tree before the base changed it.
+        after: this copy after the base changed it.
+        declared: the declared keys.
     """
     for path, node in read.items():
         anew = lookup(after, path)
@@ -121,10 +132,16 @@ def keep_declared_(before: Config, read: dict[Path, Any], after: Config, declare
 def fitted(
     value: Any, old: type | None, also: Collection[type] = (), first: Collection[type] = ()
 ) -> tuple[Any, type | None]:
-    """(the value to store, the key's type from now on). Raises TypeError where the value does not fit `old`.
+    """Returns the value to store and the new type of the key.
 
-    also: types that the constructor declares for the key, whatever stands there now. first: where `old` is None,
-    the types of which the value must have one; empty: any.
+    Args:
+        value: the new value.
+        old: the key's type so far; None if it is not known.
+        also: types that the constructor declares for the key. They are allowed in addition to `old`.
+        first: allowed types if `old` is None; empty: any type.
+
+    Raises:
+        TypeError: if the value does not fit.
     """
     new = type(value)
     if value is None or is_formula(value):
@@ -145,7 +162,7 @@ def fitted(
 
 
 def keyword_types(node: Any, key: str, value: Any) -> tuple[set[type], set[type]]:
-    """`also` and `first`, as `fitted` takes them, for a value of `node`. A node may build anything."""
+    """The arguments `also` and `first` of `fitted` for a value of `node`. A node as value is always allowed."""
     if not isinstance(node, Config):
         return set(), set()
     declared, complete = declared_types(node.get("_target_"), key)
@@ -153,14 +170,16 @@ def keyword_types(node: Any, key: str, value: Any) -> tuple[set[type], set[type]
 
 
 def _closed(node: Any) -> bool:
-    """Whether a declared mapping takes no other keys. Open are constructors (their signatures
-    decide), an empty mapping, and a mapping of constructors, whose names are the user's.
+    """Whether a declared mapping takes no other keys.
+
+    Not closed are constructors (their signatures define the keys), an empty mapping, and a mapping of constructors
+    with names of the user's choice.
     """
     return isinstance(node, Config) and bool(node) and "_target_" not in node and not of_constructors(node)
 
 
 def is_declared(declared: Config, path: Path) -> bool:
-    """Whether a root base has this very key, and keeps it from being taken away."""
+    """Whether a root base declares this key, so that it cannot be removed."""
     closed = all(_closed(lookup(declared, path[:n])) for n in range(len(path)))
     return closed and lookup(declared, path) is not MISSING
 
@@ -189,7 +208,7 @@ def _check_known(declared: Config, path: Path, old: Any, value: Any) -> None:
 
 
 def _type_of_formula(tree: Config, path: Path) -> type | None:
-    """The type that a formula has given so far; None where it gives nothing yet."""
+    """The type of a formula's current value; None if it has no value yet."""
     try:
         value: Any = OmegaConf.create(container(tree))
         for key in path:
@@ -207,7 +226,7 @@ def _check_type(history: History, after: Config, path: Path) -> None:
     try:
         for formula in value if isinstance(value, list) else [value]:
             if is_formula(formula):
-                OmegaConf.create({key: formula})  # raises where it cannot be parsed
+                OmegaConf.create({key: formula})  # raises if it cannot be parsed
         node[key], known = fitted(value, old, also, first)
         if isinstance(value, list):
             common = history.types.get(items)
@@ -224,7 +243,7 @@ def _check_type(history: History, after: Config, path: Path) -> None:
 
 
 def _common_type(items: list[Any]) -> type | None:
-    """The one type of all items (float for ints and floats), None where they differ."""
+    """The common type of all items (float for ints and floats); None if the types differ."""
     types = {type(item) for item in items if item is not None and not is_formula(item)}
     if types == {int, float}:
         return float

@@ -1,8 +1,8 @@
-"""Values computed from other values when they are read, so that later files and the command line reach them.
+"""Values that are computed from other values when they are read, so that they follow later files and overrides.
 
-Beside OmegaConf's `${train.optimizer.momentum}` there is one resolver, `${derive:"train.num_epochs - 5"}`:
-numbers, config keys, + - * / // % **, min(...), max(...) and brackets, read from the syntax tree and never
-evaluated as code.
+In addition to OmegaConf's `${train.optimizer.momentum}` there is one resolver, `${derive:"train.num_epochs - 5"}`.
+A formula has numbers, config keys, + - * / // % **, min(...), max(...) and brackets. It is computed from its
+syntax tree and never executed as code.
 """
 
 import ast
@@ -28,16 +28,16 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
-# CPython before 3.12 keeps one depth of recursion for all threads that make syntax trees (gh-106905).
+# CPython before 3.12 has one recursion depth for all threads that build syntax trees (gh-106905).
 _PARSING = Lock()
-_LARGEST_POWER = 4096  # bits: 9**9**9 in a config is an error, not a machine without memory
+_LARGEST_POWER = 4096  # bits; 9**9**9 in a config is then an error and does not exhaust the memory
 
 
 def derived(formula: str) -> str:
-    """The config value that follows `formula`: derived("max(1, train.num_epochs - train.warmup_lr_epochs)").
+    """A config value that is computed by `formula`: derived("max(1, train.num_epochs - train.warmup_lr_epochs)").
 
-    A key alone, derived("train.optimizer.nesterov"), may hold anything; in a formula keys hold numbers.
-    Raises ValueError for what is no such formula.
+    The value of a single key, derived("train.optimizer.nesterov"), may have any type. In a formula, the values of
+    keys must be numbers. Raises ValueError if the formula is not valid.
     """
     expression = _parse(formula)
     if isinstance(expression, ast.Name | ast.Attribute):
@@ -60,7 +60,7 @@ def keys_of(tree: DictConfig) -> list[str]:
 
 
 def _parse(formula: str) -> ast.expr:
-    """The syntax tree, with nothing in it but what `_value` knows."""
+    """The syntax tree. It contains only what `_value` supports."""
     wrong = ValueError(
         f"{short(repr(formula))} is not made of config keys, numbers, + - * / // % **, min(...) and max(...)"
     )
@@ -82,7 +82,7 @@ def _key(expression: ast.expr) -> str:
 
 
 def _value(expression: ast.expr, read: Callable[[str], Any], dry: bool = False) -> Any:
-    """Computes the formula; `dry` only looks at its form. Raises TypeError where the form is wrong."""
+    """Computes the formula; `dry` only checks its form. Raises TypeError if the form is not supported."""
     match expression:
         case ast.Constant(value=bool()):
             raise TypeError("a truth value is no number")
@@ -110,7 +110,7 @@ def _apply(function: Callable[..., Any], arguments: list[Any], dry: bool) -> Any
 
 
 def _derive(formula: str, *, _root_: DictConfig, _node_: Any) -> Any:
-    """The resolver. Whatever it raises, OmegaConf reports with the key that holds the formula."""
+    """The resolver. OmegaConf reports any exception with the key of the formula."""
     above = _IN_PROGRESS.get()
     if id(_node_) in above:
         raise RecursionError("it refers back to itself")

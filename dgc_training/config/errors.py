@@ -1,15 +1,15 @@
-"""The one error of the configs, and what its messages are made of."""
+"""The exception for errors in configs, and functions that format its messages."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
-    """What a user wrote in a config file or on the command line cannot work; it says where and why."""
+    """An error in a config file or on the command line. The message has its location and its cause."""
 
 
 def together(problems: Sequence[str]) -> ConfigError:
-    """One error with all problems, each once: a single one as it is, several one per line."""
+    """Combines problems into one error, without duplicates: a single one unchanged, several one per line."""
     distinct = list(dict.fromkeys(problems))
     if len(distinct) == 1:
         return ConfigError(distinct[0])
@@ -17,13 +17,13 @@ def together(problems: Sequence[str]) -> ConfigError:
 
 
 def short(value: object, most: int = 80) -> str:
-    """A value as a message shows it: at most `most` characters, "..." for the rest."""
+    """The text of a value, cut to at most `most` characters with "..." at the end."""
     text = str(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def closest(name: str, names: Iterable[str], show: int = 12) -> str:
-    """'; closest: a, b', or the names themselves where none is close and they are few, or ''."""
+    """'; closest: a, b'. If no name is close: all names if there are at most `show`, otherwise ''."""
     known = list(dict.fromkeys(str(other) for other in names))
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if near:

@@ -1,4 +1,4 @@
-"""Config files: finding them, their folders' bases, and reading one into the tree."""
+"""Finds config files and the bases of their folders, and reads a file into the tree."""
 
 import os
 import traceback
@@ -18,7 +18,7 @@ UNDER_CONSTRUCTION: ContextVar[Config | None] = ContextVar("configs", default=No
 
 
 def base_of(folder: Path) -> Path | None:
-    """The folder's base file, None without one. Raises ConfigError where there are two."""
+    """The base file of a folder, or None. Raises ConfigError if there are two."""
     found = [file for suffix in SUFFIXES if (file := folder / f"__init__{suffix}").is_file()]
     if len(found) > 1:
         raise ConfigError(f"{show(folder)} has two bases: {', '.join(file.name for file in found)}")
@@ -26,7 +26,9 @@ def base_of(folder: Path) -> Path | None:
 
 
 def bases_of(file: Path) -> list[Path]:
-    """The bases that apply before `file`, topmost first: its folder's and those above while each has one."""
+    """The bases that apply before `file`, topmost first: those of its folder and of all folders above, up to the
+    first one without a base.
+    """
     bases: list[Path] = []
     for folder in file.parents:
         base = base_of(folder)
@@ -37,9 +39,9 @@ def bases_of(file: Path) -> list[Path]:
 
 
 def find(name: str | os.PathLike[str]) -> Path:
-    """The file that `name` means, absolute: from the working directory, else from the repository.
+    """The absolute path of config file `name`, searched in the working directory and then in the repository.
 
-    The suffix may be left out, and a folder means its base. Raises ConfigError unless exactly one file fits.
+    The suffix may be left out. A folder stands for its base. Raises ConfigError unless exactly one file matches.
     """
     asked = Path(name).expanduser()
     for root in (Path.cwd(), REPOSITORY):
@@ -67,13 +69,13 @@ def find(name: str | os.PathLike[str]) -> Path:
 
 
 def config_files(folder: Path) -> list[Path]:
-    """All config files below `folder` that are no bases, sorted."""
+    """All config files below `folder` except bases, sorted."""
     files = [file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
     return sorted(file for file in files if not file.stem.startswith((".", "__")))
 
 
 def show(path: Path) -> str:
-    """A path as short as a user would write it."""
+    """A path relative to the working directory or the repository, if it is below one of them."""
     for root in (Path.cwd(), REPOSITORY):
         if path.is_relative_to(root):
             return str(path.relative_to(root))
@@ -83,7 +85,8 @@ def show(path: Path) -> str:
 def read_into_(tree: Config, file: Path, whole: bool = False) -> None:
     """Applies one file to the tree. Raises ConfigError with file, line and reason.
 
-    whole: of a constructor, or a collection of them (meters), that a YAML file has, the tree keeps nothing.
+    If `whole`, constructors and collections of constructors (meters) in a YAML file replace those of the tree
+    completely.
     """
     if file.suffix == ".py":
         return _execute(tree, file)
@@ -95,7 +98,7 @@ def read_into_(tree: Config, file: Path, whole: bool = False) -> None:
 
 
 def _execute(tree: Config, file: Path) -> None:
-    # Compiled and run by path, not imported: an import would run once per process and keep what it set.
+    # The file is compiled and run, not imported: an import would run only once per process and keep its state.
     try:
         source = file.read_bytes()
     except OSError as error:
@@ -115,14 +118,14 @@ def _execute(tree: Config, file: Path) -> None:
 
 
 def parse_yaml(file: Path) -> Config:
-    """A YAML file alone. Raises ConfigError with file, line and reason."""
+    """Reads one YAML file, without its bases. Raises ConfigError with file, line and reason."""
     try:
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         if not isinstance(content, dict):
             raise ConfigError(f"{show(file)}: a config file is a mapping of keys, not a list")
         return copy(content)
     except yaml.MarkedYAMLError as error:
-        # The end of a file counts as a line after its last.
+        # YAML counts the end of a file as one more line.
         last = len(file.read_text().splitlines())
         line = f", line {min(error.problem_mark.line + 1, last)}" if error.problem_mark else ""
         raise ConfigError(f"{show(file)}{line}: {error.problem}") from error

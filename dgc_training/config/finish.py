@@ -1,4 +1,4 @@
-"""The finished tree: every value can be computed and makes sense, every constructor takes its keywords."""
+"""Checks the finished tree: every value can be computed and is valid, every constructor takes its keywords."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -42,17 +42,17 @@ CONSTRUCTORS = {
 
 
 def check_finished(tree: Config, history: History, problems: list[str]) -> DictConfig:
-    """The tree in OmegaConf, read-only, formulas kept; `problems` gets a message for each key that is wrong.
+    """Returns the tree as a read-only OmegaConf object with its formulas, and adds its errors to `problems`.
 
-    Raises RequirementError.
+    Raises RequirementError if a layer contradicts what a base requires.
     """
     _check_required(
         tree, history
-    )  # first: a node that was replaced takes the keys with it that formulas name
+    )  # checked first: formulas may name keys of a node that was replaced
     result = OmegaConf.create(container(tree))
     assert isinstance(result, DictConfig)
     wrong = list(_check_formulas(result, tree, history))
-    # Without its formulas' values the rest of the tree can still be checked.
+    # If a formula has no value, the rest of the tree is checked with unresolved formulas.
     resolved = OmegaConf.to_container(result, resolve=not wrong)
     assert isinstance(resolved, dict)
     _check_required(resolved, history)
@@ -63,7 +63,7 @@ def check_finished(tree: Config, history: History, problems: list[str]) -> DictC
 
 
 def _check_values(resolved: dict[Any, Any], history: History) -> Iterator[str]:
-    """The tables above."""
+    """Checks the values against the tables CONSTRUCTORS and LIMITS."""
     for key, nullable in CONSTRUCTORS.items():
         value = _at(resolved, key)
         fits = isinstance(value, dict) and "_target_" in value or is_formula(value)
@@ -81,7 +81,7 @@ def _check_values(resolved: dict[Any, Any], history: History) -> Iterator[str]:
 
 
 def _check_formulas(result: DictConfig, tree: Config, history: History) -> Iterator[str]:
-    """Every formula, also in lists, has a value, of its key's type."""
+    """Checks that every formula, also in lists, has a value of its key's type."""
     for path, raw, node, key in _scalars(result, tree, ()):
         where = f"{dotted(path)} ({history.origin(path)})"
         if raw == "???":
@@ -99,7 +99,7 @@ def _check_formulas(result: DictConfig, tree: Config, history: History) -> Itera
 
 
 def _reason(error: Exception, result: DictConfig) -> str:
-    """Why a formula has no value."""
+    """The reason why a formula has no value."""
     reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
     if "ecursi" in reason:
         return "it refers back to itself"
@@ -109,14 +109,14 @@ def _reason(error: Exception, result: DictConfig) -> str:
 
 
 def _plain_type(value: Any) -> Any:
-    """For a formula that gives a whole node or list: an empty one, of the type that trees are made of."""
+    """Replaces an OmegaConf node or list by an empty one of the tree's own types."""
     if isinstance(value, DictConfig | ListConfig):
         return Config() if isinstance(value, DictConfig) else []
     return value
 
 
 def _scalars(node: DictConfig | ListConfig, raw: Any, path: Path) -> Iterator[tuple[Path, Any, Any, Any]]:
-    """(path, raw value, the OmegaConf node that holds it, its key there) of all but mappings and lists."""
+    """Yields (path, raw value, OmegaConf node that contains it, key in that node) of all scalars."""
     keyed: Iterable[tuple[Any, Any]] = entries(raw) if isinstance(raw, dict) else enumerate(raw)
     for key, value in keyed:
         if isinstance(value, dict | list):
@@ -135,7 +135,10 @@ def _at(tree: Any, key: str) -> Any:
 
 
 def _check_required(tree: dict[Any, Any], history: History) -> None:
-    """`requires` holds what stacked bases insist on: {dotted key: value}. Formulas count once computed."""
+    """Checks `requires`, the values that stacked bases require: {dotted key: value}.
+
+    An unresolved formula is skipped.
+    """
     for key, wanted in (tree.get("requires") or {}).items():
         found = _at(tree, key)
         if found != wanted and not is_formula(found):
@@ -146,7 +149,7 @@ def _check_required(tree: dict[Any, Any], history: History) -> None:
 
 
 class RequirementError(ConfigError):
-    """A layer undid what a base needs: `wanted_by` and `found_in` say which files or options those are."""
+    """A layer contradicts what a base requires. `wanted_by` and `found_in` are the names of both layers."""
 
     def __init__(self, key: str, wanted: Any, found: Any, wanted_by: str, found_in: str) -> None:
         super().__init__(f"{key} is {found} ({found_in}), but {wanted_by} needs {wanted} there")
@@ -154,7 +157,7 @@ class RequirementError(ConfigError):
 
 
 def _check_targets(node: Any, path: Path, history: History) -> Iterator[str]:
-    """Every `_target_` can be imported and takes the keys beside it."""
+    """Checks that every `_target_` can be imported and takes the other keys of its node."""
     for key, value in enumerate(node) if isinstance(node, list) else node.items():
         if isinstance(value, dict | list):
             yield from _check_targets(value, (*path, str(key)), history)
@@ -181,7 +184,7 @@ def _check_targets(node: Any, path: Path, history: History) -> Iterator[str]:
 
 
 def _anew(path: Path, name: str, origin: str, history: History) -> str:
-    """Where the command line changed the constructor alone, its predecessor's keywords are still there."""
+    """A hint for the case that the command line changed only `_target_`, so that the old keywords remain."""
     by = history.origin((*path, "_target_"))
     if by == origin or not by.startswith("command line"):
         return ""
@@ -189,9 +192,9 @@ def _anew(path: Path, name: str, origin: str, history: History) -> str:
 
 
 def _folders_that_replace(path: Path) -> str:
-    """Where a shipped folder puts another constructor at `path`, to stack it may be what the user meant.
+    """A hint with the shipped folders that set another constructor at `path`.
 
-    Not folders of experiments, which name a data set: they put everything else there as well.
+    Folders of experiments, which set a data set, are left out: they set everything else as well.
     """
     assignment = f"configs.{dotted(path)} = Config("
     bases = [file for suffix in SUFFIXES for file in (REPOSITORY / "configs").glob(f"*/__init__{suffix}")]

@@ -1,4 +1,7 @@
-"""The command line: `--configs.train.num_epochs 500` or `--configs.train.num_epochs=500`, literals only."""
+"""Overrides on the command line: `--configs.train.num_epochs 500` or `--configs.train.num_epochs=500`.
+
+Values are literals, never code.
+"""
 
 import difflib
 import re
@@ -14,7 +17,7 @@ from dgc_training.config.errors import ConfigError, closest, short
 from dgc_training.config.tree import Config, Path, copy, dotted, leaves, merge_, merges, suggest
 
 PREFIX = "--configs."
-# What train.py takes beside keys: only to suggest the right spelling of a flag that nobody knows.
+# The flags of train.py. They are only used to suggest the spelling of an unknown flag.
 FLAGS = (
     "--configs",
     "--devices",
@@ -31,9 +34,9 @@ _FLOAT = re.compile(r"[+-]?(((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?
 
 
 def parse(words: Sequence[str], tree: Config, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """(key without 'configs.', value) of each override in turn; `problems` gets a message for any other word.
+    """Yields (key without 'configs.', value) of each override. Adds a message to `problems` for any other word.
 
-    tree: only to show a key of it that lacks its prefix as it should be written.
+    `tree` is only used to suggest the correct form of a key without its prefix.
     """
     rest = list(words)
     while rest:
@@ -69,7 +72,7 @@ def _read(word: str, key: str, text: str | None, tree: Config) -> tuple[str, Any
 
 
 def prefixed(word: str, text: str | None, tree: Config) -> str:
-    """'; write --configs.KEY VALUE' where a word looks like a key of the tree without the prefix, else ''."""
+    """'; write --configs.KEY VALUE' if a word looks like a key of the tree without its prefix, otherwise ''."""
     name = re.sub(r"^-*(configs?\.)?", "", word)
     keys = [dotted(path) for path, _ in leaves(tree)]
     same = [key for key in keys if name and key == name] or [key for key in keys if key.endswith(f".{name}")]
@@ -79,7 +82,7 @@ def prefixed(word: str, text: str | None, tree: Config) -> str:
 
 
 def literal(text: str, key: str) -> Any:
-    """What a word stands for: null, true, 5, 1e-4, [1, 2], {k: 1}, "quoted", else the word itself."""
+    """The value of a word: null, true, 5, 1e-4, [1, 2], {k: 1}, "quoted", otherwise the word itself."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -99,7 +102,7 @@ def literal(text: str, key: str) -> Any:
 
 
 def _nulls(value: Any) -> Any:
-    """YAML knows null; inside a list or mapping the command line also takes Python's None."""
+    """Replaces 'None' by None inside a list or mapping, where YAML itself only accepts null."""
     if isinstance(value, list):
         return [_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -108,9 +111,9 @@ def _nulls(value: Any) -> Any:
 
 
 def assign_(tree: Config, key: str, value: Any) -> None:
-    """Sets a dotted key; numbers count into lists. A mapping merges as in a YAML file, but {} empties the node.
+    """Sets a dotted key. Numbers are list indices. A mapping is merged as in a YAML file, but {} empties the node.
 
-    Raises ConfigError where a part of the key is missing.
+    Raises ConfigError if a part of the key does not exist.
     """
     node: Any = tree
     parts = key.split(".")
@@ -122,7 +125,7 @@ def assign_(tree: Config, key: str, value: Any) -> None:
             step: Any = int(parts[0])
             taken = 1
         elif isinstance(node, Config):
-            # A key may itself contain dots: the longest that is there wins, else the part up to the next dot.
+            # A key may contain dots: the longest existing key is used, otherwise the part up to the next dot.
             names = [(".".join(parts[:n]), n) for n in range(len(parts), 0, -1)]
             step, taken = next(((name, n) for name, n in names if name in node), (parts[0], 1))
             if step not in node and len(parts) > 1:

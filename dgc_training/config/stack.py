@@ -1,4 +1,4 @@
-"""A stack of config files and overrides becomes one checked tree."""
+"""Loads a stack of config files and overrides as one checked tree."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,12 +20,16 @@ NEEDED = ("dataset", "model", "train.num_epochs", "train.batch_size")
 
 
 def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> DictConfig:
-    """The complete, checked, read-only tree of config files and command-line words, formulas kept.
+    """Loads config files and command-line overrides as one checked, read-only tree with its formulas.
 
-    paths: from the working directory or else the repository; `.py` and `.yaml` are optional; a folder means
-    its base. overrides: "--configs.train.num_epochs", "500" or "--configs.train.num_epochs=500".
-    Raises ConfigError: a message for every wrong key or value, with the key, who set it, and the closest valid
-    names. A file that cannot be read ends the list.
+    Args:
+        paths: config files, searched in the working directory and then in the repository. `.py` and `.yaml` may be
+            left out. A folder stands for its base.
+        overrides: "--configs.train.num_epochs", "500" or "--configs.train.num_epochs=500".
+
+    Raises:
+        ConfigError: with one message for every wrong key or value: the key, the layer that set it, and the closest
+            valid names. After a file that cannot be read, no further errors are listed.
     """
     stack = _Stack()
     files = _found(paths, stack)
@@ -49,21 +53,23 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
 
 
 def defaults() -> Config:
-    """The tree of the root base, configs/__init__.py, which stands under every stack."""
+    """The tree of the root base, configs/__init__.py, which is the first layer of every stack."""
     return _Stack().tree
 
 
 def to_yaml(tree: DictConfig, resolve: bool = False) -> str:
-    """The tree as YAML. resolve=False keeps formulas: that file alone loads as the same tree, and overrides
-    reach what derives from them. resolve=True writes the values instead.
+    """The tree as YAML.
+
+    resolve=False keeps formulas: the file loads as the same tree, and derived values follow overrides.
+    resolve=True writes the computed values instead.
     """
     return OmegaConf.to_yaml(tree, resolve=resolve)
 
 
 class _Stack:
-    """The tree so far, what is known about it, and what was wrong with it.
+    """The tree so far, its history, and its problems.
 
-    The shipped root base stands under every stack, also under files that lie elsewhere.
+    The shipped root base is the first layer of every stack, also for files outside of the repository.
     """
 
     def __init__(self) -> None:
@@ -74,9 +80,9 @@ class _Stack:
         self.add(REPOSITORY / "configs" / "__init__.py")
 
     def apply(self, change: Callable[[Config], None], origin: str, declares: bool = False) -> None:
-        """One layer: `change` works on a copy, which is checked against the tree before it.
+        """Applies one layer: `change` edits a copy of the tree, which is then checked against the tree.
 
-        Raises ConfigError where the change itself fails; what is wrong with its result goes to `problems`.
+        Raises ConfigError if the change itself fails. Errors in its result are added to `problems`.
         """
         after: Config = copy(self.tree)
         read = dict(leaves(after)) if declares else {}
@@ -93,7 +99,7 @@ class _Stack:
         self.tree = after
 
     def _check_requirements(self, after: Config, origin: str) -> None:
-        """No layer may need what contradicts another's need, as two compression methods do."""
+        """Raises ConfigError if two layers require different values, as two compression methods do."""
         before, now = self.tree.get("requires") or {}, after.get("requires") or Config()
         if not isinstance(now, Config):
             raise ConfigError(f"{origin}: requires is {short(now)}, but it must be a mapping of dotted keys")
@@ -106,7 +112,7 @@ class _Stack:
                 )
 
     def override(self, key: str, value: Any) -> None:
-        """Applies a word of the command line."""
+        """Applies one override of the command line."""
         try:
             self.apply(partial(assign_, key=key, value=value), f"command line, --configs.{key}")
         except ConfigError as error:
@@ -118,7 +124,7 @@ class _Stack:
             self.add(file, first=n == 0)
 
     def add(self, file: Path, first: bool = False) -> None:
-        """Applies a file after those of its bases that have not been applied yet."""
+        """Applies a file, after its bases that have not been applied yet."""
         bases = bases_of(file)
         for layer in bases if file in bases else [*bases, file]:
             if layer in bases:
@@ -130,8 +136,10 @@ class _Stack:
             self.apply(change, show(layer), declares=saved or layer in bases[:1])
 
     def is_saved_tree(self, file: Path) -> bool:
-        """Whether a YAML file has every declared key, as the config.yaml of a run does. It then stands for
-        the stack that made it: its collections are complete, and that stack declared further keys in it.
+        """Whether a YAML file has every declared key, like the config.yaml of a run.
+
+        Such a file replaces the stack that it was saved from: its collections are complete, and it may have
+        further keys that this stack declared.
         """
         if file.suffix == ".py":
             return False
@@ -140,12 +148,12 @@ class _Stack:
         return all(lookup(content, path) is not MISSING for path in paths)
 
     def lacking(self) -> list[str]:
-        """The keys without which there is nothing to train."""
+        """The keys in NEEDED that are not set."""
         return [key for key in NEEDED if lookup(self.tree, tuple(key.split("."))) in (None, MISSING)]
 
 
 def _found(paths: Sequence[str | os.PathLike[str]], stack: _Stack) -> list[Path]:
-    """The files that the paths mean. Raises ConfigError for those that there are not, all together."""
+    """The files of the paths. Raises one ConfigError for all paths without a file."""
     files, problems = [], []
     for path in paths:
         try:
@@ -160,7 +168,7 @@ def _found(paths: Sequence[str | os.PathLike[str]], stack: _Stack) -> list[Path]
 
 
 def _experiments() -> list[str]:
-    """The shipped files that can be trained alone."""
+    """The shipped files that are complete experiments on their own."""
     names = []
     for file in config_files(REPOSITORY / "configs"):
         stack = _Stack()
@@ -172,7 +180,7 @@ def _experiments() -> list[str]:
 
 
 def _cure(error: RequirementError, files: Sequence[Path]) -> str:
-    """What to write instead: those that need it come after those that undo it."""
+    """A hint with the right order: files that require a value come after files that change it."""
     late = [file for file in files if error.wanted_by in map(show, [*bases_of(file), file])]
     right = [*dict.fromkeys(file for file in files if file not in late), *dict.fromkeys(late)]
     if late and right != list(files):

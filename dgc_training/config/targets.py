@@ -1,6 +1,6 @@
-"""Constructors as import paths: an object's path, a path's object, the keywords it takes, and the call.
+"""Constructors as import paths: conversion between path and object, accepted keywords, and the call.
 
-Configs may name torchvision's models and data sets, also beside a torch that torchvision was not built for.
+Configs may name torchvision's models and data sets, even if torchvision was built for another version of torch.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from dgc_training.config.errors import ConfigError, closest
 _ANNOTATIONS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 _ANNOTATIONS |= dict.fromkeys(("list", "List", "tuple", "Tuple", "Sequence", "Iterable", "Collection"), list)
 SPECIAL = ("_target_", "_partial_")  # keys of a node that are not its constructor's keywords
-# Words of an annotation for which no value of a config stands.
+# Words of an annotation that do not correspond to a config value.
 _OTHER_WORDS = {"None", "NoneType", "Optional", "Union", "Tensor", "torch", "typing", "collections", "abc"}
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -26,7 +26,7 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 def import_path(target: Any) -> str:
     """The shortest public path: torch.nn.modules.loss.CrossEntropyLoss -> 'torch.nn.CrossEntropyLoss'.
 
-    Raises ValueError for what cannot be imported by its path: lambdas, partials, instances, local classes.
+    Raises ValueError for objects that have no import path: lambdas, partials, instances, local classes.
     """
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not module or not name or not callable(target):
@@ -57,7 +57,7 @@ def import_target(path: str) -> Any:
             found: Any = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-                continue  # this prefix is no module, a shorter one may be
+                continue  # this prefix is not a module; a shorter one may be
             raise ConfigError(f"importing {name} failed: {error}") from error
         except Exception as error:
             raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
@@ -78,11 +78,11 @@ def _signature(target: Any) -> inspect.Signature | None:
     try:
         return inspect.signature(target)
     except (ValueError, TypeError):
-        return None  # written in C, without one
+        return None  # written in C, without a signature
 
 
 def keywords(target: Any) -> dict[str, inspect.Parameter] | None:
-    """The keywords that `target` takes; None if it takes any, or does not tell."""
+    """The keywords that `target` accepts; None if it accepts any keyword or has no signature."""
     signature = _signature(target)
     parameters = signature.parameters if signature else {}
     if signature is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -91,14 +91,15 @@ def keywords(target: Any) -> dict[str, inspect.Parameter] | None:
 
 
 def declared_types(path: Any, keyword: str) -> tuple[set[type], bool]:
-    """The plain types that a constructor's annotation of this keyword mentions, {float, list} for
-    `float | Sequence[float]`, and whether it takes no other value. ({}, False) where it has none, or cannot be
-    imported.
+    """The plain types in a constructor's annotation of this keyword, and whether they are all that it accepts.
+
+    `float | Sequence[float]` gives {float, list}. Returns (set(), False) if there is no annotation, or if the
+    constructor cannot be imported.
     """
     try:
         parameter = (keywords(import_target(path)) or {}).get(keyword) if isinstance(path, str) else None
     except ConfigError:
-        return set(), False  # reported for the finished tree, with its own message
+        return set(), False  # reported later, when the finished tree is checked
     if parameter is None or parameter.annotation is inspect.Parameter.empty:
         return set(), False
     annotation = parameter.annotation
@@ -110,10 +111,13 @@ def declared_types(path: Any, keyword: str) -> tuple[set[type], bool]:
 def instantiate(node: Any, *args: Any, **runtime: Any) -> Any:
     """Builds a node: its nested nodes first, then `_target_(*args, **keys, **runtime)`. None gives None.
 
-    A node with `_partial_: true` gives the function that calls `_target_` with its keys, for whoever has the
-    missing arguments. A mapping or list without `_target_` gives a dict or list of what is in it. Raises
-    ConfigError, naming the node, where the target refuses a value (its ValueError) or where `runtime` repeats a
-    key of the node.
+    A node with `_partial_: true` gives a function that calls `_target_` with the node's keys and further
+    arguments. A mapping or list without `_target_` gives a dict or list of built values.
+
+    Raises:
+        ConfigError: with the name of the node, if the target raises ValueError or does not accept its arguments,
+        or
+            if `runtime` repeats a key of the node.
     """
     where = ""
     if isinstance(node, DictConfig | ListConfig):

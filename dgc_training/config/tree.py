@@ -1,4 +1,4 @@
-"""The tree while it is built: nested `Config` mappings, lists and scalars, nothing else."""
+"""The config tree under construction. It contains only nested `Config` mappings, lists and scalars."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,20 @@ MISSING = object()
 
 
 class Config(dict[str, Any]):
-    """A node: `Config(Target, key=value, ...)` calls Target with these keywords later; Config() is a mapping.
+    """A node of the tree: `Config(Target, key=value, ...)` describes a later call; Config() is a mapping.
 
-    With _partial_=True it is called later still, by whoever has further arguments. Keys are attributes too, and
-    changing `_target_` keeps the other keys. Target (an importable class or function, or its import path) is kept
-    as that path. Values are None, bool, int, float, str, list, node. A derived value reads as its formula, so a
-    copy of it stays derived. Raises ValueError for anything else.
+    With _partial_=True the built object is a function that takes further arguments. Keys are also attributes.
+    Changing `_target_` keeps the other keys. A derived value reads as its formula, so a copy of it stays derived.
 
     items(), keys() and values() are the constructor's keywords, without `_target_` and `_partial_`, so that a loop
     over them copies the keywords into a node of another constructor.
+
+    Args:
+        target: an importable class or function, or its import path. It is stored as the path.
+        keys: keywords of the target: None, bool, int, float, str, list or Config.
+
+    Raises:
+        ValueError: for any other value.
     """
 
     def __init__(self, target: Any = None, /, *args: Any, **keys: Any) -> None:
@@ -58,7 +63,7 @@ class Config(dict[str, Any]):
         del self[key]
 
     def items(self) -> "dict_items[str, Any]":
-        """(keyword, value) of each keyword, as they are now: the node may change while they are read."""
+        """A copy of all (keyword, value) pairs. The node may change during iteration."""
         return {key: value for key, value in super().items() if key not in SPECIAL}.items()
 
     def keys(self) -> "dict_keys[str, Any]":
@@ -70,12 +75,12 @@ class Config(dict[str, Any]):
         return dict(self.items()).values()
 
     def update(self, *others: Any, **keys: Any) -> None:
-        """As dict.update, with every value checked."""
+        """Like dict.update, with every value checked."""
         for key, value in dict(*others, **keys).items():
             self[key] = value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """As dict.setdefault, with the value checked."""
+        """Like dict.setdefault, with the value checked."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -91,7 +96,7 @@ def _name(target: Any) -> str:
 
 
 def plain(value: Any, key: str = "configs") -> Any:
-    """Checks a value; mappings that are no Config yet, tuples and lists are copied into Configs and lists."""
+    """Checks a value. Copies other mappings to Config objects, and tuples and lists to lists."""
     if value is None or type(value) in (bool, int, float, str) or isinstance(value, Config):
         return value
     if isinstance(value, dict):
@@ -108,7 +113,7 @@ def plain(value: Any, key: str = "configs") -> Any:
 
 
 def copy(value: Any) -> Any:
-    """A deep copy with all values checked; two names for one node in a file become two nodes."""
+    """A deep copy with all values checked. A node that occurs twice becomes two nodes."""
     if isinstance(value, dict):
         node = Config()
         node.update({key: copy(item) for key, item in entries(value)})
@@ -117,16 +122,16 @@ def copy(value: Any) -> Any:
 
 
 def container(value: Any) -> Any:
-    """The same as plain dicts and lists, as OmegaConf takes it."""
+    """Converts to plain dicts and lists, as input for OmegaConf."""
     if isinstance(value, dict):
         return {key: container(item) for key, item in entries(value)}
     return [container(item) for item in value] if isinstance(value, list) else value
 
 
 def merges(old: Any, value: Any) -> bool:
-    """Whether a mapping changes the node `old`: it names the constructor that is there, or none.
+    """Whether `value` is merged into the node `old`: a mapping with the same constructor, or without one.
 
-    Any other value takes the node's place.
+    Any other value replaces the node.
     """
     if not isinstance(old, Config) or not isinstance(value, dict):
         return False
@@ -134,7 +139,7 @@ def merges(old: Any, value: Any) -> bool:
 
 
 def merge_(node: Config, other: dict[str, Any]) -> None:
-    """What a YAML file means: a mapping is merged into its node key by key where `merges`, else replaces it."""
+    """Merges a mapping into a node, as for a YAML file: nested mappings key by key if `merges`, else replaced."""
     for key, value in entries(other):
         if merges(node.get(key), value):
             merge_(node[key], value)
@@ -143,7 +148,7 @@ def merge_(node: Config, other: dict[str, Any]) -> None:
 
 
 def restore_(node: Config, before: Config, path: Path) -> None:
-    """Gives `path` the value that it has in `before`; takes it away where it has none there."""
+    """Sets `path` to its value in `before`, or removes it if it has none there."""
     for n, key in enumerate(path, 1):
         value = lookup(before, path[:n])
         if value is MISSING:
@@ -156,7 +161,7 @@ def restore_(node: Config, before: Config, path: Path) -> None:
 
 
 def leaves(node: dict[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All (path, value), parents first; a mapping's value is the mapping itself, lists are leaves."""
+    """Yields every (path, value), parents first. The value of a mapping is the mapping; lists are leaves."""
     for key, value in entries(node):
         yield (*prefix, key), value
         if isinstance(value, dict):
@@ -164,14 +169,14 @@ def leaves(node: dict[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, Any]
 
 
 def lookup(node: Any, path: Path) -> Any:
-    """The value at `path`, MISSING where there is none."""
+    """The value at `path`; MISSING if there is none."""
     for key in path:
         node = node.get(key, MISSING) if isinstance(node, dict) else MISSING
     return node
 
 
 def suggest(key: str, siblings: dict[str, Any], tree: Config) -> str:
-    """What a user may have meant by an unknown key: the same key elsewhere in the tree, or one like it."""
+    """A suggestion for an unknown key: the same key elsewhere in the tree, or a similar one."""
     elsewhere = [dotted(path) for path, _ in leaves(tree) if path[-1] == key]
     return f"; there is {', '.join(elsewhere[:3])}" if elsewhere else closest(key, siblings)
 
@@ -182,10 +187,10 @@ def is_constructor(value: Any) -> bool:
 
 
 def of_constructors(value: Any) -> bool:
-    """Whether a mapping is a collection of constructors under names of the user's choice, such as meters."""
+    """Whether a mapping contains only constructors, under names of the user's choice, such as meters."""
     return isinstance(value, Config) and bool(value) and all(is_constructor(item) for _, item in entries(value))
 
 
 def dotted(path: Path) -> str:
-    """("train", "optimizer") as a user writes it."""
+    """("train", "optimizer") -> "train.optimizer"."""
     return ".".join(path)
