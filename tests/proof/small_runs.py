@@ -78,7 +78,7 @@ class Run:
     def wait_for_training(self, timeout: float = 120) -> None:
         """Returns once the loop begins, or the run has ended."""
         limit = time.monotonic() + timeout
-        while self.process.poll() is None and " steps per epoch, " not in self.text():
+        while self.process.poll() is None and " steps per epoch" not in self.text():
             assert time.monotonic() < limit, self.text()[-3000:]
             time.sleep(0.02)
 
