@@ -31,9 +31,9 @@ import dgc_models
 from benchmarks.recordings import Learner, endless
 from benchmarks.results import print_json
 from dgc.kernels import Codec, Quotas, Selection
-from dgc.kernels.bits import TorchCodec
-from dgc.kernels.codec import HEADER_BYTES
-from dgc.kernels.native_codec import NativeCodec
+from dgc.kernels.codec.native import NativeCodec
+from dgc.kernels.codec.protocol import HEADER_BYTES
+from dgc.kernels.codec.reference import TorchCodec
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 from dgc.wire.indices import IndexFormat
 from dgc.wire.values import ValueFormat

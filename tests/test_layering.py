@@ -179,7 +179,7 @@ def test_a_planted_violation_is_found(path: str, source: str) -> None:
         ("dgc/wire/values.py", "from . import indices\nfrom dgc.comm.requests import AllGather\nimport math"),
         ("dgc/optim/optimizer.py", "from dgc.compression.protocol import Compression"),
         ("dgc/paper/dgc.py", "from dgc.compression.protocol import MomentumCorrection, Result"),
-        ("dgc/kernels/triton.py", "import triton.language as tl"),
+        ("dgc/kernels/selection/triton.py", "import triton.language as tl"),
         ("dgc_datasets/digits.py", "from sklearn.datasets import load_digits\nimport torchvision"),
         ("dgc_training/config/targets.py", "import dgc_datasets.torchvision_compat"),
         ("train.py", "from dgc_training.config import load\nfrom dgc.comm.horovod import HorovodTransport"),

@@ -14,7 +14,7 @@ from dgc.bucket import Segment
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.kernels import Quotas
-from dgc.kernels.reference import as_selection
+from dgc.kernels.selection.reference import as_selection
 from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import Sampled, plan_selection

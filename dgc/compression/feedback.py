@@ -19,7 +19,7 @@ from dgc.comm.requests import Conversation
 from dgc.compression.dense import Dense
 from dgc.compression.finite import first_blame, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
-from dgc.kernels.codec import Terms
+from dgc.kernels.codec.protocol import Terms
 from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import FlatState, Undo, load_parts
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.kernels.reference import first_tensor_nonfinite
+from dgc.kernels.selection.reference import first_tensor_nonfinite
 
 
 def probe(flat: Tensor) -> Tensor:

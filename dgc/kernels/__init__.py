@@ -10,16 +10,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dgc.kernels.codec import Codec as Codec
-from dgc.kernels.lowrank import LowRank as LowRank
-from dgc.kernels.protocol import Accumulation as Accumulation
-from dgc.kernels.protocol import Chosen as Chosen
-from dgc.kernels.protocol import Kernels as Kernels
-from dgc.kernels.protocol import Moments as Moments
-from dgc.kernels.protocol import Quotas as Quotas
-from dgc.kernels.protocol import Selection as Selection
-from dgc.kernels.protocol import Tail as Tail
-from dgc.kernels.quantizers import Quantizers as Quantizers
+from dgc.kernels.codec.protocol import Codec as Codec
+from dgc.kernels.lowrank.protocol import LowRank as LowRank
+from dgc.kernels.quantize.protocol import Quantizers as Quantizers
+from dgc.kernels.selection.protocol import Accumulation as Accumulation
+from dgc.kernels.selection.protocol import Chosen as Chosen
+from dgc.kernels.selection.protocol import Kernels as Kernels
+from dgc.kernels.selection.protocol import Moments as Moments
+from dgc.kernels.selection.protocol import Quotas as Quotas
+from dgc.kernels.selection.protocol import Selection as Selection
+from dgc.kernels.selection.protocol import Tail as Tail
 
 Tier = tuple[Kernels, Codec, Quantizers, LowRank]
 TIERS = ("auto", "reference", "native", "triton")
@@ -86,10 +86,10 @@ def _tier(asked: str, device: torch.device) -> Tier:
         if asked != "auto":
             raise
         warnings.warn(f"{missing}. Until then plain PyTorch does the work, more slowly", stacklevel=3)
-    from dgc.kernels.bits import TorchCodec
-    from dgc.kernels.lowrank import TorchLowRank
-    from dgc.kernels.reference import Reference
-    from dgc.kernels.torch_quantizers import TorchQuantizers
+    from dgc.kernels.codec.reference import TorchCodec
+    from dgc.kernels.lowrank.protocol import TorchLowRank
+    from dgc.kernels.quantize.reference import TorchQuantizers
+    from dgc.kernels.selection.reference import Reference
 
     plain = Reference()
     return plain, TorchCodec(), TorchQuantizers(), TorchLowRank(plain)
@@ -98,11 +98,11 @@ def _tier(asked: str, device: torch.device) -> Tier:
 def _native(device: str) -> Tier:
     if device != "cpu":
         raise KernelsUnavailable(f"the native kernels run on a CPU, not on {device}")
+    from dgc.kernels.codec.native import NativeCodec
     from dgc.kernels.library import KernelsMissing
-    from dgc.kernels.native import Native
-    from dgc.kernels.native_codec import NativeCodec
-    from dgc.kernels.native_lowrank import NativeLowRank
-    from dgc.kernels.native_quantizers import NativeQuantizers
+    from dgc.kernels.lowrank.native import NativeLowRank
+    from dgc.kernels.quantize.native import NativeQuantizers
+    from dgc.kernels.selection.native import Native
 
     try:
         native = Native()
@@ -115,12 +115,12 @@ def _triton(device: str) -> Tier:
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
     try:
-        from dgc.kernels.triton import Triton
-        from dgc.kernels.triton_quantizers import TritonQuantizers
+        from dgc.kernels.quantize.triton import TritonQuantizers
+        from dgc.kernels.selection.triton import Triton
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
-    from dgc.kernels.bits import TorchCodec
-    from dgc.kernels.lowrank import TorchLowRank
+    from dgc.kernels.codec.reference import TorchCodec
+    from dgc.kernels.lowrank.protocol import TorchLowRank
 
     triton = Triton()
     return triton, TorchCodec(), TritonQuantizers(), TorchLowRank(triton)

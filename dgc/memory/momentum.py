@@ -22,7 +22,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.kernels import Accumulation, Selection
-from dgc.kernels.reference import remove_nonfinite_
+from dgc.kernels.selection.reference import remove_nonfinite_
 from dgc.memory.clip import Clipping
 from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import FlatState, Pending, Undo, load_parts, parts_of

@@ -37,7 +37,7 @@ class Memory(Protocol):
         ...
 
     def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
-        """Clip the bucket's local gradient in place. NaN and TOO_LARGE (`dgc.kernels.protocol`) count as zero.
+        """Clip the bucket's local gradient in place. NaN and TOO_LARGE (`dgc.kernels`) count as zero.
 
         Returns:
             The index of the first element that was either, or n if there is none. None if nothing is clipped.

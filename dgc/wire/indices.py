@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import Codec, PackedCode, RiceCode
-from dgc.kernels.protocol import Selection
+from dgc.kernels.codec.protocol import Codec, PackedCode, RiceCode
+from dgc.kernels.selection.protocol import Selection
 from dgc.wire.lengths import plan_packed, plan_rice
 
 INT32_MAX = torch.iinfo(torch.int32).max

@@ -24,7 +24,7 @@ which rounds equally on every machine, because all ranks must compute the same s
 from decimal import Context, Decimal, localcontext
 from functools import cache
 
-from dgc.kernels.codec import (
+from dgc.kernels.codec.protocol import (
     LARGEST_PARAMETER,
     PACKED_BLOCK,
     RICE_BLOCK,

@@ -2,7 +2,7 @@
 
     bytes 0-3    int32   number of elements, at most the planned capacity
     bytes 4-7    int32   number, from 1, of the first tensor with a non-finite gradient; 0 if all are finite
-    bytes 8-11   uint32  checksum of all other bytes (dgc.kernels.codec)
+    bytes 8-11   uint32  checksum of all other bytes (dgc.kernels.codec.protocol)
     bytes 12-15  fp32    scale of the values
     bytes 16-19  fp32    ratio of the elements sent in this step
     bytes 20-23  uint32  crc32 of the formats of indices and values
@@ -24,8 +24,8 @@ import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import HEADER_BYTES, Codec, Terms
-from dgc.kernels.protocol import Quotas, Selection
+from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
+from dgc.kernels.selection.protocol import Quotas, Selection
 from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices, PlainSection
 from dgc.wire.values import CastValues, ValueFormat
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import HEADER_BYTES, Codec, Terms
+from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
 from dgc.wire.payload import PayloadError, check_sizes, read_facts, refuse_other_terms
 
 

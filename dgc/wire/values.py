@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import Codec, Header
-from dgc.kernels.protocol import Selection
+from dgc.kernels.codec.protocol import Codec, Header
+from dgc.kernels.selection.protocol import Selection
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FP32 = torch.finfo(torch.float32)

@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc.kernels import triton as tier
-from dgc.kernels.protocol import Accumulation, Quotas, Selection
-from dgc.kernels.triton_quantizers import TritonQuantizers
+from dgc.kernels.quantize.triton import TritonQuantizers
+from dgc.kernels.selection import triton as tier
+from dgc.kernels.selection.protocol import Accumulation, Quotas, Selection
 from dgc.kernels.triton_tables import WARPS
 
 POINTERS = {

@@ -19,7 +19,7 @@ from wire.payloads import (
     selection_of,
 )
 
-from dgc.kernels.codec import HEADER_BYTES, RICE_BLOCK, Terms
+from dgc.kernels.codec.protocol import HEADER_BYTES, RICE_BLOCK, Terms
 from dgc.wire import PayloadError
 from dgc.wire.lengths import plan_packed, plan_rice
 

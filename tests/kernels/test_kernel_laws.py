@@ -7,8 +7,8 @@ import torch
 from kernels.tiers import NAMES, tier
 
 from dgc.kernels import Accumulation, Chosen, Quotas
-from dgc.kernels.protocol import TOO_LARGE
-from dgc.kernels.reference import Reference, as_selection
+from dgc.kernels.selection.protocol import TOO_LARGE
+from dgc.kernels.selection.reference import Reference, as_selection
 
 REFERENCE = Reference()
 

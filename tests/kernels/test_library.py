@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dgc.kernels.codec.native import NativeCodec
 from dgc.kernels.library import pointer, pointer_or_none, pointers
-from dgc.kernels.native import Native
-from dgc.kernels.native_codec import NativeCodec
-from dgc.kernels.native_lowrank import NativeLowRank
-from dgc.kernels.native_quantizers import NativeQuantizers
-from dgc.kernels.protocol import Accumulation, Quotas, Selection
+from dgc.kernels.lowrank.native import NativeLowRank
+from dgc.kernels.quantize.native import NativeQuantizers
+from dgc.kernels.selection.native import Native
+from dgc.kernels.selection.protocol import Accumulation, Quotas, Selection
 
 KERNELS = Path(__file__).parents[2] / "dgc" / "kernels"
 pytestmark = pytest.mark.usefixtures("no_type_checks")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from kernels.tiers import NAMES, tier
 
-from dgc.kernels.lowrank import TorchLowRank
-from dgc.kernels.native import Native
-from dgc.kernels.native_lowrank import NativeLowRank
-from dgc.kernels.protocol import TOO_LARGE
+from dgc.kernels.lowrank.native import NativeLowRank
+from dgc.kernels.lowrank.protocol import TorchLowRank
+from dgc.kernels.selection.native import Native
+from dgc.kernels.selection.protocol import TOO_LARGE
 
 # B, n, m, R, r: one row, one column, ends that fill no vector and no block of rows, ranks beyond the registers
 SHAPES = [

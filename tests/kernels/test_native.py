@@ -13,9 +13,9 @@ from kernels.tiers import tier
 
 from dgc.kernels import build, library
 from dgc.kernels.library import KernelsMissing, supported_isas
-from dgc.kernels.native import Native
-from dgc.kernels.protocol import TOO_LARGE, Accumulation, Chosen, Quotas
-from dgc.kernels.reference import Reference, as_selection
+from dgc.kernels.selection.native import Native
+from dgc.kernels.selection.protocol import TOO_LARGE, Accumulation, Chosen, Quotas
+from dgc.kernels.selection.reference import Reference, as_selection
 
 REFERENCE = Reference()
 ISAS = supported_isas()
@@ -245,8 +245,8 @@ def test_a_child_of_fork_has_threads_of_its_own():
         """
 import os, torch
 torch.set_num_threads(3)
-from dgc.kernels.native import Native
-from dgc.kernels.protocol import Quotas
+from dgc.kernels.selection.native import Native
+from dgc.kernels.selection.protocol import Quotas
 native, v = Native(), torch.randn(400_000)
 quotas = Quotas(torch.tensor([0, 400_000]), torch.tensor([400]), 400)
 before = native.select(v, quotas).selection.indices

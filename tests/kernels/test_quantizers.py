@@ -7,9 +7,9 @@ import torch
 from kernels.tiers import NAMES, tier
 
 from dgc import kernels
-from dgc.kernels.native_quantizers import NativeQuantizers
-from dgc.kernels.quantizers import layout_of, random_bits
-from dgc.kernels.torch_quantizers import TorchQuantizers
+from dgc.kernels.quantize.native import NativeQuantizers
+from dgc.kernels.quantize.protocol import layout_of, random_bits
+from dgc.kernels.quantize.reference import TorchQuantizers
 
 SIZES = (0, 1, 7, 8, 15, 16, 17, 31, 33, 100, 4097, 70_001)
 SEEDS = (None, 2**32 - 1)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dgc.kernels import Accumulation
-from dgc.kernels.protocol import TOO_LARGE
-from dgc.kernels.reference import (
+from dgc.kernels.selection.protocol import TOO_LARGE
+from dgc.kernels.selection.reference import (
     Reference,
     above,
     as_selection,

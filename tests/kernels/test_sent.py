@@ -8,7 +8,7 @@ from kernels.tiers import NAMES, tier
 
 from dgc.kernels import Accumulation, Quotas, Selection
 from dgc.kernels.library import supported_isas
-from dgc.kernels.reference import Reference
+from dgc.kernels.selection.reference import Reference
 
 REFERENCE = Reference()
 FORMS = ("plain", "nesterov", "residual")

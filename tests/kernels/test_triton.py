@@ -14,11 +14,11 @@ with pytest.MonkeyPatch.context() as patch:
     if DEVICE == "cpu":
         patch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc.kernels.protocol import TOO_LARGE, Accumulation, Quotas, Selection
-    from dgc.kernels.reference import Reference
-    from dgc.kernels.torch_quantizers import TorchQuantizers
-    from dgc.kernels.triton import INTERPRETED, Triton
-    from dgc.kernels.triton_quantizers import TritonQuantizers
+    from dgc.kernels.quantize.reference import TorchQuantizers
+    from dgc.kernels.quantize.triton import TritonQuantizers
+    from dgc.kernels.selection.protocol import TOO_LARGE, Accumulation, Quotas, Selection
+    from dgc.kernels.selection.reference import Reference
+    from dgc.kernels.selection.triton import INTERPRETED, Triton
     from dgc.kernels.triton_tables import cut
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
@@ -312,7 +312,7 @@ def test_tail(kernels, name, floor):
 
 
 def test_statistics_of_more_tiles_than_a_block(kernels, monkeypatch):
-    monkeypatch.setattr("dgc.kernels.triton_statistics.BLOCK", 4)
+    monkeypatch.setattr("dgc.kernels.selection.triton_statistics.BLOCK", 4)
     for sizes in ([1200], [1, 0, 0, 1000, 130, 0]):
         bounds, v = quotas_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 3)
         parts, floors = ranges_of(v, bounds), torch.ones(len(sizes), device=DEVICE)
@@ -581,7 +581,7 @@ def test_a_bucket_too_large_for_32_bits_is_refused():
 
 def test_importing_dgc_does_not_import_triton():
     rooms = "dgc, dgc.compression, dgc.kernels, dgc.memory, dgc.optim, dgc.selection, dgc.wire"
-    code = f"import sys, {rooms}; assert 'dgc.kernels.triton' not in sys.modules, 'dgc imports its Triton tier'"
+    code = f"import sys, {rooms}; assert 'dgc.kernels.selection.triton' not in sys.modules, 'imports Triton'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -42,7 +42,11 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 # Operations of torch that add floats in any order on a GPU, so that results would not repeat bit for bit.
 ATOMIC = {"index_add", "index_add_", "scatter_add", "scatter_add_", "put_", "cumsum", "cumsum_", "bincount"}
 
-DECODED = {"wire/payload.py read_facts", "kernels/triton.py merge_mean", "compression/finite.py sparse_overflow"}
+DECODED = {
+    "wire/payload.py read_facts",
+    "kernels/selection/triton.py merge_mean",
+    "compression/finite.py sparse_overflow",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 
 from dgc.kernels.library import supported_isas
-from dgc.kernels.native import Native
-from dgc.kernels.reference import Reference
+from dgc.kernels.selection.native import Native
+from dgc.kernels.selection.reference import Reference
 
 # every instruction set, and the best of them with one thread and with two
 NAMES = (

@@ -6,7 +6,7 @@ import torch
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.kernels import Accumulation
-from dgc.kernels.reference import Reference, as_selection
+from dgc.kernels.selection.reference import Reference, as_selection
 from dgc.memory import (
     ClipByGlobalNorm,
     ClipByNorm,

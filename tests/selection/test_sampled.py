@@ -6,7 +6,7 @@ import pytest
 import torch
 from selection.shapes import SHAPES, laplace, plan_of, rng, wall
 
-from dgc.kernels.reference import largest
+from dgc.kernels.selection.reference import largest
 from dgc.selection import Sampled
 from dgc.selection.threshold import Ranges
 

@@ -9,7 +9,7 @@ from selection.shapes import SHAPES, laplace, plan_of
 
 import dgc.kernels as kernels
 from dgc.kernels import Accumulation
-from dgc.kernels.reference import largest
+from dgc.kernels.selection.reference import largest
 from dgc.selection import (
     Bisection,
     Exact,

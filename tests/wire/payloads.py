@@ -2,8 +2,8 @@
 
 import torch
 
-from dgc.kernels.bits import TorchCodec
-from dgc.kernels.protocol import Quotas, Selection
+from dgc.kernels.codec.reference import TorchCodec
+from dgc.kernels.selection.protocol import Quotas, Selection
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 
 VALUES = {

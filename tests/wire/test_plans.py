@@ -7,7 +7,7 @@ import pytest
 import torch
 from wire.payloads import CODEC, clustered, encode, quotas_of, scattered, selection_of
 
-from dgc.kernels.bit_streams import packed_bits, thin
+from dgc.kernels.codec.bit_streams import packed_bits, thin
 from dgc.wire import PackedIndices, RiceIndices, SignValues, SparseFormat
 from dgc.wire.indices import PackedSection, PlainSection, RiceSection
 from dgc.wire.lengths import packed_longest, plan_packed, plan_rice

@@ -6,8 +6,8 @@ from wire.payloads import FORMATS, SOME, encode, quotas_of, scattered, selection
 
 from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.compression import DGCCompressor
-from dgc.kernels.bits import TorchCodec
-from dgc.kernels.codec import Terms
+from dgc.kernels.codec.protocol import Terms
+from dgc.kernels.codec.reference import TorchCodec
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import PayloadError

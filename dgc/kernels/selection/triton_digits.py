@@ -20,7 +20,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from dgc.kernels.triton_passes import MAGNITUDE, SIZES
+from dgc.kernels.selection.triton_passes import MAGNITUDE, SIZES
 
 BINS = tl.constexpr(2048)
 # Special values in place of a threshold's digits. ALL: fewer than k elements are non-zero. NONE: k is 0.

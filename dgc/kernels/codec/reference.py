@@ -6,17 +6,24 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels import bit_streams
-from dgc.kernels.bit_streams import LOW, numbers
-from dgc.kernels.codec import CHECKSUM_OF_ZEROS, HEADER_BYTES, Header, PackedCode, RiceCode, Terms
-from dgc.kernels.protocol import Selection
+from dgc.kernels.codec import bit_streams
+from dgc.kernels.codec.bit_streams import LOW, numbers
+from dgc.kernels.codec.protocol import (
+    CHECKSUM_OF_ZEROS,
+    HEADER_BYTES,
+    Header,
+    PackedCode,
+    RiceCode,
+    Terms,
+)
+from dgc.kernels.selection.protocol import Selection
 
 SMALLEST = 2.0**-149  # of fp32
 LARGEST_EXPONENT = 15  # scaled values stay below 2**15, half of fp16's range
 
 
 class TorchCodec:
-    """Implements `dgc.kernels.codec.Codec`."""
+    """Implements `dgc.kernels.codec.protocol.Codec`."""
 
     name = "reference"
 

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import HEADER_BYTES, Header, PackedCode, RiceCode, Terms
+from dgc.kernels.codec.protocol import HEADER_BYTES, Header, PackedCode, RiceCode, Terms
 from dgc.kernels.library import FP32, INT32, INT64, UINT8, Signatures, declare, load, pointer
-from dgc.kernels.protocol import Selection
+from dgc.kernels.selection.protocol import Selection
 
 _SPARSE = (c_void_p, c_void_p, c_int64, c_void_p)
 _TERMS = (c_float, c_uint32)
@@ -47,7 +47,7 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class NativeCodec:
-    """Implements `dgc.kernels.codec.Codec` for contiguous CPU tensors.
+    """Implements `dgc.kernels.codec.protocol.Codec` for contiguous CPU tensors.
 
     Raises:
         KernelsMissing: See `dgc.kernels.library.load`.

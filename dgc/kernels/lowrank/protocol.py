@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.protocol import Accumulation, Kernels
+from dgc.kernels.selection.protocol import Accumulation, Kernels
 
 Matrices = Float32[Tensor, "B n m"]
 Left = Float32[Tensor, "B R n"]

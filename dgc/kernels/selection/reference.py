@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.protocol import TOO_LARGE, Accumulation, Chosen, Moments, Quotas, Selection, Tail
+from dgc.kernels.selection.protocol import TOO_LARGE, Accumulation, Chosen, Moments, Quotas, Selection, Tail
 
 
 class Reference:
-    """Implements `dgc.kernels.protocol.Kernels` on any device. On a GPU its operations wait for the device."""
+    """Implements `Kernels` of `protocol` on any device. On a GPU its operations wait for the device."""
 
     name = "reference"
 

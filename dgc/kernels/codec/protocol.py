@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.protocol import Selection
+from dgc.kernels.selection.protocol import Selection
 
 assert sys.byteorder == "little", "payloads are little-endian, and so must this machine be"
 

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float32, Int32, Int64
 from torch import Tensor
 
-from dgc.kernels import triton_digits as digits
-from dgc.kernels.protocol import Chosen, Quotas, Selection
+from dgc.kernels.selection import triton_digits as digits
+from dgc.kernels.selection.protocol import Chosen, Quotas, Selection
 from dgc.kernels.triton_tables import Launcher, Tiling
 
 BINS = int(digits.BINS.value)

@@ -27,8 +27,8 @@ from dgc.kernels.library import (
     pointer_or_none,
     pointers,
 )
-from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
-from dgc.kernels.reference import Reference
+from dgc.kernels.selection.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
+from dgc.kernels.selection.reference import Reference
 
 PLAIN, NESTEROV, RESIDUAL, NONE = range(4)
 WORTH_A_THREAD = 65536  # elements
@@ -51,7 +51,7 @@ _SIGNATURES: Signatures = {
 
 
 class Native:
-    """Implements `dgc.kernels.protocol.Kernels` for CPU tensors on torch.get_num_threads() threads.
+    """Implements `dgc.kernels.selection.protocol.Kernels` for CPU tensors on torch.get_num_threads() threads.
 
     Raises:
         KernelsMissing: See `dgc.kernels.library.load`.

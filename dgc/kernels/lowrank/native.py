@@ -11,8 +11,8 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.kernels.library import FP32, Signatures, declare, load, pointer, pointer_or_none, pointers
-from dgc.kernels.lowrank import Factor, Left, Matrices, Right, refresh_in_turn_
-from dgc.kernels.native import Native
+from dgc.kernels.lowrank.protocol import Factor, Left, Matrices, Right, refresh_in_turn_
+from dgc.kernels.selection.native import Native
 
 _SIZES = (c_int64,) * 3
 _PASS = (c_void_p, *_SIZES, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int)
@@ -23,7 +23,7 @@ _SIGNATURES: Signatures = {
 
 
 class NativeLowRank:
-    """Implements `dgc.kernels.lowrank.LowRank` on torch.get_num_threads() threads.
+    """Implements `dgc.kernels.lowrank.protocol.LowRank` on torch.get_num_threads() threads.
 
     Raises:
         KernelsMissing: See `dgc.kernels.library.load`.

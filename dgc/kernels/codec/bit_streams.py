@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import (
+from dgc.kernels.codec.protocol import (
     LARGEST_PARAMETER,
     PACKED_BLOCK,
     PACKED_SHARES,
@@ -20,7 +20,7 @@ from dgc.kernels.codec import (
     RiceCode,
     block_count,
 )
-from dgc.kernels.protocol import Selection
+from dgc.kernels.selection.protocol import Selection
 
 LOW = 0xFFFFFFFF
 SPARE_WORDS = 2

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.quantizers import (
+from dgc.kernels.quantize.protocol import (
     WORD,
     Bounds,
     Codes,
@@ -23,7 +23,7 @@ TOP_EXPONENT = 254  # the largest biased exponent of a finite fp32
 
 
 class TorchQuantizers:
-    """Implements `dgc.kernels.quantizers.Quantizers`."""
+    """Implements `dgc.kernels.quantize.protocol.Quantizers`."""
 
     name = "reference"
 

@@ -9,7 +9,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from dgc.kernels.triton_passes import MAGNITUDE
+from dgc.kernels.selection.triton_passes import MAGNITUDE
 
 SIZES = ["n", "n_tiles", "nbytes", "key", "inner_key"]
 SIGN = tl.constexpr(-0x80000000)

@@ -20,12 +20,12 @@ import triton.language as tl
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.kernels import triton_passes as passes
-from dgc.kernels import triton_sparse as sparse
-from dgc.kernels import triton_statistics as statistics
-from dgc.kernels.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
-from dgc.kernels.reference import predicted_floors
-from dgc.kernels.triton_select import Candidates, choose, room_for_candidates
+from dgc.kernels.selection import triton_passes as passes
+from dgc.kernels.selection import triton_sparse as sparse
+from dgc.kernels.selection import triton_statistics as statistics
+from dgc.kernels.selection.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
+from dgc.kernels.selection.reference import predicted_floors
+from dgc.kernels.selection.triton_select import Candidates, choose, room_for_candidates
 from dgc.kernels.triton_tables import Launcher, Tiling, Tilings, on_device, pointers
 
 if not hasattr(triton, "knobs"):
@@ -42,7 +42,7 @@ FLOATS = {
 
 
 class Triton:
-    """Implements `dgc.kernels.protocol.Kernels`. `launches` counts launched kernels, without torch's own.
+    """Implements `Kernels` of `protocol`. `launches` counts launched kernels, without torch's own.
 
     Args:
         tile: Elements per program in passes over a bucket, a power of two.

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from dgc.kernels.quantizers import (
+from dgc.kernels.quantize.protocol import (
     WORD,
     Bounds,
     Codes,
@@ -17,8 +17,7 @@ from dgc.kernels.quantizers import (
     natural_top_in,
     thresholds_or,
 )
-from dgc.kernels.triton import INTERPRETED
-from dgc.kernels.triton_codes import (
+from dgc.kernels.quantize.triton_codes import (
     natural_add,
     natural_encode,
     natural_largest,
@@ -31,13 +30,14 @@ from dgc.kernels.triton_codes import (
     uniform_encode,
     unpack,
 )
+from dgc.kernels.selection.triton import INTERPRETED
 from dgc.kernels.triton_tables import Launcher, Tilings
 
 BLOCK = 1024
 
 
 class TritonQuantizers:
-    """Implements `dgc.kernels.quantizers.Quantizers`.
+    """Implements `dgc.kernels.quantize.protocol.Quantizers`.
 
     Args:
         tile: Elements per program, a power of two, at least 32.

@@ -12,8 +12,8 @@ import triton.language as tl
 from jaxtyping import Float32
 from torch import Tensor
 
-from dgc.kernels.protocol import Moments, Tail
-from dgc.kernels.triton_passes import MAGNITUDE, SIZES
+from dgc.kernels.selection.protocol import Moments, Tail
+from dgc.kernels.selection.triton_passes import MAGNITUDE, SIZES
 from dgc.kernels.triton_tables import Launcher, Tiling
 
 BLOCK = 1024

@@ -7,7 +7,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from dgc.kernels.library import FP32, INT64, UINT8, declare, load, pointer
-from dgc.kernels.quantizers import (
+from dgc.kernels.quantize.protocol import (
     WORD,
     Bounds,
     Codes,
@@ -36,7 +36,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
 
 
 class NativeQuantizers:
-    """Implements `dgc.kernels.quantizers.Quantizers` on torch.get_num_threads() threads.
+    """Implements `dgc.kernels.quantize.protocol.Quantizers` on torch.get_num_threads() threads.
 
     Raises:
         KernelsMissing: See `dgc.kernels.library.load`.

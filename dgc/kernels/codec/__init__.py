@@ -1,0 +1,1 @@
+"""Encoding of selections, values and headers as bytes."""

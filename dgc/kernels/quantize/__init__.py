@@ -1,0 +1,1 @@
+"""Encoding of every element of a buffer with a few bits."""

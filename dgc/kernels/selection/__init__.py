@@ -1,0 +1,1 @@
+"""Update, selection and statistics of flat buffers."""
