@@ -39,7 +39,7 @@ class Codec:
 
     def __init__(self, form: SparseFormat, numel: int, density: float, device: torch.device, ranks: int):
         self.form, self.numel = form, numel
-        self.codec = kernels.codec_of(torch.empty(0, device=device))
+        self.codec = kernels.of(torch.empty(0, device=device)).codec
         self.plan = plan_selection(lay_out([("a", torch.empty(numel, device="meta"))]), density, device)
         self.none = torch.full((), numel, dtype=torch.int64, device=device)
         self.selections = [self._selection(rank, device) for rank in range(ranks)]
@@ -62,7 +62,7 @@ class Codec:
         return self.form.decode(self.codec, self.payloads, self.plan.per_tensor, self.numel)[0]
 
     def merge(self) -> tuple[Tensor, Tensor]:
-        return kernels.of(self.parts[0].values).merge_mean(self.parts, len(self.parts), self.numel)
+        return kernels.of(self.parts[0].values).selection.merge_mean(self.parts, len(self.parts), self.numel)
 
 
 def alone(conversation: Conversation[Result]) -> Result:

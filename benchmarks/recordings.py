@@ -90,7 +90,7 @@ class Learner:
         for bucket, plan, g, u, v in zip(
             self.buckets, self.plans, self.gradients, self.u, self.v, strict=True
         ):
-            kernel = kernels.of(v)
+            kernel = kernels.of(v).selection
             due = Accumulation(g, u, v, MOMENTUM)
             selection = kernel.accumulate_and_select_(due, plan.per_tensor, None).selection
             kernel.take_(selection, u, v)

@@ -85,7 +85,7 @@ class Counting:
 
 def counting(v: Tensor, counts: Counts) -> AbstractContextManager[Any]:
     """While it lasts, all kernels are those of v, and counted."""
-    return patch.object(kernels, "of", return_value=Counting(kernels.of(v), counts))
+    return patch.object(kernels, "of", return_value=Counting(kernels.of(v).selection, counts))
 
 
 def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) -> None:

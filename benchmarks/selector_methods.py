@@ -88,7 +88,7 @@ class SelectorStep(Stateful):
     def send(self, i: int, selected: Selected) -> None:
         v, plan = self.v[i], self.plans[i]
         encoded = WIRE.encode(
-            kernels.codec_of(v), selected.selection, plan.per_tensor, v.numel(), selected.first_nonfinite
+            kernels.of(v).codec, selected.selection, plan.per_tensor, v.numel(), selected.first_nonfinite
         )
         self.sent[i] = encoded.sent
 
@@ -104,4 +104,4 @@ class SelectAlone(Stateful):
 
     def step(self, gradients: list[Tensor]) -> None:
         for v, quotas in zip(self.v, self.quotas, strict=True):
-            kernels.of(v).select(v, quotas)
+            kernels.of(v).selection.select(v, quotas)

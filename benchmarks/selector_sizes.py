@@ -41,8 +41,8 @@ def by_size(v: Tensor, sizes: Sequence[int], rounds: int, options: Options) -> d
             stages[name] = plan.history
             works[name] = partial(selector.choose, drawn, plan, 1)
         quotas = one_tensor(size, options).per_tensor
-        floor = kernels.of(drawn).select(drawn, quotas).thresholds * Predicted().margin
-        works[KNOWN] = partial(kernels.of(drawn).select, drawn, quotas, floor)
+        floor = kernels.of(drawn).selection.select(drawn, quotas).thresholds * Predicted().margin
+        works[KNOWN] = partial(kernels.of(drawn).selection.select, drawn, quotas, floor)
         works[TOPK] = partial(torch_topk, drawn, quotas.capacity)
         for name, found in in_turns(works, rounds, options.wait).items():
             times[name][size] = found

@@ -48,7 +48,7 @@ class Stateful:
         """Take out what was sent already, so that u and v can be read."""
         for b, (u, v, sent) in enumerate(zip(self.u, self.v, self.sent, strict=True)):
             if sent is not None:
-                kernels.of(v).take_(sent, u, v)
+                kernels.of(v).selection.take_(sent, u, v)
             self.sent[b] = None
 
     def start_from(self, u: list[Tensor], v: list[Tensor]) -> None:
@@ -76,7 +76,7 @@ class Ours(Stateful):
 
     def step(self, gradients: list[Tensor]) -> None:
         kernels.use(self.tier)
-        codec = kernels.codec_of(self.v[0])
+        codec = kernels.of(self.v[0]).codec
         for b, (g, u, v, plan) in enumerate(zip(gradients, self.u, self.v, self.plans, strict=True)):
             pieces = g.split(self.sizes[b])
             due = Accumulation(pieces, u, v, self.momentum, sent=self.sent[b], masking=True)
@@ -99,7 +99,7 @@ class Pass(Stateful):
     def step(self, gradients: list[Tensor]) -> None:
         kernels.use(self.tier)
         for g, u, v in zip(gradients, self.u, self.v, strict=True):
-            kernels.of(v).accumulate_(Accumulation((g,), u, v, self.momentum))
+            kernels.of(v).selection.accumulate_(Accumulation((g,), u, v, self.momentum))
 
 
 PLAIN_LOOP = r"""

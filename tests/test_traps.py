@@ -376,7 +376,7 @@ def test_trap_14_gathered_data_have_a_planned_size_and_are_checked():
     for sizes in train(3, body):
         assert len(set(sizes)) == 1
     form = SparseFormat()
-    codec, quotas = kernels.codec_of(torch.empty(0)), Quotas(torch.tensor([0, 10]), torch.tensor([4]), 4)
+    codec, quotas = kernels.of(torch.empty(0)).codec, Quotas(torch.tensor([0, 10]), torch.tensor([4]), 4)
     selection = as_selection(torch.tensor([1, 5]), torch.ones(10), 4)
     payload = form.encode(codec, selection, quotas, 10, torch.tensor(10)).payload
     random = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -52,7 +52,7 @@ class Coded(Feedback):
     def exchange(
         self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        codec, bounds, terms = kernels.codec_of(v), self.bounds(bucket), self.terms()
+        codec, bounds, terms = kernels.of(v).codec, self.bounds(bucket), self.terms()
         codes, kept = self.encode(v, bucket)
         (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
         planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")

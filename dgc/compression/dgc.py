@@ -164,7 +164,7 @@ class DGCCompressor:
         clipped = yield from self.memory.clip(bucket)
         plan, seed = self._plan_of(bucket), self._next_seed(bucket)
         due = self.memory.due(bucket)
-        kernel, codec = kernels.of(due.v), kernels.codec_of(due.v)
+        kernel, codec = kernels.of(due.v).selection, kernels.of(due.v).codec
         dense = self._dense_is_cheaper(bucket, plan)
         self._sent[bucket.name] = (bucket.numel, dense)
         if dense:
@@ -186,7 +186,7 @@ class DGCCompressor:
     def _reduce_dense(
         self, bucket: Bucket, plan: Plan, v: Tensor, first_nonfinite: Tensor
     ) -> Conversation[Result]:
-        codec, bounds, terms = kernels.codec_of(v), plan.per_tensor.bounds, self._format.terms(plan.ratio)
+        codec, bounds, terms = kernels.of(v).codec, plan.per_tensor.bounds, self._format.terms(plan.ratio)
         header = seal(codec, v.new_empty(0, dtype=torch.uint8), first_nonfinite, bounds, terms)
         values = self._format.values.dense.quantize(v, self._size, bucket.dtype)
         self.memory.sent_all_(bucket, values.float())

@@ -84,7 +84,7 @@ class Feedback(ABC):
             v = self._error[bucket]
         else:
             v = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
-        first = kernels.of(v).accumulate_(kernels.Accumulation(bucket.pieces, None, v))
+        first = kernels.of(v).selection.accumulate_(kernels.Accumulation(bucket.pieces, None, v))
         bucket.release()
         mean, kept, numbers = yield from self.exchange(bucket, v, first)
         self._steps[bucket.name] += 1

@@ -161,7 +161,7 @@ class Layout:
     def write_product(self, b: int, U: Float32[Tensor, "B R n"], W: Float32[Tensor, "B R m"]) -> None:
         """Writes U^T W of a batch into the bucket, without a copy if it is fp32 in the same memory order."""
         batch, flat = self.batches[b], self.bucket.flat
-        products = kernels.lowrank_of(flat)
+        products = kernels.of(flat).lowrank
         straight = flat.dtype == torch.float32 and all(self._lies_as[i] for i in batch.members)
         if straight and self.square:
             rows, rest = divmod(flat.numel(), batch.m)
@@ -205,7 +205,7 @@ class Taken:
 def settle_(layout: Layout, taken: Taken, v: Float32[Tensor, "V"]) -> Tensor:
     """Updates v to its value after the step: bit for bit the value to which `accumulate_` adds."""
     for batch, (U, W) in zip(layout.batches, taken.factors, strict=True):
-        kernels.lowrank_of(v).subtract_(batch.of(v), U, W)
+        kernels.of(v).lowrank.subtract_(batch.of(v), U, W)
     v[layout.begin_dense :].copy_(taken.kept)
     layout.clear_padding_(v)
     return v
@@ -221,7 +221,7 @@ def accumulate_(
 
     Returns the position in v of the first NaN or TOO_LARGE, or the length of v if there is none.
     """
-    products, gradients = kernels.lowrank_of(v), layout.gradients()
+    products, gradients = kernels.of(v).lowrank, layout.gradients()
     found = []
     for b, batch in enumerate(layout.batches):
         g = [gradients[i] for i in batch.members]
@@ -232,7 +232,7 @@ def accumulate_(
         if taken is not None:
             own.copy_(taken.kept)
         g = [gradients[i] for i in layout.dense]
-        found.append(kernels.of(v).accumulate_(kernels.Accumulation(tuple(g), None, own)))
+        found.append(kernels.of(v).selection.accumulate_(kernels.Accumulation(tuple(g), None, own)))
     layout.bucket.release()
     starts, counts = layout.extents
     places = torch.stack(found)

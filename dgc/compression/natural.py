@@ -36,7 +36,7 @@ class Natural(Coded):
         return 4 + bucket.numel
 
     def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
-        return kernels.quantizers_of(v).natural_encode(v, self.noise(bucket) if self.random else None)
+        return kernels.of(v).quantize.natural_encode(v, self.noise(bucket) if self.random else None)
 
     def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
-        kernels.quantizers_of(total).natural_add_(codes, total)
+        kernels.of(total).quantize.natural_add_(codes, total)

@@ -44,20 +44,20 @@ class OneBit(Coded):
 
     def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
         rows = self._rows[bucket.name]
-        moments = kernels.of(v).moments(v, rows)
+        moments = kernels.of(v).selection.moments(v, rows)
         above = torch.cat([rows.new_zeros(1), (v > 0).cumsum(0)])[rows].diff()
         highs = (moments.magnitudes + moments.sums) / 2 / above.clamp(min=1)
         lows = (moments.sums - moments.magnitudes) / 2 / (rows.diff() - above).clamp(min=1)
         means = torch.stack([lows.float(), highs.float()])
         cuts = torch.zeros_like(means[0])
-        codes, kept = kernels.quantizers_of(v).sign_encode(v, rows, cuts, means[0], means[1])
+        codes, kept = kernels.of(v).quantize.sign_encode(v, rows, cuts, means[0], means[1])
         return join(means.view(-1), codes), kept
 
     def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
         rows = self._rows[bucket.name]
         means, signs = split(codes, 2 * (rows.numel() - 1))
         lows, highs = means.view(2, -1)
-        kernels.quantizers_of(total).sign_add_(signs, rows, lows.contiguous(), highs.contiguous(), total)
+        kernels.of(total).quantize.sign_add_(signs, rows, lows.contiguous(), highs.contiguous(), total)
 
 
 def rows_of(segment: Segment) -> int:

@@ -220,7 +220,7 @@ class PowerSGDCompressor(LowRankCompressor):
             requests = [AllGather(nonfinite.view(1))]
         else:
             for b, batch in enumerate(layout.batches):
-                kernels.lowrank_of(v).multiply(batch.of(v), X[b], even, Y[b])
+                kernels.of(v).lowrank.multiply(batch.of(v), X[b], even, Y[b])
                 if step.own:
                     correct_(Y[b], X[b], *step.own[b], even)
         wire = self._wire.quantize(flat, self._size)

@@ -33,12 +33,12 @@ class ScaledSign(Coded):
 
     def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
         bounds = self.bounds(bucket)
-        scales = (kernels.of(v).moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
+        scales = (kernels.of(v).selection.moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
         cuts = scales.new_zeros(scales.shape)
-        codes, kept = kernels.quantizers_of(v).sign_encode(v, bounds, cuts, -scales, scales)
+        codes, kept = kernels.of(v).quantize.sign_encode(v, bounds, cuts, -scales, scales)
         return join(scales, codes), kept
 
     def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
         bounds = self.bounds(bucket)
         scales, signs = split(codes, len(bucket.segments))
-        kernels.quantizers_of(total).sign_add_(signs, bounds, -scales, scales, total)
+        kernels.of(total).quantize.sign_add_(signs, bounds, -scales, scales, total)

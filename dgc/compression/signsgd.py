@@ -45,13 +45,13 @@ class SignSGD(Coded):
 
     def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
         bounds = self.bounds(bucket)
-        one = (kernels.of(v).moments(v, bounds).largest > 0).float()
-        codes, _ = kernels.quantizers_of(v).sign_encode(v, bounds, torch.zeros_like(one), -one, one)
+        one = (kernels.of(v).selection.moments(v, bounds).largest > 0).float()
+        codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(one), -one, one)
         return join(one, codes), v * self.momentum
 
     def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
         one, signs = split(codes, len(bucket.segments))
-        kernels.quantizers_of(total).sign_add_(signs, self.bounds(bucket), -one, one, total)
+        kernels.of(total).quantize.sign_add_(signs, self.bounds(bucket), -one, one, total)
 
     def mean(self, total: Float32[Tensor, "n"]) -> Float32[Tensor, "n"]:
         return total.sign_()

@@ -101,7 +101,7 @@ class Threshold(Feedback):
         codes, kept = self._encode(v, bounds, t)
         gather = self.wire == "gather" or (self.wire == "auto" and self.size <= 2)
         if gather:
-            codec, terms = kernels.codec_of(v), self.terms()
+            codec, terms = kernels.of(v).codec, self.terms()
             (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
             planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
             parts, numbers = unseal(codec, payloads, *planned)
@@ -114,16 +114,16 @@ class Threshold(Feedback):
     def _thresholds(self, v: Tensor, bounds: Tensor) -> Conversation[Float32[Tensor, "S"]]:
         if self.threshold is not None:
             return torch.full((bounds.numel() - 1,), self.threshold, dtype=torch.float32, device=v.device)
-        squares = kernels.of(v).moments(v, bounds).squares / bounds.diff().clamp(min=1)
+        squares = kernels.of(v).selection.moments(v, bounds).squares / bounds.diff().clamp(min=1)
         (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
         # t = 0 means that the tensor is zero on every rank. If the mean overflows fp32, nothing is sent.
         return t.nan_to_num(torch.inf)
 
     def _encode(self, v: Tensor, bounds: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         if self.bits == 2:
-            return kernels.quantizers_of(v).tern_encode(v, bounds, t)
+            return kernels.of(v).quantize.tern_encode(v, bounds, t)
         one = torch.ones_like(t)
-        return kernels.quantizers_of(v).sign_encode(v, bounds, t, -one, one)
+        return kernels.of(v).quantize.sign_encode(v, bounds, t, -one, one)
 
     def _sum(self, parts: list[UInt8[Tensor, "nbytes"]]) -> Float32[Tensor, "fields"]:
         """Sums the codes of all ranks field by field, including fields that only fill words.
@@ -132,7 +132,7 @@ class Threshold(Feedback):
         """
         fields = parts[0].numel() * 8 // self.bits
         total = torch.zeros(fields, dtype=torch.float32, device=parts[0].device)
-        quantizers, one = kernels.quantizers_of(total), torch.ones(1, dtype=torch.float32, device=total.device)
+        quantizers, one = kernels.of(total).quantize, torch.ones(1, dtype=torch.float32, device=total.device)
         whole = self._whole(fields, total.device)
         for part in parts:
             if self.bits == 2:
@@ -176,13 +176,13 @@ class Threshold(Feedback):
         levels = sums + self.size if self.bits == 2 else (sums + self.size) / 2
         if self._sum_bits > 8:
             return levels.to(torch.int16).view(torch.uint8)
-        return kernels.quantizers_of(sums).pack(levels.to(torch.uint8), self._sum_bits)
+        return kernels.of(sums).quantize.pack(levels.to(torch.uint8), self._sum_bits)
 
     def _unpack(self, packed: UInt8[Tensor, "nbytes"], fields: int) -> Float32[Tensor, "fields"]:
         if self._sum_bits > 8:
             levels = packed.clone().view(torch.int16).float()
         else:
-            levels = kernels.quantizers_of(packed).unpack(packed, self._sum_bits, fields).float()
+            levels = kernels.of(packed).quantize.unpack(packed, self._sum_bits, fields).float()
         return levels - self.size if self.bits == 2 else levels * 2 - self.size
 
     def _mean(

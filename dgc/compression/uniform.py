@@ -69,14 +69,14 @@ class Uniform(Coded):
 
     def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
         blocks = self._blocks[bucket.name]
-        scales = self.scales(kernels.of(v).moments(v, blocks), blocks.diff()).float()
+        scales = self.scales(kernels.of(v).selection.moments(v, blocks), blocks.diff()).float()
         seed = self.noise(bucket) if self.random else None
-        quantizers = kernels.quantizers_of(v)
+        quantizers = kernels.of(v).quantize
         codes, kept = quantizers.uniform_encode(v, blocks, scales, self.levels, self.bits, seed)
         return join(scales, codes), kept
 
     def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
         blocks = self._blocks[bucket.name]
         scales, fields = split(codes, blocks.numel() - 1)
-        quantizers = kernels.quantizers_of(total)
+        quantizers = kernels.of(total).quantize
         quantizers.uniform_add_(fields, blocks, scales, self.levels, self.bits, total)

@@ -83,7 +83,7 @@ class Half:
         return 2 * n + FP32
 
     def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
-        values, scale = kernels.codec_of(z).cast_encode_(z * factor, HALVES[self.dtype], section[FP32:])
+        values, scale = kernels.of(z).codec.cast_encode_(z * factor, HALVES[self.dtype], section[FP32:])
         section[:FP32].copy_(as_bytes(scale.view(1)))
         return values
 
@@ -122,8 +122,8 @@ class Int8:
 
     def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
         x, bounds = z * factor, self._bounds(z, z.numel())
-        scales = kernels.of(z).moments(x, bounds).largest
-        codes, residual = kernels.quantizers_of(z).uniform_encode(x, bounds, scales, LEVELS, 8, None)
+        scales = kernels.of(z).selection.moments(x, bounds).largest
+        codes, residual = kernels.of(z).quantize.uniform_encode(x, bounds, scales, LEVELS, 8, None)
         scaled = FP32 * scales.numel()
         section[:scaled].copy_(as_bytes(scales))
         section[scaled:].copy_(codes)
@@ -134,5 +134,5 @@ class Int8:
         scales = section[:scaled].clone().view(torch.float32)
         total = torch.zeros(n, dtype=torch.float32, device=section.device)
         bounds = self._bounds(section, n)
-        kernels.quantizers_of(total).uniform_add_(section[scaled:].clone(), bounds, scales, LEVELS, 8, total)
+        kernels.of(total).quantize.uniform_add_(section[scaled:].clone(), bounds, scales, LEVELS, 8, total)
         return total

@@ -102,16 +102,16 @@ class _Sparse:
 
     def encode(self, v: Vector) -> tuple[Bytes, Addend]:
         quotas = self.selection.per_tensor
-        chosen = kernels.of(v).select(v, quotas)
+        chosen = kernels.of(v).selection.select(v, quotas)
         encoded = self.form.encode(
-            kernels.codec_of(v), chosen.selection, quotas, self._numel, chosen.first_nonfinite
+            kernels.of(v).codec, chosen.selection, quotas, self._numel, chosen.first_nonfinite
         )
         return encoded.payload, _adding(encoded.sent)
 
     def decode(self, payload: Bytes, source: int) -> Addend:
         try:
             (selection,), _ = self.form.decode(
-                kernels.codec_of(payload), (payload,), self.selection.per_tensor, self._numel
+                kernels.of(payload).codec, (payload,), self.selection.per_tensor, self._numel
             )
         except PayloadError as error:  # its message counts payloads, not ranks
             raise PayloadError(f"rank {source}{str(error).removeprefix('rank 0')}") from error
@@ -140,8 +140,9 @@ class _Signs:
     nbytes: int
 
     def encode(self, v: Vector) -> tuple[Bytes, Addend]:
-        scales = (kernels.of(v).moments(v, self.bounds).magnitudes / self.bounds.diff().clamp(min=1)).float()
-        codes, _ = kernels.quantizers_of(v).sign_encode(v, self.bounds, torch.zeros_like(scales), -scales, scales)
+        sums = kernels.of(v).selection.moments(v, self.bounds).magnitudes
+        scales = (sums / self.bounds.diff().clamp(min=1)).float()
+        codes, _ = kernels.of(v).quantize.sign_encode(v, self.bounds, torch.zeros_like(scales), -scales, scales)
         payload = torch.cat([as_bytes(scales), codes])
         return payload, self.decode(payload, 0)
 
@@ -149,5 +150,5 @@ class _Signs:
         scales = payload[: FP32 * (self.bounds.numel() - 1)].clone().view(torch.float32)
         q = torch.zeros(int(self.bounds[-1]), dtype=torch.float32, device=payload.device)
         codes = payload[FP32 * scales.numel() :].clone()
-        kernels.quantizers_of(q).sign_add_(codes, self.bounds, -scales, scales, q)
+        kernels.of(q).quantize.sign_add_(codes, self.bounds, -scales, scales, q)
         return lambda target, factor: target.add_(q, alpha=factor)

@@ -5,6 +5,7 @@ The device of the tensor selects the tier, unless DGC_KERNELS or `use` names one
 
 import os
 import warnings
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,9 +22,18 @@ from dgc.kernels.selection.protocol import Quotas as Quotas
 from dgc.kernels.selection.protocol import Selection as Selection
 from dgc.kernels.selection.protocol import Tail as Tail
 
-Tier = tuple[Kernels, Codec, Quantizers, LowRank]
 TIERS = ("auto", "reference", "native", "triton")
 _asked = os.environ.get("DGC_KERNELS", "auto")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One implementation of every family of kernels."""
+
+    selection: Kernels
+    codec: Codec
+    quantize: Quantizers
+    lowrank: LowRank
 
 
 class KernelsUnavailable(ValueError):
@@ -46,29 +56,14 @@ def use(name: str) -> None:
     _asked = name
 
 
-def of(tensor: Tensor) -> Kernels:
-    """Return the kernels for the tensor's device."""
-    return _tier(_asked, tensor.device)[0]
-
-
-def codec_of(tensor: Tensor) -> Codec:
-    """Return the payload codec for the tensor's device."""
-    return _tier(_asked, tensor.device)[1]
-
-
-def quantizers_of(tensor: Tensor) -> Quantizers:
-    """Return the quantizers for the tensor's device."""
-    return _tier(_asked, tensor.device)[2]
-
-
-def lowrank_of(tensor: Tensor) -> LowRank:
-    """Return the products of low-rank methods for the tensor's device."""
-    return _tier(_asked, tensor.device)[3]
+def of(tensor: Tensor) -> Tier:
+    """Return the kernels for the tensor's device, for example `kernels.of(v).codec`."""
+    return _tier(_asked, tensor.device)
 
 
 def describe(device: torch.device) -> str:
     """Return a text for logs that names the device's tier."""
-    return str(_tier(_asked, device)[0])
+    return str(_tier(_asked, device).selection)
 
 
 @cache
@@ -92,7 +87,7 @@ def _tier(asked: str, device: torch.device) -> Tier:
     from dgc.kernels.selection.reference import Reference
 
     plain = Reference()
-    return plain, TorchCodec(), TorchQuantizers(), TorchLowRank(plain)
+    return Tier(plain, TorchCodec(), TorchQuantizers(), TorchLowRank(plain))
 
 
 def _native(device: str) -> Tier:
@@ -106,7 +101,7 @@ def _native(device: str) -> Tier:
 
     try:
         native = Native()
-        return native, NativeCodec(), NativeQuantizers(), NativeLowRank(native)
+        return Tier(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native))
     except KernelsMissing as error:
         raise KernelsUnavailable(str(error)) from error
 
@@ -123,4 +118,4 @@ def _triton(device: str) -> Tier:
     from dgc.kernels.lowrank.protocol import TorchLowRank
 
     triton = Triton()
-    return triton, TorchCodec(), TritonQuantizers(), TorchLowRank(triton)
+    return Tier(triton, TorchCodec(), TritonQuantizers(), TorchLowRank(triton))

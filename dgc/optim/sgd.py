@@ -146,7 +146,7 @@ class DGCSGD(Optimizer):
         elif buffer.stride() != p.stride():  # loaded from a checkpoint of another memory format
             buffer = self.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(buffer)
         settings = (group["lr"], group["weight_decay"], group["momentum"], group["nesterov"])
-        kernels.of(p).decay_(_in_memory_order(p), _in_memory_order(buffer), *settings)
+        kernels.of(p).selection.decay_(_in_memory_order(p), _in_memory_order(buffer), *settings)
 
     def _with_momentum(self, p: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
         momentum = group["momentum"]
@@ -167,7 +167,7 @@ def _subtract(update: SparseUpdate, lrs: Sequence[float]) -> None:
         _in_memory_order(p) if plain else torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
         for p, plain in zip(update.parameters, ordinary, strict=True)
     ]
-    kernels.of(update.values).subtract_at_(targets, update.bounds, update.indices, update.values, lrs)
+    kernels.of(update.values).selection.subtract_at_(targets, update.bounds, update.indices, update.values, lrs)
     for p, plain, target in zip(update.parameters, ordinary, targets, strict=True):
         if not plain and p.requires_grad:
             p.add_(target.view(p.shape))

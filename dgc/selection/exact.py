@@ -41,7 +41,7 @@ class Exact(Selector):
         return plan.per_bucket if self.per_bucket else plan.per_tensor
 
     def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Selection:
-        return kernels.of(v).select(v, self.quotas(plan)).selection
+        return kernels.of(v).selection.select(v, self.quotas(plan)).selection
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Histogram(Exact):
     """
 
     def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
-        chosen = kernels.of(due.v).accumulate_and_select_(due, self.quotas(plan), None)
+        chosen = kernels.of(due.v).selection.accumulate_and_select_(due, self.quotas(plan), None)
         return Selected(chosen.selection, chosen.first_nonfinite)
 
 
@@ -80,7 +80,7 @@ class Predicted(Exact):
             raise ValueError(f"margin is a fraction in (0, 1], not {self.margin}")
 
     def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
-        kernel, quotas, history = kernels.of(due.v), self.quotas(plan), plan.history
+        kernel, quotas, history = kernels.of(due.v).selection, self.quotas(plan), plan.history
         floors = kernel.predicted_floors(history["t1"], history["t2"], self.margin) if history else None
         chosen = kernel.accumulate_and_select_(due, quotas, floors)
         plan.history.update(t1=chosen.thresholds, t2=history.get("t1", chosen.thresholds))

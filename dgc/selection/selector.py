@@ -37,7 +37,7 @@ class Selector(ABC):
 
     def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
         """Accumulates the gradient into v in one pass, then chooses from the new v."""
-        first = kernels.of(due.v).accumulate_(due)
+        first = kernels.of(due.v).selection.accumulate_(due)
         return Selected(self.choose(due.v, plan, seed), first)
 
     def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:

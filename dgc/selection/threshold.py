@@ -36,7 +36,7 @@ class Estimator(Selector):
 
     def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Selection:
         thresholds, counts = self.estimate(Ranges(v, plan, seed))
-        return kernels.of(v).select(v, plan.shared(counts), thresholds).selection
+        return kernels.of(v).selection.select(v, plan.shared(counts), thresholds).selection
 
 
 class Ranges:
@@ -52,7 +52,7 @@ class Ranges:
 
     @cached_property
     def moments(self) -> Moments:
-        return kernels.of(self.v).moments(self.v, self.bounds)
+        return kernels.of(self.v).selection.moments(self.v, self.bounds)
 
     @cached_property
     def mean(self) -> Float64[Tensor, "S"]:
@@ -71,7 +71,7 @@ class Ranges:
 
     def tail(self, t: Thresholds) -> Tail:
         """Statistics of the elements with |v| >= t. A tensor with t = inf is skipped and has none."""
-        return kernels.of(self.v).tail(self.v, self.bounds, t)
+        return kernels.of(self.v).selection.tail(self.v, self.bounds, t)
 
     def count(self, t: Thresholds, where: Tensor) -> Counts:
         """Counts elements with |v| >= t in the tensors `where`. The others are not read and get 0."""

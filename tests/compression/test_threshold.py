@@ -30,7 +30,7 @@ def test_the_worked_example_of_one_bit():
 
 def test_the_bytes_are_mxnets():
     bounds, v = torch.tensor([0, 6]), G + R
-    quantizers = kernels.quantizers_of(v)
+    quantizers = kernels.of(v).quantize
     codes, _ = quantizers.tern_encode(v, bounds, torch.tensor([0.5]))
     assert bytes(codes.tolist()).hex() == "cb800000"
     one = torch.ones(1)

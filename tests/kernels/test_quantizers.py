@@ -271,4 +271,4 @@ def test_small_integers(quantizers):
 def test_the_tier_follows_the_kernels(monkeypatch):
     for name, kind in (("reference", TorchQuantizers), ("native", NativeQuantizers)):
         monkeypatch.setattr(kernels, "_asked", name)
-        assert type(kernels.quantizers_of(torch.zeros(1))) is kind
+        assert type(kernels.of(torch.zeros(1)).quantize) is kind

@@ -179,7 +179,7 @@ def test_the_codes_are_mxnets():
     assert bytes(paper.Threshold(1, 0.0).quantize(v).tolist()).hex() == "d4000000"
     for n in (0, 1, 16, 33, 100):
         v, bounds, t = torch.randn(n), torch.tensor([0, n]), torch.tensor([0.5])
-        quantizers, one = kernels.quantizers_of(v), torch.ones(1)
+        quantizers, one = kernels.of(v).quantize, torch.ones(1)
         assert torch.equal(paper.Threshold(2, 0.5).quantize(v), quantizers.tern_encode(v, bounds, t)[0])
         codes, _ = quantizers.sign_encode(v, bounds, t, -one, one)
         assert torch.equal(paper.Threshold(1, 0.5).quantize(v), codes)

@@ -140,7 +140,7 @@ def test_all_elements_are_due_and_chosen(selector):
 @pytest.fixture
 def passes(monkeypatch):
     """The name of every pass over v that estimates make."""
-    tier, made = kernels.of(torch.empty(0)), []
+    tier, made = kernels.of(torch.empty(0)).selection, []
 
     class Noted:
         def moments(self, *arguments):
