@@ -44,8 +44,8 @@ def flags_of(source: Path) -> tuple[str, ...]:
 def sources_digest() -> str:
     """Return a digest of the sources."""
     digest = hashlib.sha256()
-    for file in sorted(SOURCES.glob("*.[ch]*")):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    for file in sorted(SOURCES.rglob("*.[ch]*")):
+        digest.update(str(file.relative_to(SOURCES)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:20]
 
 
@@ -73,14 +73,14 @@ def build() -> bool:
         raise RuntimeError(f"no C++ compiler: {missing} was not found; install one or set CXX") from None
     if LIBRARY.exists() and wanted.encode() in LIBRARY.read_bytes():
         return False
-    files = sorted(SOURCES.glob("*.cpp"))
+    files = sorted(SOURCES.rglob("*.cpp"))
     # In the library's folder: a rename within one file system is atomic.
     with tempfile.TemporaryDirectory(dir=LIBRARY.parent, prefix=".build-") as scratch:
-        objects = [Path(scratch, file.stem + ".o") for file in files]
-        define = f'-DDGC_STAMP="{wanted}"'
+        objects = [Path(scratch, f"{file.parent.name}_{file.stem}.o") for file in files]
+        extra = [f"-I{SOURCES}", f'-DDGC_STAMP="{wanted}"']
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
-                pool.submit(_run, [*compiler(), *flags_of(file), define, "-c", str(file), "-o", str(object_)])
+                pool.submit(_run, [*compiler(), *flags_of(file), *extra, "-c", str(file), "-o", str(object_)])
                 for file, object_ in zip(files, objects, strict=True)
             ]
             for job in jobs:

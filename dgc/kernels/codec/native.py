@@ -42,7 +42,7 @@ _SIGNATURES: Signatures = {
 
 
 _FLAGS = (torch.tensor(False, dtype=torch.bool), torch.tensor(True, dtype=torch.bool))
-# The numbers of codec_values.cpp.
+# The numbers of cpp/codec/values.cpp.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 

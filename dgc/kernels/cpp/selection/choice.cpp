@@ -9,7 +9,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "pool.h"
+#include "common/pool.h"
 
 namespace dgc {
 namespace {

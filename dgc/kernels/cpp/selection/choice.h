@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <functional>
 
-#include "pass.h"
-#include "pool.h"
+#include "accumulate/pass.h"
+#include "common/pool.h"
 #include "rank.h"
-#include "scratch.h"
+#include "common/scratch.h"
 
 namespace dgc {
 

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "codec.h"
-#include "float_bits.h"
+#include "common/float_bits.h"
 
 namespace dgc {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "float_bits.h"
+#include "common/float_bits.h"
 
 namespace dgc {
 

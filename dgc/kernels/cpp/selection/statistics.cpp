@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "choice.h"
-#include "pool.h"
+#include "common/pool.h"
 
 namespace dgc {
 namespace {

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#include "float_bits.h"
+#include "common/float_bits.h"
 #include "quantize.h"
 
 namespace dgc {

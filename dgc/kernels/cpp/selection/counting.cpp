@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "choice.h"
-#include "pool.h"
+#include "common/pool.h"
 
 namespace dgc {
 namespace {

@@ -3,7 +3,7 @@
 //
 // U^T W is added up in the order of its R terms, each product and difference rounded on its own: the same bits
 // whatever the instructions. Sums along rows and columns have an order of their own for each width.
-#include "float_bits.h"
+#include "common/float_bits.h"
 #include "lowrank.h"
 
 namespace dgc {

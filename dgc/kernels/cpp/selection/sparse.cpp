@@ -2,8 +2,8 @@
 // nobody's cache, so they are asked for some steps ahead.
 #include <algorithm>
 
-#include "pass.h"
-#include "pool.h"
+#include "accumulate/pass.h"
+#include "common/pool.h"
 
 namespace dgc {
 namespace {

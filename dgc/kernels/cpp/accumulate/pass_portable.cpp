@@ -1,5 +1,5 @@
 // The pass in plain C++, which any compiler turns into whatever vectors it may assume.
-#include "isa.h"
+#include "common/isa.h"
 #include "pass.h"
 
 namespace dgc {

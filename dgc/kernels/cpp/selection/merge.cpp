@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "pool.h"
-#include "scratch.h"
+#include "common/pool.h"
+#include "common/scratch.h"
 
 namespace dgc {
 namespace {

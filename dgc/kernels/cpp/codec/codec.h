@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "pool.h"
+#include "common/pool.h"
 
 namespace dgc {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "pass.h"
+#include "accumulate/pass.h"
 
 namespace dgc {
 namespace {

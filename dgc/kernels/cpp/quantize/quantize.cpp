@@ -7,9 +7,9 @@
 #include <cstring>
 #include <vector>
 
-#include "choice.h"
-#include "isa.h"
-#include "pool.h"
+#include "selection/choice.h"
+#include "common/isa.h"
+#include "common/pool.h"
 
 namespace dgc {
 

@@ -5,9 +5,9 @@
 #include <atomic>
 #include <vector>
 
-#include "choice.h"
-#include "isa.h"
-#include "pool.h"
+#include "selection/choice.h"
+#include "common/isa.h"
+#include "common/pool.h"
 
 namespace dgc {
 namespace {
