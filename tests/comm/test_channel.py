@@ -71,7 +71,7 @@ def test_a_message_that_is_too_long_is_an_error():
 
 
 def test_both_are_channels():
-    from dgc.comm.mpi_channel import MPIChannel
+    from dgc.comm.mpi.channel import MPIChannel
 
     assert isinstance(ChannelWorld(1).channels[0], Channel)
     assert all(hasattr(MPIChannel, name) for name in ("isend", "irecv", "test"))
@@ -80,7 +80,7 @@ def test_both_are_channels():
 def test_without_mpi_the_cure_is_named():
     pytest.importorskip("mpi4py")
     program = """
-from dgc.comm.mpi_channel import MPIChannel
+from dgc.comm.mpi.channel import MPIChannel
 try:
     MPIChannel()
 except ValueError as error:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from dgc.comm import Exchange, mpi
+from dgc.comm import Exchange
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.mpi import PointToPoint, counted
+from dgc.comm.mpi import point_to_point
+from dgc.comm.mpi.point_to_point import PointToPoint, counted
 
 
 class RecordingMPI:
@@ -33,7 +34,7 @@ class RecordingMPI:
 @pytest.fixture
 def recorded(monkeypatch):
     MPI = RecordingMPI()
-    monkeypatch.setattr(mpi, "running_mpi", lambda: MPI)
+    monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
     inner = LockstepWorld(2).transports[0]
     inner.members = lambda group: [0, 1]
     return PointToPoint(inner), MPI.posted
@@ -52,7 +53,7 @@ def test_a_buffer_is_the_memory_of_the_tensor(length):
 
 
 def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded, monkeypatch):
-    monkeypatch.setattr(mpi, "LIMIT", 100)
+    monkeypatch.setattr(point_to_point, "LIMIT", 100)
     transport, posted = recorded
     transport.launch("a", (Exchange({1: torch.ones(100)}, {1: torch.empty(400, dtype=torch.uint8)}),))
     assert [(way, peer, *buffer[1:]) for way, peer, buffer in posted] == [
@@ -63,7 +64,7 @@ def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded, mon
 
 @pytest.mark.parametrize("nbytes", [101, 404])
 def test_a_message_that_is_too_long_is_refused_before_anything_is_posted(nbytes, recorded, monkeypatch):
-    monkeypatch.setattr(mpi, "LIMIT", 100)
+    monkeypatch.setattr(point_to_point, "LIMIT", 100)
     transport, posted = recorded
     long, short = torch.empty(nbytes, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8)
     for exchange in (Exchange({1: long}, {1: short}), Exchange({1: short}, {1: long})):

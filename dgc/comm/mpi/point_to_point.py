@@ -14,6 +14,8 @@ from zlib import crc32
 from torch import Tensor
 
 from dgc.comm.channel import Channel
+from dgc.comm.mpi.channel import MPIChannel
+from dgc.comm.mpi.runtime import running_mpi
 from dgc.comm.requests import Exchange, Group, Reply, Request, as_bytes
 from dgc.comm.transport import Transport
 
@@ -68,8 +70,6 @@ class PointToPoint:
         return self.inner.group_rank(group)
 
     def channel(self) -> Channel:
-        from dgc.comm.mpi_channel import MPIChannel  # here: dgc.comm.mpi_channel imports this module
-
         return MPIChannel()
 
     def launch(self, name: str, requests: Sequence[Request]) -> PointToPointFlight:
@@ -123,27 +123,3 @@ def counted(tensor: Tensor, MPI: Any) -> list[Any]:
             "Gossip about a smaller model, or with messages of fewer bytes"
         )
     return [content, content.size // each, kind]
-
-
-def running_mpi() -> Any:
-    """Return mpi4py's MPI as Horovod started it.
-
-    Raises:
-        ValueError: mpi4py is missing, MPI is not running, or it was started without threads.
-    """
-    cure = "start the ranks with mpirun or horovodrun --mpi, and let Horovod and mpi4py use one MPI"
-    try:
-        import mpi4py
-    except ModuleNotFoundError as error:
-        raise ValueError(f"messages between two ranks need mpi4py, which is not installed ({error})") from None
-    mpi4py.rc.initialize = mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
-    if not MPI.Is_initialized():
-        raise ValueError(f"messages between two ranks need MPI, and this run uses none (Gloo?): {cure}")
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise ValueError(
-            "MPI was started without MPI_THREAD_MULTIPLE: unset HOROVOD_MPI_THREADS_DISABLE, and start Horovod "
-            "before whatever else starts MPI"
-        )
-    return MPI

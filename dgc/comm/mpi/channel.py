@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dgc.comm.mpi import running_mpi
+from dgc.comm.mpi.runtime import running_mpi
 
 
 class MPIChannel:

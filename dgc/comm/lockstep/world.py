@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dgc.comm.conversation import Talk
-from dgc.comm.meeting import ADVICE, carry, check_agreement, spoil
-from dgc.comm.meeting import LockstepError as LockstepError
+from dgc.comm.lockstep.rendezvous import ADVICE, carry, check_agreement, spoil
+from dgc.comm.lockstep.rendezvous import LockstepError as LockstepError
 from dgc.comm.meter import Meter
 from dgc.comm.requests import Conversation, Group, Reply, Request, T
 
