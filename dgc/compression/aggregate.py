@@ -29,7 +29,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import Dense
-from dgc.compression.powersgd import PowerSGDCompressor
+from dgc.compression.lowrank.powersgd import PowerSGDCompressor
 from dgc.compression.protocol import Compressor, NonFiniteGradientError
 
 _built: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()  # exchanges per transport, equal on all ranks

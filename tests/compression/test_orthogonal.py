@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dgc.compression.orthogonal import check_orthogonalization, orthonormalize
+from dgc.compression.lowrank.orthogonal import check_orthogonalization, orthonormalize
 
 every_way = pytest.mark.parametrize("way", ["auto", "qr", "gram_schmidt", "cholesky_qr"])
 

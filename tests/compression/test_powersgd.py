@@ -14,9 +14,9 @@ from fleet import Fleet  # noqa: E402
 from dgc.bucket import make_bucket  # noqa: E402
 from dgc.comm.lockstep import LockstepWorld  # noqa: E402
 from dgc.compression import NonFiniteGradientError, PowerSGDCompressor  # noqa: E402
-from dgc.compression.accordion import Accordion  # noqa: E402
 from dgc.compression.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_step  # noqa: E402
-from dgc.compression.lowrank_compressor import compresses  # noqa: E402
+from dgc.compression.lowrank.accordion import Accordion  # noqa: E402
+from dgc.compression.lowrank.lowrank_compressor import compresses  # noqa: E402
 from dgc_models import resnet18  # noqa: E402
 from dgc_training.reshard import blend, shares  # noqa: E402
 

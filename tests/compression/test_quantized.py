@@ -19,8 +19,8 @@ from dgc.compression import (
     SignSGD,
     TernGrad,
 )
-from dgc.compression.onebit import rows_of
-from dgc.compression.svd import inclusion
+from dgc.compression.lowrank.svd import inclusion
+from dgc.compression.quantized.onebit import rows_of
 
 N = 600
 

@@ -146,7 +146,7 @@ def test_dgc_waits_where_it_decodes_and_nowhere_else(values, indices):
 @pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])
 def test_powersgd(mode, rank):
     seen = waits_of(PowerSGDCompressor(rank, 0, mode=mode, orthogonalization="cholesky_qr"))
-    assert set(seen) == {"compression/powersgd.py _half_step", "wire/payload.py read_facts"}
+    assert set(seen) == {"compression/lowrank/powersgd.py _half_step", "wire/payload.py read_facts"}
 
 
 def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch):
@@ -156,7 +156,7 @@ def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch):
         reads.append(len(facts))
         return read_facts(facts)
 
-    monkeypatch.setattr("dgc.compression.orthogonal.read_facts", counted)
+    monkeypatch.setattr("dgc.compression.lowrank.orthogonal.read_facts", counted)
     waits_of(PowerSGDCompressor(2, 0, mode="paper"))
     assert reads[-2:] == [2, 2]  # the two steps, each for P of two shapes; before them factors are drawn
 
@@ -167,9 +167,9 @@ OTHERS = [
     (Dense(), {"compression/finite.py check_mean"}),
     (DGCCompressor(1.0, DGCSGDMemory()), CODED),
     *((method(), CODED) for method in (ScaledSign, QSGD, TernGrad, Natural, OneBit, SignSGD, Threshold)),
-    (Threshold(wire="scatter"), {"compression/threshold.py _scatter", SUMMED}),
+    (Threshold(wire="scatter"), {"compression/quantized/threshold.py _scatter", SUMMED}),
     # its numbers are drawn on the host
-    (RandomK(0.1), {"compression/random_k.py exchange", SUMMED}),
+    (RandomK(0.1), {"compression/sparse/random_k.py exchange", SUMMED}),
 ]
 
 

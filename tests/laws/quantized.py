@@ -21,7 +21,7 @@ from dgc.compression import (
     TernGrad,
     Threshold,
 )
-from dgc.compression.coded import Coded
+from dgc.compression.all_gather import Coded
 from dgc.memory import ResidualMemory
 from dgc.selection import Fixed
 from dgc.wire.sealed import sealed_bytes

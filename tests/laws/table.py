@@ -11,7 +11,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.compression import BF16, FP16, Compressor, Dense, DGCCompressor
 from dgc.compression.dense import Cast
-from dgc.compression.powersgd import PowerSGDCompressor
+from dgc.compression.lowrank.powersgd import PowerSGDCompressor
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.selection import (
     Bisection,

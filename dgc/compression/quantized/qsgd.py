@@ -13,7 +13,7 @@ in the paper's experiments.
 from jaxtyping import Int64
 from torch import Tensor
 
-from dgc.compression.uniform import Uniform
+from dgc.compression.quantized.uniform import Uniform
 from dgc.kernels import Moments
 
 NORMS = ("l2", "max")

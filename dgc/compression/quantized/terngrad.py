@@ -12,7 +12,7 @@ is kept as well.
 from jaxtyping import Int64
 from torch import Tensor
 
-from dgc.compression.uniform import Uniform
+from dgc.compression.quantized.uniform import Uniform
 from dgc.kernels import Moments
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation
-from dgc.compression.feedback import Feedback
+from dgc.compression.error_feedback import Feedback
 from dgc.compression.finite import number_of
 from dgc.wire.sealed import seal, unseal
 

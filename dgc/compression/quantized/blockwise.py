@@ -9,7 +9,7 @@ feedback compensates for the difference.
 from jaxtyping import Int64
 from torch import Tensor
 
-from dgc.compression.uniform import Uniform
+from dgc.compression.quantized.uniform import Uniform
 from dgc.kernels import Moments
 
 

@@ -33,12 +33,12 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, Conversation
-from dgc.compression.accordion import Accordion
 from dgc.compression.finite import first_blame, overflow
-from dgc.compression.lowrank import Batch, Taken, accumulate_
-from dgc.compression.lowrank_compressor import LowRankCompressor
-from dgc.compression.lowrank_state import Factors, Own
-from dgc.compression.orthogonal import check_orthogonalization, orthonormalize_each
+from dgc.compression.lowrank.accordion import Accordion
+from dgc.compression.lowrank.lowrank import Batch, Taken, accumulate_
+from dgc.compression.lowrank.lowrank_compressor import LowRankCompressor
+from dgc.compression.lowrank.lowrank_state import Factors, Own
+from dgc.compression.lowrank.orthogonal import check_orthogonalization, orthonormalize_each
 from dgc.compression.protocol import DenseResult, Result
 from dgc.wire import CastValues
 
@@ -100,7 +100,7 @@ class PowerSGDCompressor(LowRankCompressor):
         mode (str): "residual", "paper" or "square". num_iters_per_step (int): half steps per step in "residual".
         warm_start (bool): begin with the factors of the last step. False: with random factors.
         error_feedback (bool): keep what a step does not send and add it to the next gradient.
-        epsilon (float), orthogonalization (str): see `dgc.compression.orthogonal`.
+        epsilon (float), orthogonalization (str): see `dgc.compression.lowrank.orthogonal`.
         start_compressing_after_num_steps (int): uncompressed steps at the start (100 in the reference code).
         wire (str): "fp32", or "fp16" to send all numbers in 2 bytes. The residual includes the rounding errors.
         high_rank (int, optional): adapt the rank from `rank` to this; see `Accordion`. Needs begin_epoch.

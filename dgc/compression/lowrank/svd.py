@@ -20,7 +20,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from dgc.bucket import Bucket, Segment
-from dgc.compression.coded import Coded, Codes
+from dgc.compression.all_gather import Coded, Codes
 
 
 class SVD(Coded):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, Conversation
-from dgc.compression.feedback import Feedback
+from dgc.compression.error_feedback import Feedback
 from dgc.compression.finite import number_of
 from dgc.selection.plan import share
 from dgc.wire import CastValues

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.compression.coded import Coded, Codes, join, split
+from dgc.compression.all_gather import Coded, Codes, join, split
 
 
 class ScaledSign(Coded):

@@ -13,7 +13,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.feedback import Feedback
+from dgc.compression.error_feedback import Feedback
 from dgc.wire.sealed import seal, unseal
 
 Codes = UInt8[Tensor, "nbytes"]

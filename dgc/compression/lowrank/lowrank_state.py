@@ -9,7 +9,7 @@ from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.compression.lowrank import (
+from dgc.compression.lowrank.lowrank import (
     Batch,
     Layout,
     Taken,
@@ -17,7 +17,7 @@ from dgc.compression.lowrank import (
     columns_to_memory,
     settle_,
 )
-from dgc.compression.orthogonal import orthonormalize
+from dgc.compression.lowrank.orthogonal import orthonormalize
 from dgc.memory.state import check_tensor
 
 Draw = Callable[[str, int, int], Tensor]  # (what for, r, length) -> [r, length], the same on all ranks

@@ -13,10 +13,10 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from dgc.bucket import Bucket, Segment
-from dgc.compression.accordion import Accordion
 from dgc.compression.dense import Dense
-from dgc.compression.lowrank import Layout, matrix_shape
-from dgc.compression.lowrank_state import Named, Own, as_dict, check_errors, from_dict, make
+from dgc.compression.lowrank.accordion import Accordion
+from dgc.compression.lowrank.lowrank import Layout, matrix_shape
+from dgc.compression.lowrank.lowrank_state import Named, Own, as_dict, check_errors, from_dict, make
 from dgc.compression.protocol import Compressor
 from dgc.memory.protocol import MomentumCorrection
 

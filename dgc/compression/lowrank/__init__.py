@@ -1,0 +1,1 @@
+"""Compressors that send low-rank factors of matrices."""

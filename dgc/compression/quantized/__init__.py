@@ -1,0 +1,1 @@
+"""Compressors that send every element with a few bits."""

@@ -1,0 +1,1 @@
+"""Compressors that send some of the elements."""
