@@ -1,17 +1,17 @@
 """Selectors, which choose the elements to send, and the plan of how many each tensor sends."""
 
-from dgc.selection.bisection import Bisection as Bisection
+from dgc.selection.estimators.bisection import Bisection as Bisection
+from dgc.selection.estimators.exponential import Exponential as Exponential
+from dgc.selection.estimators.fixed import Fixed as Fixed
+from dgc.selection.estimators.gaussian import Gaussian as Gaussian
+from dgc.selection.estimators.laplace import Laplace as Laplace
+from dgc.selection.estimators.mstopk import MSTopk as MSTopk
+from dgc.selection.estimators.sampled import Sampled as Sampled
+from dgc.selection.estimators.trimmed import Trimmed as Trimmed
 from dgc.selection.exact import Exact as Exact
 from dgc.selection.exact import Histogram as Histogram
 from dgc.selection.exact import Predicted as Predicted
-from dgc.selection.exponential import Exponential as Exponential
-from dgc.selection.fixed import Fixed as Fixed
-from dgc.selection.gaussian import Gaussian as Gaussian
-from dgc.selection.laplace import Laplace as Laplace
-from dgc.selection.mstopk import MSTopk as MSTopk
 from dgc.selection.plan import Plan as Plan
 from dgc.selection.plan import plan_selection as plan_selection
-from dgc.selection.sampled import Sampled as Sampled
 from dgc.selection.selector import Selected as Selected
 from dgc.selection.selector import Selector as Selector
-from dgc.selection.trimmed import Trimmed as Trimmed

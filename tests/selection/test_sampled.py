@@ -8,7 +8,7 @@ from selection.shapes import SHAPES, laplace, plan_of, rng, wall
 
 from dgc.kernels.selection.reference import largest
 from dgc.selection import Sampled
-from dgc.selection.threshold import Ranges
+from dgc.selection.estimators.estimator import Ranges
 
 
 def estimate(selector, v, ratio, seed=0):

@@ -23,7 +23,7 @@ from dgc.selection import (
     Sampled,
     Trimmed,
 )
-from dgc.selection.threshold import Estimator, Ranges
+from dgc.selection.estimators.estimator import Estimator, Ranges
 
 SELECTORS = {
     "exact": Exact(),

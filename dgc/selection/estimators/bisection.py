@@ -15,7 +15,7 @@ reach the mean, which is the lower end of the bracket, all elements are candidat
 
 from dataclasses import dataclass
 
-from dgc.selection.threshold import Counts, Estimator, Ranges, Thresholds, narrow
+from dgc.selection.estimators.estimator import Counts, Estimator, Ranges, Thresholds, narrow
 
 
 @dataclass(frozen=True)

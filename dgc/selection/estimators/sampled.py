@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgc.selection.estimators.estimator import Counts, Estimator, Ranges, Thresholds
 from dgc.selection.plan import share
-from dgc.selection.threshold import Counts, Estimator, Ranges, Thresholds
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dgc.selection.threshold import Counts, Estimator, Ranges, Thresholds
+from dgc.selection.estimators.estimator import Counts, Estimator, Ranges, Thresholds
 
 FIRST_DENSITY = 0.25
 

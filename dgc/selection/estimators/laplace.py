@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dgc.selection.threshold import Bracket, Counts, Estimator, Ranges, Thresholds, narrow
+from dgc.selection.estimators.estimator import Bracket, Counts, Estimator, Ranges, Thresholds, narrow
 
 STOP = {"redsync": (1.0, 2.0), "tight": (0.8, 1.25), "exact": (1.0, 1.0)}
 METHODS = ("bisection", "secant")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dgc.selection.threshold import Bracket, Counts, Estimator, Ranges, Thresholds, narrow
+from dgc.selection.estimators.estimator import Bracket, Counts, Estimator, Ranges, Thresholds, narrow
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ the mean, all elements are candidates.
 
 from dataclasses import dataclass
 
-from dgc.selection.bisection import Bisection
+from dgc.selection.estimators.bisection import Bisection
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Selectors that estimate a threshold."""
