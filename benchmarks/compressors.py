@@ -62,7 +62,7 @@ from dgc.compression import (
     Threshold,
 )
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim.planning import plan_buckets
+from dgc.optim.exchange.planning import plan_buckets
 from dgc.wire import RiceIndices, SignValues
 from dgc_models import resnet18
 

@@ -35,7 +35,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather
 from dgc.compression import FP16, Compressor, PowerSGDCompressor
 from dgc.compression.dense import Dense
-from dgc.optim.planning import plan_buckets
+from dgc.optim.exchange.planning import plan_buckets
 
 OURS, RESIDUAL, DEFAULT, BATCHED = "ours, paper", "ours, residual", "torch", "torch, batched"
 OURS_FP16, TORCH_FP16 = "ours, fp16", "torch, fp16"

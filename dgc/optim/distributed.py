@@ -22,7 +22,9 @@ from dgc.compression.route import Route
 from dgc.optim.agreement import check_settings
 from dgc.optim.broadcast import default_transport
 from dgc.optim.epochs import EpochWrapper
-from dgc.optim.exchange import GradientExchange, refuse_wrapped
+from dgc.optim.exchange.gradients import GradientExchange, refuse_wrapped
+from dgc.optim.exchange.planning import check_agreement, plan_buckets
+from dgc.optim.exchange.scaling import LossScale, is_used
 from dgc.optim.momentum import MomentumOwners
 from dgc.optim.options import (
     as_factor,
@@ -32,8 +34,6 @@ from dgc.optim.options import (
     take_compressors,
     unused_prefix,
 )
-from dgc.optim.planning import check_agreement, plan_buckets
-from dgc.optim.scaling import LossScale, is_used
 from dgc.optim.sgd import SparseUpdate, TakesCorrected
 
 

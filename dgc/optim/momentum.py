@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from dgc.optim.planning import PlannedBucket
+from dgc.optim.exchange.planning import PlannedBucket
 from dgc.optim.sgd import TakesCorrected
 
 

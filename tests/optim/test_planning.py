@@ -6,7 +6,7 @@ import torch
 from dgc.bucket import lay_out, make_bucket
 from dgc.compression import Dense, DGCCompressor, Route, Rule
 from dgc.memory import NoMemory
-from dgc.optim.planning import MEGABYTE, describe, plan_buckets
+from dgc.optim.exchange.planning import MEGABYTE, describe, plan_buckets
 
 DENSE = Dense()
 

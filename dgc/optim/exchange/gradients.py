@@ -15,9 +15,9 @@ from dgc.comm.conversation import Talk
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result, conversation_of
-from dgc.optim.planning import PlannedBucket
-from dgc.optim.scaling import LossScale
-from dgc.optim.streams import SideStream
+from dgc.optim.exchange.planning import PlannedBucket
+from dgc.optim.exchange.scaling import LossScale
+from dgc.optim.exchange.streams import SideStream
 
 _wrapped = WeakIdKeyDictionary()  # parameters with hooks
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.optim.planning import PlannedBucket
+from dgc.optim.exchange.planning import PlannedBucket
 
 
 def is_used(grad_scaler: Any) -> bool:

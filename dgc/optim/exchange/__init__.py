@@ -1,0 +1,1 @@
+"""The exchange of a step's gradients."""
