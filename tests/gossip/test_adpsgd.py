@@ -13,10 +13,10 @@ from dgc.comm import Meter
 from dgc.comm.channel import ChannelWorld
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import Topology, TopologyError
-from dgc.gossip.adpsgd import ADPSGD
-from dgc.gossip.adpsgd_link import Link
-from dgc.gossip.adpsgd_protocol import GossipError, Member
-from dgc.gossip.pairs import bipartite_complete, book, odd_even
+from dgc.gossip.adpsgd.adpsgd import ADPSGD
+from dgc.gossip.adpsgd.link import Link
+from dgc.gossip.adpsgd.protocol import GossipError, Member
+from dgc.gossip.topology.bipartite import bipartite_complete, book, odd_even
 from dgc.optim import GossipOptimizer
 
 

@@ -8,8 +8,8 @@ from dgc import gossip
 from dgc.comm import Meter
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import metropolis, push_pull_average, push_sum_average, push_sum_round, uniform
-from dgc.gossip.average import begin
-from dgc.gossip.mixing import matrix
+from dgc.gossip.pushsum.average import begin
+from dgc.gossip.topology.mixing import matrix
 
 
 def values(size, dtype=torch.float64, shape=(5,)):

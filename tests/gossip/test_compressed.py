@@ -11,7 +11,7 @@ from dgc import gossip
 from dgc.bucket import Segment
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import CHOCO, DPSGD, Machines, PowerGossip, Sign, TopK, TopologyError, two_way_ring
-from dgc.gossip.powergossip import as_matrix, orthonormal
+from dgc.gossip.difference.powergossip import as_matrix, orthonormal
 from dgc.wire import PayloadError
 from dgc_training.reshard import blend, shares
 

@@ -5,7 +5,7 @@ from gossip.table import CASES, IDS, named
 
 from dgc import gossip
 from dgc.gossip import Topology, TopologyError, check_mixing, metropolis, uniform
-from dgc.gossip.mixing import given, matrix
+from dgc.gossip.topology.mixing import given, matrix
 
 
 def books(topology, rank=0):

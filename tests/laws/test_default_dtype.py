@@ -28,7 +28,7 @@ from dgc.comm.collectives import all_gather_object, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import QSGD, Compressor, DGCCompressor
 from dgc.gossip import CHOCO, Gossip, Machines
-from dgc.gossip.pairs import bipartite_complete
+from dgc.gossip.topology.bipartite import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
 
 sys.path.insert(0, str(Path(__file__).parent))

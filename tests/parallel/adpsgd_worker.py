@@ -18,8 +18,8 @@ import torch
 from dgc.comm import Meter, all_gather_object, all_reduce, barrier
 from dgc.comm.horovod import HorovodTransport
 from dgc.comm.mpi.channel import MPIChannel
-from dgc.gossip.adpsgd import ADPSGD
-from dgc.gossip.adpsgd_protocol import GossipError
+from dgc.gossip.adpsgd.adpsgd import ADPSGD
+from dgc.gossip.adpsgd.protocol import GossipError
 
 Finding = dict[str, Any]
 

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 
 import torch
 
-from dgc.gossip.books import n_peer_exponential
-from dgc.gossip.messages import Message
-from dgc.gossip.mixing import Mixing, uniform
-from dgc.gossip.sgp import SGP
-from dgc.gossip.topology import Graph
+from dgc.gossip.formats import Message
+from dgc.gossip.pushsum.sgp import SGP
+from dgc.gossip.topology.mixing import Mixing, uniform
+from dgc.gossip.topology.sgp_graphs import n_peer_exponential
+from dgc.gossip.topology.topology import Graph
 
 
 class OSGP(SGP):

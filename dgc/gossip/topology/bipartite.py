@@ -4,7 +4,7 @@ Odd ranks initiate an average and wait for the answer. Even ranks only answer. R
 one another in a cycle (Lian, Zhang, Zhang, Liu: AD-PSGD, ICML 2018, arXiv 1710.06952).
 """
 
-from dgc.gossip.topology import Peers, Topology
+from dgc.gossip.topology.topology import Peers, Topology
 
 CURE = (
     "Without a path of odd-even pairs between all ranks there is no consensus: take bipartite_complete, for any "

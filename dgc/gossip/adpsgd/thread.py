@@ -5,8 +5,8 @@ import threading
 import time
 from contextlib import suppress
 
-from dgc.gossip.adpsgd_link import NEWS, Link
-from dgc.gossip.adpsgd_protocol import GossipError
+from dgc.gossip.adpsgd.link import NEWS, Link
+from dgc.gossip.adpsgd.protocol import GossipError
 
 TAGS = 2**14
 # Seconds between two polls of the network: a share of the time without any message. Polling rarely therefore

@@ -10,7 +10,7 @@ from torch import Tensor
 from dgc.comm.channel import Channel
 from dgc.comm.meter import Meter
 from dgc.comm.requests import Exchange
-from dgc.gossip.adpsgd_protocol import GossipError, Kind, Member, Outgoing
+from dgc.gossip.adpsgd.protocol import GossipError, Kind, Member, Outgoing
 
 SIGNS_OF_LIFE = 4  # ALIVE messages per timeout
 NEWS = 0.1  # seconds without an average after which an active rank sends ASK

@@ -1,6 +1,7 @@
 """Averages of any tensor by gossip, without training. In each round a rank exchanges with a few others.
 
-With P the mixing matrix of a round (`dgc.gossip.mixing`), value x and push-sum weight w, initially 1, on rank i:
+With P the mixing matrix of a round (`dgc.gossip.topology.mixing`), value x and push-sum weight w, initially 1, on
+rank i:
 
     push-sum    x_i = sum over j of P_ij x_j;  w_i = sum over j of P_ij w_j;  z_i = x_i / w_i
                 (Kempe, Dobra, Gehrke 2003; Assran et al. 2019, arXiv 1811.10792, Algorithm 1)
@@ -19,9 +20,9 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from dgc.comm.requests import Conversation, Exchange, as_bytes
-from dgc.gossip.mixing import Mixing, uniform
-from dgc.gossip.parcels import WEIGHT, bytes_of_weight, weight_of
-from dgc.gossip.topology import Topology
+from dgc.gossip.pushsum.messages import WEIGHT, bytes_of_weight, weight_of
+from dgc.gossip.topology.mixing import Mixing, uniform
+from dgc.gossip.topology.topology import Topology
 
 
 class PushSum(NamedTuple):

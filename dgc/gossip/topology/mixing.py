@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from dgc.gossip.topology import Topology
+from dgc.gossip.topology.topology import Topology
 
 Shares = dict[int, float]  # by receiver, including the rank itself
 Mixing = Callable[[Topology, int, int], Shares]  # (topology, rank, round)

@@ -36,10 +36,10 @@ from dgc.comm.conversation import Talk
 from dgc.comm.meter import Meter
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.comm.transport import Transport
-from dgc.gossip.cross import Cross, Slice
+from dgc.gossip.cross_machine import Cross, Slice
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import NOT_BEGUN, Gossip
-from dgc.gossip.sgp import SGP
+from dgc.gossip.pushsum.sgp import SGP
 from dgc.memory.state import check_tensor
 
 

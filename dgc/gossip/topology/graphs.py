@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from math import isqrt
 
-from dgc.gossip.books import n_peer_exponential, powers
-from dgc.gossip.topology import Peers, Topology, TopologyError
+from dgc.gossip.topology.sgp_graphs import n_peer_exponential, powers
+from dgc.gossip.topology.topology import Peers, Topology, TopologyError
 
 
 def full(size: int) -> Topology:

@@ -26,14 +26,14 @@ from dgc.comm.conversation import Talk
 from dgc.comm.meter import Meter
 from dgc.comm.requests import AllReduce, Conversation, Exchange
 from dgc.comm.transport import Transport
-from dgc.gossip.books import n_peer_exponential
-from dgc.gossip.messages import Exact, Message
-from dgc.gossip.mixing import Mixing, check_mixing, uniform
+from dgc.gossip.formats import Exact, Message
 from dgc.gossip.model import FlatModel
-from dgc.gossip.parcels import Heard, length, pack, unpack
 from dgc.gossip.protocol import NOT_BEGUN
-from dgc.gossip.topology import Graph, Topology, made
-from dgc.gossip.weighted_model import WeightedModel
+from dgc.gossip.pushsum.messages import Heard, length, pack, unpack
+from dgc.gossip.pushsum.weighted_model import WeightedModel
+from dgc.gossip.topology.mixing import Mixing, check_mixing, uniform
+from dgc.gossip.topology.sgp_graphs import n_peer_exponential
+from dgc.gossip.topology.topology import Graph, Topology, made
 
 PAUSE = 5e-4  # seconds
 

@@ -7,7 +7,7 @@ Differences from the paper: Ranks average after the local step, as the authors o
 Payload per step and rank in bytes: peers * message.nbytes(n).
 """
 
-from dgc.gossip.sgp import SGP
+from dgc.gossip.pushsum.sgp import SGP
 
 
 class DPSGD(SGP):

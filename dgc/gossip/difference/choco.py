@@ -2,7 +2,7 @@
 Algorithm 2; for deep learning Koloskova, Lin, Stich, Jaggi: ICLR 2020, arXiv 1907.09356).
 
 The neighbours of rank i have a public copy xhat_i of its model x_i, which the messages of rank i update. With W
-symmetric, rows summing to one, and Q from `dgc.gossip.quantized`:
+symmetric, rows summing to one, and Q from `dgc.gossip.difference.operators`:
 
     x_i = x_i - lr O(g(x_i))                           for the direction O of any optimizer
     q_i = Q(x_i - xhat_i), to all neighbours;          xhat_i = xhat_i + q_i
@@ -28,10 +28,10 @@ from torch import Tensor
 
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
-from dgc.gossip.mixing import Mixing, Shares, metropolis
-from dgc.gossip.neighbours import Neighbours, two_way_ring
-from dgc.gossip.quantized import Quantizer, TopK
-from dgc.gossip.topology import Graph, Peers, Topology
+from dgc.gossip.difference.neighbours import Neighbours, two_way_ring
+from dgc.gossip.difference.operators import Quantizer, TopK
+from dgc.gossip.topology.mixing import Mixing, Shares, metropolis
+from dgc.gossip.topology.topology import Graph, Peers, Topology
 from dgc.memory.state import check_tensor
 
 NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)

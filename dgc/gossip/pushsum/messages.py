@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from dgc.gossip.messages import Bytes, Message, Vector
+from dgc.gossip.formats import Bytes, Message, Vector
 from dgc.memory.state import check_tensor
 
 WEIGHT = 8  # bytes of an fp64 number

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
-from dgc.gossip.cross import Slice
-from dgc.gossip.mixing import Mixing, metropolis
-from dgc.gossip.neighbours import Neighbours, two_way_ring
-from dgc.gossip.topology import Graph, Topology
+from dgc.gossip.cross_machine import Slice
+from dgc.gossip.difference.neighbours import Neighbours, two_way_ring
+from dgc.gossip.topology.mixing import Mixing, metropolis
+from dgc.gossip.topology.topology import Graph, Topology
 from dgc.memory.state import check_tensor
 
 NOISE = 1e-6  # of a factor's norm

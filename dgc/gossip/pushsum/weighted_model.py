@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.gossip.messages import Vector
+from dgc.gossip.formats import Vector
 from dgc.gossip.model import FlatModel
-from dgc.gossip.parcels import Heard, heard_of, state_of
+from dgc.gossip.pushsum.messages import Heard, heard_of, state_of
 from dgc.memory.state import check_tensor
 
 

@@ -24,7 +24,7 @@ in which a rank would send to itself or to one rank twice is rejected.
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args
 
-from dgc.gossip.topology import Topology, TopologyError, from_books
+from dgc.gossip.topology.topology import Topology, TopologyError, from_books
 
 Order = Literal["paper", "later"]
 

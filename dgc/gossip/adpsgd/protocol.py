@@ -32,8 +32,8 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.gossip.pairs import book
-from dgc.gossip.topology import Topology
+from dgc.gossip.topology.bipartite import book
+from dgc.gossip.topology.topology import Topology
 
 
 class GossipError(RuntimeError):

@@ -1,5 +1,7 @@
-"""Base class of gossip with differences (`dgc.gossip.choco`, `dgc.gossip.powergossip`). Every step ends with an
-exchange with the neighbours, in both directions of every edge. It completes before the next forward pass.
+"""Base class of gossip with differences (`choco`, `powergossip`).
+
+Every step ends with an exchange with the neighbours, in both directions of every edge. It completes before the next
+forward pass.
 
 Weights W are symmetric, and rows sum to one. If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is
 -e_ji, the mean over ranks is preserved for any compression of e.
@@ -16,11 +18,11 @@ from dgc.comm.conversation import Talk
 from dgc.comm.meter import Meter
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
-from dgc.gossip.books import ring
-from dgc.gossip.mixing import ROUNDING, Mixing, Shares, check_mixing
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import NOT_BEGUN
-from dgc.gossip.topology import Graph, Peers, Topology, made
+from dgc.gossip.topology.mixing import ROUNDING, Mixing, Shares, check_mixing
+from dgc.gossip.topology.sgp_graphs import ring
+from dgc.gossip.topology.topology import Graph, Peers, Topology, made
 from dgc.memory.state import check_tensor
 
 

@@ -4,7 +4,7 @@ Exact    fp32, 4 bytes per element
 Half     fp16 or bf16, scaled by a power of two to avoid overflow: 2 bytes per element, and 4
 Int8     round(x / scale) with scale = the block's largest magnitude / 127: a byte per element, 4 per block
 
-The sender keeps the rounding errors of a message (`dgc.gossip.sgp`), so the sum over ranks is preserved.
+The sender keeps the rounding errors of a message (`dgc.gossip.pushsum.sgp`), so the sum over ranks is preserved.
 """
 
 from dataclasses import dataclass

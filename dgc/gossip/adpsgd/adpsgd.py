@@ -28,13 +28,13 @@ from torch import Tensor
 from dgc.comm.channel import Channel, channel_of
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
-from dgc.gossip.adpsgd_link import Link
-from dgc.gossip.adpsgd_protocol import Member
-from dgc.gossip.adpsgd_thread import GossipThread
+from dgc.gossip.adpsgd.link import Link
+from dgc.gossip.adpsgd.protocol import Member
+from dgc.gossip.adpsgd.thread import GossipThread
 from dgc.gossip.model import FlatModel
-from dgc.gossip.pairs import bipartite_complete, odd_even
 from dgc.gossip.protocol import NOT_BEGUN
-from dgc.gossip.topology import Graph, made
+from dgc.gossip.topology.bipartite import bipartite_complete, odd_even
+from dgc.gossip.topology.topology import Graph, made
 from dgc.memory.state import check_tensor
 
 

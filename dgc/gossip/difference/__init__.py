@@ -1,0 +1,1 @@
+"""Gossip that sends compressed differences of models."""

@@ -1,0 +1,1 @@
+"""Push-sum: SGP, OSGP and D-PSGD."""

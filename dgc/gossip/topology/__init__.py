@@ -1,0 +1,1 @@
+"""Communication graphs and mixing weights."""
