@@ -8,7 +8,7 @@
 set by the config alone: in this file it is the optimizer that wraps the one that takes the steps.
 """
 
-import dgc_training.installed  # noqa: F401  (prints what to do if torch is missing)
+import dgc_training.startup.installed  # noqa: F401  (prints what to do if torch is missing)
 
 # isort: split
 import os
@@ -26,23 +26,26 @@ from dgc.comm import Transport
 from dgc.comm.horovod import connect
 from dgc.comm.launch import LaunchError, check_launcher
 from dgc.optim import broadcast_parameters
-from dgc_training.arguments import parse_arguments
-from dgc_training.checkpoint import Checkpoints, checkpoint_name
+from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
+from dgc_training.checkpoint.random_state import seed_everything
+from dgc_training.checkpoint.state import Progress, State
 from dgc_training.config import ConfigError, load, to_yaml
 from dgc_training.data import TrainBatches
 from dgc_training.evaluation import Evaluation
-from dgc_training.failure import Refused, ending_all_ranks
-from dgc_training.interruption import SAVED, Interruption
+from dgc_training.faults.failure import Refused, ending_all_ranks
+from dgc_training.faults.interruption import SAVED, Interruption
+from dgc_training.faults.replicas import check_replicas
+from dgc_training.faults.watchdog import WatchedTransport, watching
 from dgc_training.labels import LabelCheck
-from dgc_training.launcher import complain, launched_rank
-from dgc_training.log import Log
+from dgc_training.logging.log import Log
+from dgc_training.logging.rank_csv.rows import Rows
+from dgc_training.logging.summary import finish, summarize
 from dgc_training.parameters import parameter_groups
-from dgc_training.random_state import seed_everything
-from dgc_training.replicas import check_replicas
-from dgc_training.rows import Rows
-from dgc_training.runs import run_name
 from dgc_training.schedule import Schedule, scale_learning_rate
-from dgc_training.setup import (
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.launcher import complain, launched_rank
+from dgc_training.startup.runs import run_name
+from dgc_training.startup.setup import (
     build,
     building,
     check_agreement,
@@ -53,9 +56,6 @@ from dgc_training.setup import (
     require_complete,
     wrap_optimizer,
 )
-from dgc_training.state import Progress, State
-from dgc_training.summary import finish, summarize
-from dgc_training.watchdog import WatchedTransport, watching
 
 
 def main(argv: Sequence[str] | None = None) -> int:

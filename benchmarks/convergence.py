@@ -28,8 +28,8 @@ from typing import Any
 import train
 from benchmarks.results import print_json
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.arguments import parse_arguments
 from dgc_training.config import load
+from dgc_training.startup.arguments import parse_arguments
 from scripts.launch import prepare, usable_cores
 
 DGC = ("configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
-from dgc_training.random_state import derive_seed, temporary_seed
+from dgc_training.checkpoint.random_state import derive_seed, temporary_seed
 
 LAP = 1_000_000  # more epochs than any run has
 MOST = 2**31 - 1  # samples of a pass, passes of a step

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dgc_training.amounts import against_dense, human_bytes
+from dgc_training.logging.formatting import against_dense, human_bytes
 from scripts.launch import prepare
 
 RANKS = 4

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
-from dgc_training.amounts import plural
+from dgc_training.logging.formatting import plural
 from scripts.plot_runs import Curve, Run, mean
 
 FAMILIES = ((r"ar\b|all-?reduce", "Reds"), (r"d-?psgd", "Greens"), (r"o?sgp", "Blues"))

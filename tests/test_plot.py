@@ -9,9 +9,9 @@ import yaml
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.arguments import parse_arguments
 from dgc_training.config import load
-from dgc_training.csv_log import CsvLog
+from dgc_training.logging.rank_csv.log import CsvLog
+from dgc_training.startup.arguments import parse_arguments
 from scripts.plot import main, read
 from scripts.plot_figures import bytes_figure, colours, error_figure, loss_figure, names, scaling_figure, time_unit
 from scripts.plot_runs import PlotError, read_run

@@ -19,15 +19,15 @@ from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import Sampled, plan_selection
 from dgc.wire import PayloadError, SparseFormat
-from dgc_training.arguments import parse_arguments
-from dgc_training.checkpoint import Checkpoints, read_tensors
+from dgc_training.checkpoint.files import Checkpoints, read_tensors
 from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.data import evaluation_loader, worker_options
 from dgc_training.evaluation import averaged_batch_norm, batch_norm_buffers, evaluate
+from dgc_training.faults.replicas import check_replicas
 from dgc_training.meters import TopKClassMeter
-from dgc_training.replicas import check_replicas
 from dgc_training.schedule import Schedule
-from dgc_training.setup import prepare_device
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.setup import prepare_device
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

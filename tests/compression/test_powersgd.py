@@ -18,7 +18,7 @@ from dgc.compression.aggregate import Aggregator, AllReduce, Config, PowerSGD, o
 from dgc.compression.lowrank.accordion import Accordion  # noqa: E402
 from dgc.compression.lowrank.lowrank_compressor import compresses  # noqa: E402
 from dgc_models import resnet18  # noqa: E402
-from dgc_training.reshard import blend, shares  # noqa: E402
+from dgc_training.checkpoint.reshard import blend, shares  # noqa: E402
 
 MODES = {
     "half step": {},

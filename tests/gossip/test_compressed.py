@@ -13,7 +13,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import CHOCO, DPSGD, Machines, PowerGossip, Sign, TopK, TopologyError, two_way_ring
 from dgc.gossip.difference.powergossip import as_matrix, orthonormal
 from dgc.wire import PayloadError
-from dgc_training.reshard import blend, shares
+from dgc_training.checkpoint.reshard import blend, shares
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 

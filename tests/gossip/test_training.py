@@ -12,7 +12,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip import DPSGD, OSGP, SGP, Int8, Nesterov, Periodic, SlowMo, TopologyError
 from dgc.optim import GossipOptimizer
-from dgc_training.reshard import blend, shares
+from dgc_training.checkpoint.reshard import blend, shares
 
 ROUNDING = 2e-6
 NEED_ZERO_GRAD = ("sgp", "osgp", "osgp, 2 steps", "osgp, 2 steps, after the step", "dpsgd", "choco", "slowmo")

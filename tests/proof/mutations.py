@@ -31,8 +31,8 @@ from small_runs import METHODS
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint import fingerprint
-from dgc_training.failure import ending_all_ranks
+from dgc_training.checkpoint.files import fingerprint
+from dgc_training.faults.failure import ending_all_ranks
 
 SECONDS = 60  # a case that takes longer hangs
 QUICK = {

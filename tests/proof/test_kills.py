@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint import Checkpoints, read_tensors
-from dgc_training.interruption import SAVED
+from dgc_training.checkpoint.files import Checkpoints, read_tensors
+from dgc_training.faults.interruption import SAVED
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_runs import METHODS, Run, assert_same_end, finish, latest, send  # noqa: E402

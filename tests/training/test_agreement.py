@@ -7,12 +7,12 @@ import torch
 from omegaconf import OmegaConf
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training import code, setup
-from dgc_training.code import code_difference, code_hashes
-from dgc_training.failure import Refused
-from dgc_training.replicas import check_replicas, odd_ones
-from dgc_training.setup import check_agreement
-from dgc_training.watchdog import WatchedTransport, verdict
+from dgc_training.faults.failure import Refused
+from dgc_training.faults.replicas import check_replicas, odd_ones
+from dgc_training.faults.watchdog import WatchedTransport, verdict
+from dgc_training.startup import code_version, setup
+from dgc_training.startup.code_version import code_difference, code_hashes
+from dgc_training.startup.setup import check_agreement
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,11 @@ def test_two_ranks_have_no_majority():
 
 def test_every_file_of_the_product_is_hashed(tmp_path, monkeypatch):
     hashes = code_hashes()
-    assert {"train.py", "dgc_training/code.py", "dgc_models/__init__.py", "dgc/bucket.py"} <= hashes.keys()
+    some = {"train.py", "dgc_training/startup/code_version.py", "dgc_models/__init__.py", "dgc/bucket.py"}
+    assert some <= hashes.keys()
     (tmp_path / "dgc_models").mkdir()
     (tmp_path / "dgc_models" / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(code, "FOLDERS", (tmp_path / "dgc_models",))
+    monkeypatch.setattr(code_version, "FOLDERS", (tmp_path / "dgc_models",))
     before = code_hashes()
     (tmp_path / "dgc_models" / "a.py").write_text("a = 2\n")
     assert code_difference(before, code_hashes()) == "dgc_models/a.py"

@@ -10,7 +10,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SVD, Atomo, DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc_training.alarm import ErrorAlarm
+from dgc_training.faults.error_growth import ErrorAlarm
 
 
 def alarms(norms, ratio=0.01, steps=10):

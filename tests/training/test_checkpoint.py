@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint import Checkpoints, checkpoint_name, read_tensors, write_atomically
-from dgc_training.failure import Refused
+from dgc_training.checkpoint.files import Checkpoints, checkpoint_name, read_tensors, write_atomically
+from dgc_training.faults.failure import Refused
 
 
 def save(directory, names, size=2, best=()):

@@ -13,9 +13,9 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc_training.arguments import parse_arguments
-from dgc_training.checkpoint import read_tensors
+from dgc_training.checkpoint.files import read_tensors
 from dgc_training.config import load
+from dgc_training.startup.arguments import parse_arguments
 
 PAGE = "checkpoints.md"
 INFERENCE, FROM_CONFIG, LOOP, OTHER_SIZE = code(PAGE)

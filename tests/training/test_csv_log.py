@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dgc_training.csv_log import CsvLog, Running, Since, accuracy
+from dgc_training.logging.rank_csv.log import CsvLog, Running, Since, accuracy
 
 REFERENCE = (
     "Epoch,itr,BT(s),avg:BT(s),std:BT(s),NT(s),avg:NT(s),std:NT(s),DT(s),avg:DT(s),std:DT(s),"

@@ -8,8 +8,8 @@ import pytest
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.arguments import parse_arguments
 from dgc_training.config import load
+from dgc_training.startup.arguments import parse_arguments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FOLDERS = ("powersgd", "threshold", "quant", "sparse", "route")

@@ -35,7 +35,8 @@ def launch(command, cwd, timeout=100):
 
 
 def run_block(body, **environment):
-    program = f"from dgc_training.failure import *\nfrom dgc_training.config import ConfigError\nimport os\n{body}"
+    head = "from dgc_training.faults.failure import *\nfrom dgc_training.config import ConfigError\nimport os\n"
+    program = head + body
     return subprocess.run(
         [sys.executable, "-c", program],
         env={**ENVIRONMENT, **environment},
@@ -207,8 +208,8 @@ def test_a_stopped_process_is_named(tmp_path):
 import os, signal, time
 from dgc.comm import barrier
 from dgc.comm.horovod import HorovodTransport
-from dgc_training.failure import ending_all_ranks
-from dgc_training.watchdog import WatchedTransport, watching
+from dgc_training.faults.failure import ending_all_ranks
+from dgc_training.faults.watchdog import WatchedTransport, watching
 
 with ending_all_ranks():
     transport = WatchedTransport(HorovodTransport(timeout=6))

@@ -12,10 +12,10 @@ from omegaconf import open_dict, read_write
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.arguments import parse_arguments
-from dgc_training.checkpoint import read_tensors
+from dgc_training.checkpoint.files import read_tensors
 from dgc_training.config import ConfigError, load
-from dgc_training.setup import require_complete
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.setup import require_complete
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CNN = "configs/digits/cnn.py"

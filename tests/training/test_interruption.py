@@ -11,9 +11,9 @@ import pytest
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.arguments import parse_arguments
 from dgc_training.config import load
-from dgc_training.interruption import SAVED, Interruption
+from dgc_training.faults.interruption import SAVED, Interruption
+from dgc_training.startup.arguments import parse_arguments
 
 
 @pytest.mark.parametrize("asked", [(3, 0, 0), (0, 0, 5), (2, 4, 3)])
@@ -82,7 +82,7 @@ def test_a_second_sigterm_ends_at_once_even_inside_a_call_that_does_not_return()
     program = """
 import ctypes, os, threading, time
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.interruption import Interruption
+from dgc_training.faults.interruption import Interruption
 with Interruption(LockstepWorld(1).transports[0]):
     print("ready", flush=True)
     libc = ctypes.CDLL(None)

@@ -11,11 +11,11 @@ import pytest
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training import lock
-from dgc_training.arguments import parse_arguments
 from dgc_training.config import load
-from dgc_training.failure import Refused
-from dgc_training.lock import RunLock, remove_temporary_files
+from dgc_training.faults.failure import Refused
+from dgc_training.startup import lock
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.lock import RunLock, remove_temporary_files
 
 REPOSITORY = Path(__file__).parents[2]
 BRIEF = ["num_epochs=1", "batch_size=180", "warmup_lr_epochs=0"]
@@ -29,7 +29,7 @@ def run(directory: Path, *words: str) -> None:
 
 
 def held_by_another_process(directory: Path) -> subprocess.Popen[str]:
-    program = f"import sys\nfrom dgc_training.lock import *\nlock = RunLock(Path({str(directory)!r}))\n"
+    program = f"import sys\nfrom dgc_training.startup.lock import *\nlock = RunLock(Path({str(directory)!r}))\n"
     process = subprocess.Popen(
         [sys.executable, "-c", program + "print('held', flush=True)\nsys.stdin.read()"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

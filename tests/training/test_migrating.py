@@ -13,9 +13,9 @@ import dgc.gossip
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Dense, DGCCompressor
-from dgc_training.arguments import parse_arguments
 from dgc_training.config import Config, ConfigError, instantiate, load
 from dgc_training.config.tree import copy
+from dgc_training.startup.arguments import parse_arguments
 
 ENGINE = "from torchpack.mtpack.utils.config import Config, configs\n"
 FILES = {

@@ -10,14 +10,14 @@ import pytest
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.amounts import against_dense, human_bytes, plural
-from dgc_training.arguments import parse_arguments
+from dgc_training.checkpoint.state import Progress
 from dgc_training.config import load
-from dgc_training.overview import overview
-from dgc_training.screen import Screen
-from dgc_training.state import Progress
-from dgc_training.summary import summarize, table
-from dgc_training.terminal import wants_colour
+from dgc_training.logging.formatting import against_dense, human_bytes, plural
+from dgc_training.logging.overview import overview
+from dgc_training.logging.screen import Screen
+from dgc_training.logging.summary import summarize, table
+from dgc_training.logging.terminal import wants_colour
+from dgc_training.startup.arguments import parse_arguments
 from scripts.demo import comparison
 from scripts.launch import prepare
 
@@ -103,8 +103,8 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch):
 
 def test_the_bar_is_on_the_stream_of_the_rows_and_gone_before_them(capsys, monkeypatch):
     """mpirun passes the two streams on independently: a bar on the other one would wipe out rows."""
-    monkeypatch.setattr("dgc_training.screen.terminal_of", lambda descriptor: "/dev/pts/0")
-    monkeypatch.setattr("dgc_training.screen.columns", lambda terminal: 70)
+    monkeypatch.setattr("dgc_training.logging.screen.terminal_of", lambda descriptor: "/dev/pts/0")
+    monkeypatch.setattr("dgc_training.logging.screen.columns", lambda terminal: 70)
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Screen(0, 3, 12, "acc/test_top1")
     screen.step(0, 1, "loss 0.5")
@@ -119,7 +119,7 @@ def test_the_bar_is_on_the_stream_of_the_rows_and_gone_before_them(capsys, monke
     assert capsys.readouterr() == ("", "")
 
 
-TELL = "from dgc_training.terminal import terminal_of; print(terminal_of(1), terminal_of(2))"
+TELL = "from dgc_training.logging.terminal import terminal_of; print(terminal_of(1), terminal_of(2))"
 
 
 @pytest.mark.parametrize("launched", [False, True])

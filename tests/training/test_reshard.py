@@ -9,7 +9,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc_training.reshard import blend, shares
+from dgc_training.checkpoint.reshard import blend, shares
 
 
 @pytest.mark.parametrize("old", range(1, 9))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dgc_training.runs import config_differences, move_aside, run_name
+from dgc_training.startup.runs import config_differences, move_aside, run_name
 
 R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
 NAMES = [

@@ -10,14 +10,14 @@ import torch
 import train
 from dgc import kernels
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.arguments import parse_arguments
-from dgc_training.checkpoint import fingerprint, read_tensors
+from dgc_training.checkpoint.files import fingerprint, read_tensors
+from dgc_training.checkpoint.state import Progress
 from dgc_training.config import ConfigError, load
-from dgc_training.failure import Refused
+from dgc_training.faults.failure import Refused
 from dgc_training.labels import LabelCheck
-from dgc_training.setup import require_complete
-from dgc_training.state import Progress
-from dgc_training.tags import TAGS, describe
+from dgc_training.logging.tags import TAGS, describe
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.setup import require_complete
 
 EXPERIMENT = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
 QUICK = [

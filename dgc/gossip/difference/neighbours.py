@@ -1,7 +1,7 @@
 """Base class of gossip with differences (`choco`, `powergossip`).
 
-Every step ends with an exchange with the neighbours, in both directions of every edge. It completes before the next
-forward pass.
+Every step ends with an exchange with the neighbours, in both directions of every edge. It completes before the
+next forward pass.
 
 Weights W are symmetric, and rows sum to one. If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is
 -e_ji, the mean over ranks is preserved for any compression of e.

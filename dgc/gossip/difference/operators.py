@@ -6,7 +6,8 @@ Sign    (|v|_1 / d) sign(v) of each tensor; an element of 0 is sent as a negativ
 Bytes: TopK 24, and for each element 4 and those of a value, rounded up to 8 in all; Sign 4 + 4 ceil(d/32) for
 each tensor.
 
-gamma is a consensus step size for each operator in `choco`. On rings of 2 to 16 ranks, models converge to each other at twice TopK's ratio and mostly diverge at 4 times.
+gamma is a consensus step size for each operator in `choco`. On rings of 2 to 16 ranks, models converge to each
+other at twice TopK's ratio and mostly diverge at 4 times.
 """
 
 from collections.abc import Callable, Sequence

@@ -18,14 +18,14 @@ import dgc.kernels as kernels
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
 from dgc.comm.launch import LaunchError
 from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
-from dgc_training.checkpoint import write_atomically
-from dgc_training.code import code_difference, code_hashes
+from dgc_training.checkpoint.files import write_atomically
+from dgc_training.checkpoint.random_state import seed_everything
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
 from dgc_training.data import check_workers
-from dgc_training.failure import Refused
-from dgc_training.lock import RunLock, remove_temporary_files
-from dgc_training.random_state import seed_everything
-from dgc_training.runs import config_differences, move_aside
+from dgc_training.faults.failure import Refused
+from dgc_training.startup.code_version import code_difference, code_hashes
+from dgc_training.startup.lock import RunLock, remove_temporary_files
+from dgc_training.startup.runs import config_differences, move_aside
 
 REQUIRED = {
     "dataset": "a data set",

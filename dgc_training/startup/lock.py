@@ -8,7 +8,7 @@ import socket
 import warnings
 from pathlib import Path
 
-from dgc_training.failure import Refused
+from dgc_training.faults.failure import Refused
 
 NAME = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)

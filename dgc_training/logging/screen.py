@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dgc_training.amounts import human_bytes
-from dgc_training.terminal import columns, terminal_of, wants_colour
+from dgc_training.logging.formatting import human_bytes
+from dgc_training.logging.terminal import columns, terminal_of, wants_colour
 
 LINE_EVERY = 20.0  # seconds between two lines within an epoch
 BAR = "{desc} |{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"

@@ -18,12 +18,17 @@ from torch import nn
 
 from dgc.comm import Transport, all_gather_object
 from dgc.optim import Wrapper
-from dgc_training.checkpoint import Loaded
+from dgc_training.checkpoint.files import Loaded
+from dgc_training.checkpoint.random_state import random_state, restore_random_state
+from dgc_training.checkpoint.validation import (
+    check_form,
+    check_hyperparameters,
+    check_optimizer_state,
+    check_tensors,
+)
 from dgc_training.evaluation import averaged_batch_norm, batch_norm_buffers
-from dgc_training.failure import Refused
-from dgc_training.fits import check_form, check_hyperparameters, check_optimizer_state, check_tensors
-from dgc_training.random_state import random_state, restore_random_state
-from dgc_training.rows import Rows
+from dgc_training.faults.failure import Refused
+from dgc_training.logging.rank_csv.rows import Rows
 from dgc_training.schedule import Schedule
 
 MOST = 2**62  # of any count

@@ -1,4 +1,4 @@
-"""Collects the values of each training step for a rank's CSV file (`dgc_training.csv_log`)."""
+"""Collects the values of each training step for a rank's CSV file."""
 
 import time
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from dgc.optim import Wrapper
-from dgc_training.clock import Clock
-from dgc_training.csv_log import UNKNOWN, CsvLog, Since, accuracy
+from dgc_training.logging.clock import Clock
+from dgc_training.logging.rank_csv.log import UNKNOWN, CsvLog, Since, accuracy
 
 
 class Rows:

@@ -1,10 +1,10 @@
-"""The log of a run: TensorBoard curves (tags: `dgc_training.tags`), and on standard output a table with a row per
-epoch and a progress bar (`dgc_training.screen`).
+"""The log of a run: TensorBoard curves (`tags`), and on standard output a table with a row per epoch and a progress
+bar (`screen`).
 
 Only rank 0 writes. Each rank adds up the loss, which is averaged over the ranks only every `log_every` steps, so
 no step waits for it. The x axis of every curve is the number of samples seen by all ranks together.
 
-A rank warns once if its error state grows without bound (`dgc_training.alarm`).
+A rank warns once if its error state grows without bound (`dgc_training.faults.error_growth`).
 
 With train.trace every rank writes its exchanges and its own phases as a timeline, trace/rank<N>.json, for
 ui.perfetto.dev or chrome://tracing.
@@ -21,14 +21,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from dgc.comm.trace import Trace
-from dgc_training.alarm import ErrorAlarm
-from dgc_training.amounts import human_bytes, plural
-from dgc_training.clock import Clock
+from dgc_training.checkpoint.state import State
 from dgc_training.config import to_yaml
-from dgc_training.curves import Curves
-from dgc_training.overview import overview
-from dgc_training.screen import Screen
-from dgc_training.state import State
+from dgc_training.faults.error_growth import ErrorAlarm
+from dgc_training.logging.clock import Clock
+from dgc_training.logging.formatting import human_bytes, plural
+from dgc_training.logging.overview import overview
+from dgc_training.logging.scalars import Curves
+from dgc_training.logging.screen import Screen
 
 
 class Log:

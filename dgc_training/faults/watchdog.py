@@ -1,13 +1,13 @@
 """Ends a run when ranks have waited `train.timeout` seconds for another one, and names that rank.
 
-A rank that raises ends the run itself (`dgc_training.failure`). A rank that is stuck outside of a collective (a
-data set on a dead network drive, an endless loop, a branch that only this rank takes) prints nothing, and Horovod
-reports only the missing tensors. Each rank therefore runs a second thread. Every few seconds these threads
+A rank that raises ends the run itself (`failure`). A rank that is stuck outside of a collective (a data set on a
+dead network drive, an endless loop, a branch that only this rank takes) prints nothing, and Horovod reports only the
+missing tensors. Each rank therefore runs a second thread. Every few seconds these threads
 exchange how long each rank has been waiting, and for which message. If some ranks have waited too long, the ranks
 that are not waiting caused it. The first of them prints its stack trace, and all ranks end.
 
 If no thread of a rank responds, the exchange itself does not complete. A timer then ends the other ranks, and
-`dgc_training.heartbeat` finds the rank that does not respond.
+`heartbeat` finds the rank that does not respond.
 """
 
 import os
@@ -23,8 +23,8 @@ from typing import Any
 from dgc.comm import Transport, all_gather_object
 from dgc.comm.channel import Channel, channel_of
 from dgc.comm.requests import Group, Reply, Request
-from dgc_training.failure import PATIENCE, end_process
-from dgc_training.heartbeat import Heartbeat
+from dgc_training.faults.failure import PATIENCE, end_process
+from dgc_training.faults.heartbeat import Heartbeat
 
 Waiting = tuple[float, str] | None
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from dgc_training.amounts import against_dense, human_bytes
-from dgc_training.checkpoint import write_json
-from dgc_training.state import Progress
+from dgc_training.checkpoint.files import write_json
+from dgc_training.checkpoint.state import Progress
+from dgc_training.logging.formatting import against_dense, human_bytes
 
 
 def summarize(name: str, progress: Progress, *, ranks: int, metric: str | None) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from dgc_training.csv_file import COLUMNS, END, LATEST, SCORES, SUMMED, TIMES, open_file
-from dgc_training.fits import check_form
+from dgc_training.checkpoint.validation import check_form
+from dgc_training.logging.rank_csv.file import COLUMNS, END, LATEST, SCORES, SUMMED, TIMES, open_file
 
 UNKNOWN = -1.0
 NO_GAUGES: Mapping[str, float] = MappingProxyType({})

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dgc_training.launcher import complain
+from dgc_training.startup.launcher import complain
 
 _EPILOG = """\
 examples:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dgc.comm import AllReduce, Transport
-from dgc_training.runs import flatten
-from dgc_training.tags import LAYOUT, describe
+from dgc_training.logging.tags import LAYOUT, describe
+from dgc_training.startup.runs import flatten
 
 
 @dataclass

@@ -17,7 +17,7 @@ from types import FrameType
 
 from dgc.comm.launch import LaunchError
 from dgc_training.config import ConfigError
-from dgc_training.launcher import launched_rank, launched_size
+from dgc_training.startup.launcher import launched_rank, launched_size
 
 # Seconds by which ranks other than 0 delay a message. If all ranks fail alike, only rank 0's message is printed,
 # since the launcher ends the others as soon as rank 0 has exited.
@@ -62,7 +62,7 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
     """Context manager around all work of a rank. It prints an exception and ends the process, and so the run.
 
     Exit status: 1 after an exception, 2 if refused, 130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1.
-    (A signal during training does not raise: the run saves and returns, see `dgc_training.interruption`.)
+    (A signal during training does not raise: the run saves and returns, see `dgc_training.faults.interruption`.)
     """
     rank, size = launched_rank(), launched_size()
     previous = {number: signal.signal(number, _terminate) for number in (signal.SIGTERM, signal.SIGUSR1)}

@@ -12,7 +12,7 @@ differs from its manifest is refused.
 
 Ranks on several machines need no shared file system: each rank reads the file that it wrote, and rank 0 sends the
 shared part and every decision to the others. A different number of ranks reads the files of the old ranks that it
-takes error state from (`dgc_training.reshard`); these files must then be readable.
+takes error state from (`dgc_training.checkpoint.reshard`); these files must then be readable.
 """
 
 import json
@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
-from dgc_training.failure import Refused
-from dgc_training.reshard import blend, shares
+from dgc_training.checkpoint.reshard import blend, shares
+from dgc_training.faults.failure import Refused
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

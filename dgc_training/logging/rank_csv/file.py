@@ -1,11 +1,11 @@
-"""The file format of `dgc_training.csv_log`: its columns, and how a resumed job finds its position in the file."""
+"""The file format of a rank's CSV file: its columns, and how a resumed job finds its position in the file."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from dgc_training.checkpoint import write_atomically
+from dgc_training.checkpoint.files import write_atomically
 
 TIMES = ("BT(s)", "NT(s)", "DT(s)")
 SCORES = ("Loss", "Prec@1", "Prec@5")

@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-from dgc_training.launcher import complain
+from dgc_training.startup.launcher import complain
 
 NEEDED = ("torch", "omegaconf", "horovod")
 

@@ -1,0 +1,1 @@
+"""Checkpoints: files, contents, validation, and another number of ranks."""

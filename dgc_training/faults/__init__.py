@@ -1,0 +1,1 @@
+"""Detection of failures, and the end of a run after one."""

@@ -1,0 +1,1 @@
+"""Output of a run: terminal, TensorBoard, summary, and a CSV file per rank."""

@@ -1,0 +1,1 @@
+"""One CSV file per rank."""
