@@ -1,8 +1,8 @@
 """Ends a run when ranks have waited `train.timeout` seconds for another one, and names that rank.
 
 A rank that raises ends the run itself (`failure`). A rank that is stuck outside of a collective (a data set on a
-dead network drive, an endless loop, a branch that only this rank takes) prints nothing, and Horovod reports only the
-missing tensors. Each rank therefore runs a second thread. Every few seconds these threads
+dead network drive, an endless loop, a branch that only this rank takes) prints nothing, and Horovod reports only
+the missing tensors. Each rank therefore runs a second thread. Every few seconds these threads
 exchange how long each rank has been waiting, and for which message. If some ranks have waited too long, the ranks
 that are not waiting caused it. The first of them prints its stack trace, and all ranks end.
 

@@ -1,5 +1,5 @@
-"""The log of a run: TensorBoard curves (`tags`), and on standard output a table with a row per epoch and a progress
-bar (`screen`).
+"""The log of a run: TensorBoard curves (`tags`), and on standard output a table with a row per epoch and a
+progress bar (`screen`).
 
 Only rank 0 writes. Each rank adds up the loss, which is averaged over the ranks only every `log_every` steps, so
 no step waits for it. The x axis of every curve is the number of samples seen by all ranks together.
