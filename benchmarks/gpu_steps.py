@@ -13,7 +13,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, Conversation
 from dgc.compression import DGCCompressor
 from dgc.compression.protocol import Compressor, Result
-from dgc.kernels import Selection
+from dgc.kernels import SparseVector
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import plan_selection
@@ -46,19 +46,19 @@ class Codec:
         self.payloads = [self._encode(selection) for selection in self.selections]
         self.parts = self.decode()
 
-    def _selection(self, rank: int, device: torch.device) -> Selection:
+    def _selection(self, rank: int, device: torch.device) -> SparseVector:
         generator, k = torch.Generator().manual_seed(rank), self.plan.capacity
         indices = torch.randperm(self.numel, generator=generator)[:k].sort().values.int()
         values, count = torch.randn(k, generator=generator), torch.tensor(k, dtype=torch.int32)
-        return Selection(indices.to(device), values.to(device), count.to(device))
+        return SparseVector(indices.to(device), values.to(device), count.to(device))
 
-    def _encode(self, selection: Selection) -> Tensor:
+    def _encode(self, selection: SparseVector) -> Tensor:
         return self.form.encode(self.codec, selection, self.plan.per_tensor, self.numel, self.none).payload
 
     def encode(self) -> Tensor:
         return self._encode(self.selections[0])
 
-    def decode(self) -> list[Selection]:
+    def decode(self) -> list[SparseVector]:
         return self.form.decode(self.codec, self.payloads, self.plan.per_tensor, self.numel)[0]
 
     def merge(self) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class Whole:
     def step(self, gradients: Sequence[Tensor]) -> list[Result]:
         for bucket, flat in zip(self.buckets, gradients, strict=True):
             for i, part in enumerate(flat.split([segment.numel for segment in bucket.segments])):
-                bucket.lies_at(i, part)
+                bucket.use_gradient(i, part)
         return [alone(self.compressor.reduce(bucket)) for bucket in self.buckets]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dgc.kernels import Selection
+from dgc.kernels import SparseVector
 from dgc.kernels.build import compiler
 from dgc.selection import Plan, Selector
 
@@ -98,13 +98,13 @@ def library() -> ctypes.CDLL:
 class RadixSelect(Selector):
     """CPU tensors alone."""
 
-    def choose(self, v: Tensor, plan: Plan, seed: int) -> Selection:
-        quotas = plan.per_tensor
-        indices = torch.zeros(quotas.capacity, dtype=torch.int32)
-        values = torch.zeros(quotas.capacity)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (v, quotas.bounds, quotas.ks)]
+    def choose(self, v: Tensor, plan: Plan, seed: int) -> SparseVector:
+        budget = plan.per_tensor
+        indices = torch.zeros(budget.capacity, dtype=torch.int32)
+        values = torch.zeros(budget.capacity)
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (v, budget.bounds, budget.ks)]
         results = [ctypes.c_void_p(t.data_ptr()) for t in (indices, values)]
-        ranges = ctypes.c_int64(quotas.ks.numel())
+        ranges = ctypes.c_int64(budget.ks.numel())
         count = library().select_all(*pointers, ranges, torch.get_num_threads(), *results)
         indices[count:], values[count:] = 0, 0.0
-        return Selection(indices, values, torch.full((), count, dtype=torch.int32))
+        return SparseVector(indices, values, torch.full((), count, dtype=torch.int32))

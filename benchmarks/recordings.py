@@ -20,7 +20,7 @@ import dgc.kernels as kernels
 import dgc_models
 from benchmarks import step_overhead
 from dgc.bucket import Bucket, Segment, make_bucket
-from dgc.kernels import Accumulation, Selection
+from dgc.kernels import PassInputs, SparseVector
 from dgc.selection import plan_selection
 from dgc_datasets import CIFAR, Digits
 
@@ -83,7 +83,7 @@ class Learner:
         ]
         return float(loss.detach())
 
-    def update(self) -> list[Selection]:
+    def update(self) -> list[SparseVector]:
         """The step of DGC with these gradients; what each bucket sent."""
         self.dense.step()
         sent = []
@@ -91,8 +91,8 @@ class Learner:
             self.buckets, self.plans, self.gradients, self.u, self.v, strict=True
         ):
             kernel = kernels.of(v).selection
-            due = Accumulation(g, u, v, MOMENTUM)
-            selection = kernel.accumulate_and_select_(due, plan.per_tensor, None).selection
+            inputs = PassInputs(g, u, v, MOMENTUM)
+            selection = kernel.accumulate_and_select_(inputs, plan.per_tensor, None).elements
             kernel.take_(selection, u, v)
             count = int(selection.count)
             bucket.flat.zero_()[selection.indices[:count].long()] = selection.values[:count]

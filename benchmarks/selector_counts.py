@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from benchmarks.selector_methods import SelectorStep
-from dgc.kernels import Accumulation, Chosen, Kernels, Moments, Quotas, Selection, Tail
+from dgc.kernels import Budget, Kernels, Moments, PassInputs, SparseVector, Tail, TopKResult
 from dgc.selection import Plan, Selector
 
 
@@ -19,28 +19,28 @@ from dgc.selection import Plan, Selector
 class Counts:
     """Sums over buckets and steps; `reads`, in elements, beyond the update of u and v.
 
-    reached: elements at or above the thresholds or floors that were handed to the kernels, before any cut.
+    reached: elements at or above the thresholds or lower bounds that were handed to the kernels, before any cut.
     """
 
     reads: float = 0.0
     reached: float = 0.0
     sent: float = 0.0
-    due: float = 0.0
+    planned: float = 0.0
     numel: float = 0.0
     shares: list[float] = field(default_factory=list)
 
-    def add(self, v: Tensor, plan: Plan, selection: Selection) -> None:
+    def add(self, v: Tensor, plan: Plan, selection: SparseVector) -> None:
         """What was chosen from one bucket's v."""
         self.sent += int(selection.count)
-        self.due += plan.capacity
+        self.planned += plan.capacity
         self.numel += v.numel()
         self.shares.append(energy(selection.values) / max(energy(v), 1e-300) * v.numel())
 
     def row(self) -> dict[str, float]:
         return {
             "passes": self.reads / self.numel,
-            "reached": self.reached / self.due,
-            "sent": self.sent / self.due,
+            "reached": self.reached / self.planned,
+            "sent": self.sent / self.planned,
             "energy": sum(self.shares) / self.numel,
         }
 
@@ -51,7 +51,7 @@ def energy(x: Tensor) -> float:
 
 class Counting:
     """Kernels that do what others do, and count. A choice counts as one read, where it is not part of the pass
-    over u and v. Not counted are samples, and ranges that are read again because a floor did not fit.
+    over u and v. Not counted are samples, and segments that are read again because a lower bound did not fit.
     """
 
     def __init__(self, kernel: Kernels, counts: Counts):
@@ -64,28 +64,33 @@ class Counting:
         self.counts.reads += v.numel()
         return self.kernel.moments(v, bounds)
 
-    def tail(self, v: Tensor, bounds: Tensor, floors: Tensor) -> Tail:
-        self.counts.reads += int(bounds.diff()[~floors.isinf()].sum())
-        return self.kernel.tail(v, bounds, floors)
+    def tail(self, v: Tensor, bounds: Tensor, lower_bounds: Tensor) -> Tail:
+        self.counts.reads += int(bounds.diff()[~lower_bounds.isinf()].sum())
+        return self.kernel.tail(v, bounds, lower_bounds)
 
-    def select(self, v: Tensor, quotas: Quotas, floors: Tensor | None = None) -> Chosen:
+    def select(self, v: Tensor, budget: Budget, lower_bounds: Tensor | None = None) -> TopKResult:
         self.counts.reads += v.numel()
-        return self._reached(v, quotas, floors, self.kernel.select(v, quotas, floors))
+        return self._reached(v, budget, lower_bounds, self.kernel.select(v, budget, lower_bounds))
 
-    def accumulate_and_select_(self, due: Accumulation, quotas: Quotas, floors: Tensor | None) -> Chosen:
-        return self._reached(due.v, quotas, floors, self.kernel.accumulate_and_select_(due, quotas, floors))
+    def accumulate_and_select_(
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | None
+    ) -> TopKResult:
+        return self._reached(
+            inputs.v, budget, lower_bounds, self.kernel.accumulate_and_select_(inputs, budget, lower_bounds)
+        )
 
-    def _reached(self, v: Tensor, quotas: Quotas, floors: Tensor | None, chosen: Chosen) -> Chosen:
-        if floors is None:
-            self.counts.reached += int(chosen.selection.count)
+    def _reached(self, v: Tensor, budget: Budget, lower_bounds: Tensor | None, chosen: TopKResult) -> TopKResult:
+        if lower_bounds is None:
+            self.counts.reached += int(chosen.elements.count)
         else:
-            self.counts.reached += int(self.kernel.tail(v, quotas.bounds, floors).counts.sum())
+            self.counts.reached += int(self.kernel.tail(v, budget.bounds, lower_bounds).counts.sum())
         return chosen
 
 
 def counting(v: Tensor, counts: Counts) -> AbstractContextManager[Any]:
     """While it lasts, all kernels are those of v, and counted."""
-    return patch.object(kernels, "of", return_value=Counting(kernels.of(v).selection, counts))
+    tier = kernels.of(v)
+    return patch.object(kernels, "of", return_value=replace(tier, selection=Counting(tier.selection, counts)))
 
 
 def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) -> None:
@@ -93,7 +98,7 @@ def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) ->
     for i, g in enumerate(gradients):
         with counting(g, counts):
             selected = method.select(i, g)
-        counts.add(method.v[i], method.plans[i], selected.selection)
+        counts.add(method.v[i], method.plans[i], selected.elements)
         method.send(i, selected)
     method.steps += 1
 

@@ -7,7 +7,7 @@ import dgc.kernels as kernels
 from benchmarks.radix_select import RadixSelect
 from benchmarks.recordings import MOMENTUM
 from benchmarks.step_methods import Layout, Stateful
-from dgc.kernels import Accumulation
+from dgc.kernels import PassInputs
 from dgc.selection import (
     Bisection,
     Exact,
@@ -18,8 +18,8 @@ from dgc.selection import (
     MSTopk,
     Predicted,
     Sampled,
-    Selected,
     Selector,
+    SelectorResult,
     Trimmed,
     plan_selection,
 )
@@ -76,19 +76,19 @@ class SelectorStep(Stateful):
             self.send(i, self.select(i, g))
         self.steps += 1
 
-    def select(self, i: int, g: Tensor) -> Selected:
+    def select(self, i: int, g: Tensor) -> SelectorResult:
         """From bucket i, whose gradient is g."""
         # a backward pass leaves one tensor per parameter: cutting a buffer up is no part of a step
         if g.data_ptr() not in self.pieces:
             self.pieces[g.data_ptr()] = g.split(self.sizes[i])
         u, v, pieces = self.u[i], self.v[i], self.pieces[g.data_ptr()]
-        due = Accumulation(pieces, u, v, MOMENTUM, sent=self.sent[i], masking=True)
-        return self.selector.select(due, self.plans[i], self.steps)
+        inputs = PassInputs(pieces, u, v, MOMENTUM, sent=self.sent[i], masking=True)
+        return self.selector.select(inputs, self.plans[i], self.steps)
 
-    def send(self, i: int, selected: Selected) -> None:
+    def send(self, i: int, selected: SelectorResult) -> None:
         v, plan = self.v[i], self.plans[i]
         encoded = WIRE.encode(
-            kernels.of(v).codec, selected.selection, plan.per_tensor, v.numel(), selected.first_nonfinite
+            kernels.of(v).codec, selected.elements, plan.per_tensor, v.numel(), selected.first_nonfinite
         )
         self.sent[i] = encoded.sent
 
@@ -100,8 +100,8 @@ class SelectAlone(Stateful):
 
     def __init__(self, buckets: Layout, ratio: float, device: str):
         super().__init__(buckets, device)
-        self.quotas = [plan_selection(bucket, ratio, torch.device(device)).per_tensor for bucket in buckets]
+        self.budget = [plan_selection(bucket, ratio, torch.device(device)).per_tensor for bucket in buckets]
 
     def step(self, gradients: list[Tensor]) -> None:
-        for v, quotas in zip(self.v, self.quotas, strict=True):
-            kernels.of(v).selection.select(v, quotas)
+        for v, budget in zip(self.v, self.budget, strict=True):
+            kernels.of(v).selection.select(v, budget)

@@ -40,10 +40,10 @@ def by_size(v: Tensor, sizes: Sequence[int], rounds: int, options: Options) -> d
                     selector.choose(drawn, plan, step)
             stages[name] = plan.history
             works[name] = partial(selector.choose, drawn, plan, 1)
-        quotas = one_tensor(size, options).per_tensor
-        floor = kernels.of(drawn).selection.select(drawn, quotas).thresholds * Predicted().margin
-        works[KNOWN] = partial(kernels.of(drawn).selection.select, drawn, quotas, floor)
-        works[TOPK] = partial(torch_topk, drawn, quotas.capacity)
+        budget = one_tensor(size, options).per_tensor
+        floor = kernels.of(drawn).selection.select(drawn, budget).thresholds * Predicted().margin
+        works[KNOWN] = partial(kernels.of(drawn).selection.select, drawn, budget, floor)
+        works[TOPK] = partial(torch_topk, drawn, budget.capacity)
         for name, found in in_turns(works, rounds, options.wait).items():
             times[name][size] = found
     return times

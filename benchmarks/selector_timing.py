@@ -83,10 +83,10 @@ class Compared:
 def wall(buckets: Sequence[Tensor], plans: Sequence[Plan]) -> float:
     total = 0.0
     for v, plan in zip(buckets, plans, strict=True):
-        quotas = plan.per_tensor
-        thresholds = kernels.of(v).selection.select(v, quotas).thresholds
-        sizes = quotas.bounds.diff()
-        means = kernels.of(v).selection.moments(v, quotas.bounds).magnitudes / sizes.clamp(min=1)
+        budget = plan.per_tensor
+        thresholds = kernels.of(v).selection.select(v, budget).thresholds
+        sizes = budget.bounds.diff()
+        means = kernels.of(v).selection.moments(v, budget.bounds).magnitudes / sizes.clamp(min=1)
         total += float((sizes * (thresholds / means).nan_to_num(0.0)).sum())
     return total / sum(v.numel() for v in buckets)
 

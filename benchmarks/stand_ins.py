@@ -41,7 +41,7 @@ class MonkeyPatch:
     """Changes for the time of one test."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
+        self._snapshots: list[Callable[[], object]] = []
 
     @classmethod
     @contextmanager
@@ -59,12 +59,12 @@ class MonkeyPatch:
         self._start(patch(target, *rest) if isinstance(target, str) else patch.object(target, *rest))
 
     def undo(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        while self._snapshots:
+            self._snapshots.pop()()
 
     def _start(self, change: Any) -> None:
         change.__enter__()
-        self._undo.append(lambda: change.__exit__(None, None, None))
+        self._snapshots.append(lambda: change.__exit__(None, None, None))
 
 
 @contextmanager

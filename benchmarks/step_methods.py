@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Segment
-from dgc.kernels import Accumulation, Selection
+from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.build import compiler
 from dgc.selection import Exact, plan_selection
 from dgc.wire import SparseFormat
@@ -42,7 +42,7 @@ class Stateful:
         self.sizes = [[segment.numel for segment in bucket] for bucket in buckets]
         self.u = [torch.zeros(sum(sizes), device=device) for sizes in self.sizes]
         self.v = [torch.zeros(sum(sizes), device=device) for sizes in self.sizes]
-        self.sent: list[Selection | None] = [None] * len(self.sizes)
+        self.sent: list[SparseVector | None] = [None] * len(self.sizes)
 
     def settle(self) -> None:
         """Take out what was sent already, so that u and v can be read."""
@@ -79,10 +79,10 @@ class Ours(Stateful):
         codec = kernels.of(self.v[0]).codec
         for b, (g, u, v, plan) in enumerate(zip(gradients, self.u, self.v, self.plans, strict=True)):
             pieces = g.split(self.sizes[b])
-            due = Accumulation(pieces, u, v, self.momentum, sent=self.sent[b], masking=True)
-            selected = self.engine.select(due, plan, 0)
-            quotas = self.engine.quotas(plan)
-            encoded = self.wire.encode(codec, selected.selection, quotas, v.numel(), selected.first_nonfinite)
+            inputs = PassInputs(pieces, u, v, self.momentum, sent=self.sent[b], masking=True)
+            selected = self.engine.select(inputs, plan, 0)
+            budget = self.engine.budget(plan)
+            encoded = self.wire.encode(codec, selected.elements, budget, v.numel(), selected.first_nonfinite)
             self.sent[b] = encoded.sent
 
 
@@ -99,7 +99,7 @@ class Pass(Stateful):
     def step(self, gradients: list[Tensor]) -> None:
         kernels.use(self.tier)
         for g, u, v in zip(gradients, self.u, self.v, strict=True):
-            kernels.of(v).selection.accumulate_(Accumulation((g,), u, v, self.momentum))
+            kernels.of(v).selection.accumulate_(PassInputs((g,), u, v, self.momentum))
 
 
 PLAIN_LOOP = r"""

@@ -30,7 +30,7 @@ from torch import nn
 import dgc_models
 from benchmarks.recordings import Learner, endless
 from benchmarks.results import print_json
-from dgc.kernels import Codec, Quotas, Selection
+from dgc.kernels import Budget, Codec, SparseVector
 from dgc.kernels.codec.native import NativeCodec
 from dgc.kernels.codec.protocol import HEADER_BYTES
 from dgc.kernels.codec.reference import TorchCodec
@@ -56,8 +56,8 @@ VALUES: dict[str, ValueFormat] = {
 LR, BATCH = 0.025, 32
 RECORDED = 5  # steps, the last ones
 
-# A bucket's quotas, number of elements, and selections of the recorded steps.
-Recording = tuple[Quotas, int, list[Selection]]
+# A bucket's budget, number of elements, and selections of the recorded steps.
+Recording = tuple[Budget, int, list[SparseVector]]
 
 
 def record(name: str, density: float, steps: int) -> list[Recording]:
@@ -88,7 +88,7 @@ def seconds(work: Callable[[], Any], repeats: int) -> float:
 
 def rates(form: SparseFormat, codec: Codec, recordings: list[Recording], repeats: int) -> dict[str, float]:
     """Million elements per second of the last recorded selections."""
-    inputs = [(selections[-1], quotas, numel) for quotas, numel, selections in recordings]
+    inputs = [(selections[-1], budget, numel) for budget, numel, selections in recordings]
     firsts = [torch.tensor(numel) for _, _, numel in inputs]
     native = NativeCodec()
     made = [form.encode(native, *given, first) for given, first in zip(inputs, firsts, strict=True)]
@@ -99,16 +99,16 @@ def rates(form: SparseFormat, codec: Codec, recordings: list[Recording], repeats
             form.encode(codec, *given, first)
 
     def decode() -> None:
-        for done, (_, quotas, numel) in zip(made, inputs, strict=True):
-            form.decode(codec, [done.payload], quotas, numel)
+        for done, (_, budget, numel) in zip(made, inputs, strict=True):
+            form.decode(codec, [done.payload], budget, numel)
 
     return {"encode": total / seconds(encode, repeats), "decode": total / seconds(decode, repeats)}
 
 
 def index_rates(indices: IndexFormat, codec: Codec, recordings: list[Recording], repeats: int) -> dict[str, float]:
     """As `rates`, of the largest bucket's indices alone."""
-    quotas, numel, selections = max(recordings, key=lambda recording: recording[1])
-    plan, selection = indices.plan(quotas.capacity, numel), selections[-1]
+    budget, numel, selections = max(recordings, key=lambda recording: recording[1])
+    plan, selection = indices.plan(budget.capacity, numel), selections[-1]
     section = torch.zeros(plan.nbytes, dtype=torch.uint8)
     sent = plan.encode_(codec, selection, section)
     encode = seconds(lambda: plan.encode_(codec, selection, section.zero_()), repeats)
@@ -119,23 +119,23 @@ def index_rates(indices: IndexFormat, codec: Codec, recordings: list[Recording],
 
 def sizes(form: SparseFormat, codec: Codec, recordings: list[Recording]) -> dict[str, float]:
     planned = index = sent = capacity = 0
-    for quotas, numel, selections in recordings:
+    for budget, numel, selections in recordings:
         for selection in selections:
-            done = form.encode(codec, selection, quotas, numel, torch.tensor(numel))
+            done = form.encode(codec, selection, budget, numel, torch.tensor(numel))
             planned += 8 * done.payload.numel()
-            index += 8 * (HEADER_BYTES + form.indices.plan(quotas.capacity, numel).nbytes)
+            index += 8 * (HEADER_BYTES + form.indices.plan(budget.capacity, numel).nbytes)
             sent += int(done.sent.count)
-            capacity += quotas.capacity
+            capacity += budget.capacity
     return {"bits_per_index": index / sent, "bits_per_element": planned / sent, "sent": sent / capacity}
 
 
 def bound(recordings: list[Recording]) -> float:
     """H(D) / D, over all buckets."""
     bits = 0.0
-    for quotas, numel, _ in recordings:
-        density = quotas.capacity / numel
-        bits -= quotas.capacity * math.log2(density) + (numel - quotas.capacity) * math.log2(1 - density)
-    return bits / sum(quotas.capacity for quotas, _, _ in recordings)
+    for budget, numel, _ in recordings:
+        density = budget.capacity / numel
+        bits -= budget.capacity * math.log2(density) + (numel - budget.capacity) * math.log2(1 - density)
+    return bits / sum(budget.capacity for budget, _, _ in recordings)
 
 
 def measure(name: str, density: float, steps: int, codecs: dict[str, Codec]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ class Bucket:
     """Several gradients in one flat buffer.
 
     `flat` holds the gradients in memory order, and the averaged gradients after a dense exchange. Gradients may
-    lie elsewhere until `flat` is read. Code that reads them through `pieces` avoids the copy, and `flat` is then
-    never allocated.
+    lie elsewhere until `flat` is read. Code that reads them through `gradients` avoids the copy, and `flat` is
+    then never allocated.
 
     Args:
         name: Pairs messages between ranks. It must be unique among buckets and the same on every rank.
@@ -72,11 +72,11 @@ class Bucket:
         """Whether `flat` holds all gradients already."""
         return not self._elsewhere
 
-    def lies_at(self, i: int, gradient: Tensor) -> None:
-        """Use `gradient`, of the segment's layout and the bucket's dtype, for segment i until `lies_flat(i)`."""
+    def use_gradient(self, i: int, gradient: Tensor) -> None:
+        """Use `gradient`, of the segment's layout and the bucket's dtype, for segment i until `use_flat(i)`."""
         self._elsewhere[i] = gradient.as_strided((self.segments[i].numel,), (1,))
 
-    def lies_flat(self, i: int) -> None:
+    def use_flat(self, i: int) -> None:
         """Use the content of `flat` for segment i."""
         self._elsewhere.pop(i, None)
 
@@ -88,7 +88,7 @@ class Bucket:
         self._elsewhere.clear()
 
     @property
-    def pieces(self) -> tuple[Tensor, ...]:
+    def gradients(self) -> tuple[Tensor, ...]:
         """The gradients as one-dimensional tensors, in the order of the bucket."""
         if not self._elsewhere:
             return (self.flat,)

@@ -13,7 +13,7 @@ from dgc import kernels
 from dgc.bucket import Segment
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
-from dgc.kernels import Quotas
+from dgc.kernels import Budget
 from dgc.kernels.selection.reference import as_selection
 from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
@@ -376,9 +376,9 @@ def test_trap_14_gathered_data_have_a_planned_size_and_are_checked():
     for sizes in train(3, body):
         assert len(set(sizes)) == 1
     form = SparseFormat()
-    codec, quotas = kernels.of(torch.empty(0)).codec, Quotas(torch.tensor([0, 10]), torch.tensor([4]), 4)
+    codec, budget = kernels.of(torch.empty(0)).codec, Budget(torch.tensor([0, 10]), torch.tensor([4]), 4)
     selection = as_selection(torch.tensor([1, 5]), torch.ones(10), 4)
-    payload = form.encode(codec, selection, quotas, 10, torch.tensor(10)).payload
+    payload = form.encode(codec, selection, budget, 10, torch.tensor(10)).payload
     random = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(PayloadError, match="rank 2"):
-        form.decode(codec, [payload, payload, random], quotas, 10)
+        form.decode(codec, [payload, payload, random], budget, 10)

@@ -4,7 +4,7 @@ from dgc.comm.collectives import all_gather_object as all_gather_object
 from dgc.comm.collectives import all_reduce as all_reduce
 from dgc.comm.collectives import barrier as barrier
 from dgc.comm.collectives import broadcast_object as broadcast_object
-from dgc.comm.conversation import Talk as Talk
+from dgc.comm.conversation import RunningConversation as RunningConversation
 from dgc.comm.meter import Meter as Meter
 from dgc.comm.requests import AllGather as AllGather
 from dgc.comm.requests import AllReduce as AllReduce

@@ -152,8 +152,8 @@ class ChannelWorld:
             eager = self._random.random() < 0.5
             content = message.clone() if eager else message
             before = [m.due for m in self._mail[to] if m.source == source]
-            due = max([self.time + self._random.randint(0, self.longest), *before])
-            sent = _Message(source, tag, content, due, eager)
+            inputs = max([self.time + self._random.randint(0, self.longest), *before])
+            sent = _Message(source, tag, content, inputs, eager)
             self._mail[to].append(sent)
             return sent
 

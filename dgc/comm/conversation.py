@@ -9,7 +9,7 @@ from dgc.comm.requests import Conversation, Request, T
 from dgc.comm.transport import Transport
 
 
-class Talk(Generic[T]):
+class RunningConversation(Generic[T]):
     """One conversation in progress. The constructor launches the first round.
 
     `advance` continues while replies are available, `finish` blocks. Requests of different ranks are matched by

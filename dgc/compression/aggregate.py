@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.bucket import make_bucket
-from dgc.comm.conversation import Talk
+from dgc.comm.conversation import RunningConversation
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
@@ -203,7 +203,9 @@ class _Exchange:
                 g = gradients[i]
                 view = segment.of(bucket.flat)
                 view.zero_() if g is None else view.copy_(g)
-            talks.append(Talk(bucket.name, self.compressor.reduce(bucket), self.transport, self.meter))
+            talks.append(
+                RunningConversation(bucket.name, self.compressor.reduce(bucket), self.transport, self.meter)
+            )
         reasons = [talk.finish().nonfinite for talk in talks]
         averages: dict[int, Tensor] = {}
         for bucket, members in zip(self.buckets, self._members, strict=True):
@@ -215,7 +217,7 @@ class _Exchange:
         reason = next((reason for reason in reasons if reason), None)
         if reason is not None:
             for bucket in self.buckets:
-                self.compressor.take_back(bucket)
+                self.compressor.rollback(bucket)
             raise NonFiniteGradientError(reason)
         return [averages[i] for i in range(len(gradients))]
 

@@ -13,13 +13,13 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.error_feedback import Feedback
+from dgc.compression.error_feedback import ErrorFeedbackCompressor
 from dgc.wire.sealed import seal, unseal
 
 Codes = UInt8[Tensor, "nbytes"]
 
 
-class Coded(Feedback):
+class AllGatherCompressor(ErrorFeedbackCompressor):
     """Base class of compressors with one code per element.
 
     bits: bits per code. The nominal ratio is bits / 32 unless a subclass overrides it.

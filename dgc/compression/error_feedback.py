@@ -21,10 +21,10 @@ from dgc.compression.finite import first_blame, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
 from dgc.kernels.codec.protocol import Terms
 from dgc.memory.protocol import MomentumCorrection
-from dgc.memory.state import FlatState, Undo, load_parts
+from dgc.memory.state import FlatState, Snapshots, load_parts
 
 
-class Feedback(ABC):
+class ErrorFeedbackCompressor(ABC):
     """Base class of compressors with a dense result.
 
     Args:
@@ -39,7 +39,7 @@ class Feedback(ABC):
 
     def __init__(self, error_feedback: bool = True, seed: int = 0):
         self.error_feedback, self._seed = error_feedback, seed
-        self._error, self._undo = FlatState("error"), Undo()
+        self._error, self._snapshots = FlatState("error"), Snapshots()
         self._steps: dict[str, int] = {}
         self._bounds: dict[str, Tensor] = {}
         self.size, self.rank = 1, 0
@@ -79,22 +79,22 @@ class Feedback(ABC):
         return None
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        self._undo.forget(bucket)
+        self._snapshots.forget(bucket)
         if self.error_feedback:
             v = self._error[bucket]
         else:
             v = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
-        first = kernels.of(v).selection.accumulate_(kernels.Accumulation(bucket.pieces, None, v))
+        first = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
         bucket.release()
         mean, kept, numbers = yield from self.exchange(bucket, v, first)
         self._steps[bucket.name] += 1
         if self.error_feedback:
-            self._undo.replace(self._error, bucket, kept)
+            self._snapshots.replace(self._error, bucket, kept)
         bucket.flat.copy_(mean)
         return DenseResult(first_blame(bucket, numbers) or overflow(bucket))
 
-    def take_back(self, bucket: Bucket) -> None:
-        self._undo.take_back(bucket)
+    def rollback(self, bucket: Bucket) -> None:
+        self._snapshots.rollback(bucket)
 
     def terms(self) -> Terms:
         """The terms for the headers of payloads."""

@@ -76,7 +76,7 @@ class Compressor(Protocol):
         """Averages a bucket in one step. The number of communication rounds is the same on every rank."""
         ...
 
-    def take_back(self, bucket: Bucket) -> None:
+    def rollback(self, bucket: Bucket) -> None:
         """Undoes the last `reduce` of a dropped step: what this rank sent returns to its error state."""
         ...
 
@@ -143,7 +143,7 @@ class Stateless(ABC):
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Conversation[Result]: ...
 
-    def take_back(self, bucket: Bucket) -> None:
+    def rollback(self, bucket: Bucket) -> None:
         return None
 
     def begin_epoch(self, epoch: int) -> None:

@@ -28,7 +28,8 @@ class RatioWarmup:
             epoch.
 
     Raises:
-        ValueError: if an argument has a wrong type or is out of range, or the list is shorter than warmup_epochs.
+        ValueError: if an argument has a wrong type or is out of range, or the list is shorter than
+            warmup_epochs.
     """
 
     ratio: float

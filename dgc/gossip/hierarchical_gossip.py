@@ -32,7 +32,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from dgc.comm.collectives import all_reduce
-from dgc.comm.conversation import Talk
+from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import Meter
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.comm.transport import Transport
@@ -109,7 +109,7 @@ class Machines:
     # --- inside the machine -----------------------------------------------------------------------
 
     def _inside(self, what: str, conversation: Conversation[Tensor]) -> Tensor:
-        return Talk(f"{self.name}.{what}", conversation, self._transport, self._meter).finish()
+        return RunningConversation(f"{self.name}.{what}", conversation, self._transport, self._meter).finish()
 
     @torch.no_grad()
     def _average_gradients(self) -> bool:

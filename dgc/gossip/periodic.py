@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from dgc.comm.conversation import Talk
+from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import Meter
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import Transport
@@ -159,7 +159,9 @@ class Periodic:
         if self.base is not None:
             self.base.settle()
         if self.size > 1:
-            self.z.copy_(Talk(f"{self._name}.average", self._mean(), self._transport, self._meter).finish())
+            self.z.copy_(
+                RunningConversation(f"{self._name}.average", self._mean(), self._transport, self._meter).finish()
+            )
         if self.outer is not None:
             self._z0 = self.outer.step(self._z0, self.z, self._u, lr)
             self.z.copy_(self._z0)

@@ -14,13 +14,13 @@ from torch import Tensor
 from dgc.kernels.codec.protocol import Codec as Codec
 from dgc.kernels.lowrank.protocol import LowRank as LowRank
 from dgc.kernels.quantize.protocol import Quantizers as Quantizers
-from dgc.kernels.selection.protocol import Accumulation as Accumulation
-from dgc.kernels.selection.protocol import Chosen as Chosen
+from dgc.kernels.selection.protocol import Budget as Budget
 from dgc.kernels.selection.protocol import Kernels as Kernels
 from dgc.kernels.selection.protocol import Moments as Moments
-from dgc.kernels.selection.protocol import Quotas as Quotas
-from dgc.kernels.selection.protocol import Selection as Selection
+from dgc.kernels.selection.protocol import PassInputs as PassInputs
+from dgc.kernels.selection.protocol import SparseVector as SparseVector
 from dgc.kernels.selection.protocol import Tail as Tail
+from dgc.kernels.selection.protocol import TopKResult as TopKResult
 
 TIERS = ("auto", "reference", "native", "triton")
 _asked = os.environ.get("DGC_KERNELS", "auto")

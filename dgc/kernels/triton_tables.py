@@ -37,14 +37,14 @@ class Launcher:
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """A bucket divided into tiles, each within one range and one gradient piece.
+    """A bucket divided into tiles, each within one segment and one gradient piece.
 
-    The number of needed tiles depends on the bounds, which are on the device, because ranges need not fill their
+    The number of needed tiles depends on the bounds, which are on the device, because segments need not fill their
     last tile. The largest possible number is allocated, and the last tiles are empty.
 
     Attributes:
-        table: Rows start, length, range, piece, start within the piece.
-        first: The first tile of each range.
+        table: Rows start, length, segment, piece, start within the piece.
+        first: The first tile of each segment.
     """
 
     table: Int32[Tensor, "5 tiles"]
@@ -71,7 +71,7 @@ class Tilings:
 
 
 def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) -> Tiling:
-    device, n, ranges = bounds.device, sum(lengths), bounds.numel() - 1
+    device, n, segments = bounds.device, sum(lengths), bounds.numel() - 1
     if n > LARGEST:
         raise ValueError(
             f"a bucket of {n} elements is too large for the triton kernels: it can have {LARGEST} at most; split "
@@ -85,9 +85,9 @@ def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) ->
     segment = torch.searchsorted(ends, t, right=True).clamp_(max=tiles.numel() - 1)
     start = (cuts[segment] + (t - (ends - tiles)[segment]) * tile).clamp_(max=n)
     length = (cuts[segment + 1] - start).clamp_(0, tile)
-    own_range = (torch.searchsorted(bounds, start, right=True) - 1).clamp_(max=ranges - 1)
+    own_range = (torch.searchsorted(bounds, start, right=True) - 1).clamp_(max=segments - 1)
     piece = torch.searchsorted(starts, start, right=True) - 1
-    first = torch.searchsorted(own_range, torch.arange(ranges, dtype=torch.int64, device=device))
+    first = torch.searchsorted(own_range, torch.arange(segments, dtype=torch.int64, device=device))
     return Tiling(torch.stack([start, length, own_range, piece, start - starts[piece]]).int(), first)
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.kernels import Accumulation, Selection
+from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.selection.reference import remove_nonfinite_
 from dgc.memory.clip import Clipping
 from dgc.memory.protocol import MomentumCorrection
-from dgc.memory.state import FlatState, Pending, Undo, load_parts, parts_of
+from dgc.memory.state import DeferredUpdate, FlatState, Snapshots, load_parts, parts_of
 
 
 class DGCSGDMemory:
@@ -66,14 +66,14 @@ class DGCSGDMemory:
         self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
         self._momentums = FlatState("momentum")
         self._velocities = FlatState("velocity")
-        self._pending, self._undo = Pending(momentum_masking), Undo()
+        self._deferred, self._snapshots = DeferredUpdate(momentum_masking), Snapshots()
 
     @property
     def correction(self) -> MomentumCorrection | None:
         return MomentumCorrection(self.momentum, self.nesterov)
 
     def plan(self, bucket: Bucket) -> None:
-        self._pending.release(bucket)
+        self._deferred.release(bucket)
         self._momentums.add(bucket)
         self._velocities.add(bucket)
 
@@ -84,34 +84,34 @@ class DGCSGDMemory:
         yield from self.gradient_clipping.clip(bucket)
         return first
 
-    def due(self, bucket: Bucket) -> Accumulation:
-        self._undo.forget(bucket)
-        u, v, sent = self._momentums[bucket], self._velocities[bucket], self._pending.release(bucket)
-        return Accumulation(bucket.pieces, u, v, self.momentum, self.nesterov, sent, self.momentum_masking)
+    def pass_inputs(self, bucket: Bucket) -> PassInputs:
+        self._snapshots.forget(bucket)
+        u, v, sent = self._momentums[bucket], self._velocities[bucket], self._deferred.release(bucket)
+        return PassInputs(bucket.gradients, u, v, self.momentum, self.nesterov, sent, self.momentum_masking)
 
-    def sent_(self, bucket: Bucket, sent: Selection) -> None:
-        self._pending.keep(bucket, sent)
+    def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
+        self._deferred.keep(bucket, sent)
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
-        self._undo.subtract(self._velocities, bucket, values)
+        self._snapshots.subtract(self._velocities, bucket, values)
 
-    def take_back_(self, bucket: Bucket) -> None:
-        self._pending.release(bucket)
-        self._undo.take_back(bucket)
+    def rollback_(self, bucket: Bucket) -> None:
+        self._deferred.release(bucket)
+        self._snapshots.rollback(bucket)
 
     def errors(self) -> Iterable[Tensor]:
-        return self._pending.errors(self._velocities)
+        return self._deferred.errors(self._velocities)
 
     def state_dict(self) -> dict[str, Any]:
         momentums: dict[str, Tensor] = {}
         velocities: dict[str, Tensor] = {}
         for (bucket, u), v in zip(self._momentums.items(), self._velocities, strict=True):
             u, v = u.clone(), v.clone()
-            self._pending.take_out_(bucket, u, v)
+            self._deferred.take_out_(bucket, u, v)
             momentums |= parts_of(bucket, u)
             velocities |= parts_of(bucket, v)
         return {"momentums": momentums, "velocities": velocities}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_parts({"momentums": self._momentums, "velocities": self._velocities}, state)
-        self._pending.clear()
+        self._deferred.clear()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.kernels import Accumulation, Selection
+from dgc.kernels import PassInputs, SparseVector
 from dgc.memory.clip import Clipping
 
 
@@ -44,15 +44,15 @@ class Memory(Protocol):
         """
         ...
 
-    def due(self, bucket: Bucket) -> Accumulation:
+    def pass_inputs(self, bucket: Bucket) -> PassInputs:
         """Return the pass that removes the previous step's sent elements from the state and adds the gradient.
 
         After the pass, `v` [n] fp32 holds all that is to be sent. The caller performs the pass exactly once and
-        does not change v otherwise. `due` is called only after the previous step is known to be good.
+        does not change v otherwise. `pass_inputs` is called only after the previous step is known to be good.
         """
         ...
 
-    def sent_(self, bucket: Bucket, sent: Selection) -> None:
+    def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
         """Record the elements that the other ranks receive, with their values after rounding.
 
         `sent` is kept until the next pass. Its tensors must not be written to.
@@ -63,8 +63,8 @@ class Memory(Protocol):
         """Record that all of v was sent. `values` [n] fp32 are the sent values, after rounding."""
         ...
 
-    def take_back_(self, bucket: Bucket) -> None:
-        """Restore the elements sent since the last `due`, bit for bit, because the step is dropped."""
+    def rollback_(self, bucket: Bucket) -> None:
+        """Restore the elements sent since the last `pass_inputs`, bit for bit, because the step is dropped."""
         ...
 
     def errors(self) -> Iterable[Tensor]:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.kernels import Accumulation, Selection
+from dgc.kernels import PassInputs, SparseVector
 from dgc.memory.clip import Clipping
 from dgc.memory.protocol import MomentumCorrection
-from dgc.memory.state import FlatState, Pending, Undo, load_parts, parts_of
+from dgc.memory.state import DeferredUpdate, FlatState, Snapshots, load_parts, parts_of
 
 
 class ResidualMemory:
@@ -30,32 +30,32 @@ class ResidualMemory:
 
     def __init__(self) -> None:
         self._residual = FlatState("residual")
-        self._pending, self._undo = Pending(), Undo()
+        self._deferred, self._snapshots = DeferredUpdate(), Snapshots()
 
     def plan(self, bucket: Bucket) -> None:
-        self._pending.release(bucket)
+        self._deferred.release(bucket)
         self._residual.add(bucket)
 
     def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
         yield from ()
         return None
 
-    def due(self, bucket: Bucket) -> Accumulation:
-        self._undo.forget(bucket)
-        return Accumulation(bucket.pieces, None, self._residual[bucket], sent=self._pending.release(bucket))
+    def pass_inputs(self, bucket: Bucket) -> PassInputs:
+        self._snapshots.forget(bucket)
+        return PassInputs(bucket.gradients, None, self._residual[bucket], sent=self._deferred.release(bucket))
 
-    def sent_(self, bucket: Bucket, sent: Selection) -> None:
-        self._pending.keep(bucket, sent)
+    def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
+        self._deferred.keep(bucket, sent)
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
-        self._undo.subtract(self._residual, bucket, values)
+        self._snapshots.subtract(self._residual, bucket, values)
 
-    def take_back_(self, bucket: Bucket) -> None:
-        self._pending.release(bucket)
-        self._undo.take_back(bucket)
+    def rollback_(self, bucket: Bucket) -> None:
+        self._deferred.release(bucket)
+        self._snapshots.rollback(bucket)
 
     def errors(self) -> Iterable[Tensor]:
-        return self._pending.errors(self._residual)
+        return self._deferred.errors(self._residual)
 
     def state_dict(self) -> dict[str, Any]:
         residuals: dict[str, Tensor] = {}
@@ -65,7 +65,7 @@ class ResidualMemory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_parts({"residuals": self._residual}, state)
-        self._pending.clear()
+        self._deferred.clear()
 
 
 class NoMemory:
@@ -81,17 +81,17 @@ class NoMemory:
         yield from ()
         return None
 
-    def due(self, bucket: Bucket) -> Accumulation:
+    def pass_inputs(self, bucket: Bucket) -> PassInputs:
         nothing = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
-        return Accumulation(bucket.pieces, None, nothing)
+        return PassInputs(bucket.gradients, None, nothing)
 
-    def sent_(self, bucket: Bucket, sent: Selection) -> None:
+    def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
         pass
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
         pass
 
-    def take_back_(self, bucket: Bucket) -> None:
+    def rollback_(self, bucket: Bucket) -> None:
         pass
 
     def errors(self) -> Iterable[Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.kernels import Selection
+from dgc.kernels import SparseVector
 
 
 class FlatState:
@@ -48,7 +48,7 @@ class FlatState:
             tensor.copy_(state[name])
 
 
-class Pending:
+class DeferredUpdate:
     """The elements that each bucket sent in its last step. They stay in v and u until the next pass removes them.
 
     A dropped step therefore has nothing to restore.
@@ -59,12 +59,12 @@ class Pending:
 
     def __init__(self, masking: bool = False):
         self.masking = masking
-        self._sent: dict[str, Selection] = {}
+        self._sent: dict[str, SparseVector] = {}
 
-    def keep(self, bucket: Bucket, sent: Selection) -> None:
+    def keep(self, bucket: Bucket, sent: SparseVector) -> None:
         self._sent[bucket.name] = sent
 
-    def release(self, bucket: Bucket) -> Selection | None:
+    def release(self, bucket: Bucket) -> SparseVector | None:
         """Return and forget the bucket's elements: a pass removes them now, or the step is dropped."""
         return self._sent.pop(bucket.name, None)
 
@@ -83,7 +83,7 @@ class Pending:
             yield v
 
 
-class Undo:
+class Snapshots:
     """The tensors that a step replaced, so that a dropped step can be undone bit for bit."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Undo:
         self._whole[bucket.name] = (state, state[bucket])
         state.replace(bucket, tensor)
 
-    def take_back(self, bucket: Bucket) -> None:
+    def rollback(self, bucket: Bucket) -> None:
         if bucket.name in self._whole:
             state, whole = self._whole.pop(bucket.name)
             state.replace(bucket, whole)

@@ -163,7 +163,7 @@ class DistributedOptimizer(EpochWrapper):
         if reason is None:
             return results
         for plan in self.exchange.planned:
-            plan.compressor.take_back(plan.bucket)
+            plan.compressor.rollback(plan.bucket)
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(reason)
         self.dropped_steps += 1

@@ -27,7 +27,7 @@ class ErrorFeedback(Stateless):
         zeros = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
         self._buckets[bucket.name], self.state[bucket.name] = bucket, (zeros,) * len(self.letters)
 
-    def take_back(self, bucket: Bucket) -> None:
+    def rollback(self, bucket: Bucket) -> None:
         self.state[bucket.name] = self.unsent[bucket.name]
 
     def errors(self) -> Iterable[Tensor]:

@@ -1,16 +1,17 @@
 """Exact top-k by magnitude. The three selectors differ in their passes over the n elements of a bucket.
 
-exact        Updates u and v, then searches v. A sample of v suggests a floor for one more read. All of v is
-             counted only if the floor is wrong.
+exact        Updates u and v, then searches v. A sample of v suggests a lower bound for one more read. All of v is
+             counted only if the lower bound is wrong.
 histogram    Uses no history. It counts the bits of |v| as floats, which have the same order as the numbers: first
              the upper bits, then the lower bits of the elements with equal upper bits, until the k-th largest is
              known. On a CPU it first counts a sample of cache lines. The sample's k-th largest element, less five
-             deviations, is a floor for the pass that updates u and v. All of v is counted only if the floor is
-             wrong.
-predicted    Computes the floor before the pass, and the pass collects the elements above it. The memory traffic is
+             deviations, is a lower bound for the pass that updates u and v. All of v is counted only if the lower
+             bound is wrong.
+predicted    Computes the lower bound before the pass, and the pass collects the elements above it. The memory
+traffic is
              that of updating u and v alone: 20 bytes per element. With t1, t2 the last two exact thresholds:
-                 floor = 0.98 * t1 * min(max(t1 / t2, 0.97), 1.2)
-             If the floor is too high, or there is no history yet, the tensor is searched as by `histogram`.
+                 lower bound = 0.98 * t1 * min(max(t1 / t2, 0.97), 1.2)
+             If the lower bound is too high, or there is no history yet, the tensor is searched as by `histogram`.
 
 All three choose the same elements. History changes only the time, so a resumed run does not need it.
 """
@@ -21,9 +22,9 @@ from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.kernels import Accumulation, Quotas, Selection
+from dgc.kernels import Budget, PassInputs, SparseVector
 from dgc.selection.plan import Plan
-from dgc.selection.selector import Selected, Selector
+from dgc.selection.selector import Selector, SelectorResult
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Exact(Selector):
 
     per_bucket: bool = False
 
-    def quotas(self, plan: Plan) -> Quotas:
+    def budget(self, plan: Plan) -> Budget:
         return plan.per_bucket if self.per_bucket else plan.per_tensor
 
-    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Selection:
-        return kernels.of(v).selection.select(v, self.quotas(plan)).selection
+    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
+        return kernels.of(v).selection.select(v, self.budget(plan)).elements
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,20 @@ class Histogram(Exact):
         per_bucket (bool): see `Exact`.
     """
 
-    def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
-        chosen = kernels.of(due.v).selection.accumulate_and_select_(due, self.quotas(plan), None)
-        return Selected(chosen.selection, chosen.first_nonfinite)
+    def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
+        chosen = kernels.of(inputs.v).selection.accumulate_and_select_(inputs, self.budget(plan), None)
+        return SelectorResult(chosen.elements, chosen.first_nonfinite)
 
 
 @dataclass(frozen=True)
 class Predicted(Exact):
-    """Exact top-k by magnitude, with a floor predicted from the last two thresholds. The default of DGCCompressor.
+    """Exact top-k by magnitude, with a lower bound predicted from the last two thresholds. The default of
+    DGCCompressor.
 
     Args:
         per_bucket (bool): see `Exact`.
-        margin (float): ratio of the floor to the predicted threshold, in (0, 1]. Error feedback without momentum
+        margin (float): ratio of the lower bound to the predicted threshold, in (0, 1]. Error feedback without
+            momentum
             is noisier from step to step; there 0.95 fails less often.
 
     Raises:
@@ -79,9 +82,11 @@ class Predicted(Exact):
         if not 0 < self.margin <= 1:
             raise ValueError(f"margin is a fraction in (0, 1], not {self.margin}")
 
-    def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
-        kernel, quotas, history = kernels.of(due.v).selection, self.quotas(plan), plan.history
-        floors = kernel.predicted_floors(history["t1"], history["t2"], self.margin) if history else None
-        chosen = kernel.accumulate_and_select_(due, quotas, floors)
+    def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
+        kernel, budget, history = kernels.of(inputs.v).selection, self.budget(plan), plan.history
+        lower_bounds = (
+            kernel.predicted_lower_bounds(history["t1"], history["t2"], self.margin) if history else None
+        )
+        chosen = kernel.accumulate_and_select_(inputs, budget, lower_bounds)
         plan.history.update(t1=chosen.thresholds, t2=history.get("t1", chosen.thresholds))
-        return Selected(chosen.selection, chosen.first_nonfinite)
+        return SelectorResult(chosen.elements, chosen.first_nonfinite)

@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dgc.bucket import Segment
-from dgc.kernels import Quotas
+from dgc.kernels import Budget
 
 CPU = torch.device("cpu")
 
@@ -36,19 +36,19 @@ class Plan:
         return sum(self.ks)
 
     @cached_property
-    def per_tensor(self) -> Quotas:
+    def per_tensor(self) -> Budget:
         """The k of every tensor."""
-        return self._quotas([*self.offsets, sum(self.numels)], self.ks)
+        return self._budget([*self.offsets, sum(self.numels)], self.ks)
 
     @cached_property
-    def per_bucket(self) -> Quotas:
+    def per_bucket(self) -> Budget:
         """One k for the whole bucket: large tensors may send more than their share, and small ones nothing."""
-        return self._quotas([0, sum(self.numels)], [self.capacity])
+        return self._budget([0, sum(self.numels)], [self.capacity])
 
     def split(self, v: Tensor) -> list[Tensor]:
         return [v[o : o + n] for o, n in zip(self.offsets, self.numels, strict=True)]
 
-    def shared(self, counts: Int64[Tensor, "S"]) -> Quotas:
+    def shared(self, counts: Int64[Tensor, "S"]) -> Budget:
         """How many of `counts` candidates each tensor may send: its k, and slots that other tensors leave free.
 
         Free slots are divided in proportion to each tensor's number of candidates beyond its k.
@@ -58,7 +58,7 @@ class Plan:
         surplus = counts - kept
         free, wanted = self.capacity - kept.sum(), surplus.sum()
         extra = surplus.where(wanted <= free, free * surplus // wanted.clamp(min=1))
-        return Quotas(self.per_tensor.bounds, kept + extra, self.capacity)
+        return Budget(self.per_tensor.bounds, kept + extra, self.capacity)
 
     def rows_of_history(self) -> dict[str, dict[str, Tensor]]:
         """The history by tensor name, independent of the division into buckets."""
@@ -70,8 +70,8 @@ class Plan:
         for key in own[0] if own and all(row.keys() == own[0].keys() for row in own) else ():
             self.history[key] = torch.stack([row[key].to(self.device) for row in own])
 
-    def _quotas(self, bounds: Sequence[int], ks: Sequence[int]) -> Quotas:
-        return Quotas(
+    def _budget(self, bounds: Sequence[int], ks: Sequence[int]) -> Budget:
+        return Budget(
             torch.tensor(bounds, dtype=torch.int64, device=self.device),
             torch.tensor(ks, dtype=torch.int64, device=self.device),
             self.capacity,

@@ -7,18 +7,18 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.kernels import Accumulation, Selection
+from dgc.kernels import PassInputs, SparseVector
 from dgc.selection.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
-class Selected:
+class SelectorResult:
     """The result of `Selector.select`.
 
     first_nonfinite: index of the first element of the gradient that is NaN or TOO_LARGE, or n if there is none.
     """
 
-    selection: Selection
+    elements: SparseVector
     first_nonfinite: Int64[Tensor, ""]
 
 
@@ -31,14 +31,14 @@ class Selector(ABC):
     remembers = False
 
     @abstractmethod
-    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Selection:
+    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
         """Selects elements of v, which is not changed. All randomness of a selector must come from `seed`."""
         ...
 
-    def select(self, due: Accumulation, plan: Plan, seed: int) -> Selected:
+    def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
         """Accumulates the gradient into v in one pass, then chooses from the new v."""
-        first = kernels.of(due.v).selection.accumulate_(due)
-        return Selected(self.choose(due.v, plan, seed), first)
+        first = kernels.of(inputs.v).selection.accumulate_(inputs)
+        return SelectorResult(self.choose(inputs.v, plan, seed), first)
 
     def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
         """The indices that `choose` selects, ascending."""

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec.protocol import Codec, PackedCode, RiceCode
-from dgc.kernels.selection.protocol import Selection
+from dgc.kernels.selection.protocol import SparseVector
 from dgc.wire.lengths import plan_packed, plan_rice
 
 INT32_MAX = torch.iinfo(torch.int32).max
@@ -29,7 +29,7 @@ class IndexSection(Protocol):
         """Size of the section in bytes, a multiple of 4."""
         ...
 
-    def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
+    def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
         """Write the indices into a section of zeros. Returns the part of the selection that is sent."""
         ...
 
@@ -65,7 +65,7 @@ class PlainSection:
     def nbytes(self) -> int:
         return self.capacity * self.dtype.itemsize
 
-    def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
+    def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
         codec.plain_encode_(selection.indices, self.dtype, section)
         return selection
 
@@ -83,7 +83,7 @@ class PackedSection:
     def nbytes(self) -> int:
         return self.code.nbytes
 
-    def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
+    def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
         return codec.packed_encode_(selection, self.code, section)
 
     def decode(
@@ -100,7 +100,7 @@ class RiceSection:
     def nbytes(self) -> int:
         return self.code.nbytes
 
-    def encode_(self, codec: Codec, selection: Selection, section: UInt8[Tensor, "nbytes"]) -> Selection:
+    def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
         return codec.rice_encode_(selection, self.code, section)
 
     def decode(

@@ -25,7 +25,7 @@ from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
-from dgc.kernels.selection.protocol import Quotas, Selection
+from dgc.kernels.selection.protocol import Budget, SparseVector
 from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices, PlainSection
 from dgc.wire.values import CastValues, ValueFormat
 
@@ -82,7 +82,7 @@ class Encoded:
     """
 
     payload: UInt8[Tensor, "nbytes"]
-    sent: Selection
+    sent: SparseVector
     own: Float32[Tensor, "capacity"]
 
 
@@ -111,15 +111,15 @@ class SparseFormat:
     values: ValueFormat = field(default_factory=CastValues)
     indices: IndexFormat = field(default_factory=PlainIndices)
 
-    def nbytes(self, quotas: Quotas, numel: int) -> int:
+    def nbytes(self, budget: Budget, numel: int) -> int:
         """Return the size of a payload: 24 bytes plus the two sections, rounded up to a multiple of 8."""
-        return self._layout(quotas, numel).nbytes
+        return self._layout(budget, numel).nbytes
 
     def encode(
         self,
         codec: Codec,
-        selection: Selection,
-        quotas: Quotas,
+        selection: SparseVector,
+        budget: Budget,
         numel: int,
         first_nonfinite: Int64[Tensor, ""],
         result: torch.dtype = torch.float32,
@@ -129,43 +129,43 @@ class SparseFormat:
 
         Args:
             codec: Codec for the selection's device.
-            selection: A selection of finite values, with the capacity of `quotas`.
-            quotas: Number of elements per tensor.
+            selection: A selection of finite values, with the capacity of `budget`.
+            budget: Number of elements per tensor.
             numel: Number of elements of the bucket.
             first_nonfinite: Index of the gradient's first non-finite element; numel if there is none.
-            result: Type of the gradients. Decoded values stay within its range.
+            result: Type of the gradients. Decoded values stay within its segment.
             ratio: Ratio of the elements sent in this step. Receivers must pass the same to `decode`.
         """
-        assert selection.values.numel() == quotas.capacity
-        layout = self._layout(quotas, numel)
+        assert selection.values.numel() == budget.capacity
+        layout = self._layout(budget, numel)
         if isinstance(layout.indices, PlainSection) and isinstance(self.values, CastValues):
             # one fused call with the same result: after a pass over the bucket, caches are cold for small calls
             dtypes, limit = (layout.indices.dtype, self.values.torch_dtype), self.values.largest(result)
-            how = (dtypes, limit, first_nonfinite, quotas.bounds, self.terms(ratio), layout.nbytes)
+            how = (dtypes, limit, first_nonfinite, budget.bounds, self.terms(ratio), layout.nbytes)
             payload, values = codec.encode_plain(selection, *how)
-            return Encoded(payload, Selection(selection.indices, values, selection.count), selection.values)
+            return Encoded(payload, SparseVector(selection.indices, values, selection.count), selection.values)
         payload = codec.blank(layout.nbytes, selection.values)
         own = layout.indices.encode_(codec, selection, payload[layout.index_bytes])
         section = payload[layout.value_bytes]
-        values, scale = self.values.encode_(codec, own, quotas.bounds, section, result)
-        codec.seal_(payload, own.count, first_nonfinite, quotas.bounds, scale, self.terms(ratio))
-        return Encoded(payload, Selection(own.indices, values, own.count), own.values)
+        values, scale = self.values.encode_(codec, own, budget.bounds, section, result)
+        codec.seal_(payload, own.count, first_nonfinite, budget.bounds, scale, self.terms(ratio))
+        return Encoded(payload, SparseVector(own.indices, values, own.count), own.values)
 
     def decode(
         self,
         codec: Codec,
         payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        quotas: Quotas,
+        budget: Budget,
         numel: int,
         ratio: float = 1.0,
         what: str = "a payload",
-    ) -> tuple[list[Selection], list[int]]:
+    ) -> tuple[list[SparseVector], list[int]]:
         """Decode the payloads of all ranks.
 
         Args:
             codec: Codec for the payloads' device.
             payloads: One payload per rank.
-            quotas: As in `encode`.
+            budget: As in `encode`.
             numel: As in `encode`.
             ratio: The ratio with which this rank has encoded.
             what: Name of the payloads in errors.
@@ -178,7 +178,7 @@ class SparseFormat:
             PayloadError: A rank encoded with another ratio or format, or a payload has another size, a wrong
                 checksum, or content that `encode` never writes. The message names the rank.
         """
-        ranges, layout, terms = quotas.bounds.numel() - 1, self._layout(quotas, numel), self.terms(ratio)
+        segments, layout, terms = budget.bounds.numel() - 1, self._layout(budget, numel), self.terms(ratio)
         check_sizes(payloads, layout.nbytes, terms, what)
         selections, facts = [], []
         for given in payloads:
@@ -186,8 +186,8 @@ class SparseFormat:
             header = codec.unseal(payload)
             indices, sound = layout.indices.decode(codec, payload[layout.index_bytes], header.count)
             section = payload[layout.value_bytes]
-            values, finite = self.values.decode(codec, section, indices, header, quotas.bounds)
-            selections.append(Selection(indices, values, header.count))
+            values, finite = self.values.decode(codec, section, indices, header, budget.bounds)
+            selections.append(SparseVector(indices, values, header.count))
             facts += [header.count, header.number, *header.terms, header.sealed, sound, finite]
         known = read_facts(facts)
         for rank in range(len(selections)):
@@ -195,18 +195,18 @@ class SparseFormat:
             if not sealed:
                 raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
             refuse_other_terms(rank, theirs, terms, what)
-            if not 0 <= count <= quotas.capacity:
-                raise PayloadError(f"rank {rank} sent {count} elements, at most {quotas.capacity} fit")
-            if not 0 <= number <= ranges:
-                raise PayloadError(f"rank {rank} names tensor {number} of {ranges} as not finite")
+            if not 0 <= count <= budget.capacity:
+                raise PayloadError(f"rank {rank} sent {count} elements, at most {budget.capacity} fit")
+            if not 0 <= number <= segments:
+                raise PayloadError(f"rank {rank} names tensor {number} of {segments} as not finite")
             if not good:
                 raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
             if not fine:
                 raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
         return selections, known[1::7]
 
-    def _layout(self, quotas: Quotas, numel: int) -> Layout:
-        key = (quotas.capacity, quotas.bounds.numel() - 1, numel)
+    def _layout(self, budget: Budget, numel: int) -> Layout:
+        key = (budget.capacity, budget.bounds.numel() - 1, numel)
         found = self._layouts.get(key)
         return found if found is not None else self._layouts.setdefault(key, self._plan(*key))
 
@@ -224,10 +224,10 @@ class SparseFormat:
         """Layouts by the arguments of `_plan`. A function cache would hash the format, as slow as encoding."""
         return {}
 
-    def _plan(self, capacity: int, ranges: int, numel: int) -> Layout:
+    def _plan(self, capacity: int, segments: int, numel: int) -> Layout:
         indices = self.indices.plan(capacity, numel)
         middle = HEADER_BYTES + indices.nbytes
-        end = middle + self.values.nbytes(capacity, ranges)
+        end = middle + self.values.nbytes(capacity, segments)
         return Layout(indices, slice(HEADER_BYTES, middle), slice(middle, end), -(-end // 8) * 8)
 
 

@@ -48,7 +48,7 @@ def unseal(
     codec: Codec,
     payloads: Sequence[UInt8[Tensor, "total"]],
     nbytes: int,
-    ranges: int,
+    segments: int,
     terms: Terms,
     what: str,
 ) -> tuple[list[UInt8[Tensor, "nbytes"]], list[int]]:
@@ -58,7 +58,7 @@ def unseal(
         codec: Codec for the payloads' device.
         payloads: One buffer per rank.
         nbytes: Bytes of codes.
-        ranges: Number of tensors in the bucket.
+        segments: Number of tensors in the bucket.
         terms: Terms of this rank.
         what: Name of the payloads in errors.
 
@@ -79,7 +79,7 @@ def unseal(
     known = read_facts(facts)
     for rank in range(len(codes)):
         number, sealed, count, *theirs = known[5 * rank : 5 * rank + 5]
-        if not sealed or count or not 0 <= number <= ranges:
+        if not sealed or count or not 0 <= number <= segments:
             raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
         refuse_other_terms(rank, theirs, terms, what)
     return codes, known[::5]

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec.protocol import Codec, Header
-from dgc.kernels.selection.protocol import Selection
+from dgc.kernels.selection.protocol import SparseVector
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FP32 = torch.finfo(torch.float32)
@@ -33,21 +33,21 @@ class ValueFormat(Protocol):
         """Format for a dense all-reduce of all values. Never bf16, which no transport can add."""
         ...
 
-    def nbytes(self, capacity: int, ranges: int) -> int:
-        """Return the size in bytes of the section for `capacity` elements from `ranges` tensors."""
+    def nbytes(self, capacity: int, segments: int) -> int:
+        """Return the size in bytes of the section for `capacity` elements from `segments` tensors."""
         ...
 
     def encode_(
         self,
         codec: Codec,
-        selection: Selection,
+        selection: SparseVector,
         bounds: Int64[Tensor, "bounds"],
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
         """Write the values into a section of zeros.
 
-        Decoded values stay within the range of `result`, the type of the gradients.
+        Decoded values stay within the segment of `result`, the type of the gradients.
 
         Returns:
             (the values that `decode` will return, the scale for the header).
@@ -95,7 +95,7 @@ class CastValues:
     def dense(self) -> "CastValues":
         return self if self.dtype != "bf16" else CastValues()
 
-    def nbytes(self, capacity: int, ranges: int) -> int:
+    def nbytes(self, capacity: int, segments: int) -> int:
         return capacity * self.itemsize
 
     def largest(self, result: torch.dtype) -> float:
@@ -122,7 +122,7 @@ class CastValues:
     def encode_(
         self,
         codec: Codec,
-        selection: Selection,
+        selection: SparseVector,
         bounds: Int64[Tensor, "bounds"],
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
@@ -148,19 +148,19 @@ class Int8Values:
     def dense(self) -> CastValues:
         return CastValues()
 
-    def nbytes(self, capacity: int, ranges: int) -> int:
-        return 4 * ranges + capacity
+    def nbytes(self, capacity: int, segments: int) -> int:
+        return 4 * segments + capacity
 
     def encode_(
         self,
         codec: Codec,
-        selection: Selection,
+        selection: SparseVector,
         bounds: Int64[Tensor, "bounds"],
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
         # 127 * (largest / 127) may exceed the largest magnitude by rounding
-        cut = Selection(selection.indices, within(selection.values, result, 2.0**-20), selection.count)
+        cut = SparseVector(selection.indices, within(selection.values, result, 2.0**-20), selection.count)
         return codec.int8_encode_(cut, bounds, section), torch.ones((), dtype=torch.float32, device=section.device)
 
     def decode(
@@ -182,18 +182,18 @@ class SignValues:
     def dense(self) -> CastValues:
         return CastValues()
 
-    def nbytes(self, capacity: int, ranges: int) -> int:
-        return 4 * ranges + (capacity + 7) // 8
+    def nbytes(self, capacity: int, segments: int) -> int:
+        return 4 * segments + (capacity + 7) // 8
 
     def encode_(
         self,
         codec: Codec,
-        selection: Selection,
+        selection: SparseVector,
         bounds: Int64[Tensor, "bounds"],
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        cut = Selection(selection.indices, within(selection.values, result, 0.0), selection.count)
+        cut = SparseVector(selection.indices, within(selection.values, result, 0.0), selection.count)
         return codec.sign_encode_(cut, bounds, section), torch.ones((), dtype=torch.float32, device=section.device)
 
     def decode(

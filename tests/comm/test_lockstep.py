@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, ReduceScatter, Talk
+from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, ReduceScatter, RunningConversation
 from dgc.comm.lockstep import LockstepError, LockstepWorld
 
 
@@ -392,7 +392,8 @@ def test_ranks_that_wait_for_each_other_under_different_names():
     assert isinstance(error, LockstepError) and "waits for ranks" in str(error)
 
 
-# --- Talk ------------------------------------------------------------------------------------------
+# --- RunningConversation
+# ------------------------------------------------------------------------------------------
 
 
 def test_talk_of_no_round_is_done_at_once():
@@ -400,7 +401,7 @@ def test_talk_of_no_round_is_done_at_once():
         yield from ()
         return 7
 
-    talk = Talk("t", body(), LockstepWorld(1).transports[0], Meter())
+    talk = RunningConversation("t", body(), LockstepWorld(1).transports[0], Meter())
     assert talk.done and talk.advance() and talk.finish() == 7 and talk.rounds == 0
 
 
@@ -412,9 +413,9 @@ def test_talk_advances_round_by_round_and_never_waits():
         (b,) = yield (AllReduce(a * 2, "sum"),)
         return b.item()
 
-    first = Talk("t", body(1.0), world.transports[0], meters[0])
+    first = RunningConversation("t", body(1.0), world.transports[0], meters[0])
     assert first.rounds == 1 and not first.advance() and first.rounds == 1
-    second = Talk("t", body(2.0), world.transports[1], meters[1])
+    second = RunningConversation("t", body(2.0), world.transports[1], meters[1])
     assert not first.advance() and first.rounds == 2
     assert second.advance() and second.finish() == 12.0
     assert first.advance() and first.finish() == 12.0
@@ -434,5 +435,5 @@ def test_talk_names_its_rounds():
         yield (AllReduce(torch.ones(1)),)
         yield (AllReduce(torch.ones(1)),)
 
-    Talk("bucket", body(), Transport(LockstepWorld(1), 0), Meter()).finish()
+    RunningConversation("bucket", body(), Transport(LockstepWorld(1), 0), Meter()).finish()
     assert names == ["bucket.0", "bucket.1"]

@@ -6,7 +6,7 @@ No GPU is needed: a stand-in for its event says when a copy is done.
 import pytest
 import torch
 
-from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, ReduceScatter, Talk
+from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, ReduceScatter, RunningConversation
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.staging import Staged
 
@@ -121,7 +121,7 @@ def test_replies_are_those_of_the_carrier(make):
             (reply,) = yield (make(transport.rank),)
             return leaves(reply)
 
-        return Talk("t", body(), transport, Meter()).finish()
+        return RunningConversation("t", body(), transport, Meter()).finish()
 
     plain = LockstepWorld(2).run(talk)
     through = LockstepWorld(2).run(lambda transport: talk(staged(transport)))

@@ -169,12 +169,12 @@ class Watching(DGCSGDMemory):
         self.then = [sent.indices.clone(), sent.values.clone(), sent.count.clone()]
         super().sent_(bucket, sent)
 
-    def due(self, bucket):
-        due = super().due(bucket)
-        if due.sent is not None:
-            now = due.sent.indices, due.sent.values, due.sent.count
+    def pass_inputs(self, bucket):
+        inputs = super().pass_inputs(bucket)
+        if inputs.sent is not None:
+            now = inputs.sent.indices, inputs.sent.values, inputs.sent.count
             self.kept.append(all(torch.equal(a, b) for a, b in zip(self.then, now, strict=True)))
-        return due
+        return inputs
 
 
 @pytest.mark.parametrize("values", [CastValues("fp32"), CastValues("fp16"), Int8Values(), SignValues()])

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from dgc.kernels.quantize.triton import TritonQuantizers
 from dgc.kernels.selection import triton as tier
-from dgc.kernels.selection.protocol import Accumulation, Quotas, Selection
+from dgc.kernels.selection.protocol import Budget, PassInputs, SparseVector
 from dgc.kernels.triton_tables import WARPS
 
 POINTERS = {
@@ -65,19 +65,19 @@ class Compile:
 def every_operation(kernels, dtypes):
     n, capacity = 6000, 50
     bounds = torch.tensor([0, 2500, n])
-    quotas, floors = Quotas(bounds, torch.tensor([20, 30]), capacity), torch.ones(2)
+    budget, lower_bounds = Budget(bounds, torch.tensor([20, 30]), capacity), torch.ones(2)
     u, v, x = torch.zeros(n), torch.zeros(n), torch.zeros(capacity)
-    part = Selection(x.int(), x, torch.tensor(capacity, dtype=torch.int32))
+    part = SparseVector(x.int(), x, torch.tensor(capacity, dtype=torch.int32))
     for dtype in dtypes:
         p = torch.zeros(n, dtype=dtype)
-        kernels.accumulate_(Accumulation((p,), None, v))
-        kernels.accumulate_(Accumulation((p,), u, v, 0.9, True))
-        kernels.accumulate_and_select_(Accumulation((p,), u, v, 0.9), quotas, floors)
+        kernels.accumulate_(PassInputs((p,), None, v))
+        kernels.accumulate_(PassInputs((p,), u, v, 0.9, True))
+        kernels.accumulate_and_select_(PassInputs((p,), u, v, 0.9), budget, lower_bounds)
         kernels.decay_(p, p, 0.1, 0.1, 0.9, True)
         kernels.subtract_at_([p[:2500], p[2500:]], bounds, x.long(), x, [0.1, 0.1])
-    kernels.select(v, quotas)
+    kernels.select(v, budget)
     kernels.moments(v, bounds)
-    kernels.tail(v, bounds, floors)
+    kernels.tail(v, bounds, lower_bounds)
     for own_u in (u, None):
         kernels.take_(part, own_u, v)
     kernels.merge_mean([part, part], 2, n)

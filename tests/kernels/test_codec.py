@@ -10,10 +10,10 @@ from wire.payloads import (
     FORMATS,
     INDICES,
     SOME,
+    budget_of,
     clustered,
     decode,
     encode,
-    quotas_of,
     scattered,
     seal_,
     selection_of,
@@ -51,13 +51,13 @@ def test_codecs_agree_bit_for_bit(form):
     reference, native = CODECS["reference"], CODECS["native"]
     for seed, (support, numel) in enumerate(supports()):
         capacity = min(numel, support.numel() + 131 * (seed % 2))
-        quotas = quotas_of(capacity, 0, numel // 3, numel // 3, numel)
+        budget = budget_of(capacity, 0, numel // 3, numel // 3, numel)
         selection = selection_of(support, capacity=capacity, seed=seed)
-        one, other = (encode(form, selection, quotas, numel, 0, c) for c in (reference, native))
+        one, other = (encode(form, selection, budget, numel, 0, c) for c in (reference, native))
         assert torch.equal(one.payload, other.payload)
         assert same(one.sent.values, other.sent.values) and same(one.own, other.own)
         assert torch.equal(one.sent.indices, other.sent.indices) and one.sent.count == other.sent.count
-        (got, _), (also, _) = (decode(form, [one.payload], quotas, numel, c) for c in (reference, native))
+        (got, _), (also, _) = (decode(form, [one.payload], budget, numel, c) for c in (reference, native))
         assert torch.equal(got[0].indices, also[0].indices) and same(got[0].values, also[0].values)
 
 
@@ -68,8 +68,8 @@ def test_codecs_agree_on_what_is_broken(form):
     generator = torch.Generator().manual_seed(3)
     for trial in range(60):
         count = (1, 5, 130, 600)[trial % 4]
-        quotas = quotas_of(count, 0, 20, 3000)
-        payload = encode(form, selection_of(scattered(3000, count, trial)), quotas, 3000).payload
+        budget = budget_of(count, 0, 20, 3000)
+        payload = encode(form, selection_of(scattered(3000, count, trial)), budget, 3000).payload
         noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
         some = torch.rand(payload.shape, generator=generator) < (1.0, 0.05, 0.003)[trial % 3]
         some[16:HEADER_BYTES] = False  # the terms: other ones are refused before anything is decoded
@@ -78,7 +78,7 @@ def test_codecs_agree_on_what_is_broken(form):
         outcomes = []
         for codec in CODECS.values():
             try:
-                (got,), _ = decode(form, [payload], quotas, 3000, codec)
+                (got,), _ = decode(form, [payload], budget, 3000, codec)
                 outcomes.append((got.indices.tolist(), got.values.view(torch.int32).tolist()))
             except PayloadError as error:
                 outcomes.append((str(error), None))
@@ -241,10 +241,10 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", SOME)
 def test_encoding_never_waits_and_decoding_does_once(name):
-    form, quotas = FORMATS[name], quotas_of(40, 0, 500, 5000)
+    form, budget = FORMATS[name], budget_of(40, 0, 500, 5000)
     selection, first = selection_of(scattered(5000, 30), capacity=40), torch.tensor(5000)
     with Waits() as waits:
-        done = form.encode(CODECS["reference"], selection, quotas, 5000, first)
+        done = form.encode(CODECS["reference"], selection, budget, 5000, first)
     assert len(waits.seen) > 5 and not waits.waiting
     with Waits() as waits:
         plan = form.indices.plan(40, 5000)

@@ -1,4 +1,4 @@
-"""Every tier gives the reference's bits, whatever the sizes, the numbers and the floors."""
+"""Every tier gives the reference's bits, whatever the sizes, the numbers and the lower bounds."""
 
 from functools import cache
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernels.tiers import NAMES, tier
 
-from dgc.kernels import Accumulation, Chosen, Quotas
+from dgc.kernels import Budget, PassInputs, TopKResult
 from dgc.kernels.selection.protocol import TOO_LARGE
 from dgc.kernels.selection.reference import Reference, as_selection
 
@@ -49,16 +49,16 @@ DATA = {
 SIZES = (0, 1, 15, 16, 17, 100, 1000, 4097, 70001)
 
 
-def quotas_for(n, ratio, pieces):
+def budget_for(n, ratio, pieces):
     """Ranges of uneven sizes, empty ones included, with k = ceil(ratio * size)."""
     generator = torch.Generator().manual_seed(n + pieces)
     cuts = sorted(torch.randint(n + 1, (pieces - 1,), generator=generator).tolist())
     bounds = [0, *cuts, n]
     ks = [-int(-(b - a) * ratio // 1) for a, b in zip(bounds, bounds[1:], strict=False)]
-    return Quotas(torch.tensor(bounds), torch.tensor(ks), sum(ks))
+    return Budget(torch.tensor(bounds), torch.tensor(ks), sum(ks))
 
 
-QUOTAS = [(0.001, 1), (0.001, 7), (0.01, 3), (0.1, 5), (1.0, 2), (0.0, 2), (0.03, 200)]
+BUDGETS = [(0.001, 1), (0.001, 7), (0.01, 3), (0.1, 5), (1.0, 2), (0.0, 2), (0.03, 200)]
 
 
 def same(a, b):
@@ -70,72 +70,72 @@ def _bits(tensor):
     return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
 
 
-def assert_same_choice(ours: Chosen, expected: Chosen):
-    assert int(ours.selection.count) == int(expected.selection.count)
-    assert same(ours.selection.indices, expected.selection.indices)
-    assert same(ours.selection.values, expected.selection.values)
+def assert_same_choice(ours: TopKResult, expected: TopKResult):
+    assert int(ours.elements.count) == int(expected.elements.count)
+    assert same(ours.elements.indices, expected.elements.indices)
+    assert same(ours.elements.values, expected.elements.values)
     assert same(ours.thresholds, expected.thresholds)
     assert int(ours.first_nonfinite) == int(expected.first_nonfinite)
 
 
 @cache
 def selected(kind, n):
-    """v, and for each of QUOTAS what the reference chooses: it is the same for every tier."""
+    """v, and for each of BUDGETS what the reference chooses: it is the same for every tier."""
     v = DATA[kind](n)
-    plans = [quotas_for(n, ratio, pieces) for ratio, pieces in QUOTAS]
-    return v, [(quotas, REFERENCE.select(v, quotas)) for quotas in plans]
+    plans = [budget_for(n, ratio, pieces) for ratio, pieces in BUDGETS]
+    return v, [(budget, REFERENCE.select(v, budget)) for budget in plans]
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_select(kernels, kind):
     for n in SIZES:
         v, choices = selected(kind, n)
-        for quotas, expected in choices:
-            assert_same_choice(kernels.select(v, quotas), expected)
+        for budget, expected in choices:
+            assert_same_choice(kernels.select(v, budget), expected)
 
 
 @pytest.mark.parametrize("kind", ["wall", "levels"])
-@pytest.mark.parametrize("floor", [0.5, 0.98, 1.0, 1.001, float("inf")])
-def test_floors_do_not_change_what_is_selected(kernels, kind, floor):
+@pytest.mark.parametrize("lower_bound", [0.5, 0.98, 1.0, 1.001, float("inf")])
+def test_floors_do_not_change_what_is_selected(kernels, kind, lower_bound):
     for n in (17, 70001):
         v, choices = selected(kind, n)
-        for quotas, expected in choices:
-            assert_same_choice(kernels.select(v, quotas, expected.thresholds * floor), expected)
+        for budget, expected in choices:
+            assert_same_choice(kernels.select(v, budget, expected.thresholds * lower_bound), expected)
 
 
 @cache
 def accumulated(kind, n, number):
     """Plan and inputs of case `number`, the state that the reference leaves and its choice.
 
-    They depend neither on the floors nor on the tier.
+    They depend neither on the lower bounds nor on the tier.
     """
     nesterov = number % 2 == 1
-    quotas = quotas_for(n, *QUOTAS[number])
+    budget = budget_for(n, *BUDGETS[number])
     g, u, v = random(n, 11 if nesterov else 10), random(n, 12), DATA[kind](n)
-    theirs = Accumulation((g,), u.clone(), v.clone(), 0.9, nesterov)
-    expected = REFERENCE.accumulate_and_select_(theirs, quotas, None)
-    return quotas, Accumulation((g,), u, v, 0.9, nesterov), theirs, expected
+    theirs = PassInputs((g,), u.clone(), v.clone(), 0.9, nesterov)
+    expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
+    return budget, PassInputs((g,), u, v, 0.9, nesterov), theirs, expected
 
 
 @pytest.mark.parametrize("kind", ["normal", "wall", "heavy", "zeros", "levels"])
-@pytest.mark.parametrize("floor", [None, 0.0, 0.5, 0.98, 1.0, 2.0, float("inf"), float("nan"), -1.0])
-def test_accumulate_and_select(kernels, kind, floor):
-    """Floors that fit (0.98 of the threshold), are too low, too high or nonsense choose the same."""
+@pytest.mark.parametrize("lower_bound", [None, 0.0, 0.5, 0.98, 1.0, 2.0, float("inf"), float("nan"), -1.0])
+def test_accumulate_and_select(kernels, kind, lower_bound):
+    """Lower bounds that fit (0.98 of the threshold), are too low, too high or nonsense choose the same."""
     for n in (0, 1, 17, 4097, 70001):
-        for number in range(len(QUOTAS)):
-            quotas, start, theirs, expected = accumulated(kind, n, number)
-            ours = Accumulation(start.g, start.u.clone(), start.v.clone(), 0.9, start.nesterov)
-            floors = None if floor is None else expected.thresholds * floor
-            assert_same_choice(kernels.accumulate_and_select_(ours, quotas, floors), expected)
+        for number in range(len(BUDGETS)):
+            budget, start, theirs, expected = accumulated(kind, n, number)
+            ours = PassInputs(start.g, start.u.clone(), start.v.clone(), 0.9, start.nesterov)
+            lower_bounds = None if lower_bound is None else expected.thresholds * lower_bound
+            assert_same_choice(kernels.accumulate_and_select_(ours, budget, lower_bounds), expected)
             assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
 
 
 def test_a_good_floor_is_not_missed_and_a_high_one_is(kernels):
-    v, quotas = wall(70001), Quotas(torch.tensor([0, 30000, 70001]), torch.tensor([30, 400]), 430)
-    thresholds = REFERENCE.select(v, quotas).thresholds
+    v, budget = wall(70001), Budget(torch.tensor([0, 30000, 70001]), torch.tensor([30, 400]), 430)
+    thresholds = REFERENCE.select(v, budget).thresholds
     for factor, missed in ((0.98, 0), (1.001, 2)):
-        due = Accumulation((torch.zeros(70001),), None, v.clone())
-        assert int(kernels.accumulate_and_select_(due, quotas, thresholds * factor).missed) == missed
+        inputs = PassInputs((torch.zeros(70001),), None, v.clone())
+        assert int(kernels.accumulate_and_select_(inputs, budget, thresholds * factor).missed) == missed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -144,8 +144,8 @@ def test_accumulate(kernels, dtype, form):
     for n in SIZES:
         g = random(n, 20).to(dtype)
         u = None if form == "residual" else random(n, 21)
-        theirs = Accumulation((g,), u, random(n, 22), 0.9, form == "nesterov")
-        ours = Accumulation((g,), None if u is None else u.clone(), theirs.v.clone(), 0.9, form == "nesterov")
+        theirs = PassInputs((g,), u, random(n, 22), 0.9, form == "nesterov")
+        ours = PassInputs((g,), None if u is None else u.clone(), theirs.v.clone(), 0.9, form == "nesterov")
         for _ in range(3):
             assert int(kernels.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == n
         assert same(ours.v, theirs.v) and (u is None or same(ours.u, theirs.u))
@@ -158,13 +158,13 @@ def test_nonfinite_elements_count_as_zero(kernels, bad):
             g = random(n, 30)
             g[where] = bad
             g[n - 1] = bad
-            quotas = quotas_for(n, 0.1, 3)
-            theirs = Accumulation((g,), random(n, 31), random(n, 32), 0.9)
-            ours = Accumulation((g.clone(),), theirs.u.clone(), theirs.v.clone(), 0.9)
-            expected = REFERENCE.accumulate_and_select_(theirs, quotas, None)
+            budget = budget_for(n, 0.1, 3)
+            theirs = PassInputs((g,), random(n, 31), random(n, 32), 0.9)
+            ours = PassInputs((g.clone(),), theirs.u.clone(), theirs.v.clone(), 0.9)
+            expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
             assert int(expected.first_nonfinite) == where
-            floors = expected.thresholds * 0.9
-            assert_same_choice(kernels.accumulate_and_select_(ours, quotas, floors), expected)
+            lower_bounds = expected.thresholds * 0.9
+            assert_same_choice(kernels.accumulate_and_select_(ours, budget, lower_bounds), expected)
             assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
             assert torch.isfinite(ours.v).all()
 
@@ -176,7 +176,7 @@ def test_no_number_of_usable_gradients_overflows_the_state(kernels, form):
     u, v = torch.full((40,), 2.0**90), torch.full((40,), 2.0**116)
     for momentum in (0.0, 0.9, 1 - 2.0**-24, 1.0):
         for sign in (1, -1):
-            ours = Accumulation(
+            ours = PassInputs(
                 (sign * g,), None if form == "residual" else sign * u, sign * v, momentum, form == "nesterov"
             )
             assert int(kernels.accumulate_(ours)) == 40
@@ -189,11 +189,11 @@ def test_gradients_in_pieces(kernels):
     whole = random(9000, 40)
     sizes = (1, 0, 3, 17, 4000, 4096, 883)
     pieces = tuple(torch.cat([torch.zeros(i + 1), part])[i + 1 :] for i, part in enumerate(whole.split(sizes)))
-    quotas = quotas_for(9000, 0.01, 4)
-    theirs = Accumulation((whole,), random(9000, 41), random(9000, 42), 0.9)
-    ours = Accumulation(pieces, theirs.u.clone(), theirs.v.clone(), 0.9)
-    expected = REFERENCE.accumulate_and_select_(theirs, quotas, None)
-    assert_same_choice(kernels.accumulate_and_select_(ours, quotas, expected.thresholds * 0.98), expected)
+    budget = budget_for(9000, 0.01, 4)
+    theirs = PassInputs((whole,), random(9000, 41), random(9000, 42), 0.9)
+    ours = PassInputs(pieces, theirs.u.clone(), theirs.v.clone(), 0.9)
+    expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
+    assert_same_choice(kernels.accumulate_and_select_(ours, budget, expected.thresholds * 0.98), expected)
     assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
 
 
@@ -254,9 +254,9 @@ def test_decay(kernels, dtype, nesterov):
 def test_floors_follow_the_thresholds(kernels):
     last = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1e-42, 1e38])
     before = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0, 0.0, 1e-42, 1e38])
-    floors = kernels.predicted_floors(last, before, 0.98)
+    lower_bounds = kernels.predicted_lower_bounds(last, before, 0.98)
     growth = torch.tensor([1.0, 1.0, 1.2, 0.97, 0.97, 1.2, 1.0, 1.0])
-    assert torch.equal(floors, last * growth * 0.98)
+    assert torch.equal(lower_bounds, last * growth * 0.98)
     many, fewer = random(1000, 9).abs(), random(1000, 10).abs()
-    wanted = REFERENCE.predicted_floors(many, fewer, 0.95)
-    assert torch.equal(kernels.predicted_floors(many, fewer, 0.95), wanted)
+    wanted = REFERENCE.predicted_lower_bounds(many, fewer, 0.95)
+    assert torch.equal(kernels.predicted_lower_bounds(many, fewer, 0.95), wanted)

@@ -10,7 +10,7 @@ from dgc.kernels.library import pointer, pointer_or_none, pointers
 from dgc.kernels.lowrank.native import NativeLowRank
 from dgc.kernels.quantize.native import NativeQuantizers
 from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.protocol import Accumulation, Quotas, Selection
+from dgc.kernels.selection.protocol import Budget, PassInputs, SparseVector
 
 KERNELS = Path(__file__).parents[2] / "dgc" / "kernels"
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -42,21 +42,21 @@ def test_kernels_refuse_other_tensors():
     n = 64
     x, other = torch.ones(n), torch.ones(n, dtype=torch.float64)
     strided, bounds = torch.ones(2 * n)[::2], torch.tensor([0, n])
-    quotas = Quotas(bounds, torch.tensor([3]), 3)
-    sent = native.select(x, quotas).selection
-    short = Quotas(bounds.int(), torch.tensor([3]), 3)
-    doubled = Selection(sent.indices, sent.values.double(), sent.count)
+    budget = Budget(bounds, torch.tensor([3]), 3)
+    sent = native.select(x, budget).elements
+    short = Budget(bounds.int(), torch.tensor([3]), 3)
+    doubled = SparseVector(sent.indices, sent.values.double(), sent.count)
     section = torch.zeros(64, dtype=torch.uint8)
     M, U, W = torch.ones(2, 4, 8), torch.ones(2, 1, 4), torch.ones(2, 1, 8)
     calls = {
-        "v": lambda: native.accumulate_(Accumulation((x,), None, other)),
-        "u": lambda: native.accumulate_(Accumulation((x,), other, x)),
-        "strided v": lambda: native.accumulate_(Accumulation((x,), None, strided)),
-        "strided g": lambda: native.accumulate_(Accumulation((strided,), None, x)),
-        "one of g": lambda: native.accumulate_(Accumulation((x[:32], other[:32]), None, x)),
-        "sent": lambda: native.accumulate_(Accumulation((x,), None, x, sent=doubled)),
+        "v": lambda: native.accumulate_(PassInputs((x,), None, other)),
+        "u": lambda: native.accumulate_(PassInputs((x,), other, x)),
+        "strided v": lambda: native.accumulate_(PassInputs((x,), None, strided)),
+        "strided g": lambda: native.accumulate_(PassInputs((strided,), None, x)),
+        "one of g": lambda: native.accumulate_(PassInputs((x[:32], other[:32]), None, x)),
+        "sent": lambda: native.accumulate_(PassInputs((x,), None, x, sent=doubled)),
         "bounds": lambda: native.select(x, short),
-        "floors": lambda: native.select(x, quotas, other[:1]),
+        "lower_bounds": lambda: native.select(x, budget, other[:1]),
         "moments": lambda: native.moments(other, bounds),
         "tail": lambda: native.tail(x, bounds, other[:1]),
         "take": lambda: native.take_(doubled, None, x),

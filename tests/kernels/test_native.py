@@ -1,4 +1,4 @@
-"""What is particular to the native tier: its ranges, threads and instruction sets, its building and loading."""
+"""What is particular to the native tier: its segments, threads and instruction sets, its building and loading."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from kernels.tiers import tier
 from dgc.kernels import build, library
 from dgc.kernels.library import KernelsMissing, supported_isas
 from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.protocol import TOO_LARGE, Accumulation, Chosen, Quotas
+from dgc.kernels.selection.protocol import TOO_LARGE, Budget, PassInputs, TopKResult
 from dgc.kernels.selection.reference import Reference, as_selection
 
 REFERENCE = Reference()
@@ -34,20 +34,20 @@ def random(n, seed):
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def quotas_of(*sizes_and_ks):
+def budget_of(*sizes_and_ks):
     sizes, ks = zip(*sizes_and_ks, strict=True)
-    return Quotas(torch.tensor([0, *sizes]).cumsum(0), torch.tensor(ks), sum(ks))
+    return Budget(torch.tensor([0, *sizes]).cumsum(0), torch.tensor(ks), sum(ks))
 
 
 def bits(tensor):
     return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
 
 
-def assert_same(ours: Chosen, expected: Chosen):
+def assert_same(ours: TopKResult, expected: TopKResult):
     for a, b in (
-        (ours.selection.indices, expected.selection.indices),
-        (ours.selection.values, expected.selection.values),
-        (ours.selection.count, expected.selection.count),
+        (ours.elements.indices, expected.elements.indices),
+        (ours.elements.values, expected.elements.values),
+        (ours.elements.count, expected.elements.count),
         (ours.thresholds, expected.thresholds),
         (ours.first_nonfinite, expected.first_nonfinite),
     ):
@@ -57,40 +57,40 @@ def assert_same(ours: Chosen, expected: Chosen):
 class Case:
     """A pass over random numbers and what the reference makes of it, computed once for all tiers."""
 
-    def __init__(self, quotas, bad=()):
-        n = int(quotas.bounds[-1])
-        self.quotas, self.g, self.u, self.v = quotas, random(n, 1), random(n, 2), random(n, 3)
+    def __init__(self, budget, bad=()):
+        n = int(budget.bounds[-1])
+        self.budget, self.g, self.u, self.v = budget, random(n, 1), random(n, 2), random(n, 3)
         for where, what in bad:
             self.g[where] = what
-        self.due = self.accumulation()
-        self.expected = REFERENCE.accumulate_and_select_(self.due, quotas, None)
+        self.inputs = self.accumulation()
+        self.expected = REFERENCE.accumulate_and_select_(self.inputs, budget, None)
 
     def accumulation(self):
-        return Accumulation((self.g,), self.u.clone(), self.v.clone(), 0.9)
+        return PassInputs((self.g,), self.u.clone(), self.v.clone(), 0.9)
 
-    def missed(self, native, floors=None):
-        """The number of ranges that are missed with these floors, of which nothing else may depend on them."""
+    def missed(self, native, lower_bounds=None):
+        """The number of segments missed with these lower bounds. Nothing else may depend on them."""
         ours = self.accumulation()
-        chosen = native.accumulate_and_select_(ours, self.quotas, floors)
+        chosen = native.accumulate_and_select_(ours, self.budget, lower_bounds)
         assert_same(chosen, self.expected)
-        assert torch.equal(bits(ours.u), bits(self.due.u)) and torch.equal(bits(ours.v), bits(self.due.v))
+        assert torch.equal(bits(ours.u), bits(self.inputs.u)) and torch.equal(bits(ours.v), bits(self.inputs.v))
         return int(chosen.missed)
 
 
 @cache
 def large():
-    """Several units of a range end up in different threads."""
-    return Case(quotas_of((300_001, 300), (5, 5), (0, 0), (400_000, 4000), (17, 0), (299_980, 1)))
+    """Several units of a segment end up in different threads."""
+    return Case(budget_of((300_001, 300), (5, 5), (0, 0), (400_000, 4000), (17, 0), (299_980, 1)))
 
 
 @cache
 def tiny():
-    return Case(quotas_of(*((i % 40, min(i % 40, i % 5)) for i in range(1000))))
+    return Case(budget_of(*((i % 40, min(i % 40, i % 5)) for i in range(1000))))
 
 
 @cache
 def spoiled(lane, bad):
-    return Case(quotas_of((34, 3), (36, 5)), [(lane, bad)])
+    return Case(budget_of((34, 3), (36, 5)), [(lane, bad)])
 
 
 def test_floors_that_fit_and_others(native):
@@ -98,7 +98,7 @@ def test_floors_that_fit_and_others(native):
     thresholds = case.expected.thresholds
     assert case.missed(native) == 0
     assert case.missed(native, thresholds * 0.98) == 0
-    # of the six ranges one is empty and one sends nothing: no floor is too high or too low for these
+    # of the six segments one is empty and one sends nothing: no lower bound is too high or too low for these
     assert case.missed(native, thresholds + 1e-3) == 4
     assert case.missed(native, torch.full_like(thresholds, 1e-30)) == 3
     for nonsense in (float("inf"), float("nan"), -1.0, 0.0):
@@ -110,21 +110,21 @@ def test_more_equal_magnitudes_than_any_list_holds(native, levels):
     """A sample tells of a level, but far more elements share it than candidates fit: magnitudes are counted."""
     n = 50_001
     v = (torch.arange(n) * 7919 % levels + 1.0) * (1 - 2 * (torch.arange(n) % 2)) * 0.37
-    quotas = quotas_of((20_000, 20), (30_001, 300))
-    assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+    budget = budget_of((20_000, 20), (30_001, 300))
+    assert_same(native.select(v, budget), REFERENCE.select(v, budget))
     v[::3] = 0
     v[1::97] = -0.0
-    assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+    assert_same(native.select(v, budget), REFERENCE.select(v, budget))
 
 
 def test_counting_finds_the_last_bit(native):
-    """Magnitudes that agree in their upper halves and lie so close that a sample's floor lets nearly all pass."""
+    """Equal upper halves of the bits: nearly all elements pass a sample's lower bound."""
     n = 60_000
     low = torch.randint(0, 1 << 16, (n,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     v = (low | 0x3F800000).view(torch.float32)
     v[: n // 2] = v[: n // 2].mean()
-    quotas = quotas_of((n, 6000))
-    assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+    budget = budget_of((n, 6000))
+    assert_same(native.select(v, budget), REFERENCE.select(v, budget))
 
 
 def test_structure_that_misleads_a_sample(native):
@@ -132,33 +132,33 @@ def test_structure_that_misleads_a_sample(native):
     n = 200_000
     v = random(n, 5) * 1e-3
     v[123_456:123_656] = random(200, 6)
-    quotas = quotas_of((n, 200))
-    assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+    budget = budget_of((n, 200))
+    assert_same(native.select(v, budget), REFERENCE.select(v, budget))
 
 
 def test_fewer_nonzero_than_asked_for(native):
     v = torch.zeros(300_000)
     v[[3, 77_000, 140_000, 299_999]] = torch.tensor([1.0, -1e-45, 3e38, 0.5])
-    quotas = quotas_of((100_000, 1000), (100_000, 1000), (100_000, 1))
+    budget = budget_of((100_000, 1000), (100_000, 1000), (100_000, 1))
     for _ in range(2):
-        chosen = native.select(v, quotas)
-        assert_same(chosen, REFERENCE.select(v, quotas))
-        assert chosen.selection.indices[:5].tolist() == [3, 77_000, 140_000, 299_999, 0]
+        chosen = native.select(v, budget)
+        assert_same(chosen, REFERENCE.select(v, budget))
+        assert chosen.elements.indices[:5].tolist() == [3, 77_000, 140_000, 299_999, 0]
         assert chosen.thresholds.tolist() == [0, 0, 0.5]
 
 
 def test_many_tiny_ranges(native):
     case = tiny()
-    for floors in (None, case.expected.thresholds * 0.9, case.expected.thresholds * 1.1):
-        case.missed(native, floors)
+    for lower_bounds in (None, case.expected.thresholds * 0.9, case.expected.thresholds * 1.1):
+        case.missed(native, lower_bounds)
 
 
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 50_003])
 def test_all_and_nothing(native, n):
     v = random(n, 10)
     for k in (0, n):
-        quotas = quotas_of((n, k))
-        assert_same(native.select(v, quotas), REFERENCE.select(v, quotas))
+        budget = budget_of((n, k))
+        assert_same(native.select(v, budget), REFERENCE.select(v, budget))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38])
@@ -169,7 +169,7 @@ def test_nonfinite_in_every_lane(native, bad):
         assert int(case.expected.first_nonfinite) == lane
         case.missed(native, case.expected.thresholds * 0.9)
         assert int(native.accumulate_(case.accumulation())) == lane
-        without_u = [Accumulation((case.g,), None, case.v.clone()) for _ in range(2)]
+        without_u = [PassInputs((case.g,), None, case.v.clone()) for _ in range(2)]
         assert int(native.accumulate_(without_u[0])) == int(REFERENCE.accumulate_(without_u[1])) == lane
         assert torch.equal(bits(without_u[0].v), bits(without_u[1].v))
 
@@ -178,18 +178,18 @@ def test_nonfinite_far_apart(native):
     """The first one counts, whichever thread comes first."""
     g = torch.zeros(1_000_003)
     g[[200_000, 500_000, 999_999]] = float("nan")
-    assert int(native.accumulate_(Accumulation((g,), None, torch.zeros_like(g)))) == 200_000
+    assert int(native.accumulate_(PassInputs((g,), None, torch.zeros_like(g)))) == 200_000
 
 
 def test_pieces_shorter_than_a_vector(native):
     sizes = [1, 2, 0, 3, 30, 0, 0, 200_000, 7, 100_000, 1, 0]
     whole = random(sum(sizes), 14)
     pieces = tuple(torch.cat([torch.zeros(3), part])[3:] for part in whole.split(sizes))
-    quotas = quotas_of((200_010, 700), (sum(sizes) - 200_010, 50))
-    due = [Accumulation(g, random(len(whole), 15), random(len(whole), 16), 0.9) for g in (pieces, (whole,))]
-    expected = REFERENCE.accumulate_and_select_(due[1], quotas, None)
-    assert_same(native.accumulate_and_select_(due[0], quotas, None), expected)
-    assert torch.equal(due[0].u, due[1].u) and torch.equal(due[0].v, due[1].v)
+    budget = budget_of((200_010, 700), (sum(sizes) - 200_010, 50))
+    inputs = [PassInputs(g, random(len(whole), 15), random(len(whole), 16), 0.9) for g in (pieces, (whole,))]
+    expected = REFERENCE.accumulate_and_select_(inputs[1], budget, None)
+    assert_same(native.accumulate_and_select_(inputs[0], budget, None), expected)
+    assert torch.equal(inputs[0].u, inputs[1].u) and torch.equal(inputs[0].v, inputs[1].v)
 
 
 def test_large_merge_and_subtract(native):
@@ -210,13 +210,13 @@ def test_large_merge_and_subtract(native):
 
 
 def test_several_python_threads_at_once(native):
-    quotas = quotas_of((100_000, 100), (60_000, 6000))
+    budget = budget_of((100_000, 100), (60_000, 6000))
     states = [random(160_000, 20 + i) for i in range(4)]
-    expected = [REFERENCE.select(v, quotas) for v in states]
-    found: dict[int, list[Chosen]] = {}
+    expected = [REFERENCE.select(v, budget) for v in states]
+    found: dict[int, list[TopKResult]] = {}
 
     def work(i):
-        found[i] = [native.select(states[i], quotas) for _ in range(5)]
+        found[i] = [native.select(states[i], budget) for _ in range(5)]
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for worker in workers:
@@ -246,12 +246,12 @@ def test_a_child_of_fork_has_threads_of_its_own():
 import os, torch
 torch.set_num_threads(3)
 from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.protocol import Quotas
+from dgc.kernels.selection.protocol import Budget
 native, v = Native(), torch.randn(400_000)
-quotas = Quotas(torch.tensor([0, 400_000]), torch.tensor([400]), 400)
-before = native.select(v, quotas).selection.indices
+budget = Budget(torch.tensor([0, 400_000]), torch.tensor([400]), 400)
+before = native.select(v, budget).elements.indices
 child = os.fork()
-same = torch.equal(native.select(v, quotas).selection.indices, before)
+same = torch.equal(native.select(v, budget).elements.indices, before)
 if child == 0:
     os._exit(0 if same else 1)
 assert same and os.waitpid(child, 0)[1] == 0

@@ -46,13 +46,13 @@ def wild(n):
 
 
 def numbers(n):
-    """Buffers, and a unit for what their ranges need."""
+    """Buffers, and a unit for what their segments need."""
     return [(random(n, 2), 1.0), (random(n, 3) * 1e37, 1e37), (random(n, 4) * 1e-40, 1e-40), (wild(n), 1e-3)]
 
 
 @cache
 def cases(n):
-    """(v, bounds, a magnitude for each range): one range, and uneven ones, some of them empty."""
+    """(v, bounds, a magnitude for each segment): one segment, and uneven ones, some of them empty."""
     cuts = torch.randint(n + 1, (7,), generator=torch.Generator().manual_seed(n)).msort()
     uneven = torch.tensor([0, 0, *cuts.tolist(), *cuts[3:4].tolist(), n, n]).msort()
     ways = (torch.tensor([0, n]), uneven)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dgc.kernels import Accumulation
+from dgc.kernels import PassInputs
 from dgc.kernels.selection.protocol import TOO_LARGE
 from dgc.kernels.selection.reference import (
     Reference,
@@ -32,7 +32,7 @@ def test_formulas_in_float64(n, momentum, nesterov):
     u64, v64 = u.double(), v.double()
     for step in range(4):
         g = random(n, 10 + step)
-        REFERENCE.accumulate_(Accumulation((g,), u, v, momentum, nesterov))
+        REFERENCE.accumulate_(PassInputs((g,), u, v, momentum, nesterov))
         if nesterov:
             u64 = momentum * (u64 + g.double())
             v64 = v64 + u64 + g.double()
@@ -53,14 +53,14 @@ def test_one_step_is_torchs_direction(nesterov):
         g, v, before = random(50, step), torch.zeros(50), p.detach().clone()
         p.grad = g.double()
         optimizer.step()
-        REFERENCE.accumulate_(Accumulation((g,), u, v, 0.9, nesterov))
+        REFERENCE.accumulate_(PassInputs((g,), u, v, 0.9, nesterov))
         torch.testing.assert_close(v.double(), before - p.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_of_other_types_leave_the_state_in_fp32(dtype):
     u, v, g = torch.full((3,), 0.1), torch.full((3,), 0.2), torch.tensor([1.0, -2.0, 0.5]).to(dtype)
-    REFERENCE.accumulate_(Accumulation((g,), u, v, 0.9, False))
+    REFERENCE.accumulate_(PassInputs((g,), u, v, 0.9, False))
     assert u.dtype == v.dtype == torch.float32
     torch.testing.assert_close(u, torch.tensor([1.09, -1.91, 0.59]))
     torch.testing.assert_close(v, torch.tensor([1.29, -1.71, 0.79]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernels.tiers import NAMES, tier
 
-from dgc.kernels import Accumulation, Quotas, Selection
+from dgc.kernels import Budget, PassInputs, SparseVector
 from dgc.kernels.library import supported_isas
 from dgc.kernels.selection.reference import Reference
 
@@ -32,7 +32,7 @@ def sent_of(n, indices):
     entries = torch.tensor(sorted(set(indices)), dtype=torch.int64)
     values = torch.cat([random(n, 5)[entries].half().float(), tail + 7.0])
     count = torch.tensor(entries.numel(), dtype=torch.int32)
-    return Selection(torch.cat([entries, tail]).int(), values, count)
+    return SparseVector(torch.cat([entries, tail]).int(), values, count)
 
 
 def some(n, share):
@@ -50,7 +50,7 @@ def passes(n, form, masking, sent, pieces=None, offset=0):
         for _ in range(2)
     ]
     return [
-        Accumulation(g.split(pieces) if pieces else (g,), u, v, 0.9, form == "nesterov", sent, masking)
+        PassInputs(g.split(pieces) if pieces else (g,), u, v, 0.9, form == "nesterov", sent, masking)
         for u, v in states
     ]
 
@@ -59,10 +59,10 @@ def same(a, b):
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def eagerly(due):
+def eagerly(inputs):
     """Take out what was sent, then do a pass that knows of nothing sent."""
-    REFERENCE.take_(due.sent, due.u if due.masking else None, due.v)
-    return replace(due, sent=None)
+    REFERENCE.take_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
+    return replace(inputs, sent=None)
 
 
 def assert_same_state(ours, theirs):
@@ -95,22 +95,22 @@ def test_pieces_and_addresses_of_any_kind(kernels, form, offset):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("masking", [True, False])
-@pytest.mark.parametrize("floor", [None, 0.0, 0.98, 1.001, 1e-30, float("inf")])
-def test_accumulate_and_select(kernels, form, masking, floor):
-    """Floors that fit, and such that a second pass over v is needed, which may take nothing out again."""
+@pytest.mark.parametrize("lower_bound", [None, 0.0, 0.98, 1.001, 1e-30, float("inf")])
+def test_accumulate_and_select(kernels, form, masking, lower_bound):
+    """Lower bounds that fit, and such that a second pass over v is needed, which may take nothing out again."""
     bounds, ks = [0, 40_003, 40_003, 40_100, 190_000, 190_010], [400, 0, 3, 200, 0]
-    n, quotas = bounds[-1], Quotas(torch.tensor(bounds), torch.tensor(ks), sum(ks))
+    n, budget = bounds[-1], Budget(torch.tensor(bounds), torch.tensor(ks), sum(ks))
     edges = {i for b in bounds for i in (b - 1, b) if 0 <= i < n}
     for indices in (edges, edges | set(some(n, 0.01)), set(some(n, 0.2))):
         ours, theirs = passes(n, form, masking, sent_of(n, indices))
-        expected = REFERENCE.accumulate_and_select_(eagerly(theirs), quotas, None)
-        floors = None if floor is None else expected.thresholds * floor
-        chosen = kernels.accumulate_and_select_(ours, quotas, floors)
-        assert torch.equal(chosen.selection.indices, expected.selection.indices)
-        assert same(chosen.selection.values, expected.selection.values)
+        expected = REFERENCE.accumulate_and_select_(eagerly(theirs), budget, None)
+        lower_bounds = None if lower_bound is None else expected.thresholds * lower_bound
+        chosen = kernels.accumulate_and_select_(ours, budget, lower_bounds)
+        assert torch.equal(chosen.elements.indices, expected.elements.indices)
+        assert same(chosen.elements.values, expected.elements.values)
         assert same(chosen.thresholds, expected.thresholds)
         assert_same_state(ours, theirs)
-        if floor == 1.001 and kernels.name != "reference":
+        if lower_bound == 1.001 and kernels.name != "reference":
             assert int(chosen.missed) > 0
 
 

@@ -1,4 +1,4 @@
-"""Sums over ranges: of every tier against fp64, and the same bits whatever the threads and instructions."""
+"""Sums over segments: of every tier against fp64, and the same bits whatever the threads and instructions."""
 
 from functools import cache
 
@@ -8,8 +8,8 @@ from kernels.test_kernel_laws import DATA, SIZES, random, same
 from kernels.tiers import NAMES, tier
 
 INF = float("inf")
-# of the largest magnitude in a range; 1 reaches it, more does not
-FLOORS = (0.0, 1e-3, 0.3, 1.0, 1.01)
+# of the largest magnitude in a segment; 1 reaches it, more does not
+LOWER_BOUNDS = (0.0, 1e-3, 0.3, 1.0, 1.01)
 
 
 @pytest.fixture(params=NAMES, scope="module")
@@ -20,7 +20,7 @@ def kernels(request):
 
 @cache
 def case(n):
-    """A buffer of all kinds of data, n elements each. A range is one kind, or a part of one, maybe empty."""
+    """A buffer of all kinds of data, n elements each. A segment is one kind, or a part of one, maybe empty."""
     v = torch.cat([make(n) for make in DATA.values()])
     whole = torch.arange(0, n * len(DATA) + 1, n) if n else torch.zeros(len(DATA) + 1, dtype=torch.int64)
     cuts = torch.randint(n * len(DATA) + 1, (20,), generator=torch.Generator().manual_seed(n))
@@ -44,17 +44,17 @@ def moments_of(n):
 
 @cache
 def tails_of(n):
-    """For each way to cut the buffer and each of FLOORS: the floors, the counts and the sums."""
+    """For each way to cut the buffer and each of LOWER_BOUNDS: the lower_bounds, the counts and the sums."""
     tails = []
     for (_, _, parts), (*_, largest) in zip(case(n), moments_of(n), strict=True):
-        for factor in FLOORS:
-            floors = largest.float() * factor
+        for factor in LOWER_BOUNDS:
+            lower_bounds = largest.float() * factor
             over = [
-                part.abs()[(part.abs() >= floor) & (part != 0)]
-                for part, floor in zip(parts, floors.tolist(), strict=True)
+                part.abs()[(part.abs() >= lower_bound) & (part != 0)]
+                for part, lower_bound in zip(parts, lower_bounds.tolist(), strict=True)
             ]
             counts = [part.numel() for part in over]
-            tails.append((floors, counts, torch.stack([part.sum() for part in over])))
+            tails.append((lower_bounds, counts, torch.stack([part.sum() for part in over])))
     return tails
 
 
@@ -74,13 +74,13 @@ def test_moments(kernels):
 
 
 def test_tail(kernels):
-    """A floor of 0 leaves out zeros alone; one that is the magnitude of an element lets it through."""
+    """A lower bound of 0 leaves out zeros alone; one that is the magnitude of an element lets it through."""
     for n in SIZES:
         tails = iter(tails_of(n))
         for v, bounds, _ in case(n):
-            for _ in FLOORS:
-                floors, counts, sums = next(tails)
-                found = kernels.tail(v, bounds, floors)
+            for _ in LOWER_BOUNDS:
+                lower_bounds, counts, sums = next(tails)
+                found = kernels.tail(v, bounds, lower_bounds)
                 assert found.counts.tolist() == counts
                 assert_near(found.sums, sums)
 
@@ -117,15 +117,15 @@ def test_ranges_whose_floor_is_inf_are_not_read(kernels):
 
 
 def test_threads_addresses_and_instructions_change_no_bit():
-    """Several units of a range, in different threads; another range before it shifts its address."""
+    """Several units of a segment, in different threads; another range before it shifts its address."""
     v = DATA["heavy"](200_003)
     results = []
     for name in NAMES[1:]:
         with tier(name) as native:
             for shift in (0, 1, 5):
                 shifted = torch.cat([random(shift, 3), v])
-                bounds, floors = torch.tensor([0, shift, len(shifted)]), torch.tensor([0.0, 0.7])
-                found, tail = native.moments(shifted, bounds), native.tail(shifted, bounds, floors)
+                bounds, lower_bounds = torch.tensor([0, shift, len(shifted)]), torch.tensor([0.0, 0.7])
+                found, tail = native.moments(shifted, bounds), native.tail(shifted, bounds, lower_bounds)
                 results.append((found.sums, found.magnitudes, found.squares, tail.sums))
     for result in results:
         assert all(same(ours[1:], first[1:]) for ours, first in zip(result, results[0], strict=True))

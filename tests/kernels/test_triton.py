@@ -16,7 +16,7 @@ with pytest.MonkeyPatch.context() as patch:
     pytest.importorskip("triton", reason="Triton is not installed")
     from dgc.kernels.quantize.reference import TorchQuantizers
     from dgc.kernels.quantize.triton import TritonQuantizers
-    from dgc.kernels.selection.protocol import TOO_LARGE, Accumulation, Quotas, Selection
+    from dgc.kernels.selection.protocol import TOO_LARGE, Budget, PassInputs, SparseVector
     from dgc.kernels.selection.reference import Reference
     from dgc.kernels.selection.triton import INTERPRETED, Triton
     from dgc.kernels.triton_tables import cut
@@ -43,9 +43,9 @@ def random(n, seed):
     return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def quotas_of(lengths, ks):
+def budget_of(lengths, ks):
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE)
-    return Quotas(bounds, torch.tensor(ks).to(DEVICE), sum(ks))
+    return Budget(bounds, torch.tensor(ks).to(DEVICE), sum(ks))
 
 
 def same_bits(a, b):
@@ -56,9 +56,9 @@ def same_bits(a, b):
 
 
 def assert_same_choice(ours, theirs):
-    assert int(ours.selection.count) == int(theirs.selection.count)
-    assert same_bits(ours.selection.indices, theirs.selection.indices)
-    assert same_bits(ours.selection.values, theirs.selection.values)
+    assert int(ours.elements.count) == int(theirs.elements.count)
+    assert same_bits(ours.elements.indices, theirs.elements.indices)
+    assert same_bits(ours.elements.values, theirs.elements.values)
     assert same_bits(ours.thresholds, theirs.thresholds)
     assert int(ours.first_nonfinite) == int(theirs.first_nonfinite)
     assert ours.missed.dtype == torch.int32 and ours.missed.shape == ()
@@ -68,13 +68,13 @@ def split(g, lengths):
     return tuple(part.clone() for part in g.split(lengths))
 
 
-def accumulated(kernels, pieces, u, v, momentum=0.9, nesterov=False, quotas=None, floors=None):
+def accumulated(kernels, pieces, u, v, momentum=0.9, nesterov=False, budget=None, lower_bounds=None):
     """Results, u and v of one pass over copies of u and v."""
     u, v = None if u is None else u.clone(), v.clone()
-    due = Accumulation(pieces, u, v, momentum, nesterov)
-    if quotas is None:
-        return kernels.accumulate_(due), u, v
-    return kernels.accumulate_and_select_(due, quotas, floors), u, v
+    inputs = PassInputs(pieces, u, v, momentum, nesterov)
+    if budget is None:
+        return kernels.accumulate_(inputs), u, v
+    return kernels.accumulate_and_select_(inputs, budget, lower_bounds), u, v
 
 
 # --- accumulate_ -----------------------------------------------------------------------------------
@@ -126,14 +126,14 @@ def test_denormals_and_negative_zeros_survive(kernels):
 
 @pytest.mark.parametrize("n, k", [(1, 0), (1, 1), (63, 6), (64, 64), (65, 30), (200, 1), (200, 199)])
 def test_select(kernels, n, k):
-    v, quotas = random(n, n), quotas_of([n], [k])
-    assert_same_choice(kernels.select(v, quotas), REFERENCE.select(v, quotas))
+    v, budget = random(n, n), budget_of([n], [k])
+    assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
     assert kernels.launches == 9
 
 
 def test_select_of_nothing(kernels):
-    v, quotas = random(0, 0), quotas_of([0], [0])
-    assert_same_choice(kernels.select(v, quotas), REFERENCE.select(v, quotas))
+    v, budget = random(0, 0), budget_of([0], [0])
+    assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
 
 
 RANGES = {
@@ -147,9 +147,9 @@ RANGES = {
 
 @pytest.mark.parametrize("name", RANGES)
 def test_ranges(kernels, name):
-    quotas = quotas_of(*RANGES[name])
-    v = random(int(quotas.bounds[-1]), 4)
-    assert_same_choice(kernels.select(v, quotas), REFERENCE.select(v, quotas))
+    budget = budget_of(*RANGES[name])
+    v = random(int(budget.bounds[-1]), 4)
+    assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
 
 
 def awkward(n):
@@ -171,15 +171,15 @@ def awkward(n):
 
 @pytest.fixture(scope="module")
 def awkward_bucket():
-    """A range of each kind, of a full tile and a part of one: v, its quotas and what is right."""
+    """A segment of each kind, of a full tile and a part of one: v, its budget and what is right."""
     kinds = awkward(90)
-    v, quotas = torch.cat(list(kinds.values())), quotas_of([90] * len(kinds), [11] * len(kinds))
-    return v, quotas, REFERENCE.select(v, quotas)
+    v, budget = torch.cat(list(kinds.values())), budget_of([90] * len(kinds), [11] * len(kinds))
+    return v, budget, REFERENCE.select(v, budget)
 
 
 def test_awkward_values(kernels, awkward_bucket):
-    v, quotas, expected = awkward_bucket
-    assert_same_choice(kernels.select(v, quotas), expected)
+    v, budget, expected = awkward_bucket
+    assert_same_choice(kernels.select(v, budget), expected)
 
 
 # --- accumulate_and_select_ ------------------------------------------------------------------------
@@ -187,11 +187,13 @@ def test_awkward_values(kernels, awkward_bucket):
 
 @pytest.mark.parametrize("scale", [0.0, 0.9, 1.0, 1.1])
 def test_floors_never_change_the_choice(awkward_bucket, scale):
-    """Too low, right, too high. A range that is mostly zeros has a threshold, and so a floor, of 0."""
-    g, quotas, expected = awkward_bucket
+    """Too low, right, too high. A segment that is mostly zeros has a threshold, and so a lower bound, of 0."""
+    g, budget, expected = awkward_bucket
     kernels, zeros = Triton(TILE, 32), torch.zeros_like(g)
-    floors = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
-    chosen, u, v = accumulated(kernels, split(g, [33, g.numel() - 33]), zeros, zeros, quotas=quotas, floors=floors)
+    lower_bounds = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
+    chosen, u, v = accumulated(
+        kernels, split(g, [33, g.numel() - 33]), zeros, zeros, budget=budget, lower_bounds=lower_bounds
+    )
     assert_same_choice(chosen, expected)
     assert torch.equal(u, g) and torch.equal(v, g)
     assert kernels.launches == 10
@@ -201,51 +203,53 @@ def test_floors_never_change_the_choice(awkward_bucket, scale):
 def test_half_precision_gradients(kernels, dtype):
     g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
     g[200] = float("nan")
-    quotas, floors = quotas_of([133, 200], [10, 10]), torch.full((2,), 1.5, device=DEVICE)
-    ours, theirs = (accumulated(k, (g,), u, v, 0.9, True, quotas, floors) for k in (kernels, REFERENCE))
+    budget, lower_bounds = budget_of([133, 200], [10, 10]), torch.full((2,), 1.5, device=DEVICE)
+    ours, theirs = (accumulated(k, (g,), u, v, 0.9, True, budget, lower_bounds) for k in (kernels, REFERENCE))
     assert_same_choice(ours[0], theirs[0])
     assert same_bits(ours[1], theirs[1]) and same_bits(ours[2], theirs[2])
 
 
 @pytest.mark.parametrize(
-    "floors, missed",
+    "lower_bounds, missed",
     [([1.5, 1.5], 0), ([9.0, 1.5], 1), ([9.0, float("inf")], 2), ([0.0, 1.5], 1), ([0.0, 0.0], 2)],
 )
-def test_missed(kernels, floors, missed):
-    """A floor of 0 passes more than the slots hold; one of 9 passes nothing."""
-    g, quotas = random(1000, 7), quotas_of([500, 500], [10, 10])
-    floors = torch.tensor(floors, device=DEVICE)
-    chosen, _, _ = accumulated(Triton(256, 64), (g,), None, torch.zeros_like(g), quotas=quotas, floors=floors)
+def test_missed(kernels, lower_bounds, missed):
+    """A lower bound of 0 passes more than the slots hold; one of 9 passes nothing."""
+    g, budget = random(1000, 7), budget_of([500, 500], [10, 10])
+    lower_bounds = torch.tensor(lower_bounds, device=DEVICE)
+    chosen, _, _ = accumulated(
+        Triton(256, 64), (g,), None, torch.zeros_like(g), budget=budget, lower_bounds=lower_bounds
+    )
     assert int(chosen.missed) == missed
-    assert_same_choice(chosen, REFERENCE.select(g, quotas))
+    assert_same_choice(chosen, REFERENCE.select(g, budget))
 
 
 def test_a_full_tile_among_empty_ones_is_noticed(kernels):
     """Enough candidates in all, but one tile had no room for its own."""
     g = torch.full((640,), 0.01, device=DEVICE)
     g[64:128] = random(64, 8).abs() + 2
-    quotas, floors = quotas_of([640], [20]), torch.ones(1, device=DEVICE)
-    chosen, _, _ = accumulated(kernels, (g,), None, torch.zeros_like(g), quotas=quotas, floors=floors)
+    budget, lower_bounds = budget_of([640], [20]), torch.ones(1, device=DEVICE)
+    chosen, _, _ = accumulated(kernels, (g,), None, torch.zeros_like(g), budget=budget, lower_bounds=lower_bounds)
     assert int(chosen.missed) == 1
-    assert_same_choice(chosen, REFERENCE.select(g, quotas))
+    assert_same_choice(chosen, REFERENCE.select(g, budget))
 
 
 def test_all_non_zeros_as_candidates_are_no_miss(kernels):
     g = torch.zeros(640, device=DEVICE)
     g[[5, 100, 639]] = torch.tensor([1.0, -2.0, 3.0], device=DEVICE)
-    quotas, floors = quotas_of([640], [20]), torch.zeros(1, device=DEVICE)
-    chosen, _, _ = accumulated(kernels, (g,), None, torch.zeros_like(g), quotas=quotas, floors=floors)
+    budget, lower_bounds = budget_of([640], [20]), torch.zeros(1, device=DEVICE)
+    chosen, _, _ = accumulated(kernels, (g,), None, torch.zeros_like(g), budget=budget, lower_bounds=lower_bounds)
     assert int(chosen.missed) == 0
-    assert_same_choice(chosen, REFERENCE.select(g, quotas))
+    assert_same_choice(chosen, REFERENCE.select(g, budget))
 
 
 def test_other_gradients_in_the_same_bucket(kernels):
     """Tables that are kept from the step before must not point at its gradients."""
-    quotas = quotas_of([100, 100], [5, 5])
+    budget = budget_of([100, 100], [5, 5])
     for step in range(3):
         g, u, v = random(200, step), random(200, 10 + step), random(200, 20 + step)
         ours, theirs = (
-            accumulated(k, split(g, [150, 50] if step == 1 else [60, 140]), u, v, quotas=quotas)
+            accumulated(k, split(g, [150, 50] if step == 1 else [60, 140]), u, v, budget=budget)
             for k in (kernels, REFERENCE)
         )
         assert_same_choice(ours[0], theirs[0])
@@ -255,7 +259,7 @@ def test_other_gradients_in_the_same_bucket(kernels):
 # --- moments and tail ------------------------------------------------------------------------------
 
 
-def ranges_of(v, bounds):
+def segments_of(v, bounds):
     """In fp64."""
     return [part.cpu().double() for part in v.split(bounds.diff().tolist())]
 
@@ -276,9 +280,9 @@ STATISTICS = {
 @pytest.mark.parametrize("name", STATISTICS)
 def test_moments(kernels, name):
     sizes, scale = STATISTICS[name]
-    bounds = quotas_of(sizes, [0] * len(sizes)).bounds
+    bounds = budget_of(sizes, [0] * len(sizes)).bounds
     v = random(sum(sizes), 9) * scale
-    found, parts = kernels.moments(v, bounds), ranges_of(v, bounds)
+    found, parts = kernels.moments(v, bounds), segments_of(v, bounds)
     assert kernels.launches == 2
     assert_close(found.magnitudes, [float(part.abs().sum()) for part in parts])
     assert_close(found.squares, [float(part.square().sum()) for part in parts])
@@ -290,22 +294,23 @@ def test_moments(kernels, name):
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-@pytest.mark.parametrize("floor", [0.0, 1.0, 9.0])
-def test_tail(kernels, name, floor):
-    """The floor of the first range is a magnitude in it, which is counted; that of the last range is inf."""
+@pytest.mark.parametrize("lower_bound", [0.0, 1.0, 9.0])
+def test_tail(kernels, name, lower_bound):
+    """The lower bound of the first range is a magnitude in it, which is counted; that of the last range is inf."""
     sizes, scale = STATISTICS[name]
-    bounds = quotas_of(sizes, [0] * len(sizes)).bounds
+    bounds = budget_of(sizes, [0] * len(sizes)).bounds
     v = random(sum(sizes), 9) * scale
     v[::5] = -0.0
-    floors = torch.full((len(sizes),), floor, device=DEVICE) * scale
+    lower_bounds = torch.full((len(sizes),), lower_bound, device=DEVICE) * scale
     if sizes[0]:
-        floors[0] = v[: sizes[0]].abs().max()
-    floors[-1] = float("inf")
+        lower_bounds[0] = v[: sizes[0]].abs().max()
+    lower_bounds[-1] = float("inf")
     v[v.numel() - sizes[-1] :] = float("nan")
-    found, parts = kernels.tail(v, bounds, floors), ranges_of(v, bounds)
+    found, parts = kernels.tail(v, bounds, lower_bounds), segments_of(v, bounds)
     assert kernels.launches == 2
     chosen = [
-        part[(part.abs() >= floor) & (part != 0)].abs() for part, floor in zip(parts, floors.tolist(), strict=True)
+        part[(part.abs() >= lower_bound) & (part != 0)].abs()
+        for part, lower_bound in zip(parts, lower_bounds.tolist(), strict=True)
     ]
     assert found.counts.tolist() == [part.numel() for part in chosen]
     assert_close(found.sums, [float(part.sum()) for part in chosen])
@@ -314,9 +319,9 @@ def test_tail(kernels, name, floor):
 def test_statistics_of_more_tiles_than_a_block(kernels, monkeypatch):
     monkeypatch.setattr("dgc.kernels.selection.triton_statistics.BLOCK", 4)
     for sizes in ([1200], [1, 0, 0, 1000, 130, 0]):
-        bounds, v = quotas_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 3)
-        parts, floors = ranges_of(v, bounds), torch.ones(len(sizes), device=DEVICE)
-        found, tail = kernels.moments(v, bounds), kernels.tail(v, bounds, floors)
+        bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 3)
+        parts, lower_bounds = segments_of(v, bounds), torch.ones(len(sizes), device=DEVICE)
+        found, tail = kernels.moments(v, bounds), kernels.tail(v, bounds, lower_bounds)
         assert_close(found.squares, [float(part.square().sum()) for part in parts])
         assert tail.counts.tolist() == [int((part.abs() >= 1).sum()) for part in parts]
 
@@ -329,12 +334,12 @@ def test_statistics_of_more_tiles_than_a_block(kernels, monkeypatch):
 @pytest.mark.parametrize("ks", [[0, 0], [5, 9], [100, 150]])
 def test_what_was_sent_is_taken_out(kernels, ks, form, masked):
     """Alone, and by a pass, to which it adds one launch; also where fewer were sent than planned."""
-    quotas, floors = quotas_of([100, 150], ks), torch.ones(2, device=DEVICE)
+    budget, lower_bounds = budget_of([100, 150], ks), torch.ones(2, device=DEVICE)
     v = awkward(250)["mostly zeros"]
-    chosen = REFERENCE.select(v, quotas).selection
-    sent = Selection(chosen.indices, chosen.values.half().float(), chosen.count)
+    chosen = REFERENCE.select(v, budget).elements
+    sent = SparseVector(chosen.indices, chosen.values.half().float(), chosen.count)
     ours, theirs = (
-        Accumulation(
+        PassInputs(
             (random(250, 4),),
             None if form == "residual" else random(250, 1),
             v.clone(),
@@ -345,15 +350,15 @@ def test_what_was_sent_is_taken_out(kernels, ks, form, masked):
         )
         for _ in range(2)
     )
-    for tier, due in ((kernels, ours), (REFERENCE, theirs)):
-        tier.take_(sent, due.u if masked else None, due.v)
+    for tier, inputs in ((kernels, ours), (REFERENCE, theirs)):
+        tier.take_(sent, inputs.u if masked else None, inputs.v)
     assert same_bits(ours.v, theirs.v) and same_bits(ours.u, theirs.u)
     before = kernels.launches
     assert int(kernels.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == 250
     assert kernels.launches - before == 1 + (sum(ks) > 0)
     assert same_bits(ours.v, theirs.v) and same_bits(ours.u, theirs.u)
-    expected = REFERENCE.accumulate_and_select_(theirs, quotas, None)
-    assert_same_choice(kernels.accumulate_and_select_(ours, quotas, floors), expected)
+    expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
+    assert_same_choice(kernels.accumulate_and_select_(ours, budget, lower_bounds), expected)
     assert same_bits(ours.v, theirs.v) and same_bits(ours.u, theirs.u)
 
 
@@ -364,7 +369,7 @@ def sparse(n, k, seed, capacity):
     indices = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values.to(DEVICE)
     padded = torch.zeros(2, capacity, device=DEVICE)
     padded[0, :k], padded[1, :k] = indices, random(k, seed)
-    return Selection(padded[0].int(), padded[1].clone(), torch.tensor(k, dtype=torch.int32, device=DEVICE))
+    return SparseVector(padded[0].int(), padded[1].clone(), torch.tensor(k, dtype=torch.int32, device=DEVICE))
 
 
 @pytest.mark.parametrize("counts", [[5], [0], [7, 7], [40, 0, 33], [60, 60, 1, 60, 0], [0, 0]])
@@ -409,7 +414,7 @@ def test_merge_mean_of_no_capacity(kernels):
 @pytest.mark.parametrize("k", [0, 1, 200])
 def test_subtract_at(kernels, dtype, k):
     lengths = [3, 0, 130, 64, 1, 0, 70]
-    bounds = quotas_of(lengths, [0] * 7).bounds
+    bounds = budget_of(lengths, [0] * 7).bounds
     targets = [random(n, seed).to(dtype) for seed, n in enumerate(lengths)]
     indices, values, factors = sparse(268, k, 1, k).indices.long(), random(k, 2), [0.1 * s for s in range(7)]
     ours, theirs = [t.clone() for t in targets], [t.clone() for t in targets]
@@ -420,7 +425,7 @@ def test_subtract_at(kernels, dtype, k):
 
 
 def test_subtract_at_targets_of_two_dtypes(kernels):
-    bounds = quotas_of([50, 50, 50], [0] * 3).bounds
+    bounds = budget_of([50, 50, 50], [0] * 3).bounds
     dtypes = [torch.float32, torch.float16, torch.float32]
     targets = [random(50, seed).to(dtype) for seed, dtype in enumerate(dtypes)]
     indices, values = sparse(150, 90, 1, 90).indices.long(), random(90, 2)
@@ -463,7 +468,7 @@ def quantized(quantizers, v, bounds, each):
 
 @pytest.mark.parametrize("sizes", [[0], [1], [64], [33, 0, 130, 64, 1, 0, 70, 0]])
 def test_quantizers(sizes):
-    bounds, n = quotas_of(sizes, [0] * len(sizes)).bounds, sum(sizes)
+    bounds, n = budget_of(sizes, [0] * len(sizes)).bounds, sum(sizes)
     each = random(len(sizes), 4).abs()
     each[1:3] = torch.tensor([0.0, float("inf")], device=DEVICE)[: len(sizes) - 1]
     for scale in (1.0, 1e37, 1e-40):
@@ -485,7 +490,7 @@ def test_small_integers():
 
 
 def test_quantizers_wait_for_nothing_but_the_bounds(no_lists):
-    bounds, v = quotas_of([100, 28], [0, 0]).bounds, random(128, 1)
+    bounds, v = budget_of([100, 28], [0, 0]).bounds, random(128, 1)
     quantizers, each = TritonQuantizers(TILE), torch.ones(2, device=DEVICE)
     quantized(quantizers, v, bounds, each)
     before = quantizers.launches
@@ -521,23 +526,23 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(kernels, floors, numel=250):
+def step(kernels, lower_bounds, numel=250):
     """Every operation once, as a training step calls them."""
     lengths, ks = [100, numel - 100], [5, 9]
     g, u, v = random(numel, 1), random(numel, 2), random(numel, 3)
     bounds = torch.tensor([0, 100, numel], device=DEVICE)
-    quotas = Quotas(bounds, torch.tensor(ks, device=DEVICE), sum(ks))
+    budget = Budget(bounds, torch.tensor(ks, device=DEVICE), sum(ks))
     with NoWaiting():
-        kernels.accumulate_(Accumulation(split(g, lengths), None, v))
-        chosen = kernels.accumulate_and_select_(Accumulation((g,), u, v, 0.9), quotas, floors)
-        kernels.select(v, quotas, floors)
+        kernels.accumulate_(PassInputs(split(g, lengths), None, v))
+        chosen = kernels.accumulate_and_select_(PassInputs((g,), u, v, 0.9), budget, lower_bounds)
+        kernels.select(v, budget, lower_bounds)
         kernels.moments(v, bounds)
         kernels.tail(v, bounds, torch.ones(2, device=DEVICE))
-        kernels.take_(chosen.selection, u, v)
-        kernels.accumulate_(Accumulation((g,), u, v, 0.9, sent=chosen.selection, masking=True))
+        kernels.take_(chosen.elements, u, v)
+        kernels.accumulate_(PassInputs((g,), u, v, 0.9, sent=chosen.elements, masking=True))
         kernels.decay_(g, u, 0.1, 1e-4, 0.9, False)
     with NoWaiting(allowed=["_local_scalar_dense"]):
-        indices, means = kernels.merge_mean([chosen.selection] * 2, 2, numel)
+        indices, means = kernels.merge_mean([chosen.elements] * 2, 2, numel)
     with NoWaiting():
         kernels.subtract_at_(split(g, lengths), bounds, indices, means, [0.1, 0.2])
 
@@ -552,9 +557,9 @@ def no_lists(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", refuse)
 
 
-@pytest.mark.parametrize("floors", [None, [0.5, 99.0]])
-def test_nothing_waits_for_the_device(kernels, floors, no_lists):
-    step(kernels, None if floors is None else torch.tensor(floors, device=DEVICE))
+@pytest.mark.parametrize("lower_bounds", [None, [0.5, 99.0]])
+def test_nothing_waits_for_the_device(kernels, lower_bounds, no_lists):
+    step(kernels, None if lower_bounds is None else torch.tensor(lower_bounds, device=DEVICE))
 
 
 @pytest.mark.parametrize("wait", [lambda x: int(x[0]), torch.nonzero, lambda x: x[x > 0], lambda x: x.tolist()])
@@ -567,9 +572,9 @@ def test_launches_do_not_grow_with_the_number_of_tensors(kernels):
     launches = []
     for tensors in (1, 7):
         before = kernels.launches
-        g, quotas = random(30 * tensors, 1), quotas_of([30] * tensors, [1] * tensors)
-        due = Accumulation(split(g, [30] * tensors), torch.zeros_like(g), torch.zeros_like(g), 0.9)
-        kernels.accumulate_and_select_(due, quotas, torch.ones(tensors, device=DEVICE))
+        g, budget = random(30 * tensors, 1), budget_of([30] * tensors, [1] * tensors)
+        inputs = PassInputs(split(g, [30] * tensors), torch.zeros_like(g), torch.zeros_like(g), 0.9)
+        kernels.accumulate_and_select_(inputs, budget, torch.ones(tensors, device=DEVICE))
         launches.append(kernels.launches - before)
     assert launches == [10, 10]
 

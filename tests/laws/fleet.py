@@ -35,7 +35,7 @@ class Fleet:
         self.nonfinite = [result.nonfinite for result in results]
         for compressor, bucket, result in zip(self.compressors, self.buckets, results, strict=True):
             if result.nonfinite is not None:
-                compressor.take_back(bucket)
+                compressor.rollback(bucket)
             if isinstance(result, SparseResult):
                 bucket.flat.zero_()
                 bucket.flat[result.indices] = result.values.to(bucket.flat.dtype)

@@ -21,13 +21,13 @@ from dgc.compression import (
     TernGrad,
     Threshold,
 )
-from dgc.compression.all_gather import Coded
+from dgc.compression.all_gather import AllGatherCompressor
 from dgc.memory import ResidualMemory
 from dgc.selection import Fixed
 from dgc.wire.sealed import sealed_bytes
 
 
-def coded(make: Callable[[], Coded]) -> Callable[[Bucket], int]:
+def coded(make: Callable[[], AllGatherCompressor]) -> Callable[[Bucket], int]:
     return lambda bucket: sealed_bytes(make().nbytes(bucket))
 
 
@@ -54,11 +54,11 @@ def sampled_bytes(ratio: float, itemsize: int) -> Callable[[Bucket], int]:
     return formula
 
 
-def unbiased(name: str, make: Callable[[], Coded], left: float = 0.25) -> Row:
+def unbiased(name: str, make: Callable[[], AllGatherCompressor], left: float = 0.25) -> Row:
     return Row(name, make, coded(make), conserves=False, one_element=False, left=left)
 
 
-def feedback(name: str, make: Callable[[], Coded]) -> Row:
+def feedback(name: str, make: Callable[[], AllGatherCompressor]) -> Row:
     return Row(name, make, coded(make), feedback=True)
 
 

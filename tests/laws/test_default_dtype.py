@@ -20,7 +20,7 @@ from optim.nets import data, dgc, dgc_sgd, net, wrap
 from selection.shapes import SHAPES as DATA
 from selection.test_selectors import SELECTORS, chosen_by, plan_of
 from torch import Tensor
-from wire.payloads import FORMATS, decode, encode, quotas_of, scattered, selection_of
+from wire.payloads import FORMATS, budget_of, decode, encode, scattered, selection_of
 
 import dgc.kernels as kernels
 from dgc import gossip
@@ -120,7 +120,7 @@ def test_selectors() -> None:
 
 def test_payloads() -> None:
     count, numel = 131, 3000
-    quotas = quotas_of(count, 0, 20, numel)
+    budget = budget_of(count, 0, 20, numel)
     selection = selection_of(scattered(numel, count))
     sizes = torch.tensor(numel)
 
@@ -128,13 +128,13 @@ def test_payloads() -> None:
         found = []
         for codec in CODECS.values():
             for form in FORMATS.values():
-                made = form.encode(codec, selection, quotas, numel, sizes, torch.float32)
-                (got,), _ = decode(form, [made.payload], quotas, numel, codec)
+                made = form.encode(codec, selection, budget, numel, sizes, torch.float32)
+                (got,), _ = decode(form, [made.payload], budget, numel, codec)
                 found += [made.payload, made.own, got.indices, got.values, got.count]
         return found
 
     check(coded)
-    assert encode(FORMATS["fp32 int64"], selection, quotas, numel).payload.dtype == torch.uint8
+    assert encode(FORMATS["fp32 int64"], selection, budget, numel).payload.dtype == torch.uint8
 
 
 def declared(body: Callable[[LockstepTransport], list[Tensor]]) -> Callable[[LockstepTransport], list[Tensor]]:

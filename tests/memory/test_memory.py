@@ -5,7 +5,7 @@ import torch
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
-from dgc.kernels import Accumulation
+from dgc.kernels import PassInputs
 from dgc.kernels.selection.reference import Reference, as_selection
 from dgc.memory import (
     ClipByGlobalNorm,
@@ -62,9 +62,9 @@ def test_clip_by_norm_clips_each_tensor_as_torch_does(max_norm):
 
 def compensate(memory, bucket):
     """Take in the gradient; all that is due."""
-    due = memory.due(bucket)
-    assert int(REFERENCE.accumulate_(due)) == bucket.numel
-    return due.v
+    inputs = memory.pass_inputs(bucket)
+    assert int(REFERENCE.accumulate_(inputs)) == bucket.numel
+    return inputs.v
 
 
 def sent_(memory, bucket, indices, values):
@@ -206,9 +206,9 @@ def test_what_was_sent_is_taken_back_bit_for_bit(make, whole):
             sent_(memory, bucket, indices, v[indices].clamp(-65504, 65504).half().float())
         sent = bits(memory)
         assert any(not torch.equal(sent[name], before[name]) for name in before)
-        memory.take_back_(bucket)
+        memory.rollback_(bucket)
         assert all(torch.equal(tensor, before[name]) for name, tensor in bits(memory).items())
-        memory.take_back_(bucket)
+        memory.rollback_(bucket)
         assert all(torch.equal(tensor, before[name]) for name, tensor in bits(memory).items())
 
 
@@ -224,7 +224,7 @@ def test_after_a_dropped_step_the_next_is_as_if_nothing_had_been_sent(make, look
     if looked_at:
         assert not all(torch.equal(a, b) for a, b in zip(bits(memory).values(), bits(twin).values(), strict=True))
         assert len(list(memory.errors())) == 1
-    memory.take_back_(bucket)
+    memory.rollback_(bucket)
     for one in (memory, twin):
         compensate(one, bucket)
     assert all(torch.equal(a, b) for a, b in zip(bits(memory).values(), bits(twin).values(), strict=True))
@@ -239,7 +239,7 @@ class Eager:
         self.u, self.v = None if self.momentum is None else torch.zeros(n), torch.zeros(n)
 
     def accumulate(self, g):
-        REFERENCE.accumulate_(Accumulation((g.clone(),), self.u, self.v, self.momentum or 0.0, self.nesterov))
+        REFERENCE.accumulate_(PassInputs((g.clone(),), self.u, self.v, self.momentum or 0.0, self.nesterov))
 
     def sent(self, indices, values):
         self.v[indices] -= values
@@ -265,7 +265,7 @@ def test_whoever_looks_between_steps_sees_what_was_sent_gone(make):
         else:
             sent_(memory, bucket, indices, v[indices].half().float())
             if step % 4 == 3:
-                memory.take_back_(bucket)
+                memory.rollback_(bucket)
             else:
                 eager.sent(indices, v[indices].half().float())
         (error,) = memory.errors()
@@ -303,7 +303,7 @@ def test_a_step_that_another_has_followed_is_not_taken_back(make):
     sent_(memory, bucket, torch.tensor([0]), v[:1].clone())
     compensate(memory, bucket)
     before = bits(memory)
-    memory.take_back_(bucket)
+    memory.rollback_(bucket)
     assert all(torch.equal(tensor, before[name]) for name, tensor in bits(memory).items())
 
 

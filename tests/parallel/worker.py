@@ -20,7 +20,7 @@ from dgc.comm import (
     Exchange,
     Meter,
     ReduceScatter,
-    Talk,
+    RunningConversation,
     all_gather_object,
     broadcast_object,
 )
@@ -62,7 +62,7 @@ def requests(transport: Any) -> Finding:
     expected = world.converse("all", [conversation(r, size) for r in range(size)])[rank]
     meter = Meter()
     for _ in range(2):  # a name is used again
-        replies = Talk("all", conversation(rank, size), transport, meter).finish()
+        replies = RunningConversation("all", conversation(rank, size), transport, meter).finish()
     return {
         "same": plain(replies) == plain(expected),
         "bytes": meter.payload_bytes == 2 * world.meters[rank].payload_bytes,

@@ -25,22 +25,22 @@ def test_the_noise_of_floats_sends_nothing_more(ratio, numel, k):
 # --- shared ----------------------------------------------------------------------------------------
 
 
-def quotas(plan, *counts):
+def budget(plan, *counts):
     return plan.shared(torch.tensor(counts)).ks.tolist()
 
 
 def test_what_fits_is_kept():
     plan = plan_of(40, 40, 40, ratio=0.1)
-    assert quotas(plan, 0, 4, 3) == [0, 4, 3]
+    assert budget(plan, 0, 4, 3) == [0, 4, 3]
 
 
 def test_free_slots_are_given_in_proportion_to_the_surplus():
     """4 slots each; the first leaves 4 free, the others have 6 and 3 too many."""
-    assert quotas(plan_of(40, 40, 40, ratio=0.1), 0, 10, 7) == [0, 4 + 4 * 6 // 9, 4 + 4 * 3 // 9]
+    assert budget(plan_of(40, 40, 40, ratio=0.1), 0, 10, 7) == [0, 4 + 4 * 6 // 9, 4 + 4 * 3 // 9]
 
 
 def test_all_free_slots_are_given_where_they_suffice():
-    assert quotas(plan_of(40, 40, 40, ratio=0.1), 0, 6, 6) == [0, 6, 6]
+    assert budget(plan_of(40, 40, 40, ratio=0.1), 0, 6, 6) == [0, 6, 6]
 
 
 def test_never_more_than_the_capacity():
@@ -55,8 +55,8 @@ def test_never_more_than_the_capacity():
 def test_large_tensors_do_not_overflow():
     """Free slots times surplus exceed 32 bits."""
     plan = plan_of(3_000_000, 3_000_000, ratio=0.5)
-    assert quotas(plan, 0, 3_000_000) == [0, 3_000_000]
-    assert quotas(plan, 10, 2_999_999) == [10, 2_999_990]
+    assert budget(plan, 0, 3_000_000) == [0, 3_000_000]
+    assert budget(plan, 10, 2_999_999) == [10, 2_999_990]
 
 
 # --- history ---------------------------------------------------------------------------------------

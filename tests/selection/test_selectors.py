@@ -1,6 +1,7 @@
 """What every selector promises, on data of every shape, and where each is known to be weak."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from selection.shapes import SHAPES, laplace, plan_of
 
 import dgc.kernels as kernels
-from dgc.kernels import Accumulation
+from dgc.kernels import PassInputs
 from dgc.kernels.selection.reference import largest
 from dgc.selection import (
     Bisection,
@@ -53,7 +54,7 @@ EXACT = ("exact", "histogram", "predicted", "trimmed", "mstopk")
 
 def chosen_by(selector, v, plan, seed):
     """By the whole pass, of a gradient of zeros."""
-    selection = selector.select(Accumulation((torch.zeros_like(v),), None, v.clone()), plan, seed).selection
+    selection = selector.select(PassInputs((torch.zeros_like(v),), None, v.clone()), plan, seed).elements
     return selection.indices[: int(selection.count)].long()
 
 
@@ -140,18 +141,18 @@ def test_all_elements_are_due_and_chosen(selector):
 @pytest.fixture
 def passes(monkeypatch):
     """The name of every pass over v that estimates make."""
-    tier, made = kernels.of(torch.empty(0)).selection, []
+    tier, made = kernels.of(torch.empty(0)), []
 
-    class Noted:
+    class Noted(type(tier.selection)):
         def moments(self, *arguments):
             made.append("moments")
-            return tier.moments(*arguments)
+            return tier.selection.moments(*arguments)
 
         def tail(self, *arguments):
             made.append("tail")
-            return tier.tail(*arguments)
+            return tier.selection.tail(*arguments)
 
-    monkeypatch.setattr(kernels, "of", lambda v: Noted())
+    monkeypatch.setattr(kernels, "of", lambda v: replace(tier, selection=Noted()))
     return made
 
 
@@ -196,8 +197,8 @@ def test_estimates_where_they_should_hold(selector, shape, steps, counts, most, 
 def test_the_fits_alone_miss_on_accumulated_gradients(ratio):
     """On the wall, Laplace's first threshold is above nearly everything: the correction is the algorithm."""
     v = SHAPES["wall"](N)
-    ranges = Ranges(v, plan_of(N, ratio=ratio))
-    first = float(-ranges.mean * ranges.density.log())
+    segments = Ranges(v, plan_of(N, ratio=ratio))
+    first = float(-segments.mean * segments.density.log())
     assert int((v.abs() >= first).sum()) < 0.05 * N * ratio
 
 
@@ -287,9 +288,9 @@ LIMIT = 45.0
 class WidePlan(Sampled):
     """Takes some 30 percent too many before the cut, as adaptation may."""
 
-    def estimate(self, ranges):
-        k = math.ceil(1.29 * int(ranges.k))
-        return ranges.v.abs().topk(k).values.min().view(1), torch.tensor([k])
+    def estimate(self, segments):
+        k = math.ceil(1.29 * int(segments.k))
+        return segments.v.abs().topk(k).values.min().view(1), torch.tensor([k])
 
 
 def chi_square(cut):

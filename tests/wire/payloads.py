@@ -3,7 +3,7 @@
 import torch
 
 from dgc.kernels.codec.reference import TorchCodec
-from dgc.kernels.selection.protocol import Quotas, Selection
+from dgc.kernels.selection.protocol import Budget, SparseVector
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 
 VALUES = {
@@ -35,12 +35,12 @@ def selection_of(indices, values=None, capacity=None, seed=0):
     padded[:count] = indices
     slots = torch.zeros(capacity)
     slots[:count] = values
-    return Selection(padded, slots, torch.tensor(count, dtype=torch.int32))
+    return SparseVector(padded, slots, torch.tensor(count, dtype=torch.int32))
 
 
-def quotas_of(capacity, *bounds):
+def budget_of(capacity, *bounds):
     bounds = torch.tensor(bounds)
-    return Quotas(bounds, torch.zeros(bounds.numel() - 1, dtype=torch.int64), capacity)
+    return Budget(bounds, torch.zeros(bounds.numel() - 1, dtype=torch.int64), capacity)
 
 
 def scattered(numel, count, seed=0):
@@ -55,13 +55,13 @@ def clustered(numel, count, seed=0):
     return both[both < numel][:count]
 
 
-def encode(form, selection, quotas, numel, first_nonfinite=None, codec=CODEC, result=torch.float32):
+def encode(form, selection, budget, numel, first_nonfinite=None, codec=CODEC, result=torch.float32):
     first = torch.tensor(numel if first_nonfinite is None else first_nonfinite)
-    return form.encode(codec, selection, quotas, numel, first, result)
+    return form.encode(codec, selection, budget, numel, first, result)
 
 
-def decode(form, payloads, quotas, numel, codec=CODEC):
-    return form.decode(codec, payloads, quotas, numel)
+def decode(form, payloads, budget, numel, codec=CODEC):
+    return form.decode(codec, payloads, budget, numel)
 
 
 def seal_(payload):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from wire.payloads import FORMATS, SOME, decode, encode, quotas_of, scattered, seal_, selection_of
+from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, seal_, selection_of
 
 from dgc.wire import PayloadError
 
@@ -11,8 +11,8 @@ every_format = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
 def payload_of(form, count=5, capacity=6, numel=NUMEL):
-    quotas = quotas_of(capacity, 0, 100, numel)
-    return encode(form, selection_of(scattered(numel, count), capacity=capacity), quotas, numel).payload, quotas
+    budget = budget_of(capacity, 0, 100, numel)
+    return encode(form, selection_of(scattered(numel, count), capacity=capacity), budget, numel).payload, budget
 
 
 def changed(payload, start, dtype, value):
@@ -21,90 +21,90 @@ def changed(payload, start, dtype, value):
     return other
 
 
-def refuse(form, payload, quotas, match):
-    good = encode(form, selection_of(scattered(NUMEL, 5), capacity=quotas.capacity), quotas, NUMEL).payload
+def refuse(form, payload, budget, match):
+    good = encode(form, selection_of(scattered(NUMEL, 5), capacity=budget.capacity), budget, NUMEL).payload
     with pytest.raises(PayloadError, match=f"rank 2 .*{match}"):
-        decode(form, [good, good, payload], quotas, NUMEL)
+        decode(form, [good, good, payload], budget, NUMEL)
 
 
 @every_format
 @pytest.mark.usefixtures("no_type_checks")
 def test_every_flipped_bit_is_noticed(form):
-    payload, quotas = payload_of(form)
+    payload, budget = payload_of(form)
     for byte in range(payload.numel()):
         for bit in range(8):
             other = payload.clone()
             other[byte] ^= 1 << bit
             with pytest.raises(PayloadError, match="rank 0 "):
-                decode(form, [other], quotas, NUMEL)
+                decode(form, [other], budget, NUMEL)
 
 
 @every_format
 @pytest.mark.parametrize("change", [-16, -8, -1, 8])
 def test_wrong_size(form, change):
-    payload, quotas = payload_of(form)
+    payload, budget = payload_of(form)
     other = payload[:change] if change < 0 else torch.cat([payload, payload[:change]])
-    refuse(form, other, quotas, "bytes")
+    refuse(form, other, budget, "bytes")
 
 
 @every_format
 def test_swapped_words_and_lost_payloads(form):
-    payload, quotas = payload_of(form)
+    payload, budget = payload_of(form)
     swapped = payload.view(torch.int64).flip(0).view(torch.uint8)
-    refuse(form, swapped, quotas, "checksum")
-    refuse(form, torch.zeros_like(payload), quotas, "checksum")
+    refuse(form, swapped, budget, "checksum")
+    refuse(form, torch.zeros_like(payload), budget, "checksum")
 
 
 @every_format
 @pytest.mark.parametrize("count", [-1, 7, 2**31 - 1, -(2**31)])
 def test_counts_that_no_sender_writes(form, count):
-    payload, quotas = payload_of(form)
+    payload, budget = payload_of(form)
     other = changed(payload, 0, torch.int32, count)
     seal_(other)
-    refuse(form, other, quotas, "elements")
+    refuse(form, other, budget, "elements")
 
 
 @every_format
 @pytest.mark.parametrize("number", [-1, 3])
 def test_tensors_that_do_not_exist(form, number):
-    payload, quotas = payload_of(form)
+    payload, budget = payload_of(form)
     other = changed(payload, 4, torch.int32, number)
     seal_(other)
-    refuse(form, other, quotas, "tensor")
+    refuse(form, other, budget, "tensor")
 
 
 @pytest.mark.parametrize("name", ["fp32 int32", "sign int64"])
 @pytest.mark.parametrize(("slot", "index"), [(0, -1), (0, NUMEL - 1), (4, NUMEL), (4, 0), (2, 2**31 - 1)])
 def test_plain_indices_out_of_range_or_order(name, slot, index):
     form = FORMATS[name]
-    payload, quotas = payload_of(form)
+    payload, budget = payload_of(form)
     dtype = torch.int32 if "int32" in name else torch.int64
     other = changed(payload, 24 + slot * dtype.itemsize, dtype, index)
     seal_(other)
-    refuse(form, other, quotas, "ascend")
+    refuse(form, other, budget, "ascend")
 
 
 @pytest.mark.parametrize("name", ["fp32 packed", "fp32 rice"])
 @pytest.mark.parametrize("parameter", [13, 31, 32, 64, 255])
 def test_parameters_that_no_sender_writes(name, parameter):
     form = FORMATS[name]
-    payload, quotas = payload_of(form, 200, 200)
+    payload, budget = payload_of(form, 200, 200)
     other = payload.clone()
     other[24] = parameter
     seal_(other)
-    refuse(form, other, quotas, "ascend")
+    refuse(form, other, budget, "ascend")
 
 
 @pytest.mark.parametrize("name", ["fp32 int32", "fp16 rice", "int8 packed", "sign rice"])
 def test_values_that_are_not_finite(name):
     form = FORMATS[name]
-    payload, quotas = payload_of(form)
+    payload, budget = payload_of(form)
     start = 24 + form.indices.plan(6, NUMEL).nbytes
     other = payload.clone()
     other[start : start + 8] = 0xFF
     other[12:16] = torch.tensor([0, 0, 0x80, 0x7F], dtype=torch.uint8)
     seal_(other)
-    refuse(form, other, quotas, "finite")
+    refuse(form, other, budget, "finite")
 
 
 @every_format
@@ -114,7 +114,7 @@ def test_any_bytes_at_all_give_an_error_or_a_sound_selection(form):
     sound = 0
     for trial in range(150):
         count = (0, 1, 6, 150, 700)[trial % 5]
-        payload, quotas = payload_of(form, count, count)
+        payload, budget = payload_of(form, count, count)
         noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
         some = torch.rand(payload.shape, generator=generator) < (1.0, 0.3, 0.01)[trial % 3]
         some[16:24] = False  # the terms: other ones are refused before anything is decoded
@@ -123,7 +123,7 @@ def test_any_bytes_at_all_give_an_error_or_a_sound_selection(form):
         payload[4:8] = 0
         seal_(payload)
         try:
-            (got,), numbers = decode(form, [payload], quotas, NUMEL)
+            (got,), numbers = decode(form, [payload], budget, NUMEL)
         except PayloadError:
             continue
         sound += 1

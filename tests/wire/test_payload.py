@@ -5,7 +5,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from wire.payloads import FORMATS, SOME, VALUES, clustered, decode, encode, quotas_of, scattered, selection_of
+from wire.payloads import FORMATS, SOME, VALUES, budget_of, clustered, decode, encode, scattered, selection_of
 
 from dgc.wire import CastValues, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 
@@ -16,11 +16,11 @@ every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
-def check_round_trip(form, selection, quotas, numel):
+def check_round_trip(form, selection, budget, numel):
     """Decoding gives what the sender was told that it would; returns what was sent."""
-    done = encode(form, selection, quotas, numel)
-    assert done.payload.dtype == torch.uint8 and done.payload.shape == (form.nbytes(quotas, numel),)
-    (got,), (number,) = decode(form, [done.payload], quotas, numel)
+    done = encode(form, selection, budget, numel)
+    assert done.payload.dtype == torch.uint8 and done.payload.shape == (form.nbytes(budget, numel),)
+    (got,), (number,) = decode(form, [done.payload], budget, numel)
     assert number == 0 and torch.equal(got.count, done.sent.count)
     assert torch.equal(got.indices, done.sent.indices)
     assert torch.equal(got.values.view(torch.int32), done.sent.values.view(torch.int32))
@@ -35,7 +35,7 @@ def check_round_trip(form, selection, quotas, numel):
 @pytest.mark.parametrize("capacity", [0, 1, 2, 3, 7, 64, 101, 1000])
 def test_planned_size_of_plain_formats(name, capacity):
     exact = 24 + capacity * PAIR_BYTES[name]
-    planned = FORMATS[name].nbytes(quotas_of(capacity, 0, NUMEL), NUMEL)
+    planned = FORMATS[name].nbytes(budget_of(capacity, 0, NUMEL), NUMEL)
     assert exact <= planned < exact + 8 and planned % 8 == 0
 
 
@@ -46,7 +46,7 @@ def test_planned_size_of_plain_formats(name, capacity):
 )
 def test_round_trip(form, count, capacity):
     selection = selection_of(scattered(NUMEL, count), capacity=capacity)
-    sent = check_round_trip(form, selection, quotas_of(capacity, 0, 7, 7, 3000, NUMEL), NUMEL)
+    sent = check_round_trip(form, selection, budget_of(capacity, 0, 7, 7, 3000, NUMEL), NUMEL)
     assert int(sent.count) >= 0.95 * count
 
 
@@ -69,8 +69,8 @@ def test_supports_of_every_shape(form):
     ]
     for indices in shapes:
         for capacity in (indices.numel(), min(numel, indices.numel() + 600)):
-            quotas = quotas_of(capacity, 0, 9000, numel)
-            check_round_trip(form, selection_of(indices, capacity=capacity), quotas, numel)
+            budget = budget_of(capacity, 0, 9000, numel)
+            check_round_trip(form, selection_of(indices, capacity=capacity), budget, numel)
 
 
 @pytest.mark.parametrize("indices", [PlainIndices(), PlainIndices("int32"), PackedIndices(), RiceIndices()])
@@ -78,7 +78,7 @@ def test_indices_and_fp32_values_come_back_exactly(indices):
     form = SparseFormat(CastValues(), indices)
     values = torch.tensor([1e-42, -3.4e38, 0.1, 1.0])
     selection = selection_of(torch.tensor([0, 1, 4000, NUMEL - 1]), values)
-    sent = check_round_trip(form, selection, quotas_of(4, 0, NUMEL), NUMEL)
+    sent = check_round_trip(form, selection, budget_of(4, 0, NUMEL), NUMEL)
     assert torch.equal(sent.indices, selection.indices) and torch.equal(sent.values, values)
 
 
@@ -86,26 +86,26 @@ def test_indices_and_fp32_values_come_back_exactly(indices):
 @pytest.mark.parametrize("capacity", [1, 3, 8, 13])
 def test_payloads_that_lie_behind_one_another_decode(form, capacity):
     """As an all-gather returns them: slices of one buffer."""
-    quotas = quotas_of(capacity, 0, NUMEL)
-    sent = [encode(form, selection_of(scattered(NUMEL, capacity, s), seed=s), quotas, NUMEL) for s in range(3)]
+    budget = budget_of(capacity, 0, NUMEL)
+    sent = [encode(form, selection_of(scattered(NUMEL, capacity, s), seed=s), budget, NUMEL) for s in range(3)]
     gathered = torch.cat([done.payload for done in sent]).chunk(3)
-    selections, _ = decode(form, list(gathered), quotas, NUMEL)
+    selections, _ = decode(form, list(gathered), budget, NUMEL)
     for got, done in zip(selections, sent, strict=True):
         assert torch.equal(got.indices, done.sent.indices) and torch.equal(got.values, done.sent.values)
 
 
 @some_formats
 def test_a_payload_at_an_odd_address_decodes(form):
-    quotas = quotas_of(5, 0, NUMEL)
-    done = encode(form, selection_of(scattered(NUMEL, 5)), quotas, NUMEL)
+    budget = budget_of(5, 0, NUMEL)
+    done = encode(form, selection_of(scattered(NUMEL, 5)), budget, NUMEL)
     moved = torch.cat([torch.zeros(3, dtype=torch.uint8), done.payload])[3:]
-    assert torch.equal(decode(form, [moved], quotas, NUMEL)[0][0].values, done.sent.values)
+    assert torch.equal(decode(form, [moved], budget, NUMEL)[0][0].values, done.sent.values)
 
 
 def test_bytes_by_hand():
-    form, quotas = FORMATS["fp32 int32"], quotas_of(3, 0, NUMEL)
+    form, budget = FORMATS["fp32 int32"], budget_of(3, 0, NUMEL)
     selection = selection_of(torch.tensor([2, 258]), torch.tensor([1.0, -2.0]), 3)
-    payload = encode(form, selection, quotas, NUMEL).payload
+    payload = encode(form, selection, budget, NUMEL).payload
     indices = [2, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0]
     values = [0, 0, 0x80, 0x3F, 0, 0, 0, 0xC0, 0, 0, 0, 0]
     assert payload[:8].tolist() == [2] + [0] * 7
@@ -117,9 +117,9 @@ def test_bytes_by_hand():
 
 def test_rice_and_sign_bytes_by_hand():
     """Gaps 1, 0, 2: all with b = 0, so in unary, 01 1 001 from the lowest bit on, behind the byte for b."""
-    form, quotas = FORMATS["sign rice"], quotas_of(3, 0, 5, 6)
+    form, budget = FORMATS["sign rice"], budget_of(3, 0, 5, 6)
     selection = selection_of(torch.tensor([1, 2, 5]), torch.tensor([1.0, -2.0, -4.0]))
-    payload = encode(form, selection, quotas, 6).payload
+    payload = encode(form, selection, budget, 6).payload
     indices = [0, 0b100110, 0, 0]
     means = [0, 0, 0xC0, 0x3F, 0, 0, 0x80, 0x40]
     assert payload[24:].tolist() == indices + means + [0b110, 0, 0, 0]
@@ -127,9 +127,9 @@ def test_rice_and_sign_bytes_by_hand():
 
 def test_packed_bytes_by_hand():
     """Gaps 1, 0, 5 in three bits each."""
-    form, quotas = FORMATS["int8 packed"], quotas_of(3, 0, 100)
+    form, budget = FORMATS["int8 packed"], budget_of(3, 0, 100)
     selection = selection_of(torch.tensor([1, 2, 8]), torch.tensor([127.0, -64.4, 1.0]))
-    payload = encode(form, selection, quotas, 100).payload
+    payload = encode(form, selection, budget, 100).payload
     assert payload[24 : 24 + 4].tolist() == [3, 0b01000001, 0b1, 0]
     start = 24 + form.indices.plan(3, 100).nbytes
     assert payload[start : start + 7].tolist() == [0, 0, 0x80, 0x3F, 127, 256 - 64, 1]
@@ -138,11 +138,11 @@ def test_packed_bytes_by_hand():
 @some_formats
 @pytest.mark.parametrize(("first", "number"), [(0, 1), (6, 1), (7, 3), (2999, 3), (3000, 4), (4999, 4), (5000, 0)])
 def test_the_first_tensor_that_is_not_finite_is_named(form, first, number):
-    quotas = quotas_of(4, 0, 7, 7, 3000, NUMEL)
+    budget = budget_of(4, 0, 7, 7, 3000, NUMEL)
     selection = selection_of(scattered(NUMEL, 4))
-    good = encode(form, selection, quotas, NUMEL).payload
-    bad = encode(form, selection, quotas, NUMEL, first).payload
-    assert decode(form, [good, bad], quotas, NUMEL)[1] == [0, number]
+    good = encode(form, selection, budget, NUMEL).payload
+    bad = encode(form, selection, budget, NUMEL, first).payload
+    assert decode(form, [good, bad], budget, NUMEL)[1] == [0, number]
 
 
 # --- values ----------------------------------------------------------------------------------------
@@ -154,10 +154,10 @@ ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
 def sent_values(name, values, *bounds, result=torch.float32):
     values = torch.tensor(values)
     numel = values.numel()
-    quotas = quotas_of(numel, *(bounds or (0, numel)))
+    budget = budget_of(numel, *(bounds or (0, numel)))
     form = SparseFormat(VALUES[name], PlainIndices("int32"))
-    done = encode(form, selection_of(torch.arange(numel), values), quotas, numel, result=result)
-    (got,), _ = decode(form, [done.payload], quotas, numel)
+    done = encode(form, selection_of(torch.arange(numel), values), budget, numel, result=result)
+    (got,), _ = decode(form, [done.payload], budget, numel)
     assert torch.equal(got.values, done.sent.values) and got.values.isfinite().all()
     return got.values
 
@@ -209,8 +209,8 @@ def test_the_mean_is_added_up_in_double_precision():
 
 
 def test_a_tensor_that_sends_nothing_has_mean_zero():
-    form, quotas = SparseFormat(SignValues(), PlainIndices("int32")), quotas_of(2, 0, 2, 50, 60)
-    payload = encode(form, selection_of(torch.tensor([3, 55])), quotas, 60).payload
+    form, budget = SparseFormat(SignValues(), PlainIndices("int32")), budget_of(2, 0, 2, 50, 60)
+    payload = encode(form, selection_of(torch.tensor([3, 55])), budget, 60).payload
     means = payload[24 + 8 : 24 + 8 + 12].view(torch.float32)
     assert means[0] == 0 and (means[1:] > 0).all()
 

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from wire.payloads import CODEC, clustered, encode, quotas_of, scattered, selection_of
+from wire.payloads import CODEC, budget_of, clustered, encode, scattered, selection_of
 
 from dgc.kernels.codec.bit_streams import packed_bits, thin
 from dgc.wire import PackedIndices, RiceIndices, SignValues, SparseFormat
@@ -24,8 +24,8 @@ def entropy(density):
 
 def send(indices, support, numel):
     """(elements sent, indices of these)"""
-    form, quotas = SparseFormat(SignValues(), indices), quotas_of(support.numel(), 0, numel)
-    sent = encode(form, selection_of(support), quotas, numel).sent
+    form, budget = SparseFormat(SignValues(), indices), budget_of(support.numel(), 0, numel)
+    sent = encode(form, selection_of(support), budget, numel).sent
     return int(sent.count), sent.indices[: int(sent.count)].long()
 
 
@@ -41,7 +41,7 @@ def test_rice_plans_within_a_fifth_of_a_bit_of_the_entropy(numel, density):
 def test_sign_and_rice_take_less_than_14_bits():
     for numel in (400_000, 1_000_000, 6_500_000):
         capacity = numel // 1000
-        planned = SparseFormat(SignValues(), RiceIndices()).nbytes(quotas_of(capacity, 0, numel), numel)
+        planned = SparseFormat(SignValues(), RiceIndices()).nbytes(budget_of(capacity, 0, numel), numel)
         assert 8 * planned < 14 * capacity
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from wire.payloads import FORMATS, SOME, encode, quotas_of, scattered, selection_of
+from wire.payloads import FORMATS, SOME, budget_of, encode, scattered, selection_of
 
 from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.compression import DGCCompressor
@@ -17,12 +17,12 @@ CODEC, NUMEL = TorchCodec(), 4000
 
 
 def sent(form, ratio):
-    """(payload, quotas) of a rank."""
+    """(payload, budget) of a rank."""
     count = round(ratio * NUMEL)
-    quotas = quotas_of(count, 0, 100, NUMEL)
+    budget = budget_of(count, 0, 100, NUMEL)
     first = torch.tensor(NUMEL)
     selection = selection_of(scattered(NUMEL, count))
-    return form.encode(CODEC, selection, quotas, NUMEL, first, ratio=ratio).payload, quotas
+    return form.encode(CODEC, selection, budget, NUMEL, first, ratio=ratio).payload, budget
 
 
 def as_horovod_gathers(payloads):
@@ -30,9 +30,9 @@ def as_horovod_gathers(payloads):
     return torch.cat(payloads).chunk(len(payloads))
 
 
-def told(form, ratio, quotas, payloads):
+def told(form, ratio, budget, payloads):
     with pytest.raises(PayloadError) as caught:
-        form.decode(CODEC, as_horovod_gathers(payloads), quotas, NUMEL, ratio, "bucket b")
+        form.decode(CODEC, as_horovod_gathers(payloads), budget, NUMEL, ratio, "bucket b")
     return str(caught.value)
 
 
@@ -40,27 +40,27 @@ def test_a_rank_at_another_ratio_is_named_on_every_rank_whatever_the_sizes():
     for form in SOME.values():
         for ratios in ([0.1, 0.2], [0.2, 0.1], [0.1, 0.1, 0.2], [0.1, 0.2, 0.1], [0.2, 0.1, 0.1, 0.1]):
             made = [sent(form, ratio) for ratio in ratios]
-            for own, (_, quotas) in zip(ratios, made, strict=True):
+            for own, (_, budget) in zip(ratios, made, strict=True):
                 other = next(rank for rank, ratio in enumerate(ratios) if ratio != own)
                 theirs = f"rank {other} encoded bucket b at compress_ratio {ratios[other]}"
-                words = told(form, own, quotas, [payload for payload, _ in made])
+                words = told(form, own, budget, [payload for payload, _ in made])
                 assert words.startswith(f"{theirs}, this rank at {own}: call begin_epoch")
 
 
 def test_where_the_sizes_are_the_same_too():
     """Two ratios that send the same number of elements."""
-    form, (payload, quotas) = SOME["fp32 int64"], sent(SOME["fp32 int64"], 0.1)
-    words = told(form, 0.1001, quotas, [payload, payload])
+    form, (payload, budget) = SOME["fp32 int64"], sent(SOME["fp32 int64"], 0.1)
+    words = told(form, 0.1001, budget, [payload, payload])
     assert words.startswith("rank 0 encoded bucket b at compress_ratio 0.1, this rank at 0.1001: call")
-    form.decode(CODEC, [payload, payload], quotas, NUMEL, 0.1)
+    form.decode(CODEC, [payload, payload], budget, NUMEL, 0.1)
 
 
 def test_another_format_is_told_as_such():
     forms = ["fp16 int32", "bf16 int32", "fp32 int64"]  # the first two are of one size
     for own in forms:
         for other in set(forms) - {own}:
-            (mine, quotas), (theirs, _) = sent(FORMATS[own], 0.1), sent(FORMATS[other], 0.1)
-            words = told(FORMATS[own], 0.1, quotas, [mine, theirs])
+            (mine, budget), (theirs, _) = sent(FORMATS[own], 0.1), sent(FORMATS[other], 0.1)
+            words = told(FORMATS[own], 0.1, budget, [mine, theirs])
             assert words.startswith("rank 1 encoded bucket b in another format than this rank"), (own, other)
 
 
@@ -80,11 +80,11 @@ def test_codes_are_sealed_on_terms_too():
 
 
 def test_defaults_agree():
-    form, (payload, quotas) = SOME["sign rice"], sent(SOME["sign rice"], 0.1)
-    plain = encode(form, selection_of(scattered(NUMEL, 400)), quotas, NUMEL).payload
-    form.decode(CODEC, [plain], quotas, NUMEL)
+    form, (payload, budget) = SOME["sign rice"], sent(SOME["sign rice"], 0.1)
+    plain = encode(form, selection_of(scattered(NUMEL, 400)), budget, NUMEL).payload
+    form.decode(CODEC, [plain], budget, NUMEL)
     with pytest.raises(PayloadError, match="this rank at 1: call begin_epoch"):
-        form.decode(CODEC, [payload], quotas, NUMEL)
+        form.decode(CODEC, [payload], budget, NUMEL)
 
 
 def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dgc.comm.conversation import Talk
+from dgc.comm.conversation import RunningConversation
 from dgc.comm.lockstep.rendezvous import ADVICE, carry, check_agreement, spoil
 from dgc.comm.lockstep.rendezvous import LockstepError as LockstepError
 from dgc.comm.meter import Meter
@@ -101,9 +101,9 @@ class LockstepWorld:
         """Run one conversation per rank to its end. Returns the results by rank."""
         order = list(range(self.size))
         self._random.shuffle(order)
-        talks: dict[int, Talk[T]] = {}
+        talks: dict[int, RunningConversation[T]] = {}
         for rank in order:
-            talks[rank] = Talk(name, conversations[rank], self.transports[rank], self.meters[rank])
+            talks[rank] = RunningConversation(name, conversations[rank], self.transports[rank], self.meters[rank])
         while not all(talk.done for talk in talks.values()):
             before = [(talk.rounds, talk.done) for talk in talks.values()]
             self._random.shuffle(order)

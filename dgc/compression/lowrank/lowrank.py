@@ -121,7 +121,7 @@ class Layout:
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the bucket by segment, each one-dimensional in the order of v."""
-        pieces = self.bucket.pieces
+        pieces = self.bucket.gradients
         if len(pieces) != len(self.segments):
             pieces = pieces[0].split([s.numel for s in self.segments])
         return [
@@ -232,7 +232,7 @@ def accumulate_(
         if taken is not None:
             own.copy_(taken.kept)
         g = [gradients[i] for i in layout.dense]
-        found.append(kernels.of(v).selection.accumulate_(kernels.Accumulation(tuple(g), None, own)))
+        found.append(kernels.of(v).selection.accumulate_(kernels.PassInputs(tuple(g), None, own)))
     layout.bucket.release()
     starts, counts = layout.extents
     places = torch.stack(found)

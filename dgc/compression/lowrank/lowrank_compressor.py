@@ -111,8 +111,8 @@ class LowRankCompressor:
         generator = torch.Generator().manual_seed(crc32(f"{self.seed} {what}".encode()))
         return torch.randn(r, length, generator=generator, dtype=torch.float32)
 
-    def take_back(self, bucket: Bucket) -> None:
-        self._own[bucket.name].take_back()
+    def rollback(self, bucket: Bucket) -> None:
+        self._own[bucket.name].rollback()
 
     def begin_epoch(self, epoch: int) -> None:
         if self._accordion is None or not self._accordion.ends_interval(epoch):

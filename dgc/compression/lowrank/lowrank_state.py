@@ -73,7 +73,7 @@ class Own:
     taken: Taken | None = None
     before: Factors | None = None
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Undoes the last step."""
         if self.before is not None:
             self.factors, self.taken, self.before = self.before, None, None

@@ -20,10 +20,10 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from dgc.bucket import Bucket, Segment
-from dgc.compression.all_gather import Coded, Codes
+from dgc.compression.all_gather import AllGatherCompressor, Codes
 
 
-class SVD(Coded):
+class SVD(AllGatherCompressor):
     """The best approximation of rank r, by singular value decomposition (Vogels et al. 2019, arXiv 1905.13727).
 
     It compresses tensors of two or more dimensions. Others are sent uncompressed.

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.compression.all_gather import Coded, Codes
+from dgc.compression.all_gather import AllGatherCompressor, Codes
 
 
-class Natural(Coded):
+class Natural(AllGatherCompressor):
     """Natural compression: rounding to powers of two (Horvath et al. 2019, arXiv 1905.10988, section 2).
 
     Args:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment
-from dgc.compression.all_gather import Coded, Codes, join, split
+from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
 
 
-class OneBit(Coded):
+class OneBit(AllGatherCompressor):
     """1-bit SGD: each row is quantized to two means (Seide et al., Interspeech 2014).
 
     Args:

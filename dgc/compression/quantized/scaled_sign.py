@@ -14,10 +14,10 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.compression.all_gather import Coded, Codes, join, split
+from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
 
 
-class ScaledSign(Coded):
+class ScaledSign(AllGatherCompressor):
     """Signs scaled by the mean magnitude, with error feedback (Karimireddy et al. 2019, arXiv 1901.09847,
     Algorithm 1).
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.compression.all_gather import Coded, Codes, join, split
+from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
 
 
-class SignSGD(Coded):
+class SignSGD(AllGatherCompressor):
     """signSGD and Signum with majority vote (Bernstein et al. 2018, arXiv 1802.04434; 2019, arXiv 1810.05291).
 
     Args:

@@ -36,7 +36,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation
-from dgc.compression.error_feedback import Feedback
+from dgc.compression.error_feedback import ErrorFeedbackCompressor
 from dgc.compression.finite import number_of
 from dgc.wire.sealed import seal, unseal
 
@@ -44,7 +44,7 @@ WIRES = ("auto", "gather", "scatter", "server")
 WORD = 4
 
 
-class Threshold(Feedback):
+class Threshold(ErrorFeedbackCompressor):
     """Threshold quantization with error feedback, as defined by MXNet's key-value store.
 
     Args:
@@ -142,7 +142,7 @@ class Threshold(Feedback):
         return total
 
     def _whole(self, fields: int, device: torch.device) -> Int64[Tensor, "2"]:
-        """One range of this many fields. It is cached: a new tensor would cost a copy that the host waits for."""
+        """One segment of this many fields, cached: a new tensor would cost a copy that the host waits for."""
         key = (fields, device)
         if key not in self._wholes:
             self._wholes[key] = torch.tensor([0, fields], dtype=torch.int64, device=device)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.compression.all_gather import Coded, Codes, join, split
+from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
 from dgc.kernels import Moments
 
 
-class Uniform(Coded):
+class Uniform(AllGatherCompressor):
     """Base class of compressors that round to evenly spaced levels.
 
     Args:

@@ -163,17 +163,17 @@ class DGCCompressor:
                 self._warmup.warn_of_no_epoch()
         clipped = yield from self.memory.clip(bucket)
         plan, seed = self._plan_of(bucket), self._next_seed(bucket)
-        due = self.memory.due(bucket)
-        kernel, codec = kernels.of(due.v).selection, kernels.of(due.v).codec
+        inputs = self.memory.pass_inputs(bucket)
+        kernel, codec = kernels.of(inputs.v).selection, kernels.of(inputs.v).codec
         dense = self._dense_is_cheaper(bucket, plan)
         self._sent[bucket.name] = (bucket.numel, dense)
         if dense:
-            first = kernel.accumulate_(due) if clipped is None else clipped.minimum(kernel.accumulate_(due))
-            return (yield from self._reduce_dense(bucket, plan, due.v, first))
-        selected = self._selector.select(due, plan, seed)
+            first = kernel.accumulate_(inputs) if clipped is None else clipped.minimum(kernel.accumulate_(inputs))
+            return (yield from self._reduce_dense(bucket, plan, inputs.v, first))
+        selected = self._selector.select(inputs, plan, seed)
         first = selected.first_nonfinite if clipped is None else clipped.minimum(selected.first_nonfinite)
         encoded = self._format.encode(
-            codec, selected.selection, plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio
+            codec, selected.elements, plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio
         )
         self.memory.sent_(bucket, encoded.sent)
         (payloads,) = yield (AllGather(encoded.payload),)
@@ -198,8 +198,8 @@ class DGCCompressor:
         _, numbers = unseal(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
         return DenseResult(first_blame(bucket, numbers) or overflow(bucket))
 
-    def take_back(self, bucket: Bucket) -> None:
-        self.memory.take_back_(bucket)
+    def rollback(self, bucket: Bucket) -> None:
+        self.memory.rollback_(bucket)
 
     def _plan_of(self, bucket: Bucket) -> Plan:
         plan = self._plans.get(bucket.name)

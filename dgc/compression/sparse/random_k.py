@@ -22,13 +22,13 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, Conversation
-from dgc.compression.error_feedback import Feedback
+from dgc.compression.error_feedback import ErrorFeedbackCompressor
 from dgc.compression.finite import number_of
 from dgc.selection.plan import share
 from dgc.wire import CastValues
 
 
-class RandomK(Feedback):
+class RandomK(ErrorFeedbackCompressor):
     """Random-k sparsification with a shared seed (Stich et al. 2018, arXiv 1809.07599).
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.comm.conversation import Talk
+from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import Meter
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
@@ -54,7 +54,7 @@ class Neighbours(ABC):
         self.graph, self.mixing = graph, mixing
         self.compress_ratio = 1.0
         self.round = 0
-        self._talk: Talk[None] | None = None
+        self._running: RunningConversation[None] | None = None
 
     def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
         self.name, self.model, self.z = name, model, model.z
@@ -106,17 +106,17 @@ class Neighbours(ABC):
         self.settle()
 
     def update(self, step: Callable[[], object], lr: float) -> None:
-        if self._talk is not None:
+        if self._running is not None:
             raise RuntimeError(NOT_BEGUN)
         step()
         self.model.gather()
         if self.size > 1:
-            self._talk = Talk(self.name, self._average(), self._transport, self._meter)
+            self._running = RunningConversation(self.name, self._average(), self._transport, self._meter)
 
     def settle(self) -> None:
-        if self._talk is not None:
-            self._talk.finish()
-            self._talk = None
+        if self._running is not None:
+            self._running.finish()
+            self._running = None
             self.model.scatter()
 
     def hold(self) -> None:
@@ -124,12 +124,12 @@ class Neighbours(ABC):
         self.settle()
 
     def restart(self) -> None:
-        assert self._talk is None, "settle() comes first"
+        assert self._running is None, "settle() comes first"
 
     # --- state ------------------------------------------------------------------------------------
 
     def numerator(self) -> Tensor:
-        assert self._talk is None, "hold() comes first"
+        assert self._running is None, "hold() comes first"
         return self.z.clone()
 
     def gauges(self) -> dict[str, float]:
@@ -142,7 +142,7 @@ class Neighbours(ABC):
         self.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._talk is None, "hold() comes first"
+        assert self._running is None, "hold() comes first"
         return {"z": self.z.clone(), "round": self.round, "size": self.size, **self._state()}
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class Neighbours(ABC):
             self._meet()
         self.z.copy_(state["z"])
         self.model.scatter()
-        self.round, self._talk = state["round"], None
+        self.round, self._running = state["round"], None
 
     @abstractmethod
     def _state(self) -> dict[str, Any]: ...

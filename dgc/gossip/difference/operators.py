@@ -21,7 +21,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Segment
 from dgc.comm.requests import as_bytes
-from dgc.kernels import Selection
+from dgc.kernels import SparseVector
 from dgc.selection.plan import Plan, plan_selection
 from dgc.wire import CastValues, PayloadError, PlainIndices, SparseFormat
 
@@ -101,10 +101,10 @@ class _Sparse:
         return self.form.nbytes(self.selection.per_tensor, self._numel)
 
     def encode(self, v: Vector) -> tuple[Bytes, Addend]:
-        quotas = self.selection.per_tensor
-        chosen = kernels.of(v).selection.select(v, quotas)
+        budget = self.selection.per_tensor
+        chosen = kernels.of(v).selection.select(v, budget)
         encoded = self.form.encode(
-            kernels.of(v).codec, chosen.selection, quotas, self._numel, chosen.first_nonfinite
+            kernels.of(v).codec, chosen.elements, budget, self._numel, chosen.first_nonfinite
         )
         return encoded.payload, _adding(encoded.sent)
 
@@ -118,7 +118,7 @@ class _Sparse:
         return _adding(selection)
 
 
-def _adding(sent: Selection) -> Addend:
+def _adding(sent: SparseVector) -> Addend:
     return lambda target, factor: target.index_add_(0, sent.indices, sent.values, alpha=factor)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dgc.comm.collectives import all_reduce
-from dgc.comm.conversation import Talk
+from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import Meter
 from dgc.comm.requests import AllReduce, Conversation, Exchange
 from dgc.comm.transport import Transport
@@ -79,7 +79,7 @@ class SGP(WeightedModel):
         self.compress_ratio = min(1.0, self.message.nbytes(1 << 20) / (4 << 20))
         self.round, self.age = 0, 0
         self._stepped_with = 1.0  # weight of the model at the last gradient
-        self._talk: Talk[dict[int, Heard]] | None = None
+        self._running: RunningConversation[dict[int, Heard]] | None = None
         self._begun = False
         self._since = 0  # first epoch of the current graph
 
@@ -137,17 +137,17 @@ class SGP(WeightedModel):
 
     @property
     def _on_its_way(self) -> bool:
-        return self._talk is not None or self._heard is not None
+        return self._running is not None or self._heard is not None
 
     def _send(self) -> None:
         if self.size > 1 and not self._on_its_way:
             round_ = self._exchange() if self.topology is not None else self._all_reduce()
-            self._talk = Talk(self.name, round_, self._transport, self._meter)
+            self._running = RunningConversation(self.name, round_, self._transport, self._meter)
 
     def _listen(self, wait: bool) -> None:
         if not self._on_its_way:
             return
-        if self._heard is None and not wait and self._talk is not None and not self._talk.advance():
+        if self._heard is None and not wait and self._running is not None and not self._running.advance():
             self.age += 1
             return
         self._finish()
@@ -155,8 +155,8 @@ class SGP(WeightedModel):
         self.age = 0
 
     def _finish(self) -> None:
-        if self._talk is not None:
-            self._heard, self._talk = self._talk.finish(), None
+        if self._running is not None:
+            self._heard, self._running = self._running.finish(), None
 
     def hold(self) -> None:
         if self._patience:
@@ -230,7 +230,7 @@ class SGP(WeightedModel):
     # --- state ------------------------------------------------------------------------------------
 
     def numerator(self) -> Tensor:
-        assert self._talk is None, "hold() comes first"
+        assert self._running is None, "hold() comes first"
         return super().numerator()
 
     def gauges(self) -> dict[str, float]:
@@ -243,7 +243,7 @@ class SGP(WeightedModel):
         self.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._talk is None, "hold() comes first"
+        assert self._running is None, "hold() comes first"
         return {**super().state_dict(), "round": self.round, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -253,4 +253,4 @@ class SGP(WeightedModel):
             raise ValueError("state of other graphs")
         super().load_state_dict(state)
         self.round, self.age = state["round"], 0
-        self._since, self._talk, self._begun = state["since"], None, False
+        self._since, self._running, self._begun = state["since"], None, False

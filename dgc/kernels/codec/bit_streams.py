@@ -20,7 +20,7 @@ from dgc.kernels.codec.protocol import (
     RiceCode,
     block_count,
 )
-from dgc.kernels.selection.protocol import Selection
+from dgc.kernels.selection.protocol import SparseVector
 
 LOW = 0xFFFFFFFF
 SPARE_WORDS = 2
@@ -39,13 +39,13 @@ def numbers(like: Tensor, size: int) -> Int64[Tensor, "size"]:
     return torch.arange(size, dtype=torch.int64, device=like.device)
 
 
-def thin(selection: Selection, kept: Int64[Tensor, ""]) -> Selection:
+def thin(selection: SparseVector, kept: Int64[Tensor, ""]) -> SparseVector:
     """Return `kept` elements of the selection, evenly spaced in order."""
     j = numbers(selection.indices, selection.indices.numel())
     which = (j * selection.count // kept.clamp(min=1)).clamp(max=max(0, j.numel() - 1))
     live = j < kept
     indices = torch.where(live, selection.indices[which], 0)
-    return Selection(indices, torch.where(live, selection.values[which], 0.0), kept.to(torch.int32))
+    return SparseVector(indices, torch.where(live, selection.values[which], 0.0), kept.to(torch.int32))
 
 
 def gaps_of(indices: Int32[Tensor, "capacity"], count: Int64[Tensor, ""] | Int32[Tensor, ""], block: int) -> Gaps:
@@ -117,7 +117,7 @@ def packed_bits(indices: Int32[Tensor, "capacity"], count: Tensor) -> Int64[Tens
     return (bit_length(found.gaps.amax(1)) * found.counts).sum() + 8 * found.counts.numel()
 
 
-def packed_kept(selection: Selection, code: PackedCode) -> Int64[Tensor, ""]:
+def packed_kept(selection: SparseVector, code: PackedCode) -> Int64[Tensor, ""]:
     count = selection.count.long()
     shares = [count, *(count * share // 128 for share in PACKED_SHARES)]
     fits = [packed_bits(thin(selection, m).indices, m) <= 8 * code.nbytes for m in shares]
@@ -127,7 +127,7 @@ def packed_kept(selection: Selection, code: PackedCode) -> Int64[Tensor, ""]:
     return kept
 
 
-def packed_encode_(selection: Selection, code: PackedCode, section: UInt8[Tensor, "nbytes"]) -> Selection:
+def packed_encode_(selection: SparseVector, code: PackedCode, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
     sent = thin(selection, packed_kept(selection, code))
     found = gaps_of(sent.indices, sent.count, PACKED_BLOCK)
     widths = bit_length(found.gaps.amax(1))
@@ -169,7 +169,7 @@ def rice_bits(found: Gaps, b: Int64[Tensor, "blocks"]) -> Int64[Tensor, "blocks"
     return found.counts * (b + 1) + (found.gaps >> b.unsqueeze(1)).sum(1)
 
 
-def rice_kept(selection: Selection, code: RiceCode) -> Int64[Tensor, ""]:
+def rice_kept(selection: SparseVector, code: RiceCode) -> Int64[Tensor, ""]:
     found = gaps_of(selection.indices, selection.count, RICE_BLOCK)
     room = 8 * code.nbytes - 8 * found.counts.numel()
     fixed = rice_bits(found, torch.full_like(found.counts, code.parameter)).sum()
@@ -179,7 +179,7 @@ def rice_kept(selection: Selection, code: RiceCode) -> Int64[Tensor, ""]:
     return selection.count - torch.where(fits, 0, left_out)
 
 
-def rice_encode_(selection: Selection, code: RiceCode, section: UInt8[Tensor, "nbytes"]) -> Selection:
+def rice_encode_(selection: SparseVector, code: RiceCode, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
     sent = thin(selection, rice_kept(selection, code))
     found = gaps_of(sent.indices, sent.count, RICE_BLOCK)
     b = rice_parameters(found)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgc.kernels.codec.protocol import HEADER_BYTES, Header, PackedCode, RiceCode, Terms
 from dgc.kernels.library import FP32, INT32, INT64, UINT8, Signatures, declare, load, pointer
-from dgc.kernels.selection.protocol import Selection
+from dgc.kernels.selection.protocol import SparseVector
 
 _SPARSE = (c_void_p, c_void_p, c_int64, c_void_p)
 _TERMS = (c_float, c_uint32)
@@ -66,7 +66,7 @@ class NativeCodec:
 
     def encode_plain(
         self,
-        selection: Selection,
+        selection: SparseVector,
         dtypes: tuple[torch.dtype, torch.dtype],
         limit: float,
         first_nonfinite: Int64[Tensor, ""],
@@ -126,8 +126,8 @@ class NativeCodec:
         return self._decode(self._library.dgc_plain_decode, section, count, capacity, numel)
 
     def packed_encode_(
-        self, selection: Selection, code: PackedCode, section: UInt8[Tensor, "nbytes"]
-    ) -> Selection:
+        self, selection: SparseVector, code: PackedCode, section: UInt8[Tensor, "nbytes"]
+    ) -> SparseVector:
         return self._encode_(self._library.dgc_packed_encode, selection, code.sure, section)
 
     def packed_decode(
@@ -135,7 +135,9 @@ class NativeCodec:
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
         return self._decode(self._library.dgc_packed_decode, section, count, code.capacity, code.numel)
 
-    def rice_encode_(self, selection: Selection, code: RiceCode, section: UInt8[Tensor, "nbytes"]) -> Selection:
+    def rice_encode_(
+        self, selection: SparseVector, code: RiceCode, section: UInt8[Tensor, "nbytes"]
+    ) -> SparseVector:
         return self._encode_(self._library.dgc_rice_encode, selection, code.parameter, section)
 
     def rice_decode(
@@ -167,7 +169,7 @@ class NativeCodec:
         return decoded, _FLAGS[self._library.dgc_cast_decode(pointer(section, UINT8), *place)]
 
     def sign_encode_(
-        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+        self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
     ) -> Float32[Tensor, "capacity"]:
         return self._encode_values_(self._library.dgc_sign_encode, selection, bounds, section)
 
@@ -181,7 +183,7 @@ class NativeCodec:
         return self._decode_values(self._library.dgc_sign_decode, section, indices, count, bounds)
 
     def int8_encode_(
-        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+        self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
     ) -> Float32[Tensor, "capacity"]:
         return self._encode_values_(self._library.dgc_int8_encode, selection, bounds, section)
 
@@ -194,7 +196,7 @@ class NativeCodec:
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
         return self._decode_values(self._library.dgc_int8_decode, section, indices, count, bounds)
 
-    def _encode_(self, encode: Any, selection: Selection, limit: int, section: Tensor) -> Selection:
+    def _encode_(self, encode: Any, selection: SparseVector, limit: int, section: Tensor) -> SparseVector:
         """Encode indices. `limit` is the code's rule for a selection that does not fit: `sure` or `parameter`."""
         place = (selection.indices.numel(), limit, pointer(section, UINT8), section.numel())
         count = int(selection.count)
@@ -206,11 +208,11 @@ class NativeCodec:
         assert again == kept, "fewer elements fit as well"
         return sent
 
-    def _thin(self, selection: Selection, count: int, kept: int) -> Selection:
+    def _thin(self, selection: SparseVector, count: int, kept: int) -> SparseVector:
         indices, values = torch.zeros_like(selection.indices), torch.zeros_like(selection.values)
         old = (pointer(selection.indices, INT32), pointer(selection.values, FP32), count)
         self._library.dgc_thin(*old, kept, pointer(indices, INT32), pointer(values, FP32))
-        return Selection(indices, values, torch.tensor(kept, dtype=INT32))
+        return SparseVector(indices, values, torch.tensor(kept, dtype=INT32))
 
     def _decode(
         self, decode: Any, section: Tensor, count: Tensor, capacity: int, numel: int
@@ -219,7 +221,7 @@ class NativeCodec:
         place = (pointer(section, UINT8), section.numel(), count.item(), capacity, numel, pointer(indices, INT32))
         return indices, _FLAGS[decode(*place)]
 
-    def _encode_values_(self, encode: Any, selection: Selection, bounds: Tensor, section: Tensor) -> Tensor:
+    def _encode_values_(self, encode: Any, selection: SparseVector, bounds: Tensor, section: Tensor) -> Tensor:
         decoded = torch.zeros_like(selection.values)
         entries = (pointer(selection.indices, INT32), pointer(selection.values, FP32), selection.count.item())
         places = (pointer(section, UINT8), pointer(decoded, FP32))

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.selection.protocol import Selection
+from dgc.kernels.selection.protocol import SparseVector
 
 assert sys.byteorder == "little", "payloads are little-endian, and so must this machine be"
 
@@ -114,7 +114,7 @@ class Codec(Protocol):
 
     def encode_plain(
         self,
-        selection: Selection,
+        selection: SparseVector,
         dtypes: tuple[torch.dtype, torch.dtype],
         limit: float,
         first_nonfinite: Int64[Tensor, ""],
@@ -139,10 +139,10 @@ class Codec(Protocol):
     ) -> None:
         """Write the header, with the checksum last.
 
-        Fields: int32 count; int32 number, from 1, of the range with element `first_nonfinite`, or 0 if that is the
-        end; uint32 checksum; fp32 scale; the terms' fp32 ratio and uint32 form. The checksum is the xor of the two
-        halves of s and CHECKSUM_OF_ZEROS, where s is the sum of w_i (2i + 1) modulo 2**64 over the payload's int64
-        words w_i, with the checksum field zero.
+        Fields: int32 count; int32 number, from 1, of the segment with element `first_nonfinite`, or 0 if that is
+        the end; uint32 checksum; fp32 scale; the terms' fp32 ratio and uint32 form. The checksum is the xor of the
+        two halves of s and CHECKSUM_OF_ZEROS, where s is the sum of w_i (2i + 1) modulo 2**64 over the payload's
+        int64 words w_i, with the checksum field zero.
         """
         ...
 
@@ -161,8 +161,8 @@ class Codec(Protocol):
         ...
 
     def packed_encode_(
-        self, selection: Selection, code: PackedCode, section: UInt8[Tensor, "nbytes"]
-    ) -> Selection:
+        self, selection: SparseVector, code: PackedCode, section: UInt8[Tensor, "nbytes"]
+    ) -> SparseVector:
         """Encode the indices. Returns the sent part of the selection: all of it, or as much as fits."""
         ...
 
@@ -172,7 +172,9 @@ class Codec(Protocol):
         """Return (indices, sound)."""
         ...
 
-    def rice_encode_(self, selection: Selection, code: RiceCode, section: UInt8[Tensor, "nbytes"]) -> Selection:
+    def rice_encode_(
+        self, selection: SparseVector, code: RiceCode, section: UInt8[Tensor, "nbytes"]
+    ) -> SparseVector:
         """Encode the indices. Returns the sent part of the selection: all of it, or as much as fits."""
         ...
 
@@ -209,9 +211,9 @@ class Codec(Protocol):
         ...
 
     def sign_encode_(
-        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+        self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
     ) -> Float32[Tensor, "capacity"]:
-        """Write an fp32 mean magnitude per range, then one bit per element, set for negative values.
+        """Write an fp32 mean magnitude per segment, then one bit per element, set for negative values.
 
         Means are summed in fp64 in the order of indices, and 0 if nothing is sent. Returns the values that
         `sign_decode` will return.
@@ -229,9 +231,9 @@ class Codec(Protocol):
         ...
 
     def int8_encode_(
-        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+        self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
     ) -> Float32[Tensor, "capacity"]:
-        """Write an fp32 scale per range, then value / scale as one int8 per element, rounded to nearest even.
+        """Write an fp32 scale per segment, then value / scale as one int8 per element, rounded to nearest even.
 
         A scale is the largest magnitude / 127, but at least 2**-149. Returns the values that `int8_decode` will
         return.

@@ -16,7 +16,7 @@ from dgc.kernels.codec.protocol import (
     RiceCode,
     Terms,
 )
-from dgc.kernels.selection.protocol import Selection
+from dgc.kernels.selection.protocol import SparseVector
 
 SMALLEST = 2.0**-149  # of fp32
 LARGEST_EXPONENT = 15  # scaled values stay below 2**15, half of fp16's range
@@ -32,7 +32,7 @@ class TorchCodec:
 
     def encode_plain(
         self,
-        selection: Selection,
+        selection: SparseVector,
         dtypes: tuple[torch.dtype, torch.dtype],
         limit: float,
         first_nonfinite: Int64[Tensor, ""],
@@ -87,8 +87,8 @@ class TorchCodec:
         return torch.where(live & good, given, 0).to(torch.int32), sound
 
     def packed_encode_(
-        self, selection: Selection, code: PackedCode, section: UInt8[Tensor, "nbytes"]
-    ) -> Selection:
+        self, selection: SparseVector, code: PackedCode, section: UInt8[Tensor, "nbytes"]
+    ) -> SparseVector:
         return bit_streams.packed_encode_(selection, code, section)
 
     def packed_decode(
@@ -96,7 +96,9 @@ class TorchCodec:
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
         return bit_streams.packed_decode(section, count, code)
 
-    def rice_encode_(self, selection: Selection, code: RiceCode, section: UInt8[Tensor, "nbytes"]) -> Selection:
+    def rice_encode_(
+        self, selection: SparseVector, code: RiceCode, section: UInt8[Tensor, "nbytes"]
+    ) -> SparseVector:
         return bit_streams.rice_encode_(selection, code, section)
 
     def rice_decode(
@@ -131,22 +133,22 @@ class TorchCodec:
         return first(given.float() * scale, count)
 
     def sign_encode_(
-        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+        self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
     ) -> Float32[Tensor, "capacity"]:
-        ranges, capacity = bounds.numel() - 1, selection.values.numel()
+        segments, capacity = bounds.numel() - 1, selection.values.numel()
         owner = owners(selection.indices, bounds)
         live = numbers(bounds, capacity) < selection.count
-        sums = torch.zeros(ranges, dtype=torch.float64, device=section.device)
-        counts = torch.zeros(ranges, dtype=torch.int64, device=section.device)
+        sums = torch.zeros(segments, dtype=torch.float64, device=section.device)
+        counts = torch.zeros(segments, dtype=torch.int64, device=section.device)
         # not index_add_, which adds in a varying order on a GPU
         sums.index_put_((owner,), selection.values.abs().double(), accumulate=True)
         counts.index_add_(0, owner, live.long())
         means = (sums / counts.clamp(min=1)).float()
-        section[: 4 * ranges].view(torch.float32).copy_(means)
+        section[: 4 * segments].view(torch.float32).copy_(means)
         negative = (selection.values < 0).to(torch.uint8)
         negative = torch.nn.functional.pad(negative, (0, -capacity % 8)).view(-1, 8)
         eight = numbers(section, 8).to(torch.uint8)
-        section[4 * ranges : 4 * ranges + negative.shape[0]] = (negative << eight).sum(1, dtype=torch.uint8)
+        section[4 * segments : 4 * segments + negative.shape[0]] = (negative << eight).sum(1, dtype=torch.uint8)
         return self.sign_decode(section, selection.indices, selection.count, bounds)[0]
 
     def sign_decode(
@@ -156,26 +158,26 @@ class TorchCodec:
         count: Int32[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        ranges, capacity = bounds.numel() - 1, indices.numel()
-        magnitudes = section[: 4 * ranges].view(torch.float32)[owners(indices, bounds)]
-        bits = section[4 * ranges : 4 * ranges + (capacity + 7) // 8].unsqueeze(1)
+        segments, capacity = bounds.numel() - 1, indices.numel()
+        magnitudes = section[: 4 * segments].view(torch.float32)[owners(indices, bounds)]
+        bits = section[4 * segments : 4 * segments + (capacity + 7) // 8].unsqueeze(1)
         negative = (bits >> numbers(section, 8).to(torch.uint8) & 1).view(-1)[:capacity]
         return first(torch.where(negative > 0, -magnitudes, magnitudes), count)
 
     def int8_encode_(
-        self, selection: Selection, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
+        self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
     ) -> Float32[Tensor, "capacity"]:
-        ranges, capacity = bounds.numel() - 1, selection.values.numel()
+        segments, capacity = bounds.numel() - 1, selection.values.numel()
         owner = owners(selection.indices, bounds)
-        largest = torch.zeros(ranges, dtype=torch.float32, device=section.device)
+        largest = torch.zeros(segments, dtype=torch.float32, device=section.device)
         largest.scatter_reduce_(0, owner, selection.values.abs(), "amax")
         # divide by a tensor: for a number, a GPU multiplies by its inverse
         scales = (largest / torch.full_like(largest, 127)).clamp(min=SMALLEST)
         scales = torch.where(largest > 0, scales, 0.0)
-        section[: 4 * ranges].view(torch.float32).copy_(scales)
+        section[: 4 * segments].view(torch.float32).copy_(scales)
         steps = torch.where(scales > 0, scales, 1.0)[owner]
         rounded = (selection.values / steps).round().clamp(-127, 127).to(torch.int8)
-        section[4 * ranges : 4 * ranges + capacity] = rounded.view(torch.uint8)
+        section[4 * segments : 4 * segments + capacity] = rounded.view(torch.uint8)
         return self.int8_decode(section, selection.indices, selection.count, bounds)[0]
 
     def int8_decode(
@@ -185,9 +187,9 @@ class TorchCodec:
         count: Int32[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        ranges, capacity = bounds.numel() - 1, indices.numel()
-        scales = section[: 4 * ranges].view(torch.float32)[owners(indices, bounds)]
-        steps = section[4 * ranges : 4 * ranges + capacity].view(torch.int8)
+        segments, capacity = bounds.numel() - 1, indices.numel()
+        scales = section[: 4 * segments].view(torch.float32)[owners(indices, bounds)]
+        steps = section[4 * segments : 4 * segments + capacity].view(torch.int8)
         return first(steps * scales, count)
 
 
@@ -207,7 +209,7 @@ def first(
 
 
 def owners(indices: Int32[Tensor, "capacity"], bounds: Int64[Tensor, "bounds"]) -> Int64[Tensor, "capacity"]:
-    """Return the range of each element. For indices outside all ranges the result is arbitrary but valid."""
+    """Return the segment of each element. For indices outside all segments the result is arbitrary but valid."""
     owner = torch.searchsorted(bounds, indices.long(), right=True) - 1
     return owner.clamp(0, max(0, bounds.numel() - 2))
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.selection.protocol import Accumulation, Kernels
+from dgc.kernels.selection.protocol import Kernels, PassInputs
 
 Matrices = Float32[Tensor, "B n m"]
 Left = Float32[Tensor, "B R n"]
@@ -106,6 +106,6 @@ def refresh_in_turn_(
     if taken is not None:
         products.subtract_(M, *taken)
         M.view(-1)[own.numel() :].zero_()
-    found = kernels.accumulate_(Accumulation(tuple(g), None, own))
+    found = kernels.accumulate_(PassInputs(tuple(g), None, own))
     products.multiply(M, X, even, Y)
     return found

@@ -49,11 +49,11 @@ class NativeQuantizers:
         declare(self._library, {name: (None, arguments) for name, arguments in _ARGUMENTS.items()})
 
     def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
-        ranges, codes = _ranges(bounds, 1, WORD), _codes(bounds, 1, WORD)
+        segments, codes = _ranges(bounds, 1, WORD), _codes(bounds, 1, WORD)
         residual = torch.empty_like(v)
         values = (pointer(cuts, FP32), pointer(lows, FP32), pointer(highs, FP32))
         made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
-        self._library.dgc_quantize_signs(pointer(v, FP32), *ranges, *values, *made)
+        self._library.dgc_quantize_signs(pointer(v, FP32), *segments, *values, *made)
         return codes, residual
 
     def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
@@ -61,10 +61,10 @@ class NativeQuantizers:
         self._library.dgc_add_signs(pointer(codes, UINT8), *_ranges(bounds, 1, WORD), *values)
 
     def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
-        ranges, codes = _ranges(bounds, 2, WORD), _codes(bounds, 2, WORD)
+        segments, codes = _ranges(bounds, 2, WORD), _codes(bounds, 2, WORD)
         residual, sent = torch.empty_like(v), thresholds_or(torch.inf, thresholds)
         made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
-        self._library.dgc_quantize_ternary(pointer(v, FP32), *ranges, pointer(sent, FP32), *made)
+        self._library.dgc_quantize_ternary(pointer(v, FP32), *segments, pointer(sent, FP32), *made)
         return codes, residual
 
     def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None:
@@ -76,11 +76,11 @@ class NativeQuantizers:
         self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
     ) -> tuple[Codes, Dense]:
         inverses, steps = level_factors(scales, levels, bits)
-        ranges, codes = _ranges(bounds, bits, 1), _codes(bounds, bits, 1)
+        segments, codes = _ranges(bounds, bits, 1), _codes(bounds, bits, 1)
         residual = torch.empty_like(v)
         values = (pointer(inverses, FP32), pointer(steps, FP32), levels, bits, *_random(seed))
         made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
-        self._library.dgc_quantize_levels(pointer(v, FP32), *ranges, *values, *made)
+        self._library.dgc_quantize_levels(pointer(v, FP32), *segments, *values, *made)
         return codes, residual
 
     def uniform_add_(

@@ -1,8 +1,8 @@
 """The interface of quantizers, which send every element in few bits. Plain torch defines every bit.
 
-As in `protocol`, v is finite, and bounds divide it into ranges, which may be empty. Encoding does not change v and
-returns (codes, residual). The residual is v minus the decoded values, one fp32 subtraction per element. The `add_`
-operations add decoded values to `total`, one fp32 addition per element. Codes are little-endian.
+As in `protocol`, v is finite, and bounds divide it into segments, which may be empty. Encoding does not change v
+and returns (codes, residual). The residual is v minus the decoded values, one fp32 subtraction per element. The
+`add_` operations add decoded values to `total`, one fp32 addition per element. Codes are little-endian.
 
 Random numbers are a function of (seed, index of the element), with 0 <= seed < 2**32. Every tier and any number of
 threads give the same, and torch's generators are not used. Without a seed, values are rounded to nearest.
@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 assert sys.byteorder == "little", "codes are little-endian, and so must this machine be"
 
 LOW = 0xFFFFFFFF
-WORD = 4  # bytes; ranges of sign and ternary codes are aligned to words, as in MXNet
+WORD = 4  # bytes; segments of sign and ternary codes are aligned to words, as in MXNet
 
 Codes = UInt8[Tensor, "nbytes"]
 Bounds = Int64[Tensor, "bounds"]
@@ -38,10 +38,10 @@ class Quantizers(Protocol):
     name: str
 
     def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
-        """Encode 1 bit per element: v > cut of its range. A 1 decodes to high, a 0 to low.
+        """Encode 1 bit per element: v > cut of its segment. A 1 decodes to high, a 0 to low.
 
-        The layout is that of MXNet's 1-bit compression: element i of a range is in its byte i / 8, the first in
-        the highest bit. A range takes whole words of 4 bytes, padded with zeros.
+        The layout is that of MXNet's 1-bit compression: element i of a segment is in its byte i / 8, the first in
+        the highest bit. A segment takes whole words of 4 bytes, padded with zeros.
         """
         ...
 
@@ -50,9 +50,9 @@ class Quantizers(Protocol):
     def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
         """Encode 2 bits per element: 11 for v >= t decodes to t, 10 for v <= -t decodes to -t, else 00, zero.
 
-        The layout is that of MXNet's 2-bit compression: element i of a range is in its byte i / 4, the first in
-        the highest bits, with words as for signs. A range with a threshold of zero or inf is all zeros. 01 decodes
-        to zero.
+        The layout is that of MXNet's 2-bit compression: element i of a segment is in its byte i / 4, the first in
+        the highest bits, with words as for signs. A segment with a threshold of zero or inf is all zeros. 01
+        decodes to zero.
         """
         ...
 
@@ -66,8 +66,8 @@ class Quantizers(Protocol):
             level = floor(min(|v| (levels / scale) + r, levels)), which decodes to (scale / levels) level
 
         r is random in [0, 1), or 0.5 without a seed. Every fp32 operation is rounded; the quotients are computed
-        once per range. The sign is the highest bit of the code, zero at level 0. Element i of a range is in its
-        byte i bits / 8, the first in the lowest bits. A range takes whole bytes. It is all zeros if scale or
+        once per segment. The sign is the highest bit of the code, zero at level 0. Element i of a segment is in
+        its byte i bits / 8, the first in the lowest bits. A segment takes whole bytes. It is all zeros if scale or
         levels / scale is zero or not finite.
         """
         ...
@@ -97,7 +97,7 @@ class Quantizers(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The first byte of each range's codes, and their total size in bytes."""
+    """The first byte of each segment's codes, and their total size in bytes."""
 
     starts: Int64[Tensor, "S"]
     nbytes: int
@@ -107,7 +107,7 @@ _layouts = WeakTensorKeyDictionary()
 
 
 def layout_of(bounds: Bounds, width: int, unit: int) -> Layout:
-    """Return the layout of codes of `width` bits, where each range takes a multiple of `unit` bytes."""
+    """Return the layout of codes of `width` bits, where each segment takes a multiple of `unit` bytes."""
     kept: dict[tuple[int, int], Layout] = _layouts.setdefault(bounds, {})
     if (width, unit) not in kept:
         ends = ((bounds.diff() * width + 8 * unit - 1) // (8 * unit) * unit).cumsum(0)
@@ -121,7 +121,7 @@ def thresholds_or(instead: float, thresholds: Each) -> Each:
 
 
 def level_factors(scales: Each, levels: int, bits: int) -> tuple[Each, Each]:
-    """Return (levels / scale, scale / levels), zero for ranges that send nothing."""
+    """Return (levels / scale, scale / levels), zero for segments that send nothing."""
     assert bits in (2, 4, 8) and 1 <= levels < 2 ** (bits - 1), (levels, bits)
     # a tensor: some devices divide by a number by multiplying with its inverse
     most = torch.full_like(scales, levels)
@@ -160,5 +160,5 @@ def natural_top(largest: Int32[Tensor, ""]) -> Int32[Tensor, ""]:
 
 
 def natural_top_in(codes: Codes) -> Int32[Tensor, ""]:
-    """Read E from codes, clamped to its range. The codes may be unaligned."""
+    """Read E from codes, clamped to its segment. The codes may be unaligned."""
     return codes[:4].clone().view(torch.int32)[0].clamp(0, 127)

@@ -104,8 +104,8 @@ def _signed(magnitude: Tensor, negative: Tensor) -> Tensor:
 
 
 def _range_of_each(bounds: Bounds, n: int) -> Int64[Tensor, "n"]:
-    ranges = torch.arange(bounds.numel() - 1, dtype=torch.int64, device=bounds.device)
-    return torch.repeat_interleave(ranges, bounds.diff(), output_size=n)
+    segments = torch.arange(bounds.numel() - 1, dtype=torch.int64, device=bounds.device)
+    return torch.repeat_interleave(segments, bounds.diff(), output_size=n)
 
 
 def _places(bounds: Bounds, width: int, unit: int, n: int) -> Int64[Tensor, "n"]:

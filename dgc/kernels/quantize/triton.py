@@ -114,7 +114,7 @@ class TritonQuantizers:
     def _each(
         self, kernel: object, near: Dense, bounds: Bounds, width: int, unit: int, *arguments: object
     ) -> None:
-        """Launch one program per tile of the ranges."""
+        """Launch one program per tile of the segments."""
         tiling = self._tilings.of(bounds, (near.numel(),))
         places = (tiling.table, tiling.count, bounds, layout_of(bounds, width, unit).starts)
         self._launch(kernel, near, tiling.count, *places, *arguments, self.tile)

@@ -1,7 +1,8 @@
 """GPU kernels of the quantizers: encoding and decoding of codes with few bits.
 
-A program handles a tile of one range (see `triton_tables`). Tiles begin at whole words of the codes. Natural codes
-and the packing of small integers have no ranges: there a program handles BLOCK elements or bytes.
+A program handles a tile of one segment (see `triton_tables`). Tiles begin at whole words of the codes. Natural
+codes
+and the packing of small integers have no segments: there a program handles BLOCK elements or bytes.
 """
 
 from typing import no_type_check
@@ -18,7 +19,7 @@ SIGN = tl.constexpr(-0x80000000)
 @triton.jit
 @no_type_check
 def tile_of(tiles, n_tiles, bounds, starts, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """A program's range, length, elements [TILE / p, p] with p per byte, mask of elements, bytes [TILE / p]."""
+    """A program's segment, length, elements [TILE / p, p] with p per byte, mask of elements, bytes [TILE / p]."""
     t = tl.program_id(0)
     start = tl.load(tiles + t)
     length = tl.load(tiles + n_tiles + t)

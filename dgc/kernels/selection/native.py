@@ -1,9 +1,9 @@
 """The hot path in C++, for CPU tensors: one pass over memory per step, with the same bits as the reference.
 
 The pass of DGC reads g, u, v and writes u, v: 20 bytes per parameter, which is the minimum. It also collects
-candidates, the elements at or above a floor, and the exact selection is made among these. If no floor is known,
-it is estimated from a sample of the buffer. A range with a wrong floor is processed again: floors only affect
-time.
+candidates, the elements at or above a lower bound, and the exact selection is made among these. If no lower bound
+is known, it is estimated from a sample of the buffer. A segment with a wrong lower bound is processed again: lower
+bounds only affect time.
 """
 
 from array import array
@@ -27,7 +27,7 @@ from dgc.kernels.library import (
     pointer_or_none,
     pointers,
 )
-from dgc.kernels.selection.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
+from dgc.kernels.selection.protocol import Budget, Moments, PassInputs, SparseVector, Tail, TopKResult
 from dgc.kernels.selection.reference import Reference
 
 PLAIN, NESTEROV, RESIDUAL, NONE = range(4)
@@ -40,7 +40,7 @@ _SIGNATURES: Signatures = {
     "dgc_isa": (c_char_p, ()),
     "dgc_update": (None, _PASS),
     "dgc_update_and_choose": (None, (*_PASS, *_CHOICE)),
-    "dgc_predicted_floors": (None, (c_void_p, c_void_p, c_int64, c_float, c_void_p)),
+    "dgc_predicted_lower_bounds": (None, (c_void_p, c_void_p, c_int64, c_float, c_void_p)),
     "dgc_moments": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 4, c_int)),
     "dgc_tail": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, c_int)),
     "dgc_take": (None, (*_SENT, c_void_p, c_void_p, c_int)),
@@ -68,59 +68,59 @@ class Native:
     def __str__(self) -> str:
         return f"{self.name} ({self.isa})"
 
-    def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
-        pieces, first = _fp32(due.g), torch.empty((), dtype=INT64)
-        self._library.dgc_update(*_pass_arguments(_form(due), pieces, due), pointer(first, INT64))
+    def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
+        pieces, first = _fp32(inputs.g), torch.empty((), dtype=INT64)
+        self._library.dgc_update(*_pass_arguments(_form(inputs), pieces, inputs), pointer(first, INT64))
         return first
 
-    def predicted_floors(
+    def predicted_lower_bounds(
         self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
     ) -> Float32[Tensor, "S"]:
-        floors = torch.empty(last.numel(), dtype=FP32)
+        lower_bounds = torch.empty(last.numel(), dtype=FP32)
         thresholds = (pointer(last, FP32), pointer(before, FP32))
-        self._library.dgc_predicted_floors(*thresholds, last.numel(), margin, pointer(floors, FP32))
-        return floors
+        self._library.dgc_predicted_lower_bounds(*thresholds, last.numel(), margin, pointer(lower_bounds, FP32))
+        return lower_bounds
 
     def accumulate_and_select_(
-        self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
-    ) -> Chosen:
-        return self._choose(_form(due), due, quotas, floors)
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
+    ) -> TopKResult:
+        return self._choose(_form(inputs), inputs, budget, lower_bounds)
 
     def select(
-        self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
-    ) -> Chosen:
-        return self._choose(NONE, Accumulation((), None, v), quotas, floors)
+        self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
+    ) -> TopKResult:
+        return self._choose(NONE, PassInputs((), None, v), budget, lower_bounds)
 
-    def _choose(self, form: int, due: Accumulation, quotas: Quotas, floors: Tensor | None) -> Chosen:
-        ranges, pieces = quotas.ks.numel(), _fp32(due.g)
-        indices = torch.empty(quotas.capacity, dtype=INT32)
-        values = torch.empty(quotas.capacity, dtype=FP32)
+    def _choose(self, form: int, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | None) -> TopKResult:
+        segments, pieces = budget.ks.numel(), _fp32(inputs.g)
+        indices = torch.empty(budget.capacity, dtype=INT32)
+        values = torch.empty(budget.capacity, dtype=FP32)
         count, missed = torch.empty((), dtype=INT32), torch.empty((), dtype=INT32)
-        thresholds, first = torch.empty(ranges, dtype=FP32), torch.empty((), dtype=INT64)
+        thresholds, first = torch.empty(segments, dtype=FP32), torch.empty((), dtype=INT64)
         self._library.dgc_update_and_choose(
-            *_pass_arguments(form, pieces, due),
+            *_pass_arguments(form, pieces, inputs),
             pointer(first, INT64),
-            pointer(quotas.bounds, INT64),
-            pointer(quotas.ks, INT64),
-            ranges,
-            pointer_or_none(floors, FP32),
-            quotas.capacity,
+            pointer(budget.bounds, INT64),
+            pointer(budget.ks, INT64),
+            segments,
+            pointer_or_none(lower_bounds, FP32),
+            budget.capacity,
             pointer(indices, INT32),
             pointer(values, FP32),
             pointer(count, INT32),
             pointer(thresholds, FP32),
             pointer(missed, INT32),
         )
-        return Chosen(Selection(indices, values, count), thresholds, first, missed)
+        return TopKResult(SparseVector(indices, values, count), thresholds, first, missed)
 
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
-        ranges = bounds.numel() - 1
-        sums, magnitudes, squares = torch.empty(3, ranges, dtype=FP64)
-        largest = torch.empty(ranges, dtype=FP32)
+        segments = bounds.numel() - 1
+        sums, magnitudes, squares = torch.empty(3, segments, dtype=FP64)
+        largest = torch.empty(segments, dtype=FP32)
         self._library.dgc_moments(
             pointer(v, FP32),
             pointer(bounds, INT64),
-            ranges,
+            segments,
             pointer(sums, FP64),
             pointer(magnitudes, FP64),
             pointer(squares, FP64),
@@ -130,27 +130,27 @@ class Native:
         return Moments(sums, magnitudes, squares, largest)
 
     def tail(
-        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], lower_bounds: Float32[Tensor, "S"]
     ) -> Tail:
-        ranges = floors.numel()
-        counts, sums = torch.empty(ranges, dtype=INT64), torch.empty(ranges, dtype=FP64)
+        segments = lower_bounds.numel()
+        counts, sums = torch.empty(segments, dtype=INT64), torch.empty(segments, dtype=FP64)
         self._library.dgc_tail(
             pointer(v, FP32),
             pointer(bounds, INT64),
-            ranges,
-            pointer(floors, FP32),
+            segments,
+            pointer(lower_bounds, FP32),
             pointer(counts, INT64),
             pointer(sums, FP64),
             torch.get_num_threads(),
         )
         return Tail(counts, sums)
 
-    def take_(self, sent: Selection, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def take_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         places = (pointer_or_none(u, FP32), pointer(v, FP32))
         self._library.dgc_take(*_entries(sent), *places, torch.get_num_threads())
 
     def merge_mean(
-        self, parts: Sequence[Selection], size: int, numel: int
+        self, parts: Sequence[SparseVector], size: int, numel: int
     ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
         most = sum(part.indices.numel() for part in parts)
         indices, values = torch.empty(most, dtype=INT64), torch.empty(most, dtype=FP32)
@@ -207,10 +207,10 @@ class Native:
         )
 
 
-def _form(due: Accumulation) -> int:
-    if due.u is None:
+def _form(inputs: PassInputs) -> int:
+    if inputs.u is None:
         return RESIDUAL
-    return NESTEROV if due.nesterov else PLAIN
+    return NESTEROV if inputs.nesterov else PLAIN
 
 
 def _fp32(pieces: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -218,31 +218,31 @@ def _fp32(pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     return pieces if not pieces or pieces[0].dtype is torch.float32 else [p.to(torch.float32) for p in pieces]
 
 
-def _entries(sent: Selection | None) -> tuple[int | None, int | None, int | None]:
+def _entries(sent: SparseVector | None) -> tuple[int | None, int | None, int | None]:
     if sent is None:
         return None, None, None
     return pointer(sent.indices, INT32), pointer(sent.values, FP32), pointer(sent.count, INT32)
 
 
-def _pass_arguments(form: int, pieces: Sequence[Tensor], due: Accumulation) -> tuple[object, ...]:
+def _pass_arguments(form: int, pieces: Sequence[Tensor], inputs: PassInputs) -> tuple[object, ...]:
     """Return the first arguments of the library's functions for the pass.
 
-    `pieces` is due.g in fp32. It must stay alive until the call returns.
+    `gradients` is inputs.g in fp32. It must stay alive until the call returns.
     """
     begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
-    n = due.v.numel()
+    n = inputs.v.numel()
     assert form == NONE or begins[-1] == n
     return (
         form,
         pointers(pieces, FP32),
         begins.tobytes(),
         len(pieces),
-        pointer_or_none(due.u, FP32),
-        pointer(due.v, FP32),
+        pointer_or_none(inputs.u, FP32),
+        pointer(inputs.v, FP32),
         n,
-        due.momentum,
-        *_entries(due.sent),
-        due.masking,
+        inputs.momentum,
+        *_entries(inputs.sent),
+        inputs.masking,
         useful_threads(n),
     )
 

@@ -21,12 +21,12 @@ TOO_LARGE = 2.0**64
 
 
 @dataclass(frozen=True, eq=False)
-class Quotas:
-    """Number of elements that each range of a flat buffer sends.
+class Budget:
+    """Number of elements that each segment of a flat buffer sends.
 
     Attributes:
-        bounds: Range s is bounds[s] .. bounds[s+1] - 1. Ranges cover the buffer: bounds[0] = 0, bounds[S] = n.
-        ks: Number of elements per range.
+        bounds: Segment s is bounds[s] .. bounds[s+1] - 1. Segments cover the buffer: bounds[0] = 0, bounds[S] = n.
+        ks: Number of elements per segment.
         capacity: The sum of ks.
     """
 
@@ -36,7 +36,7 @@ class Quotas:
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
+class SparseVector:
     """A sparse vector in tensors of fixed size. The first `count` entries are valid, the rest are zero.
 
     Indices are unique and ascending.
@@ -48,7 +48,7 @@ class Selection:
 
 
 @dataclass(frozen=True, eq=False)
-class Accumulation:
+class PassInputs:
     """One pass over a gradient g of n elements, to be performed once. NaN and TOO_LARGE in g count as zero.
 
     sent         v_i = v_i - value; with masking u_i = 0
@@ -73,25 +73,26 @@ class Accumulation:
     v: Float32[Tensor, "n"]
     momentum: float = 0.0
     nesterov: bool = False
-    sent: Selection | None = None
+    sent: SparseVector | None = None
     masking: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
-    """The result of a selection from v: exactly the ks[s] elements of largest magnitude of each range s.
+class TopKResult:
+    """The result of a selection from v: exactly the ks[s] elements of largest magnitude of each segment s.
 
     Zeros are never selected. Among equal magnitudes the lowest indices are selected.
 
     Attributes:
-        selection: The selected elements.
-        thresholds: Smallest selected magnitude per range; 0 if fewer than ks[s] elements are non-zero.
+        elements: The selected elements.
+        thresholds: Smallest selected magnitude per segment; 0 if fewer than ks[s] elements are non-zero.
         first_nonfinite: Index of the first element of g that is NaN or TOO_LARGE; n if there is none.
-        missed: Number of ranges with a floor that was too high, or so low that too many candidates passed it.
+        missed: Number of segments with a lower bound that was too high, or so low that too many candidates passed
+            it.
             They need another pass; their result is exact as well.
     """
 
-    selection: Selection
+    elements: SparseVector
     thresholds: Float32[Tensor, "S"]
     first_nonfinite: Int64[Tensor, ""]
     missed: Int32[Tensor, ""]
@@ -99,7 +100,7 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Sums of v, |v| and v**2 over each range in fp64, and the largest |v|. An empty range has zeros.
+    """Sums of v, |v| and v**2 over each segment in fp64, and the largest |v|. An empty segment has zeros.
 
     The order of addition depends on the tier. It is the same in every call, for any number of threads.
     """
@@ -112,7 +113,8 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Number of non-zero elements of each range with |v| at or above a floor, and their sum of |v| in fp64.
+    """Number of non-zero elements of each segment with |v| at or above a lower bound, and their sum of |v| in
+    fp64.
 
     The order of addition is as for Moments.
     """
@@ -127,60 +129,61 @@ class Kernels(Protocol):
 
     name: str
 
-    def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
+    def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
         """Do the pass. Returns the index of the first element of g that is NaN or TOO_LARGE, or n."""
         ...
 
-    def predicted_floors(
+    def predicted_lower_bounds(
         self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
     ) -> Float32[Tensor, "S"]:
-        """Predict the next step's floors from the thresholds of the last two steps.
+        """Predict the next step's lower bounds from the thresholds of the last two steps.
 
         Returns margin * last * min(max(last / before, 0.97), 1.2), or 0 (no expectation) where last is 0.
         """
         ...
 
     def accumulate_and_select_(
-        self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
-    ) -> Chosen:
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
+    ) -> TopKResult:
         """Do the pass and select from the new v.
 
         Args:
-            due: The pass.
-            quotas: Number of elements to select per range.
-            floors: Per range, a magnitude expected to be slightly below its threshold, or 0 for no expectation.
-                None: no expectation for any range. Floors reduce the cost and never change the result.
+            inputs: What the pass reads and writes.
+            budget: Number of elements to select per segment.
+            lower_bounds: Per segment, a magnitude expected to be slightly below its threshold, or 0 for no
+                expectation.
+                None: no expectation for any segment. Lower bounds reduce the cost and never change the result.
         """
         ...
 
     def select(
-        self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
-    ) -> Chosen:
+        self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
+    ) -> TopKResult:
         """Select from v, which must be finite. first_nonfinite of the result is n.
 
-        `floors` are as in accumulate_and_select_. They may reduce the cost and never change the result.
+        `lower_bounds` are as in accumulate_and_select_. They may reduce the cost and never change the result.
         """
         ...
 
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
-        """Return sums over each range bounds[s] .. bounds[s+1] - 1. v must be finite."""
+        """Return sums over each segment bounds[s] .. bounds[s+1] - 1. v must be finite."""
         ...
 
     def tail(
-        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], lower_bounds: Float32[Tensor, "S"]
     ) -> Tail:
-        """Return count and sum of each range's elements at or above its floor. v must be finite.
+        """Return count and sum of each segment's elements at or above its lower bound. v must be finite.
 
-        A floor of 0 excludes only zeros. A range with a floor of inf is not read.
+        A lower bound of 0 excludes only zeros. A segment with a lower bound of inf is not read.
         """
         ...
 
-    def take_(self, sent: Selection, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def take_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         """Do only the first part of a pass: v[i] = v[i] - value, and u[i] = 0 unless u is None."""
         ...
 
     def merge_mean(
-        self, parts: Sequence[Selection], size: int, numel: int
+        self, parts: Sequence[SparseVector], size: int, numel: int
     ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
         """Return the mean over `size` ranks of sparse vectors of `numel` elements, as (indices, values).
 
@@ -197,10 +200,10 @@ class Kernels(Protocol):
         values: Float32[Tensor, "k"],
         factors: Sequence[float],
     ) -> None:
-        """Compute targets[s][i - bounds[s]] -= factors[s] * value for every index i of range s.
+        """Compute targets[s][i - bounds[s]] -= factors[s] * value for every index i of segment s.
 
-        Targets are contiguous one-dimensional tensors, one per range. The product is rounded to fp32, then to the
-        target's dtype, before it is subtracted. Indices are unique and ascending.
+        Targets are contiguous one-dimensional tensors, one per segment. The product is rounded to fp32, then to
+        the target's dtype, before it is subtracted. Indices are unique and ascending.
         """
         ...
 

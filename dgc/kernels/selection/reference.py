@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.selection.protocol import TOO_LARGE, Accumulation, Chosen, Moments, Quotas, Selection, Tail
+from dgc.kernels.selection.protocol import TOO_LARGE, Budget, Moments, PassInputs, SparseVector, Tail, TopKResult
 
 
 class Reference:
@@ -18,52 +18,52 @@ class Reference:
     def __str__(self) -> str:
         return f"{self.name} (plain PyTorch)"
 
-    def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
-        if due.sent is not None:
-            self.take_(due.sent, due.u if due.masking else None, due.v)
-        g = torch.cat(due.g).to(torch.float32) if len(due.g) > 1 else due.g[0].to(torch.float32)
+    def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
+        if inputs.sent is not None:
+            self.take_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
+        g = torch.cat(inputs.g).to(torch.float32) if len(inputs.g) > 1 else inputs.g[0].to(torch.float32)
         good = usable(g)
         first = first_of(~good)
         g = torch.where(good, g, 0.0)
-        u, v = due.u, due.v
+        u, v = inputs.u, inputs.v
         if u is None:
             v.add_(g)
-        elif due.nesterov:
-            u.add_(g).mul_(due.momentum)
+        elif inputs.nesterov:
+            u.add_(g).mul_(inputs.momentum)
             v.add_(u).add_(g)
         else:
-            u.mul_(due.momentum).add_(g)
+            u.mul_(inputs.momentum).add_(g)
             v.add_(u)
         return first
 
-    def predicted_floors(
+    def predicted_lower_bounds(
         self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
     ) -> Float32[Tensor, "S"]:
-        return predicted_floors(last, before, margin)
+        return predicted_lower_bounds(last, before, margin)
 
     def accumulate_and_select_(
-        self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
-    ) -> Chosen:
-        first = self.accumulate_(due)
-        chosen = self.select(due.v, quotas)
-        return Chosen(chosen.selection, chosen.thresholds, first, chosen.missed)
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
+    ) -> TopKResult:
+        first = self.accumulate_(inputs)
+        chosen = self.select(inputs.v, budget)
+        return TopKResult(chosen.elements, chosen.thresholds, first, chosen.missed)
 
     def select(
-        self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
-    ) -> Chosen:
-        bounds, parts = quotas.bounds.tolist(), []
+        self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
+    ) -> TopKResult:
+        bounds, parts = budget.bounds.tolist(), []
         thresholds = torch.zeros(len(bounds) - 1, dtype=torch.float32, device=v.device)
-        for s, k in enumerate(quotas.ks.tolist()):
+        for s, k in enumerate(budget.ks.tolist()):
             indices = largest(v[bounds[s] : bounds[s + 1]], k)
             if indices.numel() == k > 0:
                 thresholds[s] = v[indices + bounds[s]].abs().min()
             parts.append(indices + bounds[s])
-        selection = as_selection(torch.cat(parts), v, quotas.capacity)
+        selection = as_selection(torch.cat(parts), v, budget.capacity)
         none = torch.zeros((), dtype=torch.int32, device=v.device)
-        return Chosen(selection, thresholds, none.long() + v.numel(), none)
+        return TopKResult(selection, thresholds, none.long() + v.numel(), none)
 
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
-        parts = ranges_of(v, bounds)
+        parts = segments_of(v, bounds)
         wide = [part.double() for part in parts]
         return Moments(
             sums=torch.stack([part.sum() for part in wide]),
@@ -73,22 +73,25 @@ class Reference:
         )
 
     def tail(
-        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], lower_bounds: Float32[Tensor, "S"]
     ) -> Tail:
-        found = [part[above(part, floor)] for part, floor in zip(ranges_of(v, bounds), floors, strict=True)]
+        found = [
+            part[above(part, lower_bound)]
+            for part, lower_bound in zip(segments_of(v, bounds), lower_bounds, strict=True)
+        ]
         return Tail(
             counts=torch.tensor([part.numel() for part in found], dtype=torch.int64, device=v.device),
             sums=torch.stack([part.double().abs().sum() for part in found]),
         )
 
-    def take_(self, sent: Selection, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def take_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         count, indices = _valid(sent)
         v[indices] -= sent.values[:count]
         if u is not None:
             u[indices] = 0
 
     def merge_mean(
-        self, parts: Sequence[Selection], size: int, numel: int
+        self, parts: Sequence[SparseVector], size: int, numel: int
     ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
         entries = [(indices, part.values[:count]) for part in parts for count, indices in [_valid(part)]]
         union, where = torch.unique(torch.cat([i for i, _ in entries]), sorted=True, return_inverse=True)
@@ -127,19 +130,19 @@ class Reference:
         p.sub_((decay.add_(buffer * momentum) if nesterov else buffer) * lr)
 
 
-def predicted_floors(
+def predicted_lower_bounds(
     last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
 ) -> Float32[Tensor, "S"]:
     growth = torch.where(last == before, 1.0, last / before)
     return last * growth.clamp(0.97, 1.2) * margin
 
 
-def ranges_of(v: Float[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> tuple[Float[Tensor, "_"], ...]:
-    """Return views of the ranges, which cover v."""
+def segments_of(v: Float[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> tuple[Float[Tensor, "_"], ...]:
+    """Return views of the segments, which cover v."""
     return v.split(bounds.diff().tolist())
 
 
-def as_selection(indices: Int64[Tensor, "count"], v: Float32[Tensor, "n"], capacity: int) -> Selection:
+def as_selection(indices: Int64[Tensor, "count"], v: Float32[Tensor, "n"], capacity: int) -> SparseVector:
     """Return the elements of v at ascending indices. Requires count <= capacity."""
     count = indices.numel()
     assert count <= capacity
@@ -147,10 +150,10 @@ def as_selection(indices: Int64[Tensor, "count"], v: Float32[Tensor, "n"], capac
     padded[:count] = indices
     values = torch.zeros(capacity, dtype=torch.float32, device=v.device)
     values[:count] = v[indices]
-    return Selection(padded, values, torch.full((), count, dtype=torch.int32, device=v.device))
+    return SparseVector(padded, values, torch.full((), count, dtype=torch.int32, device=v.device))
 
 
-def _valid(selection: Selection) -> tuple[int, Int64[Tensor, "count"]]:
+def _valid(selection: SparseVector) -> tuple[int, Int64[Tensor, "count"]]:
     count = int(selection.count)
     return count, selection.indices[:count].long()
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from dgc.kernels.selection import triton_passes as passes
 from dgc.kernels.selection import triton_sparse as sparse
 from dgc.kernels.selection import triton_statistics as statistics
-from dgc.kernels.selection.protocol import Accumulation, Chosen, Moments, Quotas, Selection, Tail
-from dgc.kernels.selection.reference import predicted_floors
+from dgc.kernels.selection.protocol import Budget, Moments, PassInputs, SparseVector, Tail, TopKResult
+from dgc.kernels.selection.reference import predicted_lower_bounds
 from dgc.kernels.selection.triton_select import Candidates, choose, room_for_candidates
 from dgc.kernels.triton_tables import Launcher, Tiling, Tilings, on_device, pointers
 
@@ -68,46 +68,46 @@ class Triton:
     def launches(self) -> int:
         return self._launch.launches
 
-    def accumulate_(self, due: Accumulation) -> Int64[Tensor, ""]:
-        whole = on_device((0, due.v.numel()), torch.int64, due.v.device)
-        return self._accumulate(due, self._tilings.of(whole, _lengths(due)), None)
+    def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
+        whole = on_device((0, inputs.v.numel()), torch.int64, inputs.v.device)
+        return self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), None)
 
-    def predicted_floors(
+    def predicted_lower_bounds(
         self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
     ) -> Float32[Tensor, "S"]:
-        return predicted_floors(last, before, margin)
+        return predicted_lower_bounds(last, before, margin)
 
     def accumulate_and_select_(
-        self, due: Accumulation, quotas: Quotas, floors: Float32[Tensor, "S"] | None
-    ) -> Chosen:
-        tiling = self._tilings.of(quotas.bounds, _lengths(due))
-        candidates = room_for_candidates(tiling, due.v.numel(), quotas, floors, self.tile, self.slots)
-        first = self._accumulate(due, tiling, candidates)
-        return choose(self._launch, due.v, tiling, quotas, candidates, first, self.tile)
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
+    ) -> TopKResult:
+        tiling = self._tilings.of(budget.bounds, _lengths(inputs))
+        candidates = room_for_candidates(tiling, inputs.v.numel(), budget, lower_bounds, self.tile, self.slots)
+        first = self._accumulate(inputs, tiling, candidates)
+        return choose(self._launch, inputs.v, tiling, budget, candidates, first, self.tile)
 
     def select(
-        self, v: Float32[Tensor, "n"], quotas: Quotas, floors: Float32[Tensor, "S"] | None = None
-    ) -> Chosen:
-        # Floors never change the result and are ignored: collecting candidates would read v once more, which only
-        # pays in a pass that reads it anyway.
+        self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
+    ) -> TopKResult:
+        # Lower bounds never change the result and are ignored: collecting candidates would read v once more, which
+        # only pays in a pass that reads it anyway.
         first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
-        tiling = self._tilings.of(quotas.bounds, (v.numel(),))
-        return choose(self._launch, v, tiling, quotas, None, first, self.tile)
+        tiling = self._tilings.of(budget.bounds, (v.numel(),))
+        return choose(self._launch, v, tiling, budget, None, first, self.tile)
 
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
         return statistics.moments(self._launch, v, self._tilings.of(bounds, (v.numel(),)), self.tile)
 
     def tail(
-        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], floors: Float32[Tensor, "S"]
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], lower_bounds: Float32[Tensor, "S"]
     ) -> Tail:
-        return statistics.tail(self._launch, v, self._tilings.of(bounds, (v.numel(),)), floors, self.tile)
+        return statistics.tail(self._launch, v, self._tilings.of(bounds, (v.numel(),)), lower_bounds, self.tile)
 
-    def take_(self, sent: Selection, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def take_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         entries = (sent.indices, sent.values, sent.count)
         self._launch(sparse.take, v, _blocks(sent.values.numel()), *entries, u, v, u is not None, BLOCK)
 
     def merge_mean(
-        self, parts: Sequence[Selection], size: int, numel: int
+        self, parts: Sequence[SparseVector], size: int, numel: int
     ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
         keys, values = torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts])
         total, device = keys.numel(), keys.device
@@ -138,10 +138,10 @@ class Triton:
         factors: Sequence[float],
     ) -> None:
         scale = on_device(tuple(factors), torch.float32, values.device)
-        k, ranges = indices.numel(), len(targets)
+        k, segments = indices.numel(), len(targets)
         for dtype in dict.fromkeys(t.dtype for t in targets):
             own = pointers([t if t.dtype == dtype else None for t in targets], dtype, values.device)
-            sought = (own, bounds, scale, ranges, ranges.bit_length(), indices, values, k)
+            sought = (own, bounds, scale, segments, segments.bit_length(), indices, values, k)
             self._launch(sparse.subtract_at, values, _blocks(k), *sought, FLOATS[dtype], _wide(dtype), BLOCK)
 
     def decay_(
@@ -158,25 +158,25 @@ class Triton:
         types = (FLOATS[p.dtype], _wide(p.dtype))
         self._launch(sparse.decay, p, _blocks(n), p, buffer, n, settings, nesterov, *types, BLOCK)
 
-    def _accumulate(self, due: Accumulation, tiling: Tiling, candidates: Candidates | None) -> Int64[Tensor, ""]:
-        if due.sent is not None:
-            self.take_(due.sent, due.u if due.masking else None, due.v)
-        first = torch.full((), due.v.numel(), dtype=torch.int64, device=due.v.device)
-        form = 0 if due.u is None else 2 if due.nesterov else 1
-        sources = pointers(due.g, due.g[0].dtype, due.v.device)
-        work = (tiling.table, tiling.count, sources, due.u, due.v, float(due.momentum), first)
+    def _accumulate(self, inputs: PassInputs, tiling: Tiling, candidates: Candidates | None) -> Int64[Tensor, ""]:
+        if inputs.sent is not None:
+            self.take_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
+        first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
+        form = 0 if inputs.u is None else 2 if inputs.nesterov else 1
+        sources = pointers(inputs.g, inputs.g[0].dtype, inputs.v.device)
+        work = (tiling.table, tiling.count, sources, inputs.u, inputs.v, float(inputs.momentum), first)
         stock: tuple[object, ...] = (None, None, 1, None, None, None, self.tile, 1)
         if candidates is not None:
-            counts = (candidates.floors, candidates.counts, candidates.floors.numel())
+            counts = (candidates.lower_bounds, candidates.counts, candidates.lower_bounds.numel())
             slots = (candidates.held, candidates.values, candidates.lanes, self.tile, candidates.slots)
             stock = (*counts, *slots)
-        variant = (FLOATS[due.g[0].dtype], form, candidates is not None)
-        self._launch(passes.accumulate, due.v, tiling.count, *work, *stock, *variant)
+        variant = (FLOATS[inputs.g[0].dtype], form, candidates is not None)
+        self._launch(passes.accumulate, inputs.v, tiling.count, *work, *stock, *variant)
         return first
 
 
-def _lengths(due: Accumulation) -> tuple[int, ...]:
-    return tuple(g.numel() for g in due.g)
+def _lengths(inputs: PassInputs) -> tuple[int, ...]:
+    return tuple(g.numel() for g in inputs.g)
 
 
 def _blocks(n: int) -> int:

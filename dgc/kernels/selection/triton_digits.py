@@ -1,16 +1,16 @@
 """GPU kernels of the exact selection, by radix digits.
 
-The bits of |v| as an integer have the same order as |v|. The threshold of a range is therefore the largest 31-bit
-number that at least k magnitudes reach. It is found in three digits of 11, 10 and 10 bits:
+The bits of |v| as an integer have the same order as |v|. The threshold of a segment is therefore the largest
+31-bit number that at least k magnitudes reach. It is found in three digits of 11, 10 and 10 bits:
 
     count_digits   per tile: histogram of the next digit of the magnitudes that begin with the digits found so far
-    pick_digits    per range: the digit that contains rank k; k is reduced by the counts of higher digits
+    pick_digits    per segment: the digit that contains rank k; k is reduced by the counts of higher digits
 
 Then `tally` counts per tile the magnitudes greater than and equal to the threshold. `offsets` turns the counts
 into positions in the output. `write` writes all greater elements, and as many of the first equal ones as needed.
 Only integers are added atomically, so results do not depend on the order in which programs run.
 
-A range is stocked if it has enough candidates (see `triton_passes`), at least k or all non-zero elements, and no
+A segment is stocked if it has enough candidates (see `triton_passes`), at least k or all non-zero elements, and no
 tile had more than its slots. The kernels then read its slots instead of v. This is decided on the device, so no
 launch waits for it.
 """
@@ -30,10 +30,10 @@ NONE = tl.constexpr(-2)
 
 @triton.jit
 @no_type_check
-def stocked(s, ks, counts, n_ranges):
-    """Whether the candidates suffice for range s. counts: of candidates, then of non-zero elements, per range."""
+def stocked(s, ks, counts, n_segments):
+    """Whether the candidates suffice for segment s. counts: candidates, then non-zero elements, per segment."""
     count = tl.load(counts + s)
-    return (count >= tl.load(ks + s)) | (count == tl.load(counts + n_ranges + s))
+    return (count >= tl.load(ks + s)) | (count == tl.load(counts + n_segments + s))
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def add_digits(source, length, histogram, prefix, SHIFT: tl.constexpr, BITS: tl.
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def count_digits(
-    tiles, n_tiles, v, ks, counts, n_ranges, held, slot_values, histograms, prefixes,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, FLOORS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
+    tiles, n_tiles, v, ks, counts, n_segments, held, slot_values, histograms, prefixes,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     start = tl.load(tiles + t)
@@ -63,8 +63,8 @@ def count_digits(
     if SHIFT < 20:
         prefix = tl.load(prefixes + s)
     histogram = histograms + s.to(tl.int64) * BINS
-    if FLOORS:
-        if stocked(s, ks, counts, n_ranges):
+    if LOWER_BOUNDS:
+        if stocked(s, ks, counts, n_segments):
             length = 0
             row = slot_values + t.to(tl.int64) * SLOTS
             add_digits(row, tl.load(held + t), histogram, prefix, SHIFT, BITS, SLOTS)
@@ -72,13 +72,13 @@ def count_digits(
         add_digits(v + start, length, histogram, prefix, SHIFT, BITS, TILE)
 
 
-@triton.jit(do_not_specialize=["n_ranges"])
+@triton.jit(do_not_specialize=["n_segments"])
 @no_type_check
 def pick_digits(
-    histograms, ks, counts, n_ranges, missed, prefixes, wanted, chosen, thresholds,
-    FLOORS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
+    histograms, ks, counts, n_segments, missed, prefixes, wanted, chosen, thresholds,
+    LOWER_BOUNDS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per range. It clears the histogram for the next digit."""
+    """One program per segment. It clears the histogram for the next digit."""
     s = tl.program_id(0)
     digit = tl.arange(0, 1 << BITS)
     row = histograms + s.to(tl.int64) * BINS + digit
@@ -90,8 +90,8 @@ def pick_digits(
         nonzero = tl.sum(count, 0).to(tl.int64)
         tl.store(chosen + s, tl.minimum(k, nonzero).to(tl.int32))
         before = tl.where(k == 0, NONE, tl.where(nonzero < k, ALL, 0))
-        if FLOORS:
-            if not stocked(s, ks, counts, n_ranges):
+        if LOWER_BOUNDS:
+            if not stocked(s, ks, counts, n_segments):
                 tl.atomic_add(missed, 1, sem="relaxed")
     else:
         k = tl.load(wanted + s).to(tl.int64)
@@ -122,8 +122,8 @@ def tally_tile(source, length, limit, LANES: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tally(
-    tiles, n_tiles, v, ks, counts, n_ranges, held, slot_values, limits, tallies,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, FLOORS: tl.constexpr,
+    tiles, n_tiles, v, ks, counts, n_segments, held, slot_values, limits, tallies,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """tallies[t]: number of magnitudes above the threshold in the high 32 bits, equal ones in the low 32 bits."""
     t = tl.program_id(0)
@@ -132,8 +132,8 @@ def tally(
     s = tl.load(tiles + 2 * n_tiles + t)
     limit = tl.load(limits + s)
     found = tl.zeros([], dtype=tl.int64)
-    if FLOORS:
-        if stocked(s, ks, counts, n_ranges):
+    if LOWER_BOUNDS:
+        if stocked(s, ks, counts, n_segments):
             length = 0
             found = tally_tile(slot_values + t.to(tl.int64) * SLOTS, tl.load(held + t), limit, SLOTS)
     if length > 0:
@@ -143,8 +143,8 @@ def tally(
 
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
-def offsets(tallies, n_tiles, chosen, n_ranges, count, BLOCK: tl.constexpr):
-    """One program: exclusive sums, in place, over tiles and over ranges. tallies has n_tiles + 1 entries."""
+def offsets(tallies, n_tiles, chosen, n_segments, count, BLOCK: tl.constexpr):
+    """One program: exclusive sums, in place, over tiles and over segments. tallies has n_tiles + 1 entries."""
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([], dtype=tl.int64)
     for i in range(0, n_tiles, BLOCK):
@@ -153,9 +153,9 @@ def offsets(tallies, n_tiles, chosen, n_ranges, count, BLOCK: tl.constexpr):
         before += tl.sum(own, 0)
     tl.store(tallies + n_tiles, before)
     total = tl.zeros([], dtype=tl.int32)
-    for i in range(0, n_ranges, BLOCK):
-        ours = tl.load(chosen + i + lane, mask=lane < n_ranges - i, other=0)
-        tl.store(chosen + i + lane, total + tl.cumsum(ours, 0) - ours, mask=lane < n_ranges - i)
+    for i in range(0, n_segments, BLOCK):
+        ours = tl.load(chosen + i + lane, mask=lane < n_segments - i, other=0)
+        tl.store(chosen + i + lane, total + tl.cumsum(ours, 0) - ours, mask=lane < n_segments - i)
         total += tl.sum(ours, 0)
     tl.store(count, total)
 
@@ -180,8 +180,8 @@ def write_tile(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def write(
-    tiles, n_tiles, first_tiles, v, ks, counts, n_ranges, held, slot_values, slot_lanes, limits, wanted, tallies,
-    places, indices, values, TILE: tl.constexpr, SLOTS: tl.constexpr, FLOORS: tl.constexpr,
+    tiles, n_tiles, first_tiles, v, ks, counts, n_segments, held, slot_values, slot_lanes, limits, wanted, tallies,
+    places, indices, values, TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     before = tl.load(tallies + t)
@@ -190,14 +190,14 @@ def write(
         length = tl.load(tiles + n_tiles + t)
         s = tl.load(tiles + 2 * n_tiles + t)
         limit = tl.load(limits + s)
-        # within the range; low halves never carry into high ones: a bucket has fewer than 2**31 elements
+        # within the segment; low halves never carry into high ones: a bucket has fewer than 2**31 elements
         before -= tl.load(tallies + tl.load(first_tiles + s))
         equal = (before & 0xFFFFFFFF).to(tl.int32)
         room = tl.load(wanted + s)
         place = tl.load(places + s) + (before >> 32).to(tl.int32) + tl.minimum(equal, room)
         room -= equal
-        if FLOORS:
-            if stocked(s, ks, counts, n_ranges):
+        if LOWER_BOUNDS:
+            if stocked(s, ks, counts, n_segments):
                 length = 0
                 row = t.to(tl.int64) * SLOTS
                 write_tile(

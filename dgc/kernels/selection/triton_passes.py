@@ -1,8 +1,8 @@
 """GPU kernel of the dense pass: momentum correction, and candidates for the selection.
 
-A program handles a tile: at most TILE adjacent elements of one range and one gradient piece (see `triton_tables`).
-With floors, a tile's elements at or above its range's floor are written, in order, to the tile's slots. The
-following selection then does not read v again.
+A program handles a tile: at most TILE adjacent elements of one segment and one gradient piece (see
+`triton_tables`). With lower_bounds, a tile's elements at or above its segment's lower bound are written, in order,
+to the tile's slots. The following selection then does not read v again.
 """
 
 from typing import no_type_check
@@ -11,18 +11,19 @@ import triton
 import triton.language as tl
 
 # These differ between buckets. Kernels are not specialised for a size of 1 or a multiple of 16: it does not pay.
-SIZES = ["n_tiles", "n_ranges"]
+SIZES = ["n_tiles", "n_segments"]
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of protocol.TOO_LARGE
-# Added to a range's count of candidates when a tile has too many. No sum of real counts can cancel it.
+# Added to a segment's count of candidates when a tile has too many. No sum of real counts can cancel it.
 OVERFULL = tl.constexpr(-(1 << 40))
 
 
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def accumulate(
-    tiles, n_tiles, sources, u, v, momentum, first, floors, counts, n_ranges, held, slot_values,
-    slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr, FLOORS: tl.constexpr,
+    tiles, n_tiles, sources, u, v, momentum, first, lower_bounds, counts, n_segments, held, slot_values,
+    slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
+    LOWER_BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov."""
     t = tl.program_id(0)
@@ -30,9 +31,9 @@ def accumulate(
     length = tl.load(tiles + n_tiles + t)
     piece = tl.load(tiles + 3 * n_tiles + t)
     inner = tl.load(tiles + 4 * n_tiles + t)
-    if FLOORS:
+    if LOWER_BOUNDS:
         s = tl.load(tiles + 2 * n_tiles + t)
-        floor = tl.load(floors + s).to(tl.int32, bitcast=True) & MAGNITUDE
+        lower_bound = tl.load(lower_bounds + s).to(tl.int32, bitcast=True) & MAGNITUDE
     lane = tl.arange(0, TILE)
     live = lane < length
     source = tl.load(sources + piece).to(tl.pointer_type(G)) + inner
@@ -57,9 +58,9 @@ def accumulate(
             x = (x + m) + g
         tl.store(u + start + lane, m, mask=live)
     tl.store(v + start + lane, x, mask=live)
-    if FLOORS:
+    if LOWER_BOUNDS:
         bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
-        passes = (bits > 0) & (bits >= floor)
+        passes = (bits > 0) & (bits >= lower_bound)
         count = tl.sum(passes.to(tl.int32), 0)
         place = tl.cumsum(passes.to(tl.int32), 0) - 1
         kept = passes & (place < SLOTS)
@@ -68,4 +69,4 @@ def accumulate(
         tl.store(slot_lanes + row + place, lane, mask=kept)
         tl.store(held + t, tl.minimum(count, SLOTS))
         tl.atomic_add(counts + s, tl.where(count > SLOTS, OVERFULL, count.to(tl.int64)), sem="relaxed")
-        tl.atomic_add(counts + n_ranges + s, tl.sum((bits > 0).to(tl.int64), 0), sem="relaxed")
+        tl.atomic_add(counts + n_segments + s, tl.sum((bits > 0).to(tl.int64), 0), sem="relaxed")

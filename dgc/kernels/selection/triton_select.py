@@ -7,7 +7,7 @@ from jaxtyping import Float32, Int32, Int64
 from torch import Tensor
 
 from dgc.kernels.selection import triton_digits as digits
-from dgc.kernels.selection.protocol import Chosen, Quotas, Selection
+from dgc.kernels.selection.protocol import Budget, SparseVector, TopKResult
 from dgc.kernels.triton_tables import Launcher, Tiling
 
 BINS = int(digits.BINS.value)
@@ -20,9 +20,9 @@ SPARSE = 8
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Elements at or above their range's floor, in slots of their tile. counts: candidates, then non-zeros."""
+    """Elements at or above their lower bound, in slots of their tile. counts: candidates, then non-zeros."""
 
-    floors: Float32[Tensor, "S"]
+    lower_bounds: Float32[Tensor, "S"]
     slots: int
     counts: Int64[Tensor, "2 S"]
     held: Int32[Tensor, "tiles"]
@@ -31,17 +31,17 @@ class Candidates:
 
 
 def room_for_candidates(
-    tiling: Tiling, n: int, quotas: Quotas, floors: Float32[Tensor, "S"] | None, tile: int, least: int
+    tiling: Tiling, n: int, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None, tile: int, least: int
 ) -> Candidates | None:
     """Return empty slots for eight times the selected elements, at least `least` per tile, or None if no gain."""
-    if floors is None or quotas.capacity * SPARSE > n:
+    if lower_bounds is None or budget.capacity * SPARSE > n:
         return None
-    device = floors.device
-    slots = min(max(1 << (8 * quotas.capacity * tile // max(n, 1)).bit_length(), least), max(tile // 4, least))
+    device = lower_bounds.device
+    slots = min(max(1 << (8 * budget.capacity * tile // max(n, 1)).bit_length(), least), max(tile // 4, least))
     return Candidates(
-        floors=floors,
+        lower_bounds=lower_bounds,
         slots=slots,
-        counts=torch.zeros(2, floors.numel(), dtype=torch.int64, device=device),
+        counts=torch.zeros(2, lower_bounds.numel(), dtype=torch.int64, device=device),
         held=torch.empty(tiling.count, dtype=torch.int32, device=device),
         values=torch.empty(tiling.count * slots, dtype=torch.float32, device=device),
         lanes=torch.empty(tiling.count * slots, dtype=torch.int32, device=device),
@@ -52,16 +52,16 @@ def choose(
     launch: Launcher,
     v: Float32[Tensor, "n"],
     tiling: Tiling,
-    quotas: Quotas,
+    budget: Budget,
     candidates: Candidates | None,
     first_nonfinite: Int64[Tensor, ""],
     tile: int,
-) -> Chosen:
+) -> TopKResult:
     """Select from v in nine launches."""
-    device, ks, ranges, capacity = v.device, quotas.ks, quotas.ks.numel(), quotas.capacity
-    histograms = torch.zeros(ranges * BINS, dtype=torch.int32, device=device)
-    prefixes, wanted, chosen = torch.empty(3, ranges, dtype=torch.int32, device=device)
-    thresholds = torch.empty(ranges, dtype=torch.float32, device=device)
+    device, ks, segments, capacity = v.device, budget.ks, budget.ks.numel(), budget.capacity
+    histograms = torch.zeros(segments * BINS, dtype=torch.int32, device=device)
+    prefixes, wanted, chosen = torch.empty(3, segments, dtype=torch.int32, device=device)
+    thresholds = torch.empty(segments, dtype=torch.float32, device=device)
     tallies = torch.empty(tiling.count + 1, dtype=torch.int64, device=device)
     # one tensor of zeros for all results; the values are aligned for wide accesses
     begin = -(-capacity // 4) * 4
@@ -76,15 +76,15 @@ def choose(
     floored = candidates is not None
     where = (tiling.table, tiling.count)
     state: tuple[object, ...]
-    stock = (ks, counts, ranges)
+    stock = (ks, counts, segments)
     for shift, bits in DIGITS:
         state = (held, slot_values, histograms, prefixes)
         launch(digits.count_digits, v, tiling.count, *where, v, *stock, *state, tile, slots, floored, shift, bits)
         state = (missed, prefixes, wanted, chosen, thresholds)
-        launch(digits.pick_digits, v, ranges, histograms, *stock, *state, floored, shift, bits)
+        launch(digits.pick_digits, v, segments, histograms, *stock, *state, floored, shift, bits)
     state = (held, slot_values, prefixes, tallies)
     launch(digits.tally, v, tiling.count, *where, v, *stock, *state, tile, slots, floored)
-    launch(digits.offsets, v, 1, tallies, tiling.count, chosen, ranges, count, SUMS)
+    launch(digits.offsets, v, 1, tallies, tiling.count, chosen, segments, count, SUMS)
     state = (held, slot_values, slot_lanes, prefixes, wanted, tallies, chosen, indices, values)
     launch(digits.write, v, tiling.count, *where, tiling.first, v, *stock, *state, tile, slots, floored)
-    return Chosen(Selection(indices, values, count), thresholds, first_nonfinite, missed)
+    return TopKResult(SparseVector(indices, values, count), thresholds, first_nonfinite, missed)

@@ -15,10 +15,10 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 @no_type_check
-def find(bounds, n_ranges, steps, i):
-    """Return the range s of each i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n_ranges."""
+def find(bounds, n_segments, steps, i):
+    """Return the segment s of each i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n_segments."""
     low = tl.zeros_like(i)
-    high = low + n_ranges
+    high = low + n_segments
     for _ in range(steps):
         middle = (low + high) // 2
         right = tl.load(bounds + middle) <= i
@@ -93,16 +93,16 @@ def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, 
     tl.store(means + place, tl.math.div_rn(mean, tl.zeros_like(mean) + size), mask=head)
 
 
-@triton.jit(do_not_specialize=["n_ranges", "steps", "k"])
+@triton.jit(do_not_specialize=["n_segments", "steps", "k"])
 @no_type_check
 def subtract_at(
-    targets, bounds, factors, n_ranges, steps, indices, values, k,
+    targets, bounds, factors, n_segments, steps, indices, values, k,
     P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Subtract where the target's pointer is not 0. There is one launch per dtype."""
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.load(indices + j, mask=j < k, other=0)
-    s = find(bounds, n_ranges, steps, i)
+    s = find(bounds, n_segments, steps, i)
     address = tl.load(targets + s)
     ours = (j < k) & (address != 0)
     target = address.to(tl.pointer_type(P)) + (i - tl.load(bounds + s))

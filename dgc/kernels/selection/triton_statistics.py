@@ -1,7 +1,7 @@
-"""GPU kernels of sums over ranges: first over each tile, then over the tiles of each range.
+"""GPU kernels of sums over segments: first over each tile, then over the tiles of each segment.
 
-A tile is summed in one tree, and the tiles of a range in a fixed order. Nothing is added atomically, so results do
-not depend on the order in which programs run. There are two launches for any number of ranges.
+A tile is summed in one tree, and the tiles of a segment in a fixed order. Nothing is added atomically, so results
+do not depend on the order in which programs run. There are two launches for any number of segments.
 """
 
 from typing import no_type_check
@@ -38,16 +38,16 @@ def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
-def tail_of_tiles(tiles, n_tiles, v, floors, sums, counts, TILE: tl.constexpr):
+def tail_of_tiles(tiles, n_tiles, v, lower_bounds, sums, counts, TILE: tl.constexpr):
     t = tl.program_id(0)
     start = tl.load(tiles + t)
     length = tl.load(tiles + n_tiles + t)
-    floor = tl.load(floors + tl.load(tiles + 2 * n_tiles + t))
-    length = tl.where(floor < float("inf"), length, 0)
+    lower_bound = tl.load(lower_bounds + tl.load(tiles + 2 * n_tiles + t))
+    length = tl.where(lower_bound < float("inf"), length, 0)
     lane = tl.arange(0, TILE)
     x = tl.load(v + start + lane, mask=lane < length, other=0.0)
     bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
-    passes = (bits > 0) & (bits >= floor.to(tl.int32, bitcast=True))
+    passes = (bits > 0) & (bits >= lower_bound.to(tl.int32, bitcast=True))
     magnitude = tl.where(passes, bits, 0).to(tl.float32, bitcast=True)
     tl.store(sums + t, tl.sum(magnitude.to(tl.float64), 0))
     tl.store(counts + t, tl.sum(passes.to(tl.int32), 0))
@@ -66,14 +66,14 @@ def sum_of(row, first, last, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def moments_of_ranges(
-    first_tiles, n_tiles, tile_sums, tile_largest, n_ranges, sums, largest, BLOCK: tl.constexpr
+    first_tiles, n_tiles, tile_sums, tile_largest, n_segments, sums, largest, BLOCK: tl.constexpr
 ):
-    """One program per range. The empty tiles at the end belong to the last range and add nothing."""
+    """One program per segment. The empty tiles at the end belong to the last segment and add nothing."""
     s = tl.program_id(0)
     first = tl.load(first_tiles + s).to(tl.int32)
-    last = tl.load(first_tiles + s + 1, mask=s + 1 < n_ranges, other=n_tiles).to(tl.int32)
+    last = tl.load(first_tiles + s + 1, mask=s + 1 < n_segments, other=n_tiles).to(tl.int32)
     for row in tl.static_range(3):
-        tl.store(sums + row * n_ranges + s, sum_of(tile_sums + row * n_tiles, first, last, BLOCK))
+        tl.store(sums + row * n_segments + s, sum_of(tile_sums + row * n_tiles, first, last, BLOCK))
     lane = tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], dtype=tl.int32)
     for i in range(first, last, BLOCK):
@@ -83,10 +83,10 @@ def moments_of_ranges(
 
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
-def tail_of_ranges(first_tiles, n_tiles, tile_sums, tile_counts, n_ranges, sums, counts, BLOCK: tl.constexpr):
+def tail_of_ranges(first_tiles, n_tiles, tile_sums, tile_counts, n_segments, sums, counts, BLOCK: tl.constexpr):
     s = tl.program_id(0)
     first = tl.load(first_tiles + s).to(tl.int32)
-    last = tl.load(first_tiles + s + 1, mask=s + 1 < n_ranges, other=n_tiles).to(tl.int32)
+    last = tl.load(first_tiles + s + 1, mask=s + 1 < n_segments, other=n_tiles).to(tl.int32)
     tl.store(sums + s, sum_of(tile_sums, first, last, BLOCK))
     lane = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], dtype=tl.int64)
@@ -96,26 +96,26 @@ def tail_of_ranges(first_tiles, n_tiles, tile_sums, tile_counts, n_ranges, sums,
 
 
 def moments(launch: Launcher, v: Float32[Tensor, "n"], tiling: Tiling, tile: int) -> Moments:
-    device, tiles, ranges = v.device, tiling.count, tiling.first.numel()
+    device, tiles, segments = v.device, tiling.count, tiling.first.numel()
     tile_sums = torch.empty(3, tiles, dtype=torch.float64, device=device)
     tile_largest = torch.empty(tiles, dtype=torch.int32, device=device)
-    sums = torch.empty(3, ranges, dtype=torch.float64, device=device)
-    largest = torch.empty(ranges, dtype=torch.float32, device=device)
+    sums = torch.empty(3, segments, dtype=torch.float64, device=device)
+    largest = torch.empty(segments, dtype=torch.float32, device=device)
     launch(moments_of_tiles, v, tiles, tiling.table, tiles, v, tile_sums, tile_largest, tile)
-    state = (tile_sums, tile_largest, ranges, sums, largest)
-    launch(moments_of_ranges, v, ranges, tiling.first, tiles, *state, BLOCK)
+    state = (tile_sums, tile_largest, segments, sums, largest)
+    launch(moments_of_ranges, v, segments, tiling.first, tiles, *state, BLOCK)
     return Moments(sums[0], sums[1], sums[2], largest)
 
 
 def tail(
-    launch: Launcher, v: Float32[Tensor, "n"], tiling: Tiling, floors: Float32[Tensor, "S"], tile: int
+    launch: Launcher, v: Float32[Tensor, "n"], tiling: Tiling, lower_bounds: Float32[Tensor, "S"], tile: int
 ) -> Tail:
-    device, tiles, ranges = v.device, tiling.count, tiling.first.numel()
+    device, tiles, segments = v.device, tiling.count, tiling.first.numel()
     tile_sums = torch.empty(tiles, dtype=torch.float64, device=device)
     tile_counts = torch.empty(tiles, dtype=torch.int32, device=device)
-    sums = torch.empty(ranges, dtype=torch.float64, device=device)
-    counts = torch.empty(ranges, dtype=torch.int64, device=device)
-    launch(tail_of_tiles, v, tiles, tiling.table, tiles, v, floors, tile_sums, tile_counts, tile)
-    state = (tile_sums, tile_counts, ranges, sums, counts)
-    launch(tail_of_ranges, v, ranges, tiling.first, tiles, *state, BLOCK)
+    sums = torch.empty(segments, dtype=torch.float64, device=device)
+    counts = torch.empty(segments, dtype=torch.int64, device=device)
+    launch(tail_of_tiles, v, tiles, tiling.table, tiles, v, lower_bounds, tile_sums, tile_counts, tile)
+    state = (tile_sums, tile_counts, segments, sums, counts)
+    launch(tail_of_ranges, v, segments, tiling.first, tiles, *state, BLOCK)
     return Tail(counts, sums)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dgc.comm.conversation import Talk
+from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import Meter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result, conversation_of
@@ -75,7 +75,7 @@ class GradientExchange:
     def _begin(self) -> None:
         self._left = dict.fromkeys(self._where, self.passes)
         self._missing = [len(plan.parameters) for plan in self.planned]
-        self._talks: dict[int, Talk[Result]] = {}
+        self._running: dict[int, RunningConversation[Result]] = {}
         self._final: dict[Tensor, tuple[Tensor, int]] = {}  # complete gradients and their versions
 
     def __contains__(self, p: Tensor) -> bool:
@@ -83,7 +83,7 @@ class GradientExchange:
 
     @property
     def in_flight(self) -> bool:
-        return bool(self._talks)
+        return bool(self._running)
 
     def _hook(self, p: Tensor) -> None:
         with self._lock:
@@ -103,7 +103,7 @@ class GradientExchange:
                 if self._missing[b] == 0:
                     self._start(b)
             with torch.no_grad():
-                for other, talk in self._talks.items():
+                for other, talk in self._running.items():
                     with self._side(other).beside_caller():
                         talk.advance()
 
@@ -123,7 +123,7 @@ class GradientExchange:
                 )
 
     def _start(self, b: int) -> None:
-        if not self._talks:
+        if not self._running:
             self._begin_step()
         plan = self.planned[b]
         self._refuse_changed(plan)
@@ -132,7 +132,7 @@ class GradientExchange:
             if self._loss_scale.enabled:
                 self._loss_scale.divide_(plan.bucket.flat)
             conversation = conversation_of(plan.compressor, plan.bucket)
-            self._talks[b] = Talk(plan.bucket.name, conversation, self._transport, self.meter)
+            self._running[b] = RunningConversation(plan.bucket.name, conversation, self._transport, self.meter)
         if plan.bucket.is_flat:
             plan.attach()  # the gradients were copied: free the originals
             for p in plan.parameters:
@@ -147,7 +147,7 @@ class GradientExchange:
             for plan in self.planned:
                 self._refuse_changed(plan)
             for b, plan in enumerate(self.planned):
-                if b not in self._talks:
+                if b not in self._running:
                     for i in range(len(plan.parameters)):
                         plan.collect(i)
                     self._start(b)
@@ -156,9 +156,9 @@ class GradientExchange:
             while left:
                 for b in left:
                     with self._side(b).beside_caller():
-                        self._talks[b].finish_round()
-                left = [b for b in left if not self._talks[b].done]
-            results = [self._talks[b].finish() for b in range(len(self.planned))]
+                        self._running[b].finish_round()
+                left = [b for b in left if not self._running[b].done]
+            results = [self._running[b].finish() for b in range(len(self.planned))]
             for side in self._sides.values():
                 side.join()
             for plan in self.planned:

@@ -39,11 +39,11 @@ class PlannedBucket:
         """Use parameter i's .grad as its gradient, without a copy if the layout allows it. None means zero."""
         p, segment = self.parameters[i], self.bucket.segments[i]
         if self.is_view(i, p.grad):
-            self.bucket.lies_flat(i)
+            self.bucket.use_flat(i)
         elif p.grad is not None and not p.grad.is_sparse and segment.is_laid_out_as(p.grad):
-            self.bucket.lies_at(i, p.grad.detach())
+            self.bucket.use_gradient(i, p.grad.detach())
         else:
-            self.bucket.lies_flat(i)
+            self.bucket.use_flat(i)
             if p.grad is None:
                 self.views[i].zero_()
             else:

@@ -41,7 +41,7 @@ class Bisection(Estimator):
         if self.passes < 1:
             raise ValueError(f"passes must be at least 1, not {self.passes}")
 
-    def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
-        low = ranges.threshold(ranges.mean)
-        start = low + (ranges.largest - low) / 2
-        return narrow(ranges, start, low, self.lower, self.upper, self.passes, lambda bracket: bracket.middle)
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        low = segments.threshold(segments.mean)
+        start = low + (segments.largest - low) / 2
+        return narrow(segments, start, low, self.lower, self.upper, self.passes, lambda bracket: bracket.middle)

@@ -16,7 +16,7 @@ from jaxtyping import Float32, Float64, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.kernels import Moments, Selection, Tail
+from dgc.kernels import Moments, SparseVector, Tail
 from dgc.selection.plan import Plan
 from dgc.selection.selector import Selector
 
@@ -30,13 +30,13 @@ class Estimator(Selector):
     """Base class of selectors that estimate a threshold for each tensor."""
 
     @abstractmethod
-    def estimate(self, ranges: "Ranges") -> tuple[Thresholds, Counts]:
+    def estimate(self, segments: "Ranges") -> tuple[Thresholds, Counts]:
         """Returns a threshold for each tensor, and the number of elements that reach it."""
         ...
 
-    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Selection:
+    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
         thresholds, counts = self.estimate(Ranges(v, plan, seed))
-        return kernels.of(v).selection.select(v, plan.shared(counts), thresholds).selection
+        return kernels.of(v).selection.select(v, plan.shared(counts), thresholds).elements
 
 
 class Ranges:
@@ -102,7 +102,7 @@ class Bracket:
 
 
 def narrow(
-    ranges: Ranges,
+    segments: Ranges,
     t: Thresholds,
     low: Thresholds,
     lower: float,
@@ -115,13 +115,13 @@ def narrow(
     propose: returns the next t. If no count is accepted, or no number is left to try, the result is the low
     threshold, and elements beyond k are cut. If too few elements reach even the given `low`, the threshold is 0.
     """
-    k, start = ranges.k, low
-    bracket = Bracket(low, ranges.largest, ranges.n, torch.zeros_like(k))
+    k, start = segments.k, low
+    bracket = Bracket(low, segments.largest, segments.n, torch.zeros_like(k))
     found, counts = low, torch.zeros_like(k)
-    sought = (k > 0) & (ranges.largest > 0)
+    sought = (k > 0) & (segments.largest > 0)
     accepted = ~sought
     for _ in range(passes):
-        count = ranges.count(t, sought)
+        count = segments.count(t, sought)
         over, under = sought & (count > upper * k.float()), sought & (count < lower * k.float())
         fits = sought & ~over & ~under
         found, counts, accepted = t.where(fits, found), count.where(fits, counts), accepted | fits
@@ -133,7 +133,7 @@ def narrow(
             break
     found, counts = found.where(accepted, bracket.low), counts.where(accepted, bracket.above_low)
     uncounted = ~accepted & (found <= start)
-    counts = ranges.count(found, uncounted).where(uncounted, counts)
+    counts = segments.count(found, uncounted).where(uncounted, counts)
     short = uncounted & (counts < k) & (found > 0)
     found = found.masked_fill(short, 0.0)
-    return found, ranges.count(found, short).where(short, counts)
+    return found, segments.count(found, short).where(short, counts)

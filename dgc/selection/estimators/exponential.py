@@ -49,31 +49,31 @@ class Exponential(Estimator):
         if self.period < 1:
             raise ValueError(f"period must be at least 1, not {self.period}")
 
-    def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
-        k, density = ranges.k, ranges.density
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        k, density = segments.k, segments.density
         start = torch.stack([torch.ones_like(density), torch.zeros_like(density), torch.zeros_like(density)], 1)
         # numbers of stages are no longer integers after the states of several ranks were averaged
-        stages, total, steps = ranges.plan.history.get("stages", start).unbind(1)
+        stages, total, steps = segments.plan.history.get("stages", start).unbind(1)
         stages = stages.round()
         several = (stages > 1) & (density < FIRST_DENSITY)
         first = density.new_full((), FIRST_DENSITY).where(several, density)
-        t = ranges.threshold(-ranges.mean * first.log())
+        t = segments.threshold(-segments.mean * first.log())
         fall = -(density / first).log() / (stages - 1).clamp(min=1)
         for stage in range(1, int(stages.max()) if stages.numel() else 1):
-            tail = ranges.tail(t.where(several & (stage < stages), torch.inf))
+            tail = segments.tail(t.where(several & (stage < stages), torch.inf))
             excess = tail.sums / tail.counts.clamp(min=1) - t
-            t = ranges.threshold(t + excess * fall).where(tail.counts > 0, t)
-        counts = ranges.count(t, k > 0)
+            t = segments.threshold(t + excess * fall).where(tail.counts > 0, t)
+        counts = segments.count(t, k > 0)
         total, steps = total + counts / k.float().clamp(min=1), steps + 1
-        self._adapt(ranges, stages, total, steps)
+        self._adapt(segments, stages, total, steps)
         return t, counts
 
-    def _adapt(self, ranges: Ranges, stages: torch.Tensor, total: torch.Tensor, steps: torch.Tensor) -> None:
-        due = steps >= self.period
+    def _adapt(self, segments: Ranges, stages: torch.Tensor, total: torch.Tensor, steps: torch.Tensor) -> None:
+        inputs = steps >= self.period
         mean = total / steps
         change = (mean < self.lower).double() - (mean > self.upper).double()
-        most = (1 / ranges.density).log2().ceil().clamp(min=1)
-        stages = (stages + change).clamp(min=1).minimum(most).where(due, stages)
-        ranges.plan.history["stages"] = torch.stack(
-            [stages, total.masked_fill(due, 0.0), steps.masked_fill(due, 0.0)], 1
+        most = (1 / segments.density).log2().ceil().clamp(min=1)
+        stages = (stages + change).clamp(min=1).minimum(most).where(inputs, stages)
+        segments.plan.history["stages"] = torch.stack(
+            [stages, total.masked_fill(inputs, 0.0), steps.masked_fill(inputs, 0.0)], 1
         )

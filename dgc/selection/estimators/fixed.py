@@ -32,6 +32,6 @@ class Fixed(Estimator):
         if not (self.threshold > 0 and math.isfinite(self.threshold)):
             raise ValueError(f"threshold must be positive and finite, not {self.threshold}")
 
-    def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
-        t = torch.full_like(ranges.k, self.threshold, dtype=torch.float32)
-        return t, ranges.count(t, ranges.k > 0)
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        t = torch.full_like(segments.k, self.threshold, dtype=torch.float32)
+        return t, segments.count(t, segments.k > 0)

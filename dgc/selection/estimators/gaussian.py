@@ -34,15 +34,15 @@ class Gaussian(Estimator):
         if self.passes < 1:
             raise ValueError(f"passes must be at least 1, not {self.passes}")
 
-    def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
-        n, moments = ranges.n.clamp(min=1), ranges.moments
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        n, moments = segments.n.clamp(min=1), segments.moments
         mean = moments.sums / n
         deviation = (moments.squares / n - mean**2).clamp(min=0).sqrt()
-        t = ranges.threshold(mean + deviation * torch.special.ndtri(1 - ranges.density / 2))
+        t = segments.threshold(mean + deviation * torch.special.ndtri(1 - segments.density / 2))
 
         def propose(bracket: Bracket) -> Thresholds:
-            too_low, too_high = bracket.low > 0, bracket.high < ranges.largest
+            too_low, too_high = bracket.low > 0, bracket.high < segments.largest
             outside = (1.5 * bracket.low).where(too_low, bracket.high / 2)
             return bracket.middle.where((too_low & too_high) | (outside >= bracket.high), outside)
 
-        return narrow(ranges, t, torch.zeros_like(t), 2 / 3, 4 / 3, self.passes, propose)
+        return narrow(segments, t, torch.zeros_like(t), 2 / 3, 4 / 3, self.passes, propose)

@@ -63,12 +63,12 @@ class Laplace(Estimator):
     def remembers(self) -> bool:  # type: ignore[override]
         return self.warm_start
 
-    def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
-        b, k, history = ranges.mean, ranges.k.clamp(min=1), ranges.plan.history
-        t = ranges.threshold(-b * ranges.density.log())
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        b, k, history = segments.mean, segments.k.clamp(min=1), segments.plan.history
+        t = segments.threshold(-b * segments.density.log())
         if self.warm_start and "threshold" in history:
             last = history["threshold"]
-            t = last.minimum(ranges.largest).where(last > 0, t)
+            t = last.minimum(segments.largest).where(last > 0, t)
 
         def bisect(bracket: Bracket) -> Thresholds:
             step = (b * (bracket.above_low / k.float()).log()).maximum(b / 10)
@@ -83,7 +83,7 @@ class Laplace(Estimator):
 
         lower, upper = STOP[self.stop]
         propose = bisect if self.method == "bisection" else secant
-        t, counts = narrow(ranges, t, torch.zeros_like(t), lower, upper, self.passes, propose)
+        t, counts = narrow(segments, t, torch.zeros_like(t), lower, upper, self.passes, propose)
         if self.warm_start:
             history["threshold"] = t
         return t, counts

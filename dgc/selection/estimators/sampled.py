@@ -61,9 +61,9 @@ class Sampled(Estimator):
         if self.max_adaptation_iters < 0:
             raise ValueError(f"max_adaptation_iters must not be negative, not {self.max_adaptation_iters}")
 
-    def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
-        k, (t, whole) = ranges.k, self._from_samples(ranges)
-        counts = ranges.count(t, k > 0)
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        k, (t, whole) = segments.k, self._from_samples(segments)
+        counts = segments.count(t, k > 0)
         cut, wanted = whole, k.float()
         for _ in range(self.max_adaptation_iters):
             over = ~cut & (counts > self.compress_upper_bound * wanted)
@@ -74,17 +74,17 @@ class Sampled(Estimator):
             if not bool(adapted.any()):
                 break
             moved = torch.where(over, t * self.compress_upper_bound, t * self.compress_lower_bound)
-            reached = ranges.count(moved, adapted)
+            reached = segments.count(moved, adapted)
             cut = cut | (over & (reached == 0))
             t, counts = moved.where(adapted & ~cut, t), reached.where(adapted & ~cut, counts)
         return t, counts.minimum(k).where(cut, counts)
 
-    def _from_samples(self, ranges: Ranges) -> tuple[Thresholds, Tensor]:
+    def _from_samples(self, segments: Ranges) -> tuple[Thresholds, Tensor]:
         """The first thresholds, and which tensors are not larger than their sample: their threshold is 0."""
-        plan = ranges.plan
-        generator = torch.Generator(ranges.v.device).manual_seed(ranges.seed)
+        plan = segments.plan
+        generator = torch.Generator(segments.v.device).manual_seed(segments.seed)
         thresholds, whole = [], []
-        for part in plan.split(ranges.v):
+        for part in plan.split(segments.v):
             samples = self._sample(part, plan.ratio, generator)
             whole.append(samples.numel() == part.numel())
             if whole[-1]:

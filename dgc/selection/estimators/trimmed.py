@@ -36,15 +36,15 @@ class Trimmed(Estimator):
         if not 0.01 <= self.step <= 1:
             raise ValueError(f"step must be from 0.01 to 1, not {self.step}")
 
-    def estimate(self, ranges: Ranges) -> tuple[Thresholds, Counts]:
-        mean, largest, k = ranges.mean, ranges.largest.double(), ranges.k
-        t, count = ranges.largest, torch.zeros_like(k)
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        mean, largest, k = segments.mean, segments.largest.double(), segments.k
+        t, count = segments.largest, torch.zeros_like(k)
         steps = round(1 / self.step)
         for i in range(1, steps + 1):
             short = count < k
             r = max(0.0, 1 - i / steps)
-            t = ranges.threshold(mean + r * (largest - mean)).where(short, t)
-            count = ranges.count(t, short).where(short, count)
+            t = segments.threshold(mean + r * (largest - mean)).where(short, t)
+            count = segments.count(t, short).where(short, count)
             if not bool((count < k).any()):
                 break
         return t.masked_fill(count < k, 0.0), k

@@ -58,7 +58,7 @@ struct Sums {
     float largest;  // |v|
 };
 
-// Of the elements at or above a floor.
+// Of the elements at or above a lower bound.
 struct Above {
     int64_t count;
     double magnitudes;
@@ -67,8 +67,8 @@ struct Above {
 struct PassKernels {
     // Both return the index of the first element of g that is NaN or too large, -1 where there is none.
     int64_t (*update[updates])(const Stretch&);
-    // Also appends the elements of the new v whose magnitude has at least the bits `floor` >= 1.
-    int64_t (*update_and_collect[updates])(const Stretch&, uint32_t floor, Candidates&);
+    // Also appends the elements of the new v whose magnitude has at least the bits `lower_bound` >= 1.
+    int64_t (*update_and_collect[updates])(const Stretch&, uint32_t lower_bound, Candidates&);
     // Writes the elements above `threshold` and the first `ties` equal to it to `kept`, whose count is its room
     // before and what was written after. The room must be filled in the end. Returns the ties that are left.
     int64_t (*keep)(const Candidates& all, uint32_t threshold, int64_t ties, Candidates& kept);
@@ -78,8 +78,8 @@ struct PassKernels {
     void (*decay)(float* p, float* b, int64_t n, float lr, float weight_decay, float momentum, int nesterov);
     // Both give the same bits with all instructions and at any address. v has no NaN or inf, n is below 2**31.
     Sums (*moments)(const float* v, int64_t n);
-    // Of the elements whose magnitude has at least the bits `floor` >= 1.
-    Above (*above)(const float* v, int64_t n, uint32_t floor);
+    // Of the elements whose magnitude has at least the bits `lower_bound` >= 1.
+    Above (*above)(const float* v, int64_t n, uint32_t lower_bound);
 };
 
 extern const PassKernels pass_portable;

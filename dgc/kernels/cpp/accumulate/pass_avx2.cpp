@@ -29,9 +29,9 @@ struct Lanes {
         __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(lanes)), bit);
         return _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, bit)), x);
     }
-    static uint32_t at_least(F x, uint32_t floor) {
-        // The comparison is signed: a floor that nothing reaches must not become negative.
-        uint32_t below = floor > magnitude_bits ? magnitude_bits : floor - 1;
+    static uint32_t at_least(F x, uint32_t lower_bound) {
+        // The comparison is signed: a lower bound that nothing reaches must not become negative.
+        uint32_t below = lower_bound > magnitude_bits ? magnitude_bits : lower_bound - 1;
         return mask(_mm256_cmpgt_epi32(bits(x), _mm256_set1_epi32(static_cast<int>(below))));
     }
     static void collect(F x, uint32_t lanes, int32_t first, Candidates& found) {
@@ -81,9 +81,9 @@ struct Lanes {
         for (int32_t lane : lanes) sum += lane;
         return sum;
     }
-    static D widen_at_least(const float* p, uint32_t floor, Counts& counts) {
+    static D widen_at_least(const float* p, uint32_t lower_bound, Counts& counts) {
         const __m256i size = bits(_mm256_loadu_ps(p));
-        const __m256i lanes = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(static_cast<int>(floor - 1)));
+        const __m256i lanes = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(static_cast<int>(lower_bound - 1)));
         counts = _mm256_sub_epi32(counts, lanes);
         const __m256 kept = _mm256_castsi256_ps(_mm256_and_si256(size, lanes));
         return {_mm256_cvtps_pd(_mm256_castps256_ps128(kept)), _mm256_cvtps_pd(_mm256_extractf128_ps(kept, 1))};

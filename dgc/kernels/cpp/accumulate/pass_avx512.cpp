@@ -20,9 +20,9 @@ struct Lanes {
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     static F without(F x, uint32_t lanes) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(~lanes), x); }
-    static uint32_t at_least(F x, uint32_t floor) {
+    static uint32_t at_least(F x, uint32_t lower_bound) {
         __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(magnitude_bits));
-        return _mm512_cmpge_epu32_mask(bits, _mm512_set1_epi32(static_cast<int>(floor)));
+        return _mm512_cmpge_epu32_mask(bits, _mm512_set1_epi32(static_cast<int>(lower_bound)));
     }
     static void collect(F x, uint32_t lanes, int32_t first, Candidates& found) {
         const __m512i count_up = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -56,10 +56,10 @@ struct Lanes {
         for (int32_t lane : lanes) sum += lane;
         return sum;
     }
-    static D widen_at_least(const float* p, uint32_t floor, Counts& counts) {
+    static D widen_at_least(const float* p, uint32_t lower_bound, Counts& counts) {
         const __m256i bits = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
                                               _mm256_set1_epi32(magnitude_bits));
-        const __mmask8 lanes = _mm256_cmpge_epu32_mask(bits, _mm256_set1_epi32(static_cast<int>(floor)));
+        const __mmask8 lanes = _mm256_cmpge_epu32_mask(bits, _mm256_set1_epi32(static_cast<int>(lower_bound)));
         counts = _mm256_mask_add_epi32(counts, lanes, counts, _mm256_set1_epi32(1));
         return _mm512_maskz_cvtps_pd(lanes, _mm256_castsi256_ps(bits));
     }

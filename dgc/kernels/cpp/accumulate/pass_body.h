@@ -2,7 +2,7 @@
 //
 //   width; F; load, store, fill, mul, add, sub
 //   without(F, lanes)      those lanes set to zero
-//   at_least(F, floor)     a bit for every lane whose magnitude has at least the bits `floor`
+//   at_least(F, lower bound)     a bit for every lane whose magnitude has at least the bits `lower_bound`
 //   collect(F, lanes, first, candidates)          append them; lane j is element first + j
 //   collect_from(indices, F, lanes, candidates)   append them; lane j is element indices[j]
 // The last two may write a vector beyond what they append.
@@ -12,7 +12,8 @@
 //   D; zero, add, mul, abs, max, spread(D, double[8])
 //   widen(p)                           p[0] .. p[7]
 //   Counts; none, count(Counts)        how many there were, kept by lane until the end
-//   widen_at_least(p, floor, counts)   of p[0] .. p[7] the magnitudes of at least the bits `floor`, else 0
+//   widen_at_least(p, lower bound, counts)   of p[0] .. p[7] the magnitudes of at least the bits `lower_bound`, else
+//   0
 //
 // Everything is in an anonymous namespace, so that no other file can end up with this file's instructions.
 #include "pass.h"
@@ -64,7 +65,7 @@ inline int64_t take(const Stretch& s, int64_t from) {
 }
 
 template <int update, bool collecting>
-inline void pass_one(const Stretch& s, int64_t i, uint32_t floor, Candidates& found, int64_t& unusable) {
+inline void pass_one(const Stretch& s, int64_t i, uint32_t lower_bound, Candidates& found, int64_t& unusable) {
     constexpr bool has_u = update == plain || update == nesterov;
     float g = update == none ? 0.0f : s.g[i];
     if (magnitude(g) >= too_large_bits) {
@@ -75,20 +76,20 @@ inline void pass_one(const Stretch& s, int64_t i, uint32_t floor, Candidates& fo
     float v = step_one<update>(g, u, s.v[i], s.momentum);
     if (has_u) s.u[i] = u;
     if (update != none) s.v[i] = v;
-    if (collecting && magnitude(v) >= floor) {
+    if (collecting && magnitude(v) >= lower_bound) {
         found.indices[found.count] = static_cast<int32_t>(s.first + i);
         found.values[found.count++] = v;
     }
 }
 
 template <int update, bool collecting>
-inline int64_t pass(const Stretch& s, uint32_t floor, Candidates& output) {
+inline int64_t pass(const Stretch& s, uint32_t lower_bound, Candidates& output) {
     constexpr bool has_u = update == plain || update == nesterov;
     Candidates found = output;  // a copy whose address is not taken stays in registers
     int64_t unusable = -1, i = 0, taken = update == none ? s.n : take<has_u>(s, 0);
     constexpr uintptr_t line = Lanes::width * sizeof(float) - 1;
     for (; i < s.n && (reinterpret_cast<uintptr_t>(s.v + i) & line); ++i)
-        pass_one<update, collecting>(s, i, floor, found, unusable);
+        pass_one<update, collecting>(s, i, lower_bound, found, unusable);
     const Lanes::F momentum = Lanes::fill(s.momentum);
     for (;;) {
         for (; i + Lanes::width <= taken; i += Lanes::width) {
@@ -108,14 +109,14 @@ inline int64_t pass(const Stretch& s, uint32_t floor, Candidates& output) {
             if (has_u) Lanes::store(s.u + i, u);
             if (update != none) Lanes::store(s.v + i, v);
             if (collecting) {
-                if (uint32_t lanes = Lanes::at_least(v, floor); __builtin_expect(lanes != 0, 0))
+                if (uint32_t lanes = Lanes::at_least(v, lower_bound); __builtin_expect(lanes != 0, 0))
                     Lanes::collect(v, lanes, static_cast<int32_t>(s.first + i), found);
             }
         }
         if (taken == s.n) break;
         taken = take<has_u>(s, taken);
     }
-    for (; i < s.n; ++i) pass_one<update, collecting>(s, i, floor, found, unusable);
+    for (; i < s.n; ++i) pass_one<update, collecting>(s, i, lower_bound, found, unusable);
     output.count = found.count;
     return unusable;
 }
@@ -127,8 +128,8 @@ int64_t update_only(const Stretch& s) {
 }
 
 template <int update>
-int64_t update_and_collect(const Stretch& s, uint32_t floor, Candidates& found) {
-    return pass<update, true>(s, floor, found);
+int64_t update_and_collect(const Stretch& s, uint32_t lower_bound, Candidates& found) {
+    return pass<update, true>(s, lower_bound, found);
 }
 
 int64_t keep(const Candidates& all, uint32_t threshold, int64_t ties, Candidates& kept) {
@@ -231,12 +232,12 @@ Sums moments(const float* v, int64_t n) {
     return {sum_of(lanes[0]), sum_of(lanes[1]), sum_of(lanes[2]), static_cast<float>(most)};
 }
 
-Above above(const float* v, int64_t n, uint32_t floor) {
+Above above(const float* v, int64_t n, uint32_t lower_bound) {
     Lanes::D magnitudes = Lanes::zero();
     Lanes::Counts counts = Lanes::none();
     // No branch on whether any lane is chosen: with a tail of a few per cent it would be mispredicted often.
     for_eights(v, n, [&](const float* p) {
-        magnitudes = Lanes::add(magnitudes, Lanes::widen_at_least(p, floor, counts));
+        magnitudes = Lanes::add(magnitudes, Lanes::widen_at_least(p, lower_bound, counts));
     });
     double lanes[sum_lanes];
     Lanes::spread(magnitudes, lanes);

@@ -17,7 +17,7 @@ struct Lanes {
     static F add(F a, F b) { return a + b; }
     static F sub(F a, F b) { return a - b; }
     static F without(F, uint32_t) { return 0.0f; }
-    static uint32_t at_least(F x, uint32_t floor) { return magnitude(x) >= floor; }
+    static uint32_t at_least(F x, uint32_t lower_bound) { return magnitude(x) >= lower_bound; }
     static void collect(F x, uint32_t, int32_t first, Candidates& found) {
         found.indices[found.count] = first;
         found.values[found.count++] = x;
@@ -48,9 +48,9 @@ struct Lanes {
     static D widen(const float* p) { return each([&](int i) { return static_cast<double>(p[i]); }); }
     static Counts none() { return 0; }
     static int64_t count(Counts counts) { return counts; }
-    static D widen_at_least(const float* p, uint32_t floor, Counts& counts) {
+    static D widen_at_least(const float* p, uint32_t lower_bound, Counts& counts) {
         return each([&](int i) {
-            const uint32_t bits = magnitude(p[i]), reached = bits >= floor;
+            const uint32_t bits = magnitude(p[i]), reached = bits >= lower_bound;
             counts += reached;
             return static_cast<double>(float_of(bits & (0 - reached)));
         });

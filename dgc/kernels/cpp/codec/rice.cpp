@@ -7,7 +7,7 @@ namespace {
 constexpr int64_t BLOCK = 512;
 
 uint32_t high_parts(const uint32_t* gaps, int64_t count, int b) {
-    uint32_t sum = 0;  // of parts of one range of less than 2**31
+    uint32_t sum = 0;  // of parts of one segment of less than 2**31
     for (int64_t j = 0; j < count; ++j) sum += gaps[j] >> b;
     return sum;
 }

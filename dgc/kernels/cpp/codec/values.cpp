@@ -1,4 +1,4 @@
-// Values: as fp32, rounded to 16 bits with one scale, or with a number of their own for each range.
+// Values: as fp32, rounded to 16 bits with one scale, or with a number of their own for each segment.
 #include <algorithm>
 #include <cmath>
 
@@ -104,13 +104,13 @@ bool decode_words(const uint8_t* section, int64_t count, float scale, float* dec
     return !broken;
 }
 
-// Calls visit(range, begin, end) for the entries of each range. Any indices are safe.
+// Calls visit(segment, begin, end) for the entries of each segment. Any indices are safe.
 template <class Visit>
-void for_ranges(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t ranges, Visit&& visit) {
+void for_ranges(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments, Visit&& visit) {
     int64_t begin = 0;
-    for (int64_t range = 0; range < ranges; ++range) {
-        int64_t end = std::lower_bound(indices + begin, indices + count, bounds[range + 1]) - indices;
-        visit(range, begin, end);
+    for (int64_t segment = 0; segment < segments; ++segment) {
+        int64_t end = std::lower_bound(indices + begin, indices + count, bounds[segment + 1]) - indices;
+        visit(segment, begin, end);
         begin = end;
     }
 }
@@ -138,25 +138,25 @@ DGC_EXPORT int dgc_cast_decode(const uint8_t* section, int64_t count, int dtype,
 }
 
 DGC_EXPORT void dgc_sign_encode(const int32_t* indices, const float* values, int64_t count, const int64_t* bounds,
-                                int64_t ranges, uint8_t* section, float* decoded) {
-    uint8_t* bits = section + 4 * ranges;
-    for_ranges(indices, count, bounds, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+                                int64_t segments, uint8_t* section, float* decoded) {
+    uint8_t* bits = section + 4 * segments;
+    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
         double sum = 0;
         for (int64_t j = begin; j < end; ++j) sum += static_cast<double>(std::fabs(values[j]));
         float mean = end > begin ? static_cast<float>(sum / static_cast<double>(end - begin)) : 0.0f;
-        store(section + 4 * range, mean);
+        store(section + 4 * segment, mean);
         for (int64_t j = begin; j < end; ++j) decoded[j] = values[j] < 0 ? -mean : mean;
     });
     for (int64_t j = 0; j < count; ++j) bits[j / 8] |= static_cast<uint8_t>((values[j] < 0) << j % 8);
 }
 
 // This and the next: as dgc_cast_decode.
-DGC_EXPORT int dgc_sign_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t ranges,
+DGC_EXPORT int dgc_sign_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
                                const uint8_t* section, float* decoded) {
-    const uint8_t* bits = section + 4 * ranges;
+    const uint8_t* bits = section + 4 * segments;
     bool sound = true;
-    for_ranges(indices, count, bounds, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-        float mean = load<float>(section + 4 * range);
+    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
+        float mean = load<float>(section + 4 * segment);
         sound &= begin == end || finite(mean);
         for (int64_t j = begin; j < end; ++j) decoded[j] = bits[j / 8] >> j % 8 & 1 ? -mean : mean;
     });
@@ -164,14 +164,14 @@ DGC_EXPORT int dgc_sign_decode(const int32_t* indices, int64_t count, const int6
 }
 
 DGC_EXPORT void dgc_int8_encode(const int32_t* indices, const float* values, int64_t count, const int64_t* bounds,
-                                int64_t ranges, uint8_t* section, float* decoded) {
-    uint8_t* steps = section + 4 * ranges;
-    for_ranges(indices, count, bounds, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+                                int64_t segments, uint8_t* section, float* decoded) {
+    uint8_t* steps = section + 4 * segments;
+    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
         float largest = 0;
         for (int64_t j = begin; j < end; ++j) largest = std::max(largest, std::fabs(values[j]));
         float scale = largest > 0 ? std::max(largest / 127.0f, SMALLEST) : 0.0f;
         float divisor = scale > 0 ? scale : 1.0f;
-        store(section + 4 * range, scale);
+        store(section + 4 * segment, scale);
         for (int64_t j = begin; j < end; ++j) {
             float step = std::min(127.0f, std::max(-127.0f, values[j] / divisor));
             step = (step + ROUNDER) - ROUNDER;
@@ -181,12 +181,12 @@ DGC_EXPORT void dgc_int8_encode(const int32_t* indices, const float* values, int
     });
 }
 
-DGC_EXPORT int dgc_int8_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t ranges,
+DGC_EXPORT int dgc_int8_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
                                const uint8_t* section, float* decoded) {
-    const uint8_t* steps = section + 4 * ranges;
+    const uint8_t* steps = section + 4 * segments;
     bool sound = true;
-    for_ranges(indices, count, bounds, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-        float scale = load<float>(section + 4 * range);
+    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
+        float scale = load<float>(section + 4 * segment);
         for (int64_t j = begin; j < end; ++j) {
             decoded[j] = static_cast<float>(static_cast<int8_t>(steps[j])) * scale;
             sound &= finite(decoded[j]);

@@ -48,7 +48,7 @@ struct Scratch {
         Buffer indices, values, counts, more_counts;
     };
     std::deque<Thread> threads;
-    Buffer ranges, active, units;
+    Buffer segments, active, units;
 };
 
 // A Scratch of one's own for as long as the lease lives, with room for `threads` threads.

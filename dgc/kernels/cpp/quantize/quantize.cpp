@@ -1,4 +1,4 @@
-// Codes of few bits for every element: the buffer cut into units, each within one range, for threads to take in
+// Codes of few bits for every element: the buffer cut into units, each within one segment, for threads to take in
 // turn. A unit's codes depend on nothing outside it, so threads and their number have no part in the result.
 #include "quantize.h"
 
@@ -34,27 +34,27 @@ void for_units(int64_t n, int threads, Visit&& visit) {
               [&](int64_t i, int) { visit(i * unit, std::min(n, (i + 1) * unit)); });
 }
 
-// The ranges of a buffer, and where the codes of each begin.
-struct Ranges {
+// The segments of a buffer, and where the codes of each begin.
+struct Segments {
     const int64_t* bounds;
     const int64_t* starts;
     int64_t count;
 };
 
-// Calls visit(range, begin, n, place of their codes) for the units of all ranges, codes being `width` bits wide.
+// Calls visit(segment, begin, n, place of their codes) for the units of all segments, codes being `width` bits wide.
 template <class Visit>
-void for_units(const Ranges& ranges, int width, int threads, Visit&& visit) {
+void for_units(const Segments& segments, int width, int threads, Visit&& visit) {
     struct Unit {
-        int64_t range, begin, end;
+        int64_t segment, begin, end;
     };
     std::vector<Unit> units;
-    for (int64_t s = 0; s < ranges.count; ++s)
-        for (int64_t i = ranges.bounds[s]; i < ranges.bounds[s + 1]; i += unit)
-            units.push_back({s, i, std::min(i + unit, ranges.bounds[s + 1])});
+    for (int64_t s = 0; s < segments.count; ++s)
+        for (int64_t i = segments.bounds[s]; i < segments.bounds[s + 1]; i += unit)
+            units.push_back({s, i, std::min(i + unit, segments.bounds[s + 1])});
     const int64_t count = static_cast<int64_t>(units.size());
     share_out(count, static_cast<int>(std::min<int64_t>(threads, count)), [&](int64_t i, int) {
         const auto [s, begin, end] = units[i];
-        visit(s, begin, end - begin, ranges.starts[s] + (begin - ranges.bounds[s]) * width / 8);
+        visit(s, begin, end - begin, segments.starts[s] + (begin - segments.bounds[s]) * width / 8);
     });
 }
 
@@ -78,57 +78,57 @@ int32_t top_in(const uint8_t* codes) {
 
 using namespace dgc;
 
-// Everywhere: bounds [ranges + 1], starts and what else there is of each range [ranges].
-DGC_EXPORT void dgc_quantize_signs(const float* v, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+// Everywhere: bounds [segments + 1], starts and what else there is of each segment [segments].
+DGC_EXPORT void dgc_quantize_signs(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                    const float* cuts, const float* lows, const float* highs, uint8_t* codes,
                                    float* residual, int threads) {
     const auto kernel = quantize_kernels().sign_encode;
-    for_units({bounds, starts, ranges}, 1, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+    for_units({bounds, starts, segments}, 1, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
         kernel(v + i, n, cuts[s], lows[s], highs[s], codes + place, residual + i);
     });
 }
 
-DGC_EXPORT void dgc_add_signs(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+DGC_EXPORT void dgc_add_signs(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t segments,
                               const float* lows, const float* highs, float* total, int threads) {
     const auto kernel = quantize_kernels().sign_add;
-    for_units({bounds, starts, ranges}, 1, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+    for_units({bounds, starts, segments}, 1, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
         kernel(codes + place, n, lows[s], highs[s], total + i);
     });
 }
 
 // A threshold of inf: nothing is sent. To add, it must be zero instead.
-DGC_EXPORT void dgc_quantize_ternary(const float* v, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+DGC_EXPORT void dgc_quantize_ternary(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                      const float* thresholds, uint8_t* codes, float* residual, int threads) {
     const auto kernel = quantize_kernels().tern_encode;
-    for_units({bounds, starts, ranges}, 2, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+    for_units({bounds, starts, segments}, 2, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
         kernel(v + i, n, thresholds[s], codes + place, residual + i);
     });
 }
 
-DGC_EXPORT void dgc_add_ternary(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+DGC_EXPORT void dgc_add_ternary(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                 const float* thresholds, float* total, int threads) {
     const auto kernel = quantize_kernels().tern_add;
-    for_units({bounds, starts, ranges}, 2, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+    for_units({bounds, starts, segments}, 2, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
         kernel(codes + place, n, thresholds[s], total + i);
     });
 }
 
-DGC_EXPORT void dgc_quantize_levels(const float* v, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+DGC_EXPORT void dgc_quantize_levels(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                     const float* inverses, const float* steps, int levels, int bits, int randomly,
                                     uint32_t key, uint32_t inner_key, uint8_t* codes, float* residual,
                                     int threads) {
     const auto kernel = quantize_kernels().uniform_encode;
     const Random random{0, key, inner_key, randomly != 0};
-    for_units({bounds, starts, ranges}, bits, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+    for_units({bounds, starts, segments}, bits, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
         const float most = static_cast<float>(levels);
         kernel(v + i, n, inverses[s], steps[s], most, bits, at(random, i), codes + place, residual + i);
     });
 }
 
-DGC_EXPORT void dgc_add_levels(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t ranges,
+DGC_EXPORT void dgc_add_levels(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                const float* steps, int bits, float* total, int threads) {
     const auto kernel = quantize_kernels().uniform_add;
-    for_units({bounds, starts, ranges}, bits, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
+    for_units({bounds, starts, segments}, bits, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
         kernel(codes + place, n, steps[s], bits, total + i);
     });
 }

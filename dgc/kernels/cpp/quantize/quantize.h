@@ -1,4 +1,4 @@
-// Codes of few bits for every element of a buffer: what each instruction set does with a stretch of one range.
+// Codes of few bits for every element of a buffer: what each instruction set does with a stretch of one segment.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ struct Random {
     bool wanted;  // else rounding is to the nearest
 };
 
-// Multiples of this many elements take whole words of every code, so that a range may be cut there.
+// Multiples of this many elements take whole words of every code, so that a segment may be cut there.
 constexpr int64_t quantize_grain = 32;
 
 // Of n elements and their codes. The last word of signs and ternary codes is filled up with zeros.

@@ -1,4 +1,4 @@
-// Choosing the largest elements of each range of a buffer.
+// Choosing the largest elements of each segment of a buffer.
 #pragma once
 
 #include <atomic>
@@ -24,15 +24,15 @@ struct Source {
     Sent sent;
 };
 
-struct Range {
+struct Segment {
     int64_t begin, size;
     int64_t k;                        // at most size
-    int64_t quota;                    // as asked for
+    int64_t requested;                    // as asked for
     int64_t output;                   // where its choice goes
-    int64_t budget;                   // more candidates mean that the floor was too low
-    uint32_t floor;                   // bits of the magnitude from which on elements are candidates
+    int64_t candidate_limit;                   // more candidates mean that the lower bound was too low
+    uint32_t lower_bound;                   // bits of the magnitude from which on elements are candidates
     int shift;                        // of the bins that cut_for looks at first
-    bool expected;                    // the floor is the caller's
+    bool expected;                    // the lower bound is the caller's
     int64_t found;                    // how many were chosen
     bool chosen;                      // that many, for good
     float threshold;
@@ -41,41 +41,43 @@ struct Range {
     std::atomic<int64_t> units_left;
 };
 
-// Some elements of one range, and where what was collected of them lies in the memory of the thread that did it.
+// Some elements of one segment, and where what was collected of them lies in the memory of the thread that did it.
 struct Unit {
-    int64_t range, begin, end;  // elements of the bucket
+    int64_t segment, begin, end;  // elements of the bucket
     int thread;
     int64_t first, count;  // candidates
 };
 
-// Ranges no larger are collected whole where no floor is known.
+// Segments no larger are collected whole where no lower bound is known.
 constexpr int64_t small_range = 4096;
 
-// A floor a little below the k-th largest of the range as it will be after the update, judged by a sample. Only a
+// A lower bound a little below the k-th largest of the segment as it will be after the update, judged by a sample.
+// Only a
 // guess: whoever uses it checks.
-uint32_t sampled_floor(Source source, const Range& range, Buffer& memory);
+uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memory);
 
 // All that one call works on.
 struct Job {
     Source source;
-    Range* ranges;
-    int64_t* active;  // the ranges still to be chosen, ascending
+    Segment* segments;
+    int64_t* active;  // the segments still to be chosen, ascending
     int64_t active_count;
     int threads;
     Scratch& scratch;
     Unit* units = nullptr;
 };
 
-// Gives every active range that has no floor of the caller's a sampled one.
-void set_floors(Job& job);
+// Gives every active segment that has no lower bound of the caller's a sampled one.
+void set_lower_bounds(Job& job);
 
-// Does the pass over all active ranges. A range that is through is handed to `choose` at once, by the thread that was
-// last in it: its candidates are still at hand, and the other threads go on. Those for which it returns true are active
-// no more. Returns the first element of g that is NaN or too large, n where there is none.
-int64_t collect(Job& job, int64_t n, const std::function<bool(Range&)>& choose);
+// Does the pass over all active segments. A segment that is through is handed to `choose` at once, by the thread that
+// was
+// last in it: its candidates are still at hand, and the other threads go on. Those for which it returns true are
+// active no more. Returns the first element of g that is NaN or too large, n where there is none.
+int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose);
 
-// The choice by counting all magnitudes of v in the range: three reads of it, whatever the numbers are.
-void choose_by_counting(const float* v, Range& range, int threads, Scratch& scratch, int32_t* indices,
+// The choice by counting all magnitudes of v in the segment: three reads of it, whatever the numbers are.
+void choose_by_counting(const float* v, Segment& segment, int threads, Scratch& scratch, int32_t* indices,
                         float* values);
 
 // Calls visit(i, thread) for i = 0 .. n - 1, each time on whichever thread is free.

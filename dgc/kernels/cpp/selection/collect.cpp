@@ -16,24 +16,24 @@ void keep_smallest(std::atomic<int64_t>& smallest, int64_t value) {
     }
 }
 
-// Cuts the active ranges into units. Returns their number and the candidates that one thread may be left with.
+// Cuts the active segments into units. Returns their number and the candidates that one thread may be left with.
 std::pair<int64_t, int64_t> set_units(Job& job) {
     int64_t count = 0, room = 0;
     for (int64_t a = 0; a < job.active_count; ++a) {
-        Range& range = job.ranges[job.active[a]];
-        range.first_unit = count;
-        range.units = (range.size + unit - 1) / unit;
-        range.candidates = 0;
-        range.units_left = range.units;
-        count += range.units;
-        room += range.budget;
+        Segment& segment = job.segments[job.active[a]];
+        segment.first_unit = count;
+        segment.units = (segment.size + unit - 1) / unit;
+        segment.candidates = 0;
+        segment.units_left = segment.units;
+        count += segment.units;
+        room += segment.candidate_limit;
     }
     job.units = job.scratch.units.room<Unit>(count);
     for (int64_t a = 0; a < job.active_count; ++a) {
-        const Range& range = job.ranges[job.active[a]];
-        for (int64_t i = 0; i < range.units; ++i) {
-            const int64_t begin = range.begin + i * unit, end = range.begin + std::min((i + 1) * unit, range.size);
-            job.units[range.first_unit + i] = {job.active[a], begin, end, 0, 0, 0};
+        const Segment& segment = job.segments[job.active[a]];
+        for (int64_t i = 0; i < segment.units; ++i) {
+            const int64_t begin = segment.begin + i * unit, end = segment.begin + std::min((i + 1) * unit, segment.size);
+            job.units[segment.first_unit + i] = {job.active[a], begin, end, 0, 0, 0};
         }
     }
     return {count, room + block + 16};
@@ -53,18 +53,18 @@ int64_t update(const Source& source, int64_t n, int threads) {
 
 }  // namespace
 
-void set_floors(Job& job) {
-    if (std::all_of(job.active, job.active + job.active_count, [&](int64_t s) { return job.ranges[s].expected; }))
+void set_lower_bounds(Job& job) {
+    if (std::all_of(job.active, job.active + job.active_count, [&](int64_t s) { return job.segments[s].expected; }))
         return;
     share_out(job.active_count, job.threads, [&](int64_t i, int thread) {
-        Range& range = job.ranges[job.active[i]];
-        if (range.expected) return;
-        range.floor = sampled_floor(job.source, range, job.scratch.threads[thread].values);
-        range.shift = after_sample;
+        Segment& segment = job.segments[job.active[i]];
+        if (segment.expected) return;
+        segment.lower_bound = sampled_lower_bound(job.source, segment, job.scratch.threads[thread].values);
+        segment.shift = after_sample;
     });
 }
 
-int64_t collect(Job& job, int64_t n, const std::function<bool(Range&)>& choose) {
+int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose) {
     const auto [count, room] = set_units(job);
     const auto kernel = pass_kernels().update_and_collect[job.source.update];
     std::vector<Candidates> collected;
@@ -75,23 +75,23 @@ int64_t collect(Job& job, int64_t n, const std::function<bool(Range&)>& choose) 
     std::atomic<int64_t> first{n};
     share_out(count, job.threads, [&](int64_t i, int thread) {
         Unit& mine = job.units[i];
-        Range& range = job.ranges[mine.range];
+        Segment& segment = job.segments[mine.segment];
         Candidates found = collected[thread];
         mine.thread = thread;
         mine.first = found.count;
-        const int64_t before = range.candidates.load(std::memory_order_relaxed);
-        uint32_t floor = range.k && before <= range.budget ? range.floor : unreachable_bits;
+        const int64_t before = segment.candidates.load(std::memory_order_relaxed);
+        uint32_t lower_bound = segment.k && before <= segment.candidate_limit ? segment.lower_bound : unreachable_bits;
         for_stretches(job.source, mine.begin, mine.end, block, [&](const Stretch& stretch) {
-            if (int64_t bad = kernel(stretch, floor, found); bad >= 0) keep_smallest(first, bad);
-            if (before + found.count - mine.first > range.budget) floor = unreachable_bits;
+            if (int64_t bad = kernel(stretch, lower_bound, found); bad >= 0) keep_smallest(first, bad);
+            if (before + found.count - mine.first > segment.candidate_limit) lower_bound = unreachable_bits;
         });
         mine.count = found.count - mine.first;
-        // Once a range has too many, what came last is let go, so that the room suffices.
-        if (range.candidates.fetch_add(mine.count, std::memory_order_relaxed) + mine.count <= range.budget)
+        // Once a segment has too many, what came last is let go, so that the room suffices.
+        if (segment.candidates.fetch_add(mine.count, std::memory_order_relaxed) + mine.count <= segment.candidate_limit)
             collected[thread].count = found.count;
-        if (range.units_left.fetch_sub(1, std::memory_order_acq_rel) == 1) range.chosen = choose(range);
+        if (segment.units_left.fetch_sub(1, std::memory_order_acq_rel) == 1) segment.chosen = choose(segment);
     });
-    const auto is_chosen = [&](int64_t s) { return job.ranges[s].chosen; };
+    const auto is_chosen = [&](int64_t s) { return job.segments[s].chosen; };
     job.active_count = std::remove_if(job.active, job.active + job.active_count, is_chosen) - job.active;
     return first.load();
 }

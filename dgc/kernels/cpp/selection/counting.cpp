@@ -1,5 +1,6 @@
-// The largest elements of one range by counting bits of all magnitudes: first the upper 15, then, among those equal
-// in these to the k-th largest, the lower 16. The counts of each thread also tell where its part of the output begins.
+// The largest elements of one segment by counting bits of all magnitudes: first the upper 15, then, among those equal
+// in these to the k-th largest, the lower 16. The counts of each thread also tell where its part of the output
+// begins.
 #include <algorithm>
 #include <cstring>
 
@@ -35,7 +36,7 @@ int64_t bin_of(uint32_t** counts, int threads, int64_t& k) {
 
 }  // namespace
 
-void choose_by_counting(const float* v, Range& range, int threads, Scratch& scratch, int32_t* indices,
+void choose_by_counting(const float* v, Segment& segment, int threads, Scratch& scratch, int32_t* indices,
                         float* values) {
     std::vector<uint32_t*> upper(threads), lower(threads);
     std::vector<int64_t> nonzero(threads, 0);
@@ -43,8 +44,8 @@ void choose_by_counting(const float* v, Range& range, int threads, Scratch& scra
         upper[t] = scratch.threads[t].counts.room<uint32_t>(bins);
         lower[t] = scratch.threads[t].more_counts.room<uint32_t>(bins);
     }
-    const float* first = v + range.begin;
-    auto edge = [&](int t) { return part_begin(range.size, threads, t, 16); };
+    const float* first = v + segment.begin;
+    auto edge = [&](int t) { return part_begin(segment.size, threads, t, 16); };
     parallel_for(threads, [&](int t) {
         std::memset(upper[t], 0, bins * sizeof(uint32_t));
         int64_t zeros = 0;
@@ -58,9 +59,9 @@ void choose_by_counting(const float* v, Range& range, int threads, Scratch& scra
     });
     int64_t all = 0;
     for (int64_t count : nonzero) all += count;
-    range.found = std::min(range.k, all);
-    if (range.found == 0) return;
-    int64_t rank = range.found;
+    segment.found = std::min(segment.k, all);
+    if (segment.found == 0) return;
+    int64_t rank = segment.found;
     const int64_t high = bin_of(upper.data(), threads, rank);
     parallel_for(threads, [&](int t) {
         std::memset(lower[t], 0, bins * sizeof(uint32_t));
@@ -71,7 +72,7 @@ void choose_by_counting(const float* v, Range& range, int threads, Scratch& scra
     });
     const int64_t low = bin_of(lower.data(), threads, rank);
     const uint32_t threshold = static_cast<uint32_t>(high << 16 | low);
-    std::vector<int64_t> begin(threads + 1, range.output), ties(threads);
+    std::vector<int64_t> begin(threads + 1, segment.output), ties(threads);
     for (int t = 0; t < threads; ++t) {
         Standing fine = standing(lower[t], low);
         ties[t] = std::min(rank, fine.equal);
@@ -83,11 +84,11 @@ void choose_by_counting(const float* v, Range& range, int threads, Scratch& scra
         for (int64_t i = edge(t); at < begin[t + 1]; ++i) {
             uint32_t bits = magnitude(first[i]);
             if (bits < threshold || (bits == threshold && ties[t]-- <= 0)) continue;
-            indices[at] = static_cast<int32_t>(range.begin + i);
+            indices[at] = static_cast<int32_t>(segment.begin + i);
             values[at++] = first[i];
         }
     });
-    if (range.found == range.quota) range.threshold = float_of(threshold);
+    if (segment.found == segment.requested) segment.threshold = float_of(threshold);
 }
 
 }  // namespace dgc

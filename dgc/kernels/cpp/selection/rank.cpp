@@ -1,6 +1,6 @@
 // Radix selection from the top, 11 bits at a time: count the members of each bin, keep the bin that holds rank k,
-// and look closer. The first bins are narrow and begin at a floor, where real accumulated gradients pile up; the
-// last of them is open to the top.
+// and look closer. The first bins are narrow and begin at a lower bound, where real accumulated gradients pile up;
+// the last of them is open to the top.
 #include "rank.h"
 
 #include <algorithm>
@@ -28,12 +28,12 @@ int shift_for(uint64_t span) {
     return shift;
 }
 
-Cut sort_out(const Segment* segments, int count, int64_t k, Window window) {
+Cut sort_out(const Block* blocks, int count, int64_t k, Window window) {
     uint32_t members[few];
     int64_t found = 0;
     const auto high = static_cast<uint32_t>(window.low + window.span);
     for (int s = 0; s < count; ++s)
-        found += pass_kernels().magnitudes_within(segments[s].values, segments[s].count, window.low, high, members + found);
+        found += pass_kernels().magnitudes_within(blocks[s].values, blocks[s].count, window.low, high, members + found);
     std::nth_element(members, members + k - 1, members + found, std::greater<uint32_t>());
     uint32_t threshold = members[k - 1];
     return {threshold, k - std::count_if(members, members + k, [=](uint32_t bits) { return bits > threshold; })};
@@ -41,17 +41,17 @@ Cut sort_out(const Segment* segments, int count, int64_t k, Window window) {
 
 }  // namespace
 
-Cut cut_for(const Segment* segments, int count, int64_t k, uint32_t low, int shift) {
+Cut cut_for(const Block* blocks, int count, int64_t k, uint32_t low, int shift) {
     Window window{low, (uint64_t{1} << 31) - low};
     int64_t members = 0;
-    for (int s = 0; s < count; ++s) members += segments[s].count;
+    for (int s = 0; s < count; ++s) members += blocks[s].count;
     bool all = true;
     while (members > few) {
         if (window.span == 1) return {window.low, k};
         uint32_t counts[bins] = {};
         for (int s = 0; s < count; ++s) {
-            const float* values = segments[s].values;
-            for (int64_t i = 0, n = segments[s].count; i < n; ++i) {
+            const float* values = blocks[s].values;
+            for (int64_t i = 0, n = blocks[s].count; i < n; ++i) {
                 uint32_t bits = magnitude(values[i]);
                 if (!all && !window.holds(bits)) continue;
                 ++counts[std::min<uint32_t>((bits - window.low) >> shift, bins - 1)];
@@ -66,7 +66,7 @@ Cut cut_for(const Segment* segments, int count, int64_t k, uint32_t low, int shi
         shift = shift_for(width);
         all = false;
     }
-    return sort_out(segments, count, k, window);
+    return sort_out(blocks, count, k, window);
 }
 
 }  // namespace dgc

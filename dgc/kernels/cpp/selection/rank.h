@@ -12,13 +12,13 @@ struct Cut {
 };
 
 // Values that lie together in memory.
-struct Segment {
+struct Block {
     const float* values;
     int64_t count;
 };
 
 // The cut for the k largest magnitudes, 1 <= k <= number of values. All magnitudes are at least `low`; the search
 // looks first at bins of 2^shift bits from there upwards.
-Cut cut_for(const Segment* segments, int count, int64_t k, uint32_t low, int shift);
+Cut cut_for(const Block* blocks, int count, int64_t k, uint32_t low, int shift);
 
 }  // namespace dgc

@@ -1,5 +1,5 @@
-// A guess at the k-th largest magnitude from whole cache lines spread over a range. The guess may be off as far as
-// it likes: too low costs candidates, too high another pass over the range.
+// A guess at the k-th largest magnitude from whole cache lines spread over a segment. The guess may be off as far as
+// it likes: too low costs candidates, too high another pass over the segment.
 #include <algorithm>
 #include <cmath>
 
@@ -13,29 +13,29 @@ constexpr int64_t most = 65536;
 constexpr int64_t ahead = 12;
 constexpr double expected_above = 24;  // samples above the threshold: 24 +- 5, and five deviations are spared
 
-// Where line i of a range's sample begins. Steps of one length would see one column of a matrix only.
-int64_t line_begin(const Range& range, int64_t lines, int64_t i) {
-    const int64_t stride = range.size / lines;
+// Where line i of a segment's sample begins. Steps of one length would see one column of a matrix only.
+int64_t line_begin(const Segment& segment, int64_t lines, int64_t i) {
+    const int64_t stride = segment.size / lines;
     const uint32_t random = static_cast<uint32_t>(i + 1) * 2654435769u;
-    return range.begin + i * stride + static_cast<int64_t>(random >> 8) % (stride - line + 1);
+    return segment.begin + i * stride + static_cast<int64_t>(random >> 8) % (stride - line + 1);
 }
 
 }  // namespace
 
-uint32_t sampled_floor(Source source, const Range& range, Buffer& memory) {
-    if (range.size <= small_range || range.k == 0) return smallest_bits;
-    const double density = static_cast<double>(range.k) / static_cast<double>(range.size);
+uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memory) {
+    if (segment.size <= small_range || segment.k == 0) return smallest_bits;
+    const double density = static_cast<double>(segment.k) / static_cast<double>(segment.size);
     int64_t wanted = static_cast<int64_t>(std::min<double>(static_cast<double>(most), expected_above / density));
-    int64_t lines = std::min(std::max<int64_t>(wanted, 1024), range.size / 16) / line;
+    int64_t lines = std::min(std::max<int64_t>(wanted, 1024), segment.size / 16) / line;
     float* samples = memory.room<float>(lines * line);
     int64_t count = 0;
     for (int64_t i = 0; i < lines; ++i) {
         if (i + ahead < lines) {
-            const int64_t next = line_begin(range, lines, i + ahead);
+            const int64_t next = line_begin(segment, lines, i + ahead);
             __builtin_prefetch(source.v + next + line / 2);
             if (source.u) __builtin_prefetch(source.u + next + line / 2);
         }
-        const int64_t begin = line_begin(range, lines, i);
+        const int64_t begin = line_begin(segment, lines, i);
         source.sent = from(source.sent, begin);  // lines ascend
         for_stretches(source, begin, begin + line, line, [&](const Stretch& s) {
             for (int64_t j = 0; j < s.n; ++j) {
@@ -56,8 +56,8 @@ uint32_t sampled_floor(Source source, const Range& range, Buffer& memory) {
     const double mean = density * static_cast<double>(count);
     int64_t rank = static_cast<int64_t>(std::ceil(mean + 5 * std::sqrt(mean))) + 2;
     if (rank > count) return smallest_bits;
-    Segment segment{samples, count};
-    return std::max(cut_for(&segment, 1, rank, 0, 20).threshold, smallest_bits);
+    Block block{samples, count};
+    return std::max(cut_for(&block, 1, rank, 0, 20).threshold, smallest_bits);
 }
 
 }  // namespace dgc

@@ -40,15 +40,15 @@ DGC_EXPORT void dgc_take(const int32_t* indices, const float* sent, const int32_
     });
 }
 
-// targets[s][i - bounds[s]] -= factors[s] * value for the ascending indices i of each range s
-DGC_EXPORT void dgc_subtract_at(float* const* targets, const int64_t* bounds, int64_t ranges, const int64_t* indices,
+// targets[s][i - bounds[s]] -= factors[s] * value for the ascending indices i of each segment s
+DGC_EXPORT void dgc_subtract_at(float* const* targets, const int64_t* bounds, int64_t segments, const int64_t* indices,
                                 const float* values, int64_t count, const float* factors, int threads) {
     threads = dgc::threads_for(count, threads);
     dgc::parallel_for(threads, [&](int t) {
         int64_t i = dgc::part_begin(count, threads, t, 16);
         const int64_t end = dgc::part_begin(count, threads, t + 1, 16);
         if (i == end) return;
-        int64_t s = std::upper_bound(bounds, bounds + ranges + 1, indices[i]) - bounds - 1;
+        int64_t s = std::upper_bound(bounds, bounds + segments + 1, indices[i]) - bounds - 1;
         for (; i < end; ++s) {
             float* target = targets[s];
             const float factor = factors[s];

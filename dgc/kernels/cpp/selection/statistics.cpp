@@ -1,5 +1,5 @@
-// Sums over each range of a buffer, read once. A range is cut into units wherever it lies and however many threads
-// there are, and the units' sums are added in their order, so that neither has a part in the result.
+// Sums over each segment of a buffer, read once. A segment is cut into units wherever it lies and however many
+// threads there are, and the units' sums are added in their order, so that neither has a part in the result.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t unit = 32768;  // elements that a thread takes on at a time
 
 struct Span {
-    int64_t range, begin, end;  // elements of the buffer
+    int64_t segment, begin, end;  // elements of the buffer
 };
 
 void add(Sums& sum, const Sums& next) {
@@ -28,32 +28,32 @@ void add(Above& sum, const Above& next) {
     sum.magnitudes += next.magnitudes;
 }
 
-// The sum over each range of what of_span(span) gives, an empty Part where `wanted(range)` is false.
+// The sum over each segment of what of_span(span) gives, an empty Part where `wanted(segment)` is false.
 template <class Part, class Wanted, class OfSpan>
-std::vector<Part> sums_of(const int64_t* bounds, int64_t ranges, int threads, Wanted&& wanted, OfSpan&& of_span) {
+std::vector<Part> sums_of(const int64_t* bounds, int64_t segments, int threads, Wanted&& wanted, OfSpan&& of_span) {
     std::vector<Span> spans;
-    for (int64_t s = 0; s < ranges; ++s)
+    for (int64_t s = 0; s < segments; ++s)
         for (int64_t i = bounds[s]; i < bounds[s + 1] && wanted(s); i += unit)
             spans.push_back({s, i, std::min(i + unit, bounds[s + 1])});
     const int64_t count = static_cast<int64_t>(spans.size());
-    std::vector<Part> parts(count), sums(ranges);
+    std::vector<Part> parts(count), sums(segments);
     share_out(count, static_cast<int>(std::min<int64_t>(threads, count)),
               [&](int64_t i, int) { parts[i] = of_span(spans[i]); });
-    for (int64_t i = 0; i < count; ++i) add(sums[spans[i].range], parts[i]);
+    for (int64_t i = 0; i < count; ++i) add(sums[spans[i].segment], parts[i]);
     return sums;
 }
 
 }  // namespace
 }  // namespace dgc
 
-// bounds [ranges + 1]; sums, magnitudes, squares, largest [ranges]
-DGC_EXPORT void dgc_moments(const float* v, const int64_t* bounds, int64_t ranges, double* sums,
+// bounds [segments + 1]; sums, magnitudes, squares, largest [segments]
+DGC_EXPORT void dgc_moments(const float* v, const int64_t* bounds, int64_t segments, double* sums,
                             double* magnitudes, double* squares, float* largest, int threads) {
     const auto kernel = dgc::pass_kernels().moments;
     const auto found = dgc::sums_of<dgc::Sums>(
-        bounds, ranges, threads, [](int64_t) { return true; },
+        bounds, segments, threads, [](int64_t) { return true; },
         [&](const dgc::Span& span) { return kernel(v + span.begin, span.end - span.begin); });
-    for (int64_t s = 0; s < ranges; ++s) {
+    for (int64_t s = 0; s < segments; ++s) {
         sums[s] = found[s].values;
         magnitudes[s] = found[s].magnitudes;
         squares[s] = found[s].squares;
@@ -61,18 +61,19 @@ DGC_EXPORT void dgc_moments(const float* v, const int64_t* bounds, int64_t range
     }
 }
 
-// bounds [ranges + 1]; floors, counts, sums [ranges]. Ranges whose floor is inf or NaN are not read.
-DGC_EXPORT void dgc_tail(const float* v, const int64_t* bounds, int64_t ranges, const float* floors,
+// bounds [segments + 1]; lower_bounds, counts, sums [segments]. Segments whose lower bound is inf or NaN are not
+// read.
+DGC_EXPORT void dgc_tail(const float* v, const int64_t* bounds, int64_t segments, const float* lower_bounds,
                          int64_t* counts, double* sums, int threads) {
     const auto kernel = dgc::pass_kernels().above;
     const auto found = dgc::sums_of<dgc::Above>(
-        bounds, ranges, threads, [&](int64_t s) { return floors[s] < std::numeric_limits<float>::infinity(); },
+        bounds, segments, threads, [&](int64_t s) { return lower_bounds[s] < std::numeric_limits<float>::infinity(); },
         [&](const dgc::Span& span) {
-            const float floor = floors[span.range];
-            const uint32_t bits = floor > 0 ? dgc::bits_of(floor) : dgc::smallest_bits;
+            const float lower_bound = lower_bounds[span.segment];
+            const uint32_t bits = lower_bound > 0 ? dgc::bits_of(lower_bound) : dgc::smallest_bits;
             return kernel(v + span.begin, span.end - span.begin, bits);
         });
-    for (int64_t s = 0; s < ranges; ++s) {
+    for (int64_t s = 0; s < segments; ++s) {
         counts[s] = found[s].count;
         sums[s] = found[s].magnitudes;
     }
