@@ -27,7 +27,7 @@ from dgc import gossip
 from dgc.comm.collectives import all_gather_object, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import QSGD, Compressor, DGCCompressor
-from dgc.gossip import CHOCO, Gossip, Machines
+from dgc.gossip import CHOCO, Gossip, HierarchicalGossip
 from dgc.gossip.topology.bipartite import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
 
@@ -154,7 +154,7 @@ def talk(make: Callable[[], Gossip], world: LockstepWorld) -> list[Tensor]:
             own.optimizer.begin_epoch(step // 2)
             own.step()
         state = own.optimizer.compression_state_dict()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         first, end = own.z.clone(), Trained(transport, make())
         end.optimizer.load_compression_state_dict(state)
         end.step()
@@ -170,14 +170,14 @@ def test_gossip(name: str) -> None:
 
 
 def test_gossip_between_machines() -> None:
-    check(lambda: talk(lambda: Machines(CHOCO(gossip.grid)), LockstepWorld(4, 2)))
+    check(lambda: talk(lambda: HierarchicalGossip(CHOCO(gossip.grid)), LockstepWorld(4, 2)))
 
 
 def test_adpsgd() -> None:
     def averaged() -> list[Tensor]:
         simulation = Simulation(bipartite_complete(4), seed=4)
         simulation.run(160)
-        simulation.settle()
+        simulation.drain()
         return simulation.xs
 
     check(averaged)

@@ -137,7 +137,7 @@ def trained(size, make):
             for p, g in zip(parts, (curvature * (z - target)).split(NUMELS), strict=True):
                 p.grad = g.view(p.shape)
             optimizer.step()
-        optimizer.settle()
+        optimizer.synchronize_messages()
         return torch.stack([*seen, optimizer.model.z])
 
     return torch.stack(LockstepWorld(size).run(body))
