@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dgc.comm.collectives import all_reduce
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.comm.transport import Transport
 from dgc.gossip.cross_machine import CrossMachineTransport, ModelSlice
@@ -74,7 +74,7 @@ class HierarchicalGossip:
         self.base, self.compress_ratio = base, base.compress_ratio
         self._in_step = self._is_stale = False
 
-    def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         self.name, self.model, self._transport, self._meter = name, model, transport, meter
         L, local, n = transport.group_size("local"), transport.group_rank("local"), model.z.numel()
         bounds = torch.tensor([-L, L], dtype=torch.int64)

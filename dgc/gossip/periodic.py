@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
@@ -60,7 +60,7 @@ class Periodic:
     def needs_groups(self) -> bool:
         return self.base is not None and self.base.needs_groups
 
-    def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         self.model, self.z = model, model.z
         self.size, self._name, self._transport, self._meter = transport.size, name, transport, meter
         if self.base is not None:

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
 
@@ -33,7 +33,7 @@ class Gossip(Protocol):
         """Whether the transport must have the groups `local` and `cross`."""
         ...
 
-    def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         """Initializes gossip with a model that is equal on all ranks. Collective. name: prefix of messages."""
         ...
 

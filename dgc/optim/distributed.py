@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
@@ -94,7 +94,7 @@ class DistributedOptimizer(EpochWrapper):
         self.route = as_route(compression)
         self._count_epochs(steps_per_epoch)
         self.transport = transport or default_transport()
-        self.meter = Meter()
+        self.meter = TrafficMeter()
         self.nonfinite, self.dropped_steps = nonfinite, 0
         self._factor = as_factor(op, self.transport.size)
         check_settings(
@@ -232,7 +232,7 @@ class DistributedOptimizer(EpochWrapper):
         for p in (p for plan in self.exchange.planned for p in plan.parameters if not p.requires_grad):
             p.grad = None  # frozen after construction: momentum and weight decay must not change it
         self.inner.step(**({"sparse": sparse} if sparse else {}))
-        self.meter.spent("step", "optimizer", start, perf_counter())
+        self.meter.add_time("step", "optimizer", start, perf_counter())
 
     def _synchronize_sparse(self) -> list[SparseUpdate]:
         """Like synchronize(), but return sparse results that need no momentum instead of making them dense."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel
@@ -68,7 +68,7 @@ class GossipOptimizer(Wrapper):
         super().__init__(optimizer, [gossip])
         self.transport = transport or default_transport(point_to_point=True)
         self.gossip, self.nonfinite = gossip, nonfinite
-        self.meter, self.dropped_steps = Meter(), 0
+        self.meter, self.dropped_steps = TrafficMeter(), 0
         self.consensus_distance = float("nan")
         named = name_parameters(optimizer, named_parameters)
         check_settings(self.transport, "gossip.settings", nonfinite=nonfinite, gossip=gossip)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import SparseOrDense
 
@@ -39,7 +39,7 @@ class Wrapper(Optimizer):
     """
 
     transport: Transport
-    meter: Meter
+    meter: TrafficMeter
     dropped_steps: int  # number of steps dropped because of NaN or inf in a gradient
 
     def __init__(self, inner: Optimizer, methods: Sequence[Method]):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dgc import gossip
-from dgc.comm import Meter
+from dgc.comm import TrafficMeter
 from dgc.comm.channel import ChannelWorld
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import Topology, TopologyError
@@ -60,7 +60,7 @@ class Simulation:
     def __post_init__(self):
         size = self.topology.size
         self.random = random.Random(self.seed)
-        self.world = ChannelWorld(size, self.seed, longest=5 * size)
+        self.world = ChannelWorld(size, self.seed, max_delay=5 * size)
         generator = torch.Generator().manual_seed(self.seed)
         self.xs = list(torch.randn(size, self.numel, generator=generator, dtype=torch.float32))
         pairs = bipartite_subgraph(self.topology)
@@ -100,7 +100,7 @@ class Simulation:
             for rank in range(self.topology.size):
                 self.look(rank)
         assert all(link.is_over for link in self.links)
-        assert self.world.in_flight == self.world.waiting == 0
+        assert self.world.in_flight == self.world.pending_receives == 0
 
     def spread(self):
         x = torch.stack(self.xs)
@@ -286,7 +286,7 @@ def together(size, body, **options):
     results, errors = [None] * size, []
 
     def work(rank):
-        own, z, meter = ADPSGD(**options), torch.zeros(11), Meter()
+        own, z, meter = ADPSGD(**options), torch.zeros(11), TrafficMeter()
         own.start_on_channel(z, world.channels[rank], meter)
         try:
             results[rank] = body(rank, own, z)
@@ -323,7 +323,7 @@ def test_threads_train_synchronize_and_resume(size):
         return own.progress, z.clone(), own.state_dict(), own._meter.payload_bytes
 
     results, world = together(size, body)
-    assert world.in_flight == world.waiting == 0
+    assert world.in_flight == world.pending_receives == 0
     assert [progress for progress, *_ in results] == [26 * size] * size
     assert float(sum(z for _, z, *_ in results)[0]) == pytest.approx(26 * size, rel=1e-5)
     assert all(state["steps"] == 26 * size for _, _, state, _ in results)
@@ -411,7 +411,7 @@ def test_closing_an_optimizer_receives_what_is_on_its_way():
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert not errors and world.in_flight == world.waiting == 0
+    assert not errors and world.in_flight == world.pending_receives == 0
     assert float(sum(models.values())[0]) == pytest.approx(60, rel=1e-5)
 
 
@@ -422,15 +422,15 @@ def test_errors_of_the_user():
         ADPSGD(timeout=0)
     (channel,) = ChannelWorld(1).channels
     with pytest.raises(ValueError, match="fp32"):
-        ADPSGD().start_on_channel(torch.zeros(3, dtype=torch.float64), channel, Meter())
+        ADPSGD().start_on_channel(torch.zeros(3, dtype=torch.float64), channel, TrafficMeter())
     with pytest.raises(TopologyError, match="for 2 ranks, not for 1"):
-        ADPSGD(lambda size: gossip.full(2)).start_on_channel(torch.zeros(3), channel, Meter())
+        ADPSGD(lambda size: gossip.full(2)).start_on_channel(torch.zeros(3), channel, TrafficMeter())
     own, z = ADPSGD(), torch.zeros(3)
     with pytest.raises(RuntimeError, match="not been started"):
         own.synchronize_messages()
-    own.start_on_channel(z, channel, Meter())
+    own.start_on_channel(z, channel, TrafficMeter())
     with pytest.raises(RuntimeError, match="started"):
-        own.start_on_channel(z, channel, Meter())
+        own.start_on_channel(z, channel, TrafficMeter())
     for forbidden in (own.state_dict, lambda: own.load_state_dict({})):
         with pytest.raises(RuntimeError, match="synchronize_messages"):
             forbidden()

@@ -8,7 +8,7 @@ from gossip.networks import Trained
 
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.gossip import ADPSGD, CHOCO, DPSGD, OSGP, SGP, HierarchicalGossip, Int8Message, Periodic, SlowMo
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -228,7 +228,8 @@ def test_what_cannot_be_is_refused():
 
     def tiny(transport):
         model = torch.nn.Linear(1, 1)
-        HierarchicalGossip(SGP()).start(gossip.FlatModel(list(model.named_parameters())), transport, Meter())
+        flat = gossip.FlatModel(list(model.named_parameters()))
+        HierarchicalGossip(SGP()).start(flat, transport, TrafficMeter())
 
     with pytest.raises(ValueError, match="2 elements cannot be divided into 4 slices"):
         LockstepWorld(4).run(tiny)

@@ -29,9 +29,9 @@ class Fleet:
         for bucket, own in zip(self.buckets, gradients, strict=True):
             for segment, gradient in zip(bucket.segments, own, strict=True):
                 segment.of(bucket.flat).copy_(gradient)
-        talks = [c.reduce(b) for c, b in zip(self.compressors, self.buckets, strict=True)]
+        conversations = [c.reduce(b) for c, b in zip(self.compressors, self.buckets, strict=True)]
         means = []
-        results = self.world.converse("bucket", talks)
+        results = self.world.converse("bucket", conversations)
         self.nonfinite = [result.nonfinite for result in results]
         for compressor, bucket, result in zip(self.compressors, self.buckets, results, strict=True):
             if result.nonfinite is not None:

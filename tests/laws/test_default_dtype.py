@@ -147,7 +147,7 @@ def declared(body: Callable[[LockstepTransport], list[Tensor]]) -> Callable[[Loc
     return watched
 
 
-def talk(make: Callable[[], Gossip], world: LockstepWorld) -> list[Tensor]:
+def average_models(make: Callable[[], Gossip], world: LockstepWorld) -> list[Tensor]:
     def body(transport: LockstepTransport) -> list[Tensor]:
         own = Trained(transport, make()).scatter()
         for step in range(4):
@@ -166,11 +166,11 @@ def talk(make: Callable[[], Gossip], world: LockstepWorld) -> list[Tensor]:
 @pytest.mark.parametrize("name", [row.name for row in [*ROWS, *OUTER] if not row.by_timing] + list(MORE))
 def test_gossip(name: str) -> None:
     makes = {row.name: row.make for row in [*ROWS, *OUTER]} | MORE
-    check(lambda: talk(makes[name], LockstepWorld(4)))
+    check(lambda: average_models(makes[name], LockstepWorld(4)))
 
 
 def test_gossip_between_machines() -> None:
-    check(lambda: talk(lambda: HierarchicalGossip(CHOCO(gossip.grid)), LockstepWorld(4, 2)))
+    check(lambda: average_models(lambda: HierarchicalGossip(CHOCO(gossip.grid)), LockstepWorld(4, 2)))
 
 
 def test_adpsgd() -> None:

@@ -159,8 +159,8 @@ def defined(size, algorithm, dtype):
 
         return direction
 
-    talks = [algorithm(start().to(dtype), gradient(i), i) for i in range(size)]
-    ends = LockstepWorld(size).converse("definition", talks)
+    conversations = [algorithm(start().to(dtype), gradient(i), i) for i in range(size)]
+    ends = LockstepWorld(size).converse("definition", conversations)
     return torch.stack([torch.stack([*own, end]) for own, end in zip(seen, ends, strict=True)])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dgc.comm import Meter, all_gather_object, all_reduce, barrier
+from dgc.comm import TrafficMeter, all_gather_object, all_reduce, barrier
 from dgc.comm.horovod import HorovodTransport
 from dgc.comm.mpi.channel import MPIChannel
 from dgc.gossip.adpsgd.adpsgd import ADPSGD
@@ -24,8 +24,8 @@ from dgc.gossip.adpsgd.protocol import GossipError
 Finding = dict[str, Any]
 
 
-def begun(transport: Any, numel: int, **options: Any) -> tuple[ADPSGD, torch.Tensor, Meter]:
-    z, meter = torch.zeros(numel), Meter()
+def begun(transport: Any, numel: int, **options: Any) -> tuple[ADPSGD, torch.Tensor, TrafficMeter]:
+    z, meter = torch.zeros(numel), TrafficMeter()
     gossip = ADPSGD(**options)
     gossip.start_on_channel(z, MPIChannel(), meter)
     return gossip, z, meter

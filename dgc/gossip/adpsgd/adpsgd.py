@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.comm.channel import Channel, channel_of
-from dgc.comm.meter import Meter
+from dgc.comm.channel import Channel, open_channel
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.gossip.adpsgd.link import MessageLink
 from dgc.gossip.adpsgd.protocol import AveragingProtocol
@@ -79,17 +79,17 @@ class ADPSGD:
         self._thread: GossipThread | None = None
         self._in_step = False
 
-    def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         """Initializes a model that is equal on all ranks. Gossip begins with `begin_epoch` or `begin_step`."""
         self._model = model
-        self._create_thread(model.z, channel_of(transport), meter)
+        self._create_thread(model.z, open_channel(transport), meter)
 
-    def start_on_channel(self, z: Tensor, channel: Channel, meter: Meter) -> None:
+    def start_on_channel(self, z: Tensor, channel: Channel, meter: TrafficMeter) -> None:
         """Starts gossip at once. z: [n] fp32, the model of forward and backward, equal on all ranks."""
         self._create_thread(z, channel, meter)
         self.resume()
 
-    def _create_thread(self, z: Tensor, channel: Channel, meter: Meter) -> None:
+    def _create_thread(self, z: Tensor, channel: Channel, meter: TrafficMeter) -> None:
         if self._thread is not None:
             raise RuntimeError("this ADPSGD has been started already")
         if z.dtype != torch.float32 or z.dim() != 1 or z.numel() == 0 or not z.is_contiguous():

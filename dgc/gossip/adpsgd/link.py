@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dgc.comm.channel import Channel
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Exchange
 from dgc.gossip.adpsgd.protocol import AveragingProtocol, GossipError, Kind, Outgoing
 
@@ -31,7 +31,7 @@ class MessageLink:
 
     def __init__(self, protocol: AveragingProtocol, channel: Channel, timeout: float):
         self.protocol, self.channel, self.timeout = protocol, channel, timeout
-        self.meter = Meter()
+        self.meter = TrafficMeter()
         self._buffer = protocol.buffer()
         self._receive: Any = None
         self._sends: list[tuple[Any, Tensor]] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
@@ -46,7 +46,7 @@ class DifferenceGossip(ABC):
         self.round = 0
         self._conversation: RunningConversation[None] | None = None
 
-    def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         self.name, self.model, self.z = name, model, model.z
         self.rank, self.size = transport.rank, transport.size
         self._transport, self._meter = transport, meter

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dgc.comm.collectives import all_reduce
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllReduce, Conversation, Exchange
 from dgc.comm.transport import Transport
 from dgc.gossip.formats import FP32Message, Message
@@ -85,7 +85,7 @@ class SGP(WeightedModel):
         self._in_step = False
         self._graph_epoch = 0  # first epoch of the current graph
 
-    def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         self.name, self.model, self.z = name, model, model.z
         self.rank, self.size = transport.rank, transport.size
         self._transport, self._meter = transport, meter

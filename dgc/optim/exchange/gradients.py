@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result, conversation_of
 from dgc.optim.exchange.planning import PlannedBucket
@@ -57,7 +57,7 @@ class GradientExchange:
         planned: Sequence[PlannedBucket],
         passes: int,
         transport: Transport,
-        meter: Meter,
+        meter: TrafficMeter,
         loss_scale: LossScale,
         begin_step: Callable[[], None],
     ):
@@ -103,9 +103,9 @@ class GradientExchange:
                 if self._missing[b] == 0:
                     self._start(b)
             with torch.no_grad():
-                for other, talk in self._running.items():
+                for other, running in self._running.items():
                     with self._side(other).beside_caller():
-                        talk.advance()
+                        running.advance()
 
     def _note(self, p: Tensor) -> None:
         assert p.grad is not None
