@@ -18,9 +18,9 @@ from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Asynchronous, Gossip
-from dgc.optim.agreement import check_settings
+from dgc.optim.agreement import check_settings, first_difference
 from dgc.optim.broadcast import default_transport
-from dgc.optim.options import name_parameters, unused_prefix
+from dgc.optim.options import name_parameters, unique_prefix
 from dgc.optim.wrapper import Wrapper
 
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
@@ -75,7 +75,7 @@ class GossipOptimizer(Wrapper):
         _check_agreement(named, self.transport)
         self._names = [name for name, _ in named]
         self.model = FlatModel(named)
-        gossip.start(self.model, self.transport, self.meter, f"{unused_prefix(self.transport)}.gossip")
+        gossip.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.gossip")
 
     @property
     def max_step_lag(self) -> int | None:  # type: ignore[override]
@@ -227,9 +227,5 @@ def _check_agreement(named: Iterable[tuple[str, Tensor]], transport: Transport) 
         return
     for rank, other in enumerate(all_gather_object(transport, own, "gossip.model")):
         if other != own:
-            pairs = zip(other, own, strict=False)
-            difference = next(
-                (f"{a} there, {b} here" for a, b in pairs if a != b),
-                f"{len(other)} parameters there, {len(own)} here",
-            )
+            difference = first_difference(other, own, "parameters")
             raise ValueError(f"rank {rank} and rank {transport.rank} train different models: {difference}")

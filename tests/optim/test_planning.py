@@ -1,4 +1,4 @@
-"""Which gradients share a bucket, and where they lie in it."""
+"""Assignment of gradients to buckets, and their layout."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def names(planned):
 
 
 def plan(named, elements, route=None):
-    """Buckets of so many fp32 elements."""
+    """Plan buckets of at most `elements` fp32 elements."""
     return plan_buckets(named, route or (lambda segment: DENSE), 4 * elements / MEGABYTE, "x")
 
 

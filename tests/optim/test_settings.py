@@ -1,4 +1,4 @@
-"""Every setting must be the same on every rank before training starts."""
+"""All ranks must have the same settings before training starts."""
 
 import functools
 import re
@@ -133,8 +133,8 @@ def test_gossip_algorithms_too():
         LockstepWorld(2).run(body)
 
 
-def test_what_is_a_ranks_own_may_differ():
-    """Learning rates, generators of random numbers, parameters before a broadcast, numbers of devices."""
+def test_values_of_a_rank_may_differ():
+    """Learning rates, random number generators, parameters before a broadcast, numbers of devices."""
 
     def body(transport):
         rank = transport.rank
