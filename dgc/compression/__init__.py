@@ -24,3 +24,4 @@ from dgc.compression.route import Rule as Rule
 from dgc.compression.sparse.dgc import DGCCompressor as DGCCompressor
 from dgc.compression.sparse.random_k import RandomBlock as RandomBlock
 from dgc.compression.sparse.random_k import RandomK as RandomK
+from dgc.compression.sparse.sparse import SparseCompressor as SparseCompressor

@@ -61,10 +61,10 @@ CASES = [
         2.0,
         lambda n: {"compression": dgc(clipping=ClipByNorm(n))},
     ),
-    ("compression._selector.sample_ratio", 0.1, 0.2, lambda r: {"compression": dgc(selector=Sampled(r))}),
-    ("compression._format.values.dtype", "fp16", "bf16", lambda v: {"compression": dgc(values=CastValues(v))}),
+    ("compression.selector.sample_ratio", 0.1, 0.2, lambda r: {"compression": dgc(selector=Sampled(r))}),
+    ("compression.format.values.dtype", "fp16", "bf16", lambda v: {"compression": dgc(values=CastValues(v))}),
     (
-        "compression._warmup.warmup_coeff[1]",
+        "compression.warmup.warmup_coeff[1]",
         0.2,
         0.3,
         lambda c: {"compression": dgc(warmup_epochs=2, warmup_coeff=[0.5, c])},
@@ -110,7 +110,7 @@ def test_other_kinds_of_settings():
     assert "compression is dgc.compression.dense.Dense" in told(Dense(), Threshold())
     assert "compression.rank is 1 on rank 0 and 2" in told(PowerSGDCompressor(1), PowerSGDCompressor(2))
     indices = told(dgc(), dgc(indices=PackedIndices()))
-    assert "compression._format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind" in indices
+    assert "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind" in indices
     assert "compression.table is tensor of shape (1,), torch.float32" in told(OfAUser(1), OfAUser(1, (2.0,)))
 
 

@@ -1,10 +1,7 @@
-"""Validation of DGCCompressor's arguments. An error names the wrong argument."""
+"""Validation of arguments. An error names the wrong one."""
 
-from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
-
-from dgc.selection import Exact, Predicted, Sampled, Selector
 
 NUMBER, WHOLE, FLAG = (Real,), (Integral,), (bool,)
 NOTHING = (type(None),)
@@ -20,15 +17,3 @@ def require(expected: str, kinds: tuple[Any, ...], **arguments: Any) -> None:
         is_flag = isinstance(value, bool) and bool not in kinds
         if is_flag or isinstance(value, type) or not isinstance(value, kinds):
             raise ValueError(f"{name} must be {expected}, not {value!r}")
-
-
-def selector_of(selector: Selector | None, sample_ratio: float | None, sampling: tuple[Any, ...]) -> Selector:
-    """Returns the given selector, or the sampled selector of the original's keywords, or the exact default."""
-    if selector is not None and sample_ratio is not None:
-        raise ValueError("selector and sample_ratio both choose what is sent: give one of them")
-    if sample_ratio is not None:
-        return Exact() if sample_ratio == 1 else Sampled(sample_ratio, *sampling)
-    unsampled = Sampled()
-    if sampling != tuple(getattr(unsampled, f.name) for f in fields(unsampled) if f.name != "sample_ratio"):
-        raise ValueError("strided_sample, compress_*_bound, max_adaptation_iters and resample need a sample_ratio")
-    return Predicted() if selector is None else selector
