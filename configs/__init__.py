@@ -6,7 +6,7 @@ of meters.
 
 import torch
 
-from dgc.compression import Dense
+from dgc.compression import DenseCompressor
 from dgc_training.config import Config, configs
 from dgc_training.meters import TopKClassMeter
 
@@ -26,7 +26,7 @@ configs.train.batch_size = None  # set by an experiment: samples per rank and ba
 configs.train.num_batches_per_step = 1  # backward passes per optimizer step
 
 configs.train.dgc = False  # True if a file of configs/dgc is stacked
-configs.train.compression = Config(Dense)  # how gradients are compressed; Dense: not at all
+configs.train.compression = Config(DenseCompressor)  # how gradients are compressed; DenseCompressor: not at all
 configs.train.gossip = None  # set by a file of configs/gossip: ranks average models with a few other ranks
 
 configs.train.criterion = Config(torch.nn.CrossEntropyLoss)

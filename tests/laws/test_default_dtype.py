@@ -26,7 +26,7 @@ import dgc.kernels as kernels
 from dgc import gossip
 from dgc.comm.collectives import all_gather_object, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
-from dgc.compression import QSGD, Compressor, DGCCompressor
+from dgc.compression import Compressor, DGCCompressor, QSGDCompressor
 from dgc.gossip import CHOCO, Gossip, Machines
 from dgc.gossip.topology.bipartite import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
@@ -193,7 +193,7 @@ def clipped(clipping: Clipping) -> DGCCompressor:
 
 TRAININGS: dict[str, Callable[[torch.nn.Module, LockstepTransport], Any]] = {
     "dense": wrap,
-    "momentum sgd, qsgd": lambda model, t: wrap(model, t, compression=QSGD(), bucket_mb=1e-4),
+    "momentum sgd, qsgd": lambda model, t: wrap(model, t, compression=QSGDCompressor(), bucket_mb=1e-4),
     "nesterov": lambda model, t: wrap(
         model, t, lambda m: dgc_sgd(m, nesterov=True, weight_decay=1e-2), compression=dgc(0.1, nesterov=True)
     ),

@@ -16,7 +16,7 @@ from quantized import QUANTIZED  # noqa: E402
 from table import SHAPES, Row, gradients  # noqa: E402
 from table import TABLE as OTHERS  # noqa: E402
 
-from dgc.compression import Compressor, Dense  # noqa: E402
+from dgc.compression import Compressor, DenseCompressor  # noqa: E402
 
 TABLE = [*OTHERS, *QUANTIZED, *DEFINITIONS]
 
@@ -66,7 +66,7 @@ def test_nothing_is_lost(row: Row, size: int) -> None:
 @every_size
 def test_reaches_dense(row: Row, size: int) -> None:
     assert row.dense_limit is not None
-    limit, dense = Fleet(row.dense_limit, size, LIKE), Fleet(Dense, size, LIKE)
+    limit, dense = Fleet(row.dense_limit, size, LIKE), Fleet(DenseCompressor, size, LIKE)
     for step in range(3):
         own = [gradients(rank, step) for rank in range(size)]
         expected = dense.step(own)[0]

@@ -142,7 +142,7 @@ def test_dgc_keeps_the_experiments_optimizer_keys() -> None:
     assert (dense.dgc, dgc.dgc) == (False, True)
     assert dense.optimizer._target_ == "torch.optim.SGD" and dgc.optimizer._target_ == "dgc.optim.DGCSGD"
     assert {**dense.optimizer, "_target_": 0} == {**dgc.optimizer, "_target_": 0}
-    assert dense.compression == {"_target_": "dgc.compression.Dense"}
+    assert dense.compression == {"_target_": "dgc.compression.DenseCompressor"}
 
 
 def test_dgc_files_set_what_they_say() -> None:

@@ -57,11 +57,7 @@ def test_the_order_that_cannot_work_is_refused_with_the_right_one() -> None:
 @pytest.mark.parametrize("suffix", ["py", "yaml"])
 def test_plain_sgd_does_not_come_back_silently(file: Path, suffix: str) -> None:
     file.write_text("train: {optimizer: {_target_: torch.optim.SGD, lr: 0.1}}")
-    name = (
-        file
-        if suffix == "yaml"
-        else python(file, "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")
-    )
+    name = file if suffix == "yaml" else python(file, "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")
     message = refusal(CNN, WM5, name)
     assert f"torch.optim.SGD (mine.{suffix})" in message
     assert f"--configs configs/digits/cnn.py mine.{suffix} configs/dgc/wm5.py" in message
@@ -71,7 +67,8 @@ def test_plain_sgd_does_not_come_back_silently(file: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["compression._target_ dgc.compression.Dense", "dgc false", "compression null", "optimizer null"]
+    "words",
+    ["compression._target_ dgc.compression.DenseCompressor", "dgc false", "compression null", "optimizer null"],
 )
 def test_the_command_line_cannot_undo_dgc_silently(words: str) -> None:
     message = refusal(CNN, WM5, words=f"--configs.train.{words}")
@@ -90,7 +87,7 @@ def test_dgc_wants_sgd(file: Path) -> None:
     [
         (WM5, "configs/powersgd/rank1.py", "dgc.compression.PowerSGDCompressor"),
         ("configs/quant/signsgd.py", "configs/powersgd/rank2.py", "dgc.compression.PowerSGDCompressor"),
-        ("configs/quant/qsgd.py", "configs/sparse/topk.py", "dgc.compression.DGCCompressor"),
+        ("configs/quant/qsgd.py", "configs/sparse/topk.py", "dgc.compression.SparseCompressor"),
         (WM5, "configs/sparse/topk.py", "train.dgc to be False"),
         ("configs/gossip/sgp.py", WM5, "dgc.compression.DGCCompressor"),
     ],
@@ -128,7 +125,7 @@ def test_another_constructor_alone_says_how_to_begin_anew() -> None:
 
 def test_a_selection_without_dgc_says_what_to_stack():
     message = refusal(CNN, "configs/selection/laplace.py")
-    assert "stack a file of configs/dgc before it" in message and "dgc.compression.Dense" in message
+    assert "stack a file of configs/dgc before it" in message and "dgc.compression.DenseCompressor" in message
 
 
 def test_a_stack_without_an_experiment_names_those_there_are(file: Path) -> None:
@@ -182,7 +179,8 @@ def test_compression_keys_in_a_dense_run_say_what_to_stack() -> None:
     message = refusal(CNN, words="--configs.train.compression.compress_ratio 0.01")
     assert "train.compression.compress_ratio (command line" in message
     assert (
-        "dgc.compression.Dense takes no keyword 'compress_ratio'" in message and "configs/dgc/..." in message
+        "dgc.compression.DenseCompressor takes no keyword 'compress_ratio'" in message
+        and "configs/dgc/..." in message
     )
 
 
@@ -373,9 +371,7 @@ def test_yaml_files_that_fail(file: Path, text: str, reason: str) -> None:
 
 
 def test_files_that_are_not_there_or_not_clear(file: Path) -> None:
-    assert "no config file configs/digits/cn.py; closest: configs/digits/cnn.py" in refusal(
-        "configs/digits/cn.py"
-    )
+    assert "no config file configs/digits/cn.py; closest: configs/digits/cnn.py" in refusal("configs/digits/cn.py")
     file.write_text("")
     python(file, "")
     assert refusal(CNN, "mine") == "mine may mean mine.py or mine.yaml; write which"

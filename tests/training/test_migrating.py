@@ -12,7 +12,7 @@ import dgc.compression.aggregate
 import dgc.gossip
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import Dense, DGCCompressor
+from dgc.compression import DenseCompressor, DGCCompressor
 from dgc_training.config import Config, ConfigError, instantiate, load
 from dgc_training.config.tree import copy
 from dgc_training.startup.arguments import parse_arguments
@@ -123,7 +123,7 @@ def test_items_are_the_constructor_s_keywords() -> None:
 def test_files_in_the_original_s_form_load(place: Path) -> None:
     plain = load(["configs/images/small.py"])
     assert plain.train.optimizer._target_ == "torch.optim.SGD" and plain.train.optimizer.momentum == 0.8
-    assert type(instantiate(plain.train.compression)) is Dense
+    assert type(instantiate(plain.train.compression)) is DenseCompressor
     assert list(plain.train.meters) == ["hits/{}_1", "hits/{}_3"]
     assert plain.train.scheduler.milestones == [1, 2] and plain.model.num_classes == 10
     # what `configs.train = Config()` left out has the shipped root base's value

@@ -28,7 +28,7 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
-from dgc.compression.dense import FP16, Clipped, Dense
+from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor
 from dgc.compression.finite import first_blame, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.sparse.arguments import NOTHING, NUMBER, WHOLE, require
@@ -120,9 +120,9 @@ class SparseCompressor:
         self.warmup = RatioWarmup(self.compress_ratio, warmup_epochs, warmup_coeff)
         self.compress_ratio = self.warmup.at(0)
         self.seed = seed
-        dense = FP16() if self.format.values.dense.dtype == "fp16" else Dense()
+        dense = FP16Compressor() if self.format.values.dense.dtype == "fp16" else DenseCompressor()
         clipping = memory.gradient_clipping
-        self._fallback = dense if clipping is None else Clipped(dense, clipping)
+        self._fallback = dense if clipping is None else ClippedCompressor(dense, clipping)
         self._names: set[str] | None = None
         self._steps: dict[str, int] = {}
         self._sent_dense: dict[str, int] = {}  # per bucket: elements sent dense in the last step
