@@ -28,10 +28,10 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.compression.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor
 from dgc.compression.finite import first_blame, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
-from dgc.compression.sparse.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.compression.sparse.plans import Plans
 from dgc.compression.warmup import RatioWarmup
 from dgc.kernels import PassInputs, SparseVector
