@@ -7,8 +7,7 @@ import pytest
 
 from dgc_training.arguments import parse_arguments
 from dgc_training.config import load
-from dgc_training.config.files import REPOSITORY
-from dgc_training.config.overrides import FLAGS
+from dgc_training.config.layers import FLAGS, REPOSITORY
 
 
 def test_the_help_has_an_example_that_works_and_names_the_reference_of_all_keys(capsys):

@@ -10,8 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from dgc_training.config import Config, ConfigError, derived, instantiate, load, to_yaml
-from dgc_training.config.files import REPOSITORY, config_files
-from dgc_training.config.overrides import literal
+from dgc_training.config.layers import REPOSITORY, config_files, literal
 from dgc_training.config.targets import import_path, import_target
 
 CNN, WM5, SGP = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/gossip/sgp.py"
@@ -65,9 +64,7 @@ def test_formulas_in_lists_follow_overrides(tmp_path: Path) -> None:
     )
     steps = write(tmp_path, "steps.py", text)
     assert list(load([CNN, steps]).train.scheduler.milestones) == [15, 30, 39]
-    tree = load(
-        [CNN, steps], ["--configs.train.num_epochs=80", "--configs.train.scheduler.milestones.2", "78"]
-    )
+    tree = load([CNN, steps], ["--configs.train.num_epochs=80", "--configs.train.scheduler.milestones.2", "78"])
     assert list(tree.train.scheduler.milestones) == [35, 60, 78]
 
 
@@ -146,9 +143,7 @@ def test_dgc_keeps_the_experiments_optimizer_keys() -> None:
 
 
 def test_dgc_files_set_what_they_say() -> None:
-    tree = load(
-        [CNN, "configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py", "configs/dgc/nm.py"]
-    )
+    tree = load([CNN, "configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py", "configs/dgc/nm.py"])
     c = tree.train.compression
     assert (c.warmup_epochs, c.warmup_coeff, c.fp16_values, c.int32_indices) == (5, None, True, True)
     assert c.memory.momentum_masking is False
@@ -299,9 +294,7 @@ def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> N
         saved.parent.mkdir(parents=True, exist_ok=True)
         saved.write_text(to_yaml(tree, resolve=False))
         assert load([saved]) == tree and to_yaml(load([saved])) == to_yaml(tree)
-        again = load(
-            [saved], ["--configs.train.num_epochs", "500", "--configs.train.optimizer.momentum", "0.8"]
-        )
+        again = load([saved], ["--configs.train.num_epochs", "500", "--configs.train.optimizer.momentum", "0.8"])
         assert again.train.scheduler.T_max == 495
         if len(stack) == 3:
             assert again.train.compression.memory.momentum == 0.8
@@ -367,9 +360,7 @@ def test_literals(text: str, value: object) -> None:
 def test_overrides_in_every_form(tmp_path: Path) -> None:
     words = "--configs.train.num_epochs=1e2 --configs.train.optimizer.lr 1e-4 --configs.deterministic True"
     words += " --configs.train.meters.acc/{}_top1.k 3 --configs.train.metric=null --configs.train.bucket_mb 1"
-    words += (
-        " --configs.train.compression.warmup_coeff [0.5,0.1,0.1,0.1,0.1] --configs.train.checkpoint_every 7"
-    )
+    words += " --configs.train.compression.warmup_coeff [0.5,0.1,0.1,0.1,0.1] --configs.train.checkpoint_every 7"
     words += " --configs.train.optimizer.weight_decay=0 --configs.train.optimizer.dampening -1"
     tree = load([CNN, "configs/dgc/wm5o.py"], words.split())
     train = tree.train
@@ -391,9 +382,7 @@ def test_the_last_override_wins_and_types_stay_those_of_numbers() -> None:
     words = ["--configs.train.optimizer.lr", "1", "--configs.train.optimizer.lr", "0.5"]
     assert load([CNN], words).train.optimizer.lr == 0.5
     words = ["--configs.train.optimizer.dampening", "0", "--configs.train.optimizer.dampening", "0.5"]
-    assert load([CNN], words).train.optimizer.dampening == 0.5, (
-        "SGD declares a float, whatever int stood there"
-    )
+    assert load([CNN], words).train.optimizer.dampening == 0.5, "SGD declares a float, whatever int stood there"
 
 
 # Constructors
@@ -442,15 +431,13 @@ def test_a_partial_node_is_called_later() -> None:
     tree = load([CNN, SGP, "configs/topology/ring.py"], ["--configs.train.gossip.graph.peers", "1"])
     graph = instantiate(tree.train.gossip.graph)
     assert graph(5).out_peers(4, 0) == (0,)
-    with pytest.raises(ConfigError, match=r"graph\.peer .*: dgc\.gossip\.ring takes no keyword 'peer'"):
+    with pytest.raises(ConfigError, match=r"graph\.peer: dgc\.gossip\.ring takes no keyword 'peer'"):
         load([CNN, SGP, "configs/topology/ring.py"], ["--configs.train.gossip.graph.peer", "1"])
 
 
 def test_instantiate_names_the_node_that_is_wrong() -> None:
     tree = load([CNN], ["--configs.train.optimizer.lr", "-1"])
-    with pytest.raises(
-        ConfigError, match=r"train\.optimizer \(torch\.optim\.SGD\): Invalid learning rate: -1"
-    ):
+    with pytest.raises(ConfigError, match=r"train\.optimizer \(torch\.optim\.SGD\): Invalid learning rate: -1"):
         instantiate(tree.train.optimizer, [torch.zeros(1, requires_grad=True)])
     tree = load([CNN], ["--configs.train.scheduler._target_", "torch.optim.lr_scheduler.CosineAnnealingLR"])
     with pytest.raises(ConfigError, match=r"train\.scheduler .*: missing a required argument: 'optimizer'"):
