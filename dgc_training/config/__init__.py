@@ -3,15 +3,13 @@
     from dgc_training.config import load, instantiate, to_yaml
     tree = load(["configs/digits/cnn.py", "configs/dgc/wm5.py"], ["--configs.train.num_epochs", "500"])
 
-Files apply from left to right, each after the bases (`__init__.py`, `__init__.yaml`) of its folders. The command
-line applies last. A Python file starts with `from dgc_training.config import Config, configs, derived`. `configs`
-is the tree that this load has built so far; no state is kept after a load. A YAML file is equivalent: `_target_`
-names a constructor. With `_partial_: true` the constructor is called later, with further arguments.
+Files apply from left to right, each after the bases (`__init__.py`, `__init__.yaml`) of its folders, and then the
+command line. A Python file starts with `from dgc_training.config import Config, configs, derived`. `configs` is
+the tree that this load has built so far. A YAML file is equivalent: `_target_` names a constructor. With
+`_partial_: true` the constructor is called later, with further arguments.
 
-In YAML and on the command line a mapping is merged into its node: keys that are not in the mapping keep their
-values. A mapping with a different `_target_` replaces the node, and so does a mapping after the node was set to
-null. In Python an assigned `Config(Target)` always replaces the node, and `configs.train.optimizer.lr = 0.1`
-changes one key.
+In YAML and on the command line a mapping is merged into its node, unless it has a different `_target_` or the node
+is null. In Python an assigned `Config(Target)` always replaces the node.
 
 `layers` finds and reads files and overrides, `stack` applies them to one tree, `check` checks the result.
 """
@@ -44,9 +42,7 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         tree = UNDER_CONSTRUCTION.get()
         if tree is None:
-            raise AttributeError(
-                "`configs` exists only inside a config file, while dgc_training.config.load reads it"
-            )
+            raise AttributeError("`configs` exists only inside a config file, while `load` reads it")
         return tree
 
 
@@ -89,9 +85,5 @@ def defaults() -> dict[str, Any]:
 
 
 def to_yaml(tree: DictConfig, resolve: bool = False) -> str:
-    """The tree as YAML.
-
-    resolve=False keeps formulas: the file loads as the same tree, and derived values follow overrides.
-    resolve=True writes the computed values instead.
-    """
+    """The tree as YAML, which loads as the same tree. resolve=True writes computed values instead of formulas."""
     return OmegaConf.to_yaml(tree, resolve=resolve)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from inspect import formatannotation
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ from dgc_training.config.errors import ConfigError, closest, short
 from dgc_training.config.formulas import is_formula
 from dgc_training.config.layers import ROOT_BASE, bases_of, config_files, show
 from dgc_training.config.stack import Stack
-from dgc_training.config.targets import ANYTHING, SPECIAL, Key, import_target, keywords
+from dgc_training.config.targets import ANYTHING, SPECIAL, Key, import_target, key_of, keywords
 from dgc_training.config.tree import Keys, dotted, similar
 
 
 class Check:
-    """Checks the tree of a stack.
-
-    Args:
-        stack: the stack.
-        files: the files that the user named, for the hint with their right order.
-        is_complete: False if a layer could not be applied. Keys that an experiment must set may then be missing.
+    """Checks the tree of a stack. `files` are those that the user named. If a layer could not be applied, the tree
+    is not complete: keys that an experiment must set may be missing.
 
     Attributes:
         result: the tree as an OmegaConf object, with its formulas.
@@ -101,11 +96,8 @@ class Check:
             return None
         if known is None:
             return None
-        # null and a node are always accepted: the constructor gets None or what the node builds.
-        kinds = {
-            key: f"{formatannotation(parameter.annotation)} | None | Config" for key, parameter in known.items()
-        }
-        return {key: Key(kind) for key, kind in kinds.items()} | {"_target_": Key(str), "_partial_": Key(bool)}
+        kinds = {key: Key(parameter.annotation).kinds() for key, parameter in known.items()}
+        return {key: key_of(kinds[key]) for key in kinds} | {"_target_": Key(str), "_partial_": Key(bool)}
 
     def _check_value(self, node: Any, key: Any, raw: Any, path: Keys, accepted: Key) -> None:
         """Checks one value and those below it. `key` is its key or its index in `node`."""
@@ -120,7 +112,7 @@ class Check:
             self._check_mapping(node[key], raw, path, accepted)
         elif isinstance(raw, list):
             for n, item in enumerate(raw):
-                self._check_value(node[key], n, item, (*path, str(n)), accepted.of_items())
+                self._check_value(node[key], n, item, (*path, str(n)), key_of(accepted.kinds() - {"list"}))
         elif isinstance(raw, float) and accepted.kinds() & {"int", "float"} == {"int"}:
             node[key] = int(raw)
 

@@ -25,17 +25,10 @@ def _power(base: Any, exponent: Any) -> Any:
     return base**exponent
 
 
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: _power,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]]
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power}
+_OPERATORS |= {ast.USub: operator.neg, ast.UAdd: operator.pos}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 # CPython before 3.12 has one recursion depth for all threads that build syntax trees (gh-106905).
 _PARSING = Lock()

@@ -20,12 +20,12 @@ SPECIAL = ("_target_", "_partial_")  # keys of a node that are not its construct
 # Kinds of values, as messages name them.
 _KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 _KINDS |= {"list": "a list", "dict": "a mapping", "Config": "a node that names its constructor (_target_)"}
-# Words of an annotation and their kinds. An annotation with any other word accepts every value.
+# Kinds and further words for them in annotations. An annotation with any other word accepts every value.
 _ALIASES = {"list": "List tuple Tuple Sequence Iterable Collection", "None": "NoneType Optional"}
 _ALIASES |= {"": "Union Tensor torch typing collections abc dgc_training config tree"}
-_WORDS = {word: kind for kind, words in _ALIASES.items() for word in (kind, *words.split())} | {
-    k: k for k in _KINDS
-}
+_WORDS = {word: kind for kind in (*_KINDS, *_ALIASES) for word in f"{kind} {_ALIASES.get(kind, '')}".split()}
+
+_NODES = {"Config", "None"}
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,6 @@ class Key:
         words = re.findall(r"\w+", inspect.formatannotation(self.type))
         return {_WORDS[word] for word in words} - {""} if _WORDS.keys() >= set(words) else set()
 
-    def of_items(self) -> "Key":
-        """What the items of a list accept."""
-        kinds = self.kinds() - {"list"}
-        return Key(" | ".join(kinds)) if kinds - {"None", "Config"} else ANYTHING
-
     @property
     def must_be_set(self) -> bool:
         """Whether an experiment must set the key."""
@@ -64,19 +59,23 @@ class Key:
     def wanted(self, value: Any) -> str:
         """What the value must be instead; '' if it is accepted. 100.0 is accepted as a whole number."""
         kinds, kind = self.kinds(), kind_of(value)
-        if kind == "int" and "int" not in kinds or kind == "float" and "float" not in kinds and value.is_integer():
-            kind = "float" if kind == "int" else "int"
-        elif kind == "Config" and "Config" not in kinds:
-            kind = "dict"
+        if kind == "float" and "float" not in kinds and value.is_integer():
+            kind = "int"
+        elif kind not in kinds:
+            kind = {"int": "float", "Config": "dict"}.get(kind, kind)
         too_small = self.least is not None and kind in ("int", "float") and not value >= self.least
         if not kinds or kind in kinds and not too_small:
             return ""
-        names = [name for kind, name in _KINDS.items() if kind in kinds]
-        least = "" if self.least is None else f", at least {self.least}"
-        return f"{' or '.join(names[:-1] if len(names) > 1 and 'Config' in kinds else names)}{least}"
+        names = [name for kind, name in _KINDS.items() if kind in kinds and (kind != "Config" or kinds <= _NODES)]
+        return " or ".join(names) + (f", at least {self.least}" if self.least is not None else "")
 
 
 ANYTHING = Key(Any)
+
+
+def key_of(kinds: set[str]) -> Key:
+    """Accepts these kinds, null and a node, of which the constructor gets the object. Without kinds: anything."""
+    return Key(" | ".join({*kinds, *_NODES})) if kinds - _NODES else ANYTHING
 
 
 def kind_of(value: Any) -> str:
@@ -152,12 +151,9 @@ def keywords(target: Any) -> dict[str, inspect.Parameter] | None:
 def instantiate(node: Any, *args: Any, **runtime: Any) -> Any:
     """Builds a node: its nested nodes first, then `_target_(*args, **keys, **runtime)`. None gives None.
 
-    A node with `_partial_: true` gives a function that calls `_target_` with the node's keys and further
-    arguments. A mapping or list without `_target_` gives a dict or list of built values.
-
-    Raises:
-        ConfigError: with the name of the node, if the target raises ValueError or does not accept its arguments,
-            or if `runtime` repeats a key of the node.
+    With `_partial_: true` it gives a function that takes further arguments. A mapping or list without `_target_`
+    gives a dict or list of built values. Raises ConfigError with the name of the node, if the target raises
+    ValueError or does not accept its arguments, or if `runtime` repeats a key of the node.
     """
     where = ""
     if isinstance(node, DictConfig | ListConfig):

@@ -13,10 +13,9 @@ Keys = tuple[str, ...]  # a path in the tree: ("train", "optimizer", "lr")
 class Config(dict[str, Any]):
     """A node of the tree: `Config(Target, key=value, ...)` describes a later call; Config() is a mapping.
 
-    With _partial_=True the built object is a function that takes further arguments. Keys are also attributes.
-    Changing `_target_` keeps the other keys. A derived value reads as its formula, so a copy of it stays derived.
-    items(), keys() and values() are the constructor's keywords, without `_target_` and `_partial_`, so that a loop
-    over them copies the keywords into a node of another constructor.
+    Keys are also attributes. A derived value reads as its formula, so a copy of it stays derived. items(), keys()
+    and values() leave out `_target_` and `_partial_`, so that a loop over them copies the keywords into a node of
+    another constructor.
 
     Args:
         target: an importable class or function, or its import path. It is stored as the path.
@@ -86,9 +85,8 @@ def checked(value: Any, key: str = "configs") -> Any:
         return node
     if isinstance(value, list | tuple):
         return [checked(item, key) for item in value]
-    raise ValueError(
-        f"{key} is {short(repr(value))}, but it must be null, bool, int, float, str, list or Config(Class, ...)"
-    )
+    accepted = "null, bool, int, float, str, list or Config(Class, ...)"
+    raise ValueError(f"{key} is {short(repr(value))}, but it must be {accepted}")
 
 
 def plain(value: Any, key: str = "configs") -> Any:

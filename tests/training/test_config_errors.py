@@ -186,6 +186,20 @@ def test_a_users_own_root_base_declares_keys(tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text("mine: {depht: 4}")
     assert load([CNN, tmp_path / "deep.yaml"], ["--configs.mine.depth", "5"]).mine.depth == 5
     assert "unknown key mine.depht; closest: depth" in refusal(CNN, tmp_path / "wrong.yaml")
+    message = refusal(CNN, tmp_path / "deep.yaml", words="--configs.mine.depth abc")
+    assert message.endswith("mine.depth is 'abc', but it must be a whole number")
+
+
+def test_a_users_own_root_base_declares_types_and_limits(tmp_path: Path) -> None:
+    text = "from dgc_training.config import Key, configs\nconfigs.mine = {}\n"
+    text += "configs.mine.depth = Key(int | None, 3, least=2)\nconfigs.mine.name = Key(str)\n"
+    (tmp_path / "__init__.py").write_text(text)
+    (tmp_path / "named.yaml").write_text("mine: {name: a}")
+    mine = load([CNN, tmp_path / "named"], ["--configs.mine.depth", "null"]).mine
+    assert (mine.depth, mine.name) == (None, "a")
+    message = refusal(CNN, tmp_path / "named", words="--configs.mine.depth 1")
+    assert message.endswith("mine.depth is 1, but it must be a whole number, at least 2")
+    assert refusal(CNN, tmp_path).startswith("no mine.name in this stack")
 
 
 # Types and values
@@ -439,6 +453,9 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
     file.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: '${train.metric}'}}")
     given = "${train.metric}, which gives 'acc/test_top1'"
     assert refusal(CNN, file) == f"mine.yaml: train.optimizer.lr is {given}, but it must be a number"
+    # An annotation that no config value fits, as Tensor, accepts everything.
+    file.write_text("train: {criterion: {_target_: torch.nn.CrossEntropyLoss, weight: [1, 2]}}")
+    assert load([CNN, file]).train.criterion.weight == [1, 2]
     optimizer = "{_target_: torch.optim.Adam, lr: 1, betas: [0, 0.9], foreach: null, eps: '${seed}'}"
     file.write_text(f"train: {{optimizer: {optimizer}}}")
     assert load([CNN, file]).train.optimizer.betas == [0, 0.9]
