@@ -73,7 +73,7 @@ class Check:
             keys = self._keywords(node, path)
         elif accepted.section:
             keys = {name[-1]: key for name, key in self.stack.keys.items() if name[:-1] == path}
-            for key in keys.keys() - raw.keys():
+            for key in (key for key in keys if key not in raw):
                 self._report((*path, key), f"removes {dotted((*path, key))}; set keys one by one, or to null")
         for key, value in raw.items():
             known = keys.get(key) if keys is not None else accepted.items or ANYTHING

@@ -12,7 +12,7 @@ from dgc_training.config.errors import ConfigError, short
 from dgc_training.config.formulas import is_formula
 from dgc_training.config.layers import ROOT_BASE, bases_of, execute, parse_yaml, show
 from dgc_training.config.targets import Key, kind_of
-from dgc_training.config.tree import Config, Keys, checked, leaves, merge_, plain
+from dgc_training.config.tree import Config, Keys, checked, dotted, leaves, merge_, plain
 
 
 class Stack:
@@ -60,16 +60,20 @@ class Stack:
         Raises ConfigError if the change fails, or if it requires another value than an earlier layer.
         """
         node = checked({} if replaces else self.tree)
-        read = dict(leaves(node)) if declares else {}
+        read = dict(leaves(node))
         try:
             change(node)
             new = {(): node, **dict(leaves(node))}
-            for path in self.keys.keys() & read.keys():
+            for path in self.keys if declares else ():
                 section = new.get(path[:-1])
-                if isinstance(section, Config) and section is not read.get(path[:-1], node):
+                if path in read and isinstance(section, Config) and section is not read.get(path[:-1], node):
                     section.setdefault(path[-1], read[path])  # after `configs.train = Config()`
             tree = plain(node)
-            OmegaConf.create(tree)  # raises if a formula cannot be read
+            before, after = dict(leaves(self.tree)), dict(leaves(tree))
+            same = {path for path in before.keys() & after.keys() if _text(before[path]) == _text(after[path])}
+            changed = {path: after.get(path) for path in {**before, **after} if path not in same}
+            formulas = {dotted(path): value for path, value in changed.items() if "${" in _text(value)}
+            OmegaConf.create(formulas)  # raises if one cannot be read
         except OmegaConfBaseException as error:
             reason = short(str(error).splitlines()[0], 160)
             raise ConfigError(f"{origin}: {error.full_key} is no value or formula: {reason}") from error
@@ -83,11 +87,7 @@ class Stack:
                 known = Key(dict, section=True) if kind == "dict" and value else Key(f"{kind} | None")
                 self.keys[path] = value if isinstance(value, Key) else known
         self._check_requirements(tree, origin)
-        before, after = dict(leaves(self.tree)), dict(leaves(tree))
-        for path in {**before, **after}:
-            old, new = before.get(path, self), after.get(path, self)
-            if type(old) is not type(new) or not isinstance(new, dict) and repr(old) != repr(new):
-                self.origins[path] = origin
+        self.origins |= dict.fromkeys(changed, origin)
         self.tree = tree
 
     def _check_requirements(self, tree: dict[str, Any], origin: str) -> None:
@@ -95,9 +95,14 @@ class Stack:
         before, now = self.tree.get("requires"), tree.get("requires")
         if not isinstance(before, dict) or not isinstance(now, dict):
             return  # reported when the finished tree is checked
-        for key in before.keys() & now.keys():
-            if before[key] != now[key]:
+        for key in before:
+            if key in now and before[key] != now[key]:
                 raise ConfigError(
                     f"{origin} needs {key} to be {now[key]}, but {self.origin(('requires', key))} needs "
                     f"{before[key]}; leave out the one or the other"
                 )
+
+
+def _text(value: Any) -> str:
+    """Differs if values or their types do. Mappings are compared key by key."""
+    return "{}" if isinstance(value, dict) else repr(value)
