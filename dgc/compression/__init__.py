@@ -3,6 +3,7 @@
 from dgc.compression.dense import BF16Compressor as BF16Compressor
 from dgc.compression.dense import DenseCompressor as DenseCompressor
 from dgc.compression.dense import FP16Compressor as FP16Compressor
+from dgc.compression.error_feedback import ErrorFeedbackCompressor as ErrorFeedbackCompressor
 from dgc.compression.lowrank.powersgd import PowerSGDCompressor as PowerSGDCompressor
 from dgc.compression.lowrank.svd import AtomoCompressor as AtomoCompressor
 from dgc.compression.lowrank.svd import SVDCompressor as SVDCompressor
@@ -11,6 +12,7 @@ from dgc.compression.protocol import DenseResult as DenseResult
 from dgc.compression.protocol import NonFiniteGradientError as NonFiniteGradientError
 from dgc.compression.protocol import Result as Result
 from dgc.compression.protocol import SparseResult as SparseResult
+from dgc.compression.protocol import StatelessCompressor as StatelessCompressor
 from dgc.compression.quantized.blockwise import BlockwiseCompressor as BlockwiseCompressor
 from dgc.compression.quantized.natural import NaturalCompressor as NaturalCompressor
 from dgc.compression.quantized.onebit import OneBitCompressor as OneBitCompressor

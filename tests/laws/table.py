@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dgc.bucket import Bucket
@@ -284,10 +283,3 @@ TABLE = [
         }.items()
     ),
 ]
-
-SHAPES: tuple[tuple[int, ...], ...] = ((40, 25), (3, 3), (7, 11, 13), (1,), (2000,))
-
-
-def gradients(rank: int, step: int, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]

@@ -30,15 +30,14 @@ from dgc.compression import Compressor, DGCCompressor, QSGDCompressor
 from dgc.gossip import CHOCO, Gossip, Machines
 from dgc.gossip.topology.bipartite import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
+from dgc.testing import LIKE, Fleet, gradients
 
 sys.path.insert(0, str(Path(__file__).parent))
 from definitions import DEFINITIONS  # noqa: E402
-from fleet import Fleet  # noqa: E402
 from quantized import QUANTIZED  # noqa: E402
-from table import SHAPES, TABLE, Row, gradients  # noqa: E402
+from table import TABLE, Row  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-LIKE = [torch.zeros(shape) for shape in SHAPES]
 CONSTRUCTORS = set(
     "arange empty empty_strided eye full linspace logspace normal ones rand randint randn randperm tensor zeros "
     "as_tensor scalar_tensor from_numpy Tensor".split()

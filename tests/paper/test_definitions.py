@@ -5,7 +5,6 @@ from itertools import cycle, product
 
 import pytest
 import torch
-from laws.fleet import Fleet
 
 import dgc.kernels as kernels
 from dgc import paper
@@ -13,6 +12,7 @@ from dgc.bucket import make_bucket
 from dgc.compression import DGCCompressor, ThresholdCompressor
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
 from dgc.selection import Exact, Histogram, Laplace, Predicted
+from dgc.testing import Fleet
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SIZES = (1, 2, 3)
