@@ -15,6 +15,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, DGCCompressor
 from dgc_training.config import Config, ConfigError, instantiate, load
 from dgc_training.config.tree import checked, plain
+from dgc_training.startup.arguments import parse_arguments
 
 ENGINE = "from torchpack.mtpack.utils.config import Config, configs\n"
 FILES = {
