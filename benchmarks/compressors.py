@@ -38,28 +38,28 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
 from dgc.compression import (
-    BF16,
-    FP16,
-    QSGD,
-    SVD,
-    Atomo,
-    Blockwise,
+    AtomoCompressor,
+    BF16Compressor,
+    BlockwiseCompressor,
     Compressor,
-    Dense,
+    DenseCompressor,
     DGCCompressor,
-    Natural,
-    OneBit,
+    FP16Compressor,
+    NaturalCompressor,
+    OneBitCompressor,
     PowerSGDCompressor,
-    RandomBlock,
-    RandomK,
+    QSGDCompressor,
+    RandomBlockCompressor,
+    RandomKCompressor,
     Result,
     Route,
     Rule,
-    ScaledSign,
-    SignSGD,
+    ScaledSignCompressor,
+    SignSGDCompressor,
     SparseResult,
-    TernGrad,
-    Threshold,
+    SVDCompressor,
+    TernGradCompressor,
+    ThresholdCompressor,
 )
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim.exchange.planning import plan_buckets
@@ -68,9 +68,9 @@ from dgc_models import resnet18
 
 Make = Callable[[], Compressor]
 METHODS: dict[str, Make] = {
-    "dense": Dense,
-    "fp16": FP16,
-    "bf16": BF16,
+    "dense": DenseCompressor,
+    "fp16": FP16Compressor,
+    "bf16": BF16Compressor,
     "dgc 0.1 %": lambda: DGCCompressor(0.001, DGCSGDMemory(0.9), fp16_values=True, int32_indices=True),
     "dgc 0.1 % sign rice": lambda: DGCCompressor(
         0.001, DGCSGDMemory(0.9), values=SignValues(), indices=RiceIndices()
@@ -81,21 +81,21 @@ METHODS: dict[str, Make] = {
         for rank in (1, 2, 4, 7)
     },
     "powersgd-2 residual": lambda: PowerSGDCompressor(2, min_compression_rate=1),
-    "2 bits": Threshold,
-    "2 bits adaptive": lambda: Threshold(threshold=None),
-    "1 bit": lambda: Threshold(bits=1, threshold=0.0),
-    "scaled sign": ScaledSign,
-    "1-bit sgd": OneBit,
-    "signsgd": SignSGD,
-    "qsgd 4 bits": QSGD,
-    "qsgd 8 bits": lambda: QSGD(bits=8),
-    "terngrad": TernGrad,
-    "natural": Natural,
-    "blockwise 8 bits": Blockwise,
-    "random-k 5 %": lambda: RandomK(0.05),
-    "random block 5 %": lambda: RandomBlock(0.05),
-    "svd-2": lambda: SVD(2),
-    "atomo-2": lambda: Atomo(2),
+    "2 bits": ThresholdCompressor,
+    "2 bits adaptive": lambda: ThresholdCompressor(threshold=None),
+    "1 bit": lambda: ThresholdCompressor(bits=1, threshold=0.0),
+    "scaled sign": ScaledSignCompressor,
+    "1-bit sgd": OneBitCompressor,
+    "signsgd": SignSGDCompressor,
+    "qsgd 4 bits": QSGDCompressor,
+    "qsgd 8 bits": lambda: QSGDCompressor(bits=8),
+    "terngrad": TernGradCompressor,
+    "natural": NaturalCompressor,
+    "blockwise 8 bits": BlockwiseCompressor,
+    "random-k 5 %": lambda: RandomKCompressor(0.05),
+    "random block 5 %": lambda: RandomBlockCompressor(0.05),
+    "svd-2": lambda: SVDCompressor(2),
+    "atomo-2": lambda: AtomoCompressor(2),
 }
 SLOW = ("svd-2", "atomo-2")
 STEPS_PER_EPOCH = {"resnet18": 24, "lstm": 70}

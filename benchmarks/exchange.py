@@ -27,8 +27,8 @@ from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.comm.requests import Conversation
-from dgc.compression import BF16, FP16, Dense, DGCCompressor
-from dgc.compression.protocol import Compressor, DenseResult, Result, Stateless
+from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, FP16Compressor
+from dgc.compression.protocol import Compressor, DenseResult, Result, StatelessCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import CastValues, PackedIndices, PlainIndices, RiceIndices, SignValues
@@ -37,7 +37,7 @@ from scripts.launch import replace_process
 GRADIENT_SETS = 3
 
 
-class Noop(Stateless):
+class Noop(StatelessCompressor):
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
         yield from ()
         return DenseResult()
@@ -49,9 +49,9 @@ def dgc(ratio: float, **settings: Any) -> Compressor:
 
 METHODS: dict[str, Callable[[float], Compressor]] = {
     "noop": lambda ratio: Noop(),
-    "dense": lambda ratio: Dense(),
-    "fp16": lambda ratio: FP16(),
-    "bf16": lambda ratio: BF16(),
+    "dense": lambda ratio: DenseCompressor(),
+    "fp16": lambda ratio: FP16Compressor(),
+    "bf16": lambda ratio: BF16Compressor(),
     "dgc": lambda ratio: dgc(ratio),
     "dgc-fp16-int32": lambda ratio: dgc(ratio, fp16_values=True, int32_indices=True),
     "dgc-fp16-packed": lambda ratio: dgc(ratio, values=CastValues("fp16"), indices=PackedIndices()),

@@ -33,8 +33,8 @@ from benchmarks.compressors import STEPS_PER_EPOCH, parameters_of
 from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather
-from dgc.compression import FP16, Compressor, PowerSGDCompressor
-from dgc.compression.dense import Dense
+from dgc.compression import Compressor, FP16Compressor, PowerSGDCompressor
+from dgc.compression.dense import DenseCompressor
 from dgc.optim.exchange.planning import plan_buckets
 
 OURS, RESIDUAL, DEFAULT, BATCHED = "ours, paper", "ours, residual", "torch", "torch, batched"
@@ -133,7 +133,7 @@ def methods(buckets: Sequence[Bucket], rank: int) -> dict[str, Method]:
         RESIDUAL: Ours(buckets, PowerSGDCompressor(rank, mode="residual", num_iters_per_step=2)),
         DEFAULT: Hook(buckets, power_sgd_hook(rank, False)),
         BATCHED: Hook(buckets, power_sgd_hook(rank, True)),
-        OURS_FP16: Ours(buckets, FP16()),
+        OURS_FP16: Ours(buckets, FP16Compressor()),
         TORCH_FP16: Hook(buckets, partial(fp16_compress_hook, world)),
     }
 
@@ -169,7 +169,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     named = [(name, torch.zeros(tensor.shape)) for name, tensor in parameters_of(args.model)]
-    dense = Dense()
+    dense = DenseCompressor()
     buckets = [plan.bucket for plan in plan_buckets(named, lambda segment: dense, 25.0, "bucket")]
     numel = sum(bucket.numel for bucket in buckets)
     sizes = f"{numel} parameters in {len(buckets)} buckets"

@@ -14,7 +14,7 @@ import dgc.kernels as kernels
 from benchmarks.recordings import MOMENTUM
 from benchmarks.selector_methods import SELECTORS
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
-from dgc.compression import Dense, DGCCompressor
+from dgc.compression import DenseCompressor, DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_datasets import Digits
@@ -43,7 +43,7 @@ def learn(method: str, ratio: float, epochs: int, fold: int = 0) -> Curve:
 
     def body(transport: LockstepTransport) -> Curve:
         model, curve = models[transport.rank], Curve()
-        compression: Any = Dense()
+        compression: Any = DenseCompressor()
         if method != "dense":
             compression = DGCCompressor(ratio, DGCSGDMemory(MOMENTUM), selector=SELECTORS[method])
         inner = DGCSGD(model.parameters(), LR, MOMENTUM, weight_decay=1e-4)

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.results import print_json
 from dgc.comm import Transport, all_gather_object, barrier
-from dgc.compression import Dense
+from dgc.compression import DenseCompressor
 from dgc.gossip import ADPSGD, OSGP, SGP, Gossip
 from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
 from scripts.launch import replace_process
@@ -49,7 +49,7 @@ def make(method: Method, numel: int, transport: Transport) -> Wrapper:
     named = [("weight", torch.nn.Parameter(torch.zeros(numel)))]
     inner = torch.optim.SGD([p for _, p in named], lr=1e-3, momentum=0.9)
     if method is None:
-        return DistributedOptimizer(inner, named, Dense(), transport=transport)
+        return DistributedOptimizer(inner, named, DenseCompressor(), transport=transport)
     return GossipOptimizer(inner, named, method(), transport=transport)
 
 

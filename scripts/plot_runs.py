@@ -17,7 +17,7 @@ import yaml
 NAME = re.compile(r"out_r(\d+)_n(\d+)\.csv")
 PREAMBLE = 4  # lines before the header
 NEEDED = ("Epoch", "itr", "BT(s)", "avg:BT(s)", "Loss", "avg:Prec@1", "val")
-NAMES = {"Dense": "AR-SGD", "DPSGD": "D-PSGD", "ADPSGD": "AD-PSGD"}
+NAMES = {"DenseCompressor": "AR-SGD", "DPSGD": "D-PSGD", "ADPSGD": "AD-PSGD"}
 Row = dict[str, float]
 Rows = dict[tuple[int, int], Row]
 

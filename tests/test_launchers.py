@@ -10,7 +10,7 @@ import pytest
 from documented import table
 
 from dgc_training.config import load
-from dgc_training.config.files import REPOSITORY
+from dgc_training.config.layers import REPOSITORY
 from dgc_training.startup.launcher import LAUNCHERS, launched_rank, launched_size
 
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))

@@ -26,7 +26,7 @@ def write_run(
     ranks: int = 2,
     epochs: int = 3,
     batch: int = 32,
-    compression: str = "dgc.compression.Dense",
+    compression: str = "dgc.compression.DenseCompressor",
     **other: str,
 ) -> Path:
     """Rank r takes 1 + r seconds a step, 10 the first; its accuracy is 50, 60, ... %, in validation 2 r more."""
@@ -85,7 +85,7 @@ def test_a_rank_without_a_file_is_told(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("config", "label"),
     [
-        ({"gossip": None, "compression": {"_target_": "dgc.compression.Dense"}}, "AR-SGD"),
+        ({"gossip": None, "compression": {"_target_": "dgc.compression.DenseCompressor"}}, "AR-SGD"),
         ({"compression": {"_target_": "dgc.compression.DGCCompressor"}}, "DGC"),
         ({"gossip": {"_target_": "dgc.gossip.DPSGD"}}, "D-PSGD"),
         ({"gossip": {"_target_": "dgc.gossip.ADPSGD"}}, "AD-PSGD"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dgc_training.config.files import REPOSITORY
+from dgc_training.config.layers import REPOSITORY
 
 ASKING = [signal.SIGUSR1, signal.SIGTERM]
 CONTROL = """#!/bin/sh

@@ -3,3 +3,4 @@
 from dgc_training.config import configs
 
 configs.train.compression.fp16_values = True
+configs.train.compression["values"] = None

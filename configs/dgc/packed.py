@@ -4,3 +4,4 @@ from dgc.wire import PackedIndices
 from dgc_training.config import Config, configs
 
 configs.train.compression.indices = Config(PackedIndices)
+configs.train.compression.int32_indices = False

@@ -4,3 +4,4 @@ from dgc.wire import RiceIndices
 from dgc_training.config import Config, configs
 
 configs.train.compression.indices = Config(RiceIndices)
+configs.train.compression.int32_indices = False

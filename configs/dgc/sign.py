@@ -4,3 +4,4 @@ from dgc.wire import SignValues
 from dgc_training.config import Config, configs
 
 configs.train.compression["values"] = Config(SignValues)
+configs.train.compression.fp16_values = False

@@ -7,5 +7,5 @@ from dgc_training.config import configs
 
 configs.train.csv = True
 
-configs.requires["train.compression._target_"] = "dgc.compression.Dense"  # there are no gradients to compress
+configs.requires["train.compression._target_"] = "dgc.compression.DenseCompressor"  # no gradients are compressed
 configs.requires["train.check_replicas_every"] = 0  # gossip allows models to differ

@@ -1,9 +1,9 @@
 """8 bits by blocks, rounded to the nearest level, with error feedback."""
 
-from dgc.compression import Blockwise
+from dgc.compression import BlockwiseCompressor
 from dgc_training.config import Config, configs
 
-configs.train.compression = Config(Blockwise)
+configs.train.compression = Config(BlockwiseCompressor)
 configs.train.compression.bits = 8  # or 4
 configs.train.compression.block = 2048  # elements that share a scale; null: one scale per tensor
 configs.train.compression.error_feedback = True

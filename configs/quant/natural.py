@@ -1,9 +1,9 @@
 """Natural compression (Horvath et al. 2019): random rounding to powers of two."""
 
-from dgc.compression import Natural
+from dgc.compression import NaturalCompressor
 from dgc_training.config import Config, configs
 
-configs.train.compression = Config(Natural)
+configs.train.compression = Config(NaturalCompressor)
 configs.train.compression.random = True  # False: to the nearest one
 configs.train.compression.error_feedback = False
 

@@ -1,9 +1,9 @@
 """QSGD (Alistarh et al. 2017): random rounding to a few levels of each block."""
 
-from dgc.compression import QSGD
+from dgc.compression import QSGDCompressor
 from dgc_training.config import Config, configs
 
-configs.train.compression = Config(QSGD)
+configs.train.compression = Config(QSGDCompressor)
 configs.train.compression.bits = 4  # 2, 4 or 8, including the sign
 configs.train.compression.block = 512  # elements that share a scale; null: one scale per tensor
 configs.train.compression.norm = "max"  # or l2

@@ -1,9 +1,9 @@
 """Signum with majority vote (Bernstein et al. 2019): signSGD on a running average of gradients."""
 
-from dgc.compression import SignSGD
+from dgc.compression import SignSGDCompressor
 from dgc_training.config import Config, configs
 
-configs.train.compression = Config(SignSGD)
+configs.train.compression = Config(SignSGDCompressor)
 configs.train.compression.momentum = 0.9
 configs.train.optimizer.lr = 1e-4  # every element moves by this much
 configs.train.optimizer.momentum = 0.0

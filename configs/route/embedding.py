@@ -3,7 +3,7 @@
 The name in a rule is a shell pattern that is matched with the parameter's name.
 """
 
-from dgc.compression import Dense, DGCCompressor, PowerSGDCompressor, Route, Rule
+from dgc.compression import DenseCompressor, DGCCompressor, PowerSGDCompressor, Route, Rule
 from dgc.memory import ResidualMemory
 from dgc_training.config import Config, configs
 
@@ -13,7 +13,7 @@ configs.train.compression = Config(Route)
 configs.train.compression.rules = [
     Config(Rule, compressor=sparse, name="*embed*", min_dim=2),
     Config(Rule, compressor=Config(PowerSGDCompressor, rank=4), min_dim=2),
-    Config(Rule, compressor=Config(Dense)),
+    Config(Rule, compressor=Config(DenseCompressor)),
 ]
 
 configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,9 +1,9 @@
 """Atomo (Wang et al. 2018): unbiased random choice of singular vectors. Slow."""
 
-from dgc.compression import Atomo
+from dgc.compression import AtomoCompressor
 from dgc_training.config import Config, configs, derived
 
-configs.train.compression = Config(Atomo)
+configs.train.compression = Config(AtomoCompressor)
 configs.train.compression.rank = 2
 configs.train.compression.seed = derived("seed")
 

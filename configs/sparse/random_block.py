@@ -1,9 +1,9 @@
 """Random block: consecutive elements from a random start, equal on every rank."""
 
-from dgc.compression import RandomBlock
+from dgc.compression import RandomBlockCompressor
 from dgc_training.config import Config, configs, derived
 
-configs.train.compression = Config(RandomBlock)
+configs.train.compression = Config(RandomBlockCompressor)
 configs.train.compression.compress_ratio = 0.2  # share of a tensor's elements that is sent
 configs.train.compression.error_feedback = True
 configs.train.compression["values"] = "fp32"  # or fp16

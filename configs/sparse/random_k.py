@@ -1,9 +1,9 @@
 """Random-k: the same random elements on every rank, so that only values are sent."""
 
-from dgc.compression import RandomK
+from dgc.compression import RandomKCompressor
 from dgc_training.config import Config, configs, derived
 
-configs.train.compression = Config(RandomK)
+configs.train.compression = Config(RandomKCompressor)
 configs.train.compression.compress_ratio = 0.05  # share of a tensor's elements that is sent
 configs.train.compression.error_feedback = True
 configs.train.compression["values"] = "fp32"  # or fp16

@@ -1,9 +1,9 @@
 """The best low-rank approximation of each rank's gradient, by singular value decomposition. Slow."""
 
-from dgc.compression import SVD
+from dgc.compression import SVDCompressor
 from dgc_training.config import Config, configs
 
-configs.train.compression = Config(SVD)
+configs.train.compression = Config(SVDCompressor)
 configs.train.compression.rank = 2
 configs.train.compression.error_feedback = True
 

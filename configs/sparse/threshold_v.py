@@ -1,11 +1,11 @@
 """Threshold-v: sends elements of at least a given magnitude, at most as many as the ratio allows."""
 
-from dgc.compression import DGCCompressor
+from dgc.compression import SparseCompressor
 from dgc.memory import ResidualMemory
 from dgc.selection import Fixed
 from dgc_training.config import Config, configs
 
-configs.train.compression = Config(DGCCompressor)
+configs.train.compression = Config(SparseCompressor)
 configs.train.compression.compress_ratio = 0.05  # share of a tensor's elements that is sent at most
 configs.train.compression.memory = Config(ResidualMemory)
 configs.train.compression.selector = Config(Fixed)

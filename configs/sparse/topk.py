@@ -1,10 +1,10 @@
 """Plain top-k with error feedback (Stich et al. 2018): DGC without its momentum correction."""
 
-from dgc.compression import DGCCompressor
+from dgc.compression import SparseCompressor
 from dgc.memory import ResidualMemory
 from dgc_training.config import Config, configs
 
-configs.train.compression = Config(DGCCompressor)
+configs.train.compression = Config(SparseCompressor)
 configs.train.compression.compress_ratio = 0.01  # share of a tensor's elements that is sent
 configs.train.compression.memory = Config(ResidualMemory)
 configs.train.compression.selector = None  # as in configs/selection

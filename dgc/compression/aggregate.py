@@ -28,7 +28,7 @@ from dgc.comm.conversation import RunningConversation
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.dense import Dense
+from dgc.compression.dense import DenseCompressor
 from dgc.compression.lowrank.powersgd import PowerSGDCompressor
 from dgc.compression.protocol import Compressor, NonFiniteGradientError
 
@@ -90,7 +90,7 @@ class AllReduce(Aggregator):
                 raise ValueError(
                     "AllReduce takes the shapes from the first gradients, so that none may be None: pass zeros"
                 )
-            self._exchange = _Exchange(like, Dense(), self._transport or _default_transport())
+            self._exchange = _Exchange(like, DenseCompressor(), self._transport or _default_transport())
         return self._exchange.average(gradients)
 
 

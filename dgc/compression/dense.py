@@ -12,11 +12,11 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.finite import check_mean, probe
-from dgc.compression.protocol import DenseResult, Result, Stateless
+from dgc.compression.protocol import DenseResult, Result, StatelessCompressor
 from dgc.memory.clip import Clipping
 
 
-class Dense(Stateless):
+class DenseCompressor(StatelessCompressor):
     """All-reduce of the gradients in their own dtype. bf16 is sent as fp32, because no transport can sum bf16."""
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
@@ -27,7 +27,7 @@ class Dense(Stateless):
         return DenseResult((yield from check_mean(bucket, own)))
 
 
-class FP16(Stateless):
+class FP16Compressor(StatelessCompressor):
     """All-reduce in fp16. Gradients or sums beyond 65504 become inf, as in Horovod's own fp16 compression.
 
     The result then reports inf, and the optimizer drops the step.
@@ -40,7 +40,7 @@ class FP16(Stateless):
         return DenseResult((yield from check_mean(bucket, own)))
 
 
-class BF16(Stateless):
+class BF16Compressor(StatelessCompressor):
     """All-gather of bf16 as bytes, summed in fp32 in rank order. Horovod cannot sum bf16."""
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
@@ -53,10 +53,10 @@ class BF16(Stateless):
         return DenseResult((yield from check_mean(bucket, own)))
 
 
-class Clipped(Stateless):
+class ClippedCompressor(StatelessCompressor):
     """Runs `base`, then clips a finite mean for each tensor, identically on every rank."""
 
-    def __init__(self, base: Stateless, clipping: Clipping):
+    def __init__(self, base: StatelessCompressor, clipping: Clipping):
         self._base, self._clipping = base, clipping
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
@@ -74,7 +74,7 @@ class HorovodCompression(Protocol):
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor: ...
 
 
-class Cast(Stateless):
+class CastCompressor(StatelessCompressor):
     """Adapter for a Horovod compression: one tensor in, one tensor out, with an all-reduce in between."""
 
     def __init__(self, compression: HorovodCompression):

@@ -16,7 +16,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation
-from dgc.compression.dense import Dense
+from dgc.compression.dense import DenseCompressor
 from dgc.compression.finite import first_blame, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
 from dgc.kernels.codec.protocol import Terms
@@ -35,7 +35,7 @@ class ErrorFeedbackCompressor(ABC):
     """
 
     correction: MomentumCorrection | None = None
-    fallback: Compressor = Dense()
+    fallback: Compressor = DenseCompressor()
 
     def __init__(self, error_feedback: bool = True, seed: int = 0):
         self.error_feedback, self._seed = error_feedback, seed

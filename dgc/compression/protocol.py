@@ -124,14 +124,14 @@ class SparseOrDense(Protocol):
         ...
 
 
-class Stateless(ABC):
+class StatelessCompressor(ABC):
     """Base class of compressors that keep no state, accept every tensor and send every element."""
 
     compress_ratio: float = 1.0
     correction: MomentumCorrection | None = None
 
     @property
-    def fallback(self) -> "Stateless":
+    def fallback(self) -> "StatelessCompressor":
         return self
 
     def accepts(self, segment: Segment) -> bool:

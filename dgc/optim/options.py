@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from dgc.bucket import named_pairs
 from dgc.comm.transport import Transport
-from dgc.compression.dense import Cast, Dense
-from dgc.compression.protocol import Compressor, Stateless
+from dgc.compression.dense import CastCompressor, DenseCompressor
+from dgc.compression.protocol import Compressor, StatelessCompressor
 from dgc.compression.route import Route, Rule
 
 _optimizers_of: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
@@ -70,7 +70,7 @@ def as_route(compression: Any) -> Route:
             check_unused(rule.compressor)
         return compression
     if compression is None:
-        return Route([Rule(Dense())])
+        return Route([Rule(DenseCompressor())])
     if isinstance(compression, type) and (hasattr(compression, "reduce") or issubclass(compression, Route)):
         name = compression.__name__
         raise ValueError(f"compression={name} is a class: pass an instance, compression={name}(...)")
@@ -78,7 +78,7 @@ def as_route(compression: Any) -> Route:
         check_unused(compression)
         return Route([Rule(compression)])
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
-        return Route([Rule(Cast(compression))])
+        return Route([Rule(CastCompressor(compression))])
     raise ValueError(f"compression must be a compressor, a Route or a Horovod compression, not {compression!r}")
 
 
@@ -100,7 +100,7 @@ def unique_prefix(transport: Transport) -> str:
 
 def check_unused(compressor: Compressor) -> None:
     """Raise ValueError if another optimizer uses the compressor: error state cannot be shared."""
-    if not isinstance(compressor, Stateless) and compressor in _in_use:
+    if not isinstance(compressor, StatelessCompressor) and compressor in _in_use:
         raise ValueError(
             f"this {type(compressor).__name__} has the error state of another DistributedOptimizer: create one "
             "compressor for each optimizer"
@@ -111,5 +111,5 @@ def register_compressors(compressors: Iterable[Compressor]) -> None:
     """Mark compressors as used by an optimizer. See `check_unused`."""
     for compressor in compressors:
         check_unused(compressor)
-        if not isinstance(compressor, Stateless):
+        if not isinstance(compressor, StatelessCompressor):
             _in_use.add(compressor)

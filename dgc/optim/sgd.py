@@ -9,7 +9,7 @@ By linearity this equals the treatment of weight decay in momentum SGD. Other pa
 A corrected gradient may be sparse. It then changes only the elements in its indices.
 
 With decoupled_weight_decay, p = p - lr wd p for all parameters, without momentum (SGDW, Loshchilov and Hutter
-2019).
+2019, arXiv 1711.05101).
 """
 
 from collections.abc import Callable, Iterable, Sequence

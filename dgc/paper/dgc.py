@@ -26,8 +26,8 @@ from torch import Tensor
 
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.dense import Dense
-from dgc.compression.protocol import MomentumCorrection, Result, Stateless
+from dgc.compression.dense import DenseCompressor
+from dgc.compression.protocol import MomentumCorrection, Result, StatelessCompressor
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, sparse_sum
 
 
@@ -51,8 +51,8 @@ class DGC(ErrorFeedback):
         self.begin_epoch(0)
 
     @property
-    def fallback(self) -> Stateless:
-        return Dense()
+    def fallback(self) -> StatelessCompressor:
+        return DenseCompressor()
 
     def accepts(self, segment: Segment) -> bool:
         return len(segment.shape) > 1

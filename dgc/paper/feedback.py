@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.compression.finite import first_blame, overflow
-from dgc.compression.protocol import DenseResult, Stateless
+from dgc.compression.protocol import DenseResult, StatelessCompressor
 
 
-class ErrorFeedback(Stateless):
+class ErrorFeedback(StatelessCompressor):
     """letters: names of the state's vectors [n]; the last waits to be sent. unsent: that of a dropped step."""
 
     letters: tuple[str, ...] = ("e",)

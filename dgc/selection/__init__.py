@@ -1,6 +1,7 @@
 """Selectors, which choose the elements to send, and the plan of how many each tensor sends."""
 
 from dgc.selection.estimators.bisection import Bisection as Bisection
+from dgc.selection.estimators.estimator import Estimator as Estimator
 from dgc.selection.estimators.exponential import Exponential as Exponential
 from dgc.selection.estimators.fixed import Fixed as Fixed
 from dgc.selection.estimators.gaussian import Gaussian as Gaussian

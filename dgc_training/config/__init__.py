@@ -3,27 +3,34 @@
     from dgc_training.config import load, instantiate, to_yaml
     tree = load(["configs/digits/cnn.py", "configs/dgc/wm5.py"], ["--configs.train.num_epochs", "500"])
 
-Files apply from left to right, each after the bases (`__init__.py`, `__init__.yaml`) of its folders. The command
-line applies last. A Python file starts with `from dgc_training.config import Config, configs, derived`. `configs`
-is the tree that this load has built so far; no state is kept after a load. A YAML file is equivalent: `_target_`
-names a constructor. With `_partial_: true` the constructor is called later, with further arguments.
+Files apply from left to right, each after the bases (`__init__.py`, `__init__.yaml`) of its folders, and then the
+command line. A Python file starts with `from dgc_training.config import Config, configs, derived`. `configs` is
+the tree that this load has built so far. A YAML file is equivalent: `_target_` names a constructor. With
+`_partial_: true` the constructor is called later, with further arguments.
 
-In YAML and on the command line a mapping is merged into its node: keys that are not in the mapping keep their
-values. A mapping with a different `_target_` replaces the node, and so does a mapping after the node was set to
-null. In Python an assigned `Config(Target)` always replaces the node, and `configs.train.optimizer.lr = 0.1`
-changes one key.
+In YAML and on the command line a mapping is merged into its node, unless it has a different `_target_` or the node
+is null. In Python an assigned `Config(Target)` always replaces the node.
+
+`layers` finds and reads files and overrides, `stack` applies them to one tree, `check` checks the result.
 """
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from dgc_training.config.derive import derived as derived
+from omegaconf import DictConfig, OmegaConf
+
+from dgc_training.config.check import Check
 from dgc_training.config.errors import ConfigError as ConfigError
-from dgc_training.config.files import UNDER_CONSTRUCTION
-from dgc_training.config.stack import defaults as defaults
-from dgc_training.config.stack import load as load
-from dgc_training.config.stack import to_yaml as to_yaml
+from dgc_training.config.errors import collecting, together
+from dgc_training.config.formulas import derived as derived
+from dgc_training.config.layers import UNDER_CONSTRUCTION, find, parse
+from dgc_training.config.stack import Stack
+from dgc_training.config.targets import Key as Key
 from dgc_training.config.targets import instantiate as instantiate
 from dgc_training.config.tree import Config as Config
+from dgc_training.config.tree import assign_
 
 if TYPE_CHECKING:
     configs: Config
@@ -35,7 +42,48 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         tree = UNDER_CONSTRUCTION.get()
         if tree is None:
-            raise AttributeError(
-                "`configs` exists only inside a config file, while dgc_training.config.load reads it"
-            )
+            raise AttributeError("`configs` exists only inside a config file, while `load` reads it")
         return tree
+
+
+def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> DictConfig:
+    """Loads config files and command-line overrides as one checked, read-only tree with its formulas.
+
+    Args:
+        paths: config files, searched in the working directory and then in the repository. `.py` and `.yaml` may be
+            left out. A folder stands for its base.
+        overrides: "--configs.train.num_epochs", "500" or "--configs.train.num_epochs=500".
+
+    Raises:
+        ConfigError: with one message for every wrong key or value: the key, the layer that set it, and the closest
+            valid names. After a file that cannot be read, no further layers are checked.
+    """
+    stack, files = Stack(), []
+    problems: list[str] = []
+    for path in paths:
+        with collecting(problems):
+            files.append(find(path, stack.tree))
+    with collecting(problems):
+        for n, file in enumerate([] if problems else files):
+            stack.add(file, first=n == 0)
+    is_complete = not problems
+    for key, value in parse(overrides if is_complete else (), stack.tree, problems):
+        with collecting(problems):
+            stack.apply(partial(assign_, key=key, value=value), f"command line, --configs.{key}")
+    check = Check(stack, files, is_complete)
+    problems = [*check.problems, *problems]
+    if problems:
+        raise together(problems)
+    OmegaConf.set_readonly(check.result, True)
+    OmegaConf.set_struct(check.result, True)
+    return check.result
+
+
+def defaults() -> dict[str, Any]:
+    """The tree of the root base, configs/__init__.py, which is the first layer of every stack."""
+    return Stack().tree
+
+
+def to_yaml(tree: DictConfig, resolve: bool = False) -> str:
+    """The tree as YAML, which loads as the same tree. resolve=True writes computed values instead of formulas."""
+    return OmegaConf.to_yaml(tree, resolve=resolve)

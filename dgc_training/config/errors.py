@@ -1,11 +1,21 @@
-"""The exception for errors in configs, and functions that format its messages."""
+"""The exception for errors in configs, and functions that collect and format its messages."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
     """An error in a config file or on the command line. The message has its location and its cause."""
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Context manager that adds the message of a ConfigError to `problems`."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
 
 
 def together(problems: Sequence[str]) -> ConfigError:

@@ -1,189 +1,108 @@
-"""Loads a stack of config files and overrides as one checked tree."""
+"""The layers of a load: each file and each override changes one tree, which records who set each value."""
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from dgc_training.config.changes import History, check_layer, is_declared, keep_declared_
-from dgc_training.config.errors import ConfigError, short, together
-from dgc_training.config.files import REPOSITORY, bases_of, config_files, find, parse_yaml, read_into_, show
-from dgc_training.config.finish import RequirementError, check_finished
-from dgc_training.config.overrides import assign_, parse, prefixed
-from dgc_training.config.tree import MISSING, Config, copy, leaves, lookup
-
-NEEDED = ("dataset", "model", "train.num_epochs", "train.batch_size")
+from dgc_training.config.errors import ConfigError, short
+from dgc_training.config.formulas import is_formula
+from dgc_training.config.layers import ROOT_BASE, bases_of, execute, parse_yaml, show
+from dgc_training.config.targets import Key, kind_of
+from dgc_training.config.tree import Config, Keys, checked, dotted, leaves, merge_, plain
 
 
-def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> DictConfig:
-    """Loads config files and command-line overrides as one checked, read-only tree with its formulas.
+class Stack:
+    """The tree of all layers so far. The shipped root base is the first layer of every stack.
 
-    Args:
-        paths: config files, searched in the working directory and then in the repository. `.py` and `.yaml` may be
-            left out. A folder stands for its base.
-        overrides: "--configs.train.num_epochs", "500" or "--configs.train.num_epochs=500".
-
-    Raises:
-        ConfigError: with one message for every wrong key or value: the key, the layer that set it, and the closest
-            valid names. After a file that cannot be read, no further errors are listed.
-    """
-    stack = _Stack()
-    files = _found(paths, stack)
-    try:
-        stack.add_all(files)
-        for key, value in parse(overrides, stack.tree, stack.problems):
-            stack.override(key, value)
-        if lacking := stack.lacking():
-            names = " or ".join(_experiments())
-            raise ConfigError(
-                f"no {', '.join(lacking)} in this stack; name an experiment first: --configs {names}"
-            )
-        tree = check_finished(stack.tree, stack.history, stack.problems)
-    except RequirementError as error:
-        raise together([*stack.problems, f"{error}{_cure(error, files)}"]) from error
-    except ConfigError as error:
-        raise together([*stack.problems, str(error)]) from error
-    if stack.problems:
-        raise together(stack.problems)
-    return tree
-
-
-def defaults() -> Config:
-    """The tree of the root base, configs/__init__.py, which is the first layer of every stack."""
-    return _Stack().tree
-
-
-def to_yaml(tree: DictConfig, resolve: bool = False) -> str:
-    """The tree as YAML.
-
-    resolve=False keeps formulas: the file loads as the same tree, and derived values follow overrides.
-    resolve=True writes the computed values instead.
-    """
-    return OmegaConf.to_yaml(tree, resolve=resolve)
-
-
-class _Stack:
-    """The tree so far, its history, and its problems.
-
-    The shipped root base is the first layer of every stack, also for files outside of the repository.
+    Attributes:
+        tree: the values as nested dicts and lists, with formulas as text.
+        keys: the declared keys, parents first.
+        origins: the layer that last set, changed or removed each key.
     """
 
     def __init__(self) -> None:
-        self.tree = Config()
-        self.history = History()
-        self.applied: set[Path] = set()  # bases
-        self.problems: list[str] = []
-        self.add(REPOSITORY / "configs" / "__init__.py")
+        self.tree: dict[str, Any] = {}
+        self.keys: dict[Keys, Key] = {}
+        self.origins: dict[Keys, str] = {}
+        self._bases: set[Path] = set()  # those that have been applied
+        self.add(ROOT_BASE)
 
-    def apply(self, change: Callable[[Config], None], origin: str, declares: bool = False) -> None:
-        """Applies one layer: `change` edits a copy of the tree, which is then checked against the tree.
-
-        Raises ConfigError if the change itself fails. Errors in its result are added to `problems`.
-        """
-        after: Config = copy(self.tree)
-        read = dict(leaves(after)) if declares else {}
-        try:
-            change(after)
-            keep_declared_(self.tree, read, after, self.history.declared)
-            after = copy(after)
-        except ConfigError as error:
-            raise ConfigError(str(error) if origin in str(error) else f"{origin}: {error}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{origin}: {error}") from error
-        self._check_requirements(after, origin)
-        self.problems += check_layer(self.history, self.tree, after, origin, declares)
-        self.tree = after
-
-    def _check_requirements(self, after: Config, origin: str) -> None:
-        """Raises ConfigError if two layers require different values, as two compression methods do."""
-        before, now = self.tree.get("requires") or {}, after.get("requires") or Config()
-        if not isinstance(now, Config):
-            raise ConfigError(f"{origin}: requires is {short(now)}, but it must be a mapping of dotted keys")
-        for key in before.keys() & now.keys():
-            if before[key] != now[key]:
-                other = self.history.origin(("requires", key))
-                raise ConfigError(
-                    f"{origin} needs {key} to be {now[key]}, but {other} needs {before[key]}; leave out the one "
-                    "or the other"
-                )
-
-    def override(self, key: str, value: Any) -> None:
-        """Applies one override of the command line."""
-        try:
-            self.apply(partial(assign_, key=key, value=value), f"command line, --configs.{key}")
-        except ConfigError as error:
-            self.problems.append(str(error))
-
-    def add_all(self, files: Sequence[Path]) -> None:
-        """Applies files from left to right."""
-        for n, file in enumerate(files):
-            self.add(file, first=n == 0)
+    def origin(self, path: Keys) -> str:
+        """The layer that set the value at `path`, or the closest node that contains it."""
+        known = [path[:n] for n in range(len(path), 0, -1) if path[:n] in self.origins]
+        return self.origins[known[0]] if known else "nobody"
 
     def add(self, file: Path, first: bool = False) -> None:
-        """Applies a file, after its bases that have not been applied yet."""
+        """Applies a file, after its bases that have not been applied yet. `first`: no file is before it."""
         bases = bases_of(file)
         for layer in bases if file in bases else [*bases, file]:
-            if layer in bases:
-                if layer.resolve() in self.applied:
-                    continue
-                self.applied.add(layer.resolve())
-            saved = first and layer == file and not bases and self.is_saved_tree(file)
-            change = partial(read_into_, file=layer, whole=saved)
-            self.apply(change, show(layer), declares=saved or layer in bases[:1])
+            if layer.resolve() in self._bases:
+                continue
+            self._bases |= {layer.resolve()} if layer in bases else set()
+            if layer.suffix == ".py":
+                self.apply(partial(execute, layer), show(layer), declares=layer in bases[:1])
+                continue
+            content = parse_yaml(layer)
+            # A file with all declared keys, like the config.yaml of a run, replaces the tree. It may have further
+            # keys, which its own stack declared.
+            is_saved = first and not bases and self.keys.keys() <= dict(leaves(content)).keys()
+            self.apply(partial(merge_, other=content), show(layer), is_saved or layer in bases[:1], is_saved)
 
-    def is_saved_tree(self, file: Path) -> bool:
-        """Whether a YAML file has every declared key, like the config.yaml of a run.
+    def apply(
+        self, change: Callable[[Config], None], origin: str, declares: bool = False, replaces: bool = False
+    ) -> None:
+        """Applies one layer: `change` edits a copy of the tree, or an empty one if the layer replaces it.
 
-        Such a file replaces the stack that it was saved from: its collections are complete, and it may have
-        further keys that this stack declared.
+        Raises ConfigError if the change fails, or if it requires another value than an earlier layer.
         """
-        if file.suffix == ".py":
-            return False
-        content, declared = parse_yaml(file), self.history.declared
-        paths = [path for path, _ in leaves(declared) if is_declared(declared, path)]
-        return all(lookup(content, path) is not MISSING for path in paths)
-
-    def lacking(self) -> list[str]:
-        """The keys in NEEDED that are not set."""
-        return [key for key in NEEDED if lookup(self.tree, tuple(key.split("."))) in (None, MISSING)]
-
-
-def _found(paths: Sequence[str | os.PathLike[str]], stack: _Stack) -> list[Path]:
-    """The files of the paths. Raises one ConfigError for all paths without a file."""
-    files, problems = [], []
-    for path in paths:
+        node = checked({} if replaces else self.tree)
+        read = dict(leaves(node))
         try:
-            files.append(find(path))
-        except ConfigError as error:
-            key, equals, value = str(path).partition("=")
-            meant = prefixed(key, value, stack.tree) if equals else ""
-            problems.append(f"there is no config file {path}{meant}" if meant else str(error))
-    if problems:
-        raise together(problems)
-    return files
+            change(node)
+            new = {(): node, **dict(leaves(node))}
+            for path in self.keys if declares else ():
+                section = new.get(path[:-1])
+                if path in read and isinstance(section, Config) and section is not read.get(path[:-1], node):
+                    section.setdefault(path[-1], read[path])  # after `configs.train = Config()`
+            tree = plain(node)
+            before, after = dict(leaves(self.tree)), dict(leaves(tree))
+            same = {path for path in before.keys() & after.keys() if _text(before[path]) == _text(after[path])}
+            changed = {path: after.get(path) for path in {**before, **after} if path not in same}
+            formulas = {dotted(path): value for path, value in changed.items() if "${" in _text(value)}
+            OmegaConf.create(formulas)  # raises if one cannot be read
+        except OmegaConfBaseException as error:
+            reason = short(str(error).splitlines()[0], 160)
+            raise ConfigError(f"{origin}: {error.full_key} is no value or formula: {reason}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(str(error) if origin in str(error) else f"{origin}: {error}") from error
+        for path, value in leaves(node) if declares else ():
+            if path not in self.keys and (
+                len(path) == 1 or path[:-1] in self.keys and self.keys[path[:-1]].section
+            ):
+                kind = "Any" if value is None or is_formula(value) else kind_of(value)
+                known = Key(dict, section=True) if kind == "dict" and value else Key(f"{kind} | None")
+                self.keys[path] = value if isinstance(value, Key) else known
+        self._check_requirements(tree, origin)
+        self.origins |= dict.fromkeys(changed, origin)
+        self.tree = tree
+
+    def _check_requirements(self, tree: dict[str, Any], origin: str) -> None:
+        """Raises ConfigError if two layers require different values, as two compression methods do."""
+        before, now = self.tree.get("requires"), tree.get("requires")
+        if not isinstance(before, dict) or not isinstance(now, dict):
+            return  # reported when the finished tree is checked
+        for key in before:
+            if key in now and before[key] != now[key]:
+                raise ConfigError(
+                    f"{origin} needs {key} to be {now[key]}, but {self.origin(('requires', key))} needs "
+                    f"{before[key]}; leave out the one or the other"
+                )
 
 
-def _experiments() -> list[str]:
-    """The shipped files that are complete experiments on their own."""
-    names = []
-    for file in config_files(REPOSITORY / "configs"):
-        stack = _Stack()
-        with suppress(ConfigError):
-            stack.add(file, first=True)
-            if not stack.lacking():
-                names.append(show(file))
-    return names
-
-
-def _cure(error: RequirementError, files: Sequence[Path]) -> str:
-    """A hint with the right order: files that require a value come after files that change it."""
-    late = [file for file in files if error.wanted_by in map(show, [*bases_of(file), file])]
-    right = [*dict.fromkeys(file for file in files if file not in late), *dict.fromkeys(late)]
-    if late and right != list(files):
-        return f"; the right order is --configs {' '.join(map(show, right))}"
-    names = " ".join(map(show, late)) or error.wanted_by
-    return f"; leave out the one or the other: {error.found_in}, {names}"
+def _text(value: Any) -> str:
+    """Differs if values or their types do. Mappings are compared key by key."""
+    return "{}" if isinstance(value, dict) else repr(value)

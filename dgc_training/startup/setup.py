@@ -48,7 +48,7 @@ def require_complete(tree: DictConfig, devices: str) -> None:
                 f"{key} ({meaning}) is not set. Begin with an experiment, such as configs/digits/cnn.py."
             )
     if tree.train.gossip is not None:
-        if tree.train.compression._target_ != "dgc.compression.Dense":
+        if tree.train.compression._target_ != "dgc.compression.DenseCompressor":
             raise ConfigError(
                 f"train.gossip exchanges models, so train.compression ({tree.train.compression._target_}) has no "
                 "gradients to compress; take one of the two out of the stack"

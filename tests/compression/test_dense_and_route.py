@@ -5,8 +5,16 @@ import torch
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import BF16, FP16, Dense, DenseResult, DGCCompressor, Route, Rule
-from dgc.compression.dense import Cast
+from dgc.compression import (
+    BF16Compressor,
+    DenseCompressor,
+    DenseResult,
+    DGCCompressor,
+    FP16Compressor,
+    Route,
+    Rule,
+)
+from dgc.compression.dense import CastCompressor
 from dgc.memory import NoMemory
 
 N = 301
@@ -31,7 +39,10 @@ def gradients(size, scale=1.0):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize(("make", "rtol", "bytes_each"), [(Dense, 1e-6, 4), (FP16, 2e-3, 2), (BF16, 1e-2, 2)])
+@pytest.mark.parametrize(
+    ("make", "rtol", "bytes_each"),
+    [(DenseCompressor, 1e-6, 4), (FP16Compressor, 2e-3, 2), (BF16Compressor, 1e-2, 2)],
+)
 def test_mean(size, make, rtol, bytes_each):
     own = gradients(size)
     mean, meter = reduce_all(make, own)
@@ -42,24 +53,24 @@ def test_mean(size, make, rtol, bytes_each):
 def test_bf16_adds_in_fp32():
     """256 + 1 + 1 is 256 where bf16 adds, and 258 in fp32."""
     own = [torch.full((N,), value) for value in (256.0, 1.0, 1.0)]
-    assert (reduce_all(BF16, own)[0] == 258 / 3).all()
+    assert (reduce_all(BF16Compressor, own)[0] == 258 / 3).all()
 
 
 def test_bf16_rounds_each_rank_once():
     own = gradients(3)
     expected = sum(g.bfloat16().float() for g in own) / 3
-    torch.testing.assert_close(reduce_all(BF16, own)[0], expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(reduce_all(BF16Compressor, own)[0], expected, rtol=1e-6, atol=1e-7)
 
 
 def test_bf16_reaches_as_far_as_fp32():
-    assert reduce_all(BF16, gradients(2, 1e30))[0].isfinite().all()
+    assert reduce_all(BF16Compressor, gradients(2, 1e30))[0].isfinite().all()
 
 
 def test_fp16_beyond_its_range_is_infinite():
-    assert (reduce_all(FP16, [torch.full((N,), 7e4)] * 2)[0] == float("inf")).all()
+    assert (reduce_all(FP16Compressor, [torch.full((N,), 7e4)] * 2)[0] == float("inf")).all()
 
 
-@pytest.mark.parametrize("make", [Dense, FP16, BF16])
+@pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_gradients(make, dtype):
     own = [g.to(dtype) for g in gradients(3)]
@@ -72,11 +83,11 @@ def test_dense_leaves_nan_to_the_user():
     own[0][7] = float("nan")
     bucket = make_bucket("b", [("w", own[0])])
     bucket.flat.copy_(own[0])
-    LockstepWorld(1).converse("b", [Dense().reduce(bucket)])
+    LockstepWorld(1).converse("b", [DenseCompressor().reduce(bucket)])
     assert bucket.flat.isnan().nonzero().tolist() == [[7]]
 
 
-@pytest.mark.parametrize("make", [Dense, FP16, BF16])
+@pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
 def test_nothing_is_kept_between_steps(make):
     compressor = make()
     assert compressor.state_dict() == {} and list(compressor.errors()) == []
@@ -101,7 +112,7 @@ class HalfLike:
 @pytest.mark.parametrize("compression", [HalfLike, HalfLike()])
 def test_a_horovod_compression(compression):
     own = gradients(3)
-    mean, meter = reduce_all(lambda: Cast(compression), own)
+    mean, meter = reduce_all(lambda: CastCompressor(compression), own)
     torch.testing.assert_close(mean, torch.stack(own).mean(0), rtol=2e-3, atol=2e-3)
     assert meter.payload_bytes == 2 * N
 
@@ -114,7 +125,7 @@ def segment(name, *shape):
 
 
 def test_the_first_rule_that_matches_wins():
-    first, second, last = Dense(), FP16(), BF16()
+    first, second, last = DenseCompressor(), FP16Compressor(), BF16Compressor()
     route = Route([Rule(first, name="head.*"), Rule(second, min_numel=100), Rule(last)])
     assert route.compressor_for(segment("head.weight", 20, 20)) is first
     assert route.compressor_for(segment("body.weight", 10, 10)) is second
@@ -144,7 +155,7 @@ def test_the_first_rule_that_matches_wins():
     ],
 )
 def test_rules(options, name, shape, matches):
-    assert Rule(Dense(), **options).matches(segment(name, *shape)) == matches
+    assert Rule(DenseCompressor(), **options).matches(segment(name, *shape)) == matches
 
 
 def test_what_a_compressor_does_not_accept_goes_to_its_fallback():
@@ -152,13 +163,13 @@ def test_what_a_compressor_does_not_accept_goes_to_its_fallback():
     route = Route([Rule(sparse)])
     assert route.compressor_for(segment("w", 3, 3)) is sparse
     bias, other = (route.compressor_for(segment(name, 3)) for name in ("b", "c"))
-    assert bias is other is sparse.fallback and isinstance(bias, Dense)
-    assert isinstance(DGCCompressor(0.01, NoMemory(), fp16_values=True).fallback, FP16)
+    assert bias is other is sparse.fallback and isinstance(bias, DenseCompressor)
+    assert isinstance(DGCCompressor(0.01, NoMemory(), fp16_values=True).fallback, FP16Compressor)
 
 
 def test_no_rule_for_a_tensor():
     with pytest.raises(ValueError, match=r"no rule matches b of shape \(3,\)"):
-        Route([Rule(Dense(), min_dim=2)]).compressor_for(segment("b", 3))
+        Route([Rule(DenseCompressor(), min_dim=2)]).compressor_for(segment("b", 3))
 
 
 def test_a_route_of_nothing():

@@ -1,24 +1,20 @@
 """PowerSGD: what it recovers, loses and keeps."""
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "laws"))
-from fleet import Fleet  # noqa: E402
-
-from dgc.bucket import make_bucket  # noqa: E402
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import NonFiniteGradientError, PowerSGDCompressor  # noqa: E402
-from dgc.compression.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_step  # noqa: E402
-from dgc.compression.lowrank.accordion import Accordion  # noqa: E402
-from dgc.compression.lowrank.lowrank_compressor import compresses  # noqa: E402
-from dgc_models import resnet18  # noqa: E402
-from dgc_training.checkpoint.reshard import blend, shares  # noqa: E402
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import NonFiniteGradientError, PowerSGDCompressor
+from dgc.compression.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
+from dgc.compression.lowrank.accordion import Accordion
+from dgc.compression.lowrank.lowrank_compressor import compresses
+from dgc.testing import Fleet
+from dgc_models import resnet18
+from dgc_training.checkpoint.reshard import blend, shares
 
 MODES = {
     "half step": {},

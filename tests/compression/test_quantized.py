@@ -7,17 +7,17 @@ import torch
 from compression.ranks import Ranks, normal
 
 from dgc.compression import (
-    QSGD,
-    SVD,
-    Atomo,
-    Blockwise,
-    Natural,
-    OneBit,
-    RandomBlock,
-    RandomK,
-    ScaledSign,
-    SignSGD,
-    TernGrad,
+    AtomoCompressor,
+    BlockwiseCompressor,
+    NaturalCompressor,
+    OneBitCompressor,
+    QSGDCompressor,
+    RandomBlockCompressor,
+    RandomKCompressor,
+    ScaledSignCompressor,
+    SignSGDCompressor,
+    SVDCompressor,
+    TernGradCompressor,
 )
 from dgc.compression.lowrank.svd import inclusion
 from dgc.compression.quantized.onebit import rows_of
@@ -38,31 +38,31 @@ def average(make, g, draws, shape=None):
 
 def test_scaled_signs():
     g = normal(N, 0)
-    torch.testing.assert_close(once(ScaledSign, g), g.sign() * g.abs().mean())
+    torch.testing.assert_close(once(ScaledSignCompressor, g), g.sign() * g.abs().mean())
 
 
 def test_the_scale_is_each_tensors_own():
-    ranks = Ranks(1, ScaledSign, [(4,), (4,)])
+    ranks = Ranks(1, ScaledSignCompressor, [(4,), (4,)])
     mean = ranks.step([torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])])
     assert mean.tolist() == [1, -1, 1, 1, 8, 8, -8, 8]
 
 
 def test_the_majority_decides():
     votes = [[1.0, -2, 3, 0.1], [-1.0, -5, 3, 0.1], [9.0, 1, 3, -7]]
-    ranks = Ranks(3, SignSGD, [(4,)])
+    ranks = Ranks(3, SignSGDCompressor, [(4,)])
     assert ranks.step([torch.tensor(v) for v in votes]).tolist() == [1, -1, 1, 1]
-    even = Ranks(2, SignSGD, [(2,)])
+    even = Ranks(2, SignSGDCompressor, [(2,)])
     assert even.step([torch.tensor([1.0, 1]), torch.tensor([-1.0, 1])]).tolist() == [0, 1]
 
 
 def test_a_rank_of_zeros_does_not_vote():
-    ranks = Ranks(3, SignSGD, [(2,)])
+    ranks = Ranks(3, SignSGDCompressor, [(2,)])
     assert ranks.step([torch.tensor([1.0, -1]), torch.zeros(2), torch.zeros(2)]).tolist() == [1, -1]
 
 
 def test_signum_is_the_sign_of_the_average():
     beta, m = 0.9, torch.zeros(N)
-    ranks = Ranks(1, lambda: SignSGD(momentum=beta), [(N,)])
+    ranks = Ranks(1, lambda: SignSGDCompressor(momentum=beta), [(N,)])
     for step in range(20):
         g = normal(N, step)
         m = beta * m + (1 - beta) * g
@@ -72,7 +72,7 @@ def test_signum_is_the_sign_of_the_average():
 
 def test_one_bit_sends_the_mean_of_each_side_of_each_row():
     g = normal(12 * 40, 1).view(12, 40)
-    sent = once(OneBit, g)
+    sent = once(OneBitCompressor, g)
     for row, got in zip(g, sent, strict=True):
         torch.testing.assert_close(got[row > 0], row[row > 0].mean().expand(int((row > 0).sum())))
         torch.testing.assert_close(got[row <= 0], row[row <= 0].mean().expand(int((row <= 0).sum())))
@@ -80,19 +80,19 @@ def test_one_bit_sends_the_mean_of_each_side_of_each_row():
 
 
 def test_rows_are_the_outermost_dimension():
-    ranks = Ranks(1, OneBit, [(5, 3, 2), (7,), (), (0, 4)])
+    ranks = Ranks(1, OneBitCompressor, [(5, 3, 2), (7,), (), (0, 4)])
     assert [rows_of(s) for s in ranks.buckets[0].segments] == [5, 1, 1, 1]
 
 
 STOCHASTIC = {
-    "qsgd, 4 bits": lambda: QSGD(),
-    "qsgd, 2 bits": lambda: QSGD(bits=2, block=None),
-    "qsgd, l2": lambda: QSGD(bits=8, norm="l2"),
-    "terngrad": lambda: TernGrad(clip=None),
-    "natural": lambda: Natural(),
-    "random k": lambda: RandomK(0.1, error_feedback=False),
-    "random block": lambda: RandomBlock(0.1, error_feedback=False),
-    "atomo": lambda: Atomo(3),
+    "qsgd, 4 bits": lambda: QSGDCompressor(),
+    "qsgd, 2 bits": lambda: QSGDCompressor(bits=2, block=None),
+    "qsgd, l2": lambda: QSGDCompressor(bits=8, norm="l2"),
+    "terngrad": lambda: TernGradCompressor(clip=None),
+    "natural": lambda: NaturalCompressor(),
+    "random k": lambda: RandomKCompressor(0.1, error_feedback=False),
+    "random block": lambda: RandomBlockCompressor(0.1, error_feedback=False),
+    "atomo": lambda: AtomoCompressor(3),
 }
 
 
@@ -132,33 +132,33 @@ def test_ranks_round_on_their_own(name):
 
 def test_terngrads_levels_and_clipping():
     g = normal(N, 5)
-    assert set(once(lambda: TernGrad(clip=None), g).abs().tolist()) == {0.0, float(g.abs().max())}
-    clipped = once(lambda: TernGrad(clip=2.5), g).abs().max()
+    assert set(once(lambda: TernGradCompressor(clip=None), g).abs().tolist()) == {0.0, float(g.abs().max())}
+    clipped = once(lambda: TernGradCompressor(clip=2.5), g).abs().max()
     torch.testing.assert_close(clipped, 2.5 * g.std(correction=0), rtol=1e-5, atol=0)
 
 
 def test_natural_sends_powers_of_two():
-    sent = once(lambda: Natural(), normal(N, 6))
+    sent = once(lambda: NaturalCompressor(), normal(N, 6))
     assert (sent.abs().log2() == sent.abs().log2().round()).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_are_rounded_to_the_nearest_level(bits):
     g, levels = normal(5000, 7), 2 ** (bits - 1) - 1
-    sent = once(lambda: Blockwise(bits=bits, block=512), g)
+    sent = once(lambda: BlockwiseCompressor(bits=bits, block=512), g)
     for part, got in zip(g.split(512), sent.split(512), strict=True):
         assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
 
 
 def test_a_short_last_block_is_no_full_one():
-    ranks = Ranks(1, lambda: Blockwise(block=512), [(512,), (513,)])
+    ranks = Ranks(1, lambda: BlockwiseCompressor(block=512), [(512,), (513,)])
     ranks.step([normal(1025, 0)])
     codes = 3 * 4 + 512 + 513
     assert ranks.world.meters[0].payload_bytes == 24 + -(-codes // 8) * 8
 
 
 def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks():
-    ranks = Ranks(3, lambda: RandomK(0.1), [(100,), (7,)])
+    ranks = Ranks(3, lambda: RandomKCompressor(0.1), [(100,), (7,)])
     mean = ranks.step([torch.ones(107) * r for r in (1, 2, 3)])
     chosen = mean.nonzero().view(-1)
     assert [int(i) // 10 for i in chosen if i < 100] == list(range(10)) and int((chosen >= 100).sum()) == 1
@@ -167,7 +167,7 @@ def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks():
 
 def test_random_blocks_follow_one_another_around_the_end():
     starts = set()
-    ranks = Ranks(1, lambda: RandomBlock(0.3, error_feedback=False), [(10,)])
+    ranks = Ranks(1, lambda: RandomBlockCompressor(0.3, error_feedback=False), [(10,)])
     for _ in range(60):
         chosen = ranks.step([torch.ones(10)]).nonzero().view(-1).tolist()
         start = next(i for i in range(10) if i in chosen and (i - 1) % 10 not in chosen)
@@ -181,13 +181,13 @@ def test_svd_is_the_best_approximation(rank):
     M = normal(20 * 30, 8).view(20, 30)
     U, s, Vh = torch.linalg.svd(M.double())  # in fp32 some CPUs' LAPACK is a hundred times less exact than ours
     best = U[:, :rank] * s[:rank] @ Vh[:rank]
-    torch.testing.assert_close(once(lambda: SVD(rank), M).double(), best, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(once(lambda: SVDCompressor(rank), M).double(), best, rtol=1e-5, atol=2e-6)
 
 
 def test_svd_takes_what_it_makes_smaller():
-    svd = SVD(2)
+    svd = SVDCompressor(2)
     shapes = [(3, 40), (2, 2), (40,), (), (0, 4), (30, 4, 5)]
-    segments = Ranks(1, SVD, shapes).buckets[0].segments
+    segments = Ranks(1, SVDCompressor, shapes).buckets[0].segments
     assert [svd.accepts(s) for s in segments] == [True, False, False, False, False, True]
 
 
@@ -209,14 +209,14 @@ def test_probabilities_add_up(s, r, expected):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: QSGD(bits=3), "bits must be 2, 4 or 8"),
-        (lambda: QSGD(norm="l1"), "norm is one of l2, max"),
-        (lambda: QSGD(block=0), "block"),
-        (lambda: TernGrad(clip=0.0), "clip"),
-        (lambda: SignSGD(momentum=1.0), "momentum"),
-        (lambda: RandomK(0.0), "compress_ratio"),
-        (lambda: RandomK(0.1, values="bf16"), "fp32 or fp16"),
-        (lambda: SVD(0), "rank"),
+        (lambda: QSGDCompressor(bits=3), "bits must be 2, 4 or 8"),
+        (lambda: QSGDCompressor(norm="l1"), "norm is one of l2, max"),
+        (lambda: QSGDCompressor(block=0), "block"),
+        (lambda: TernGradCompressor(clip=0.0), "clip"),
+        (lambda: SignSGDCompressor(momentum=1.0), "momentum"),
+        (lambda: RandomKCompressor(0.0), "compress_ratio"),
+        (lambda: RandomKCompressor(0.1, values="bf16"), "fp32 or fp16"),
+        (lambda: SVDCompressor(0), "rank"),
     ],
 )
 def test_bad_options(make, words):
@@ -225,5 +225,5 @@ def test_bad_options(make, words):
 
 
 def test_ratios_above_one_are_factors():
-    assert RandomK(20).compress_ratio == 1 / 20
-    assert math.isclose(QSGD(bits=4).compress_ratio, 1 / 8)
+    assert RandomKCompressor(20).compress_ratio == 1 / 20
+    assert math.isclose(QSGDCompressor(bits=4).compress_ratio, 1 / 8)

@@ -5,14 +5,14 @@ import torch
 from compression.ranks import Ranks, normal
 
 import dgc.kernels as kernels
-from dgc.compression import Threshold
+from dgc.compression import ThresholdCompressor
 
 G = torch.tensor([0.75, 0.25, -0.625, 0.125, -0.5, 0.375])
 R = torch.tensor([0.0, 0.125, -0.25, 0.375, 0.0, 0.0])
 
 
 def test_the_worked_example_of_two_bits():
-    ranks = Ranks(1, lambda: Threshold(threshold=0.5), [(6,)])
+    ranks = Ranks(1, lambda: ThresholdCompressor(threshold=0.5), [(6,)])
     ranks.errors()[0].copy_(R)
     assert ranks.step([G]).tolist() == [0.5, 0.0, -0.5, 0.5, -0.5, 0.0]
     assert ranks.errors()[0].tolist() == [0.25, 0.375, -0.375, 0.0, 0.0, 0.375]
@@ -22,7 +22,7 @@ def test_the_worked_example_of_two_bits():
 
 
 def test_the_worked_example_of_one_bit():
-    ranks = Ranks(1, lambda: Threshold(bits=1, threshold=0.0), [(6,)])
+    ranks = Ranks(1, lambda: ThresholdCompressor(bits=1, threshold=0.0), [(6,)])
     ranks.errors()[0].copy_(R)
     assert ranks.step([G]).tolist() == [1, 1, -1, 1, -1, 1]
     assert ranks.errors()[0].tolist() == [-0.25, -0.625, 0.125, -0.5, 0.5, -0.625]
@@ -44,7 +44,7 @@ def test_every_wire_gives_the_same_bits(size, settings):
     shapes = [(7, 5), (33,), (1,), (0, 3)]
     n = 35 + 33 + 1
     fleets = [
-        Ranks(size, lambda wire=wire: Threshold(wire=wire, **settings), shapes)
+        Ranks(size, lambda wire=wire: ThresholdCompressor(wire=wire, **settings), shapes)
         for wire in ("gather", "scatter", "server")
     ]
     for step in range(4):
@@ -58,7 +58,7 @@ def test_every_wire_gives_the_same_bits(size, settings):
 def test_the_scattered_sums_take_as_few_bits_as_they_can(size, bits):
     """Bytes: the codes, a flag, and the packed share."""
     shape, n = (64, 64), 64 * 64
-    ranks = Ranks(size, lambda: Threshold(wire="scatter"), [shape])
+    ranks = Ranks(size, lambda: ThresholdCompressor(wire="scatter"), [shape])
     ranks.step([normal(n, rank) for rank in range(size)])
     codes = n // 4
     share = 4 * -(-codes // (4 * size))
@@ -67,14 +67,14 @@ def test_the_scattered_sums_take_as_few_bits_as_they_can(size, bits):
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_many_ranks_whose_sums_need_more_than_a_byte():
-    ranks = Ranks(130, lambda: Threshold(threshold=0.1), [(9,)])
+    ranks = Ranks(130, lambda: ThresholdCompressor(threshold=0.1), [(9,)])
     mean = ranks.step([torch.ones(9)] * 130)
     torch.testing.assert_close(mean, torch.full((9,), 0.1))
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e8])
 def test_thresholds_from_the_data_follow_the_gradients_scale(factor):
-    small, large = (Ranks(3, lambda: Threshold(threshold=None), [(300,)]) for _ in range(2))
+    small, large = (Ranks(3, lambda: ThresholdCompressor(threshold=None), [(300,)]) for _ in range(2))
     for step in range(3):
         own = [normal(300, 7 * step + rank) for rank in range(3)]
         expected = small.step(own) * factor
@@ -83,7 +83,7 @@ def test_thresholds_from_the_data_follow_the_gradients_scale(factor):
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_what_is_far_below_the_threshold_leaves_in_the_end():
-    ranks = Ranks(1, lambda: Threshold(threshold=0.5), [(4,)])
+    ranks = Ranks(1, lambda: ThresholdCompressor(threshold=0.5), [(4,)])
     sent = sum(ranks.step([torch.full((4,), 0.05)]) for _ in range(200))
     torch.testing.assert_close(sent + ranks.errors()[0], torch.full((4,), 10.0), rtol=1e-4, atol=0)
 
@@ -101,4 +101,4 @@ def test_what_is_far_below_the_threshold_leaves_in_the_end():
 )
 def test_bad_options(settings, words):
     with pytest.raises(ValueError, match=words):
-        Threshold(**settings)
+        ThresholdCompressor(**settings)

@@ -21,17 +21,17 @@ with pytest.MonkeyPatch.context() as environment:
     from dgc.bucket import Bucket, lay_out
     from dgc.comm.requests import AllGather, AllToAll
     from dgc.compression import (
-        QSGD,
-        Dense,
+        DenseCompressor,
         DGCCompressor,
-        Natural,
-        OneBit,
+        NaturalCompressor,
+        OneBitCompressor,
         PowerSGDCompressor,
-        RandomK,
-        ScaledSign,
-        SignSGD,
-        TernGrad,
-        Threshold,
+        QSGDCompressor,
+        RandomKCompressor,
+        ScaledSignCompressor,
+        SignSGDCompressor,
+        TernGradCompressor,
+        ThresholdCompressor,
     )
     from dgc.memory import ClipByNorm, DGCSGDMemory
     from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues
@@ -164,12 +164,23 @@ def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch):
 CODED = {"wire/payload.py read_facts", "compression/finite.py overflow"}
 SUMMED = "compression/finite.py overflow"
 OTHERS = [
-    (Dense(), {"compression/finite.py check_mean"}),
+    (DenseCompressor(), {"compression/finite.py check_mean"}),
     (DGCCompressor(1.0, DGCSGDMemory()), CODED),
-    *((method(), CODED) for method in (ScaledSign, QSGD, TernGrad, Natural, OneBit, SignSGD, Threshold)),
-    (Threshold(wire="scatter"), {"compression/quantized/threshold.py _scatter", SUMMED}),
+    *(
+        (method(), CODED)
+        for method in (
+            ScaledSignCompressor,
+            QSGDCompressor,
+            TernGradCompressor,
+            NaturalCompressor,
+            OneBitCompressor,
+            SignSGDCompressor,
+            ThresholdCompressor,
+        )
+    ),
+    (ThresholdCompressor(wire="scatter"), {"compression/quantized/threshold.py _scatter", SUMMED}),
     # its numbers are drawn on the host
-    (RandomK(0.1), {"compression/sparse/random_k.py exchange", SUMMED}),
+    (RandomKCompressor(0.1), {"compression/sparse/random_k.py exchange", SUMMED}),
 ]
 
 

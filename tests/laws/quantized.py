@@ -7,19 +7,19 @@ from table import Row, sparse_bytes
 
 from dgc.bucket import Bucket
 from dgc.compression import (
-    QSGD,
-    SVD,
-    Atomo,
-    Blockwise,
+    AtomoCompressor,
+    BlockwiseCompressor,
     DGCCompressor,
-    Natural,
-    OneBit,
-    RandomBlock,
-    RandomK,
-    ScaledSign,
-    SignSGD,
-    TernGrad,
-    Threshold,
+    NaturalCompressor,
+    OneBitCompressor,
+    QSGDCompressor,
+    RandomBlockCompressor,
+    RandomKCompressor,
+    ScaledSignCompressor,
+    SignSGDCompressor,
+    SVDCompressor,
+    TernGradCompressor,
+    ThresholdCompressor,
 )
 from dgc.compression.all_gather import AllGatherCompressor
 from dgc.memory import ResidualMemory
@@ -64,7 +64,7 @@ def feedback(name: str, make: Callable[[], AllGatherCompressor]) -> Row:
 
 def threshold(
     name: str,
-    make: Callable[[], Threshold],
+    make: Callable[[], ThresholdCompressor],
     at: Callable[[Bucket, int], int],
     at_zero: bool = True,
     left: float = 0.1,
@@ -74,39 +74,50 @@ def threshold(
 
 
 QUANTIZED = [
-    threshold("2bit", lambda: Threshold(threshold=2.0), threshold_bytes(2)),
-    threshold("2bit-adaptive", lambda: Threshold(threshold=None), threshold_bytes(2, per_tensor=4), left=0.35),
+    threshold("2bit", lambda: ThresholdCompressor(threshold=2.0), threshold_bytes(2)),
+    threshold(
+        "2bit-adaptive", lambda: ThresholdCompressor(threshold=None), threshold_bytes(2, per_tensor=4), left=0.35
+    ),
     # a rank whose own gradient stays beyond 1, as here, can never send all of it
-    threshold("1bit", lambda: Threshold(bits=1, threshold=0.0), threshold_bytes(1), at_zero=False, left=0.5),
-    feedback("scaled-sign", ScaledSign),
-    feedback("onebit", OneBit),
-    feedback("blockwise", lambda: Blockwise(block=100)),
-    Row("signsgd", SignSGD, coded(SignSGD), conserves=False, one_element=False, left=0.9),
-    Row("signum", lambda: SignSGD(0.5), coded(SignSGD), conserves=False, one_element=False, left=0.9),
-    unbiased("qsgd", QSGD),
-    unbiased("terngrad", TernGrad),
-    unbiased("natural", Natural),
-    replace(unbiased("atomo", lambda: Atomo(2), left=0.9), by_shape=True),
+    threshold(
+        "1bit", lambda: ThresholdCompressor(bits=1, threshold=0.0), threshold_bytes(1), at_zero=False, left=0.5
+    ),
+    feedback("scaled-sign", ScaledSignCompressor),
+    feedback("onebit", OneBitCompressor),
+    feedback("blockwise", lambda: BlockwiseCompressor(block=100)),
+    Row("signsgd", SignSGDCompressor, coded(SignSGDCompressor), conserves=False, one_element=False, left=0.9),
+    Row(
+        "signum",
+        lambda: SignSGDCompressor(0.5),
+        coded(SignSGDCompressor),
+        conserves=False,
+        one_element=False,
+        left=0.9,
+    ),
+    unbiased("qsgd", QSGDCompressor),
+    unbiased("terngrad", TernGradCompressor),
+    unbiased("natural", NaturalCompressor),
+    replace(unbiased("atomo", lambda: AtomoCompressor(2), left=0.9), by_shape=True),
     Row(
         "svd",
-        lambda: SVD(2),
-        coded(lambda: SVD(2)),
-        dense_limit=lambda: SVD(1000),
+        lambda: SVDCompressor(2),
+        coded(lambda: SVDCompressor(2)),
+        dense_limit=lambda: SVDCompressor(1000),
         tolerance=64 * 2.0**-24,
         by_shape=True,
     ),
     Row(
         "random-k",
-        lambda: RandomK(0.5),
+        lambda: RandomKCompressor(0.5),
         sampled_bytes(0.5, 4),
-        dense_limit=lambda: RandomK(1.0),
+        dense_limit=lambda: RandomKCompressor(1.0),
         one_element=True,
     ),
     Row(
         "random-block-fp16",
-        lambda: RandomBlock(0.5, values="fp16"),
+        lambda: RandomBlockCompressor(0.5, values="fp16"),
         sampled_bytes(0.5, 2),
-        dense_limit=lambda: RandomBlock(1.0, values="fp16"),
+        dense_limit=lambda: RandomBlockCompressor(1.0, values="fp16"),
         tolerance=2.0**-10,
     ),
     Row(

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.compression import BF16, FP16, Compressor, Dense, DGCCompressor
-from dgc.compression.dense import Cast
+from dgc.compression import BF16Compressor, Compressor, DenseCompressor, DGCCompressor, FP16Compressor
+from dgc.compression.dense import CastCompressor
 from dgc.compression.lowrank.powersgd import PowerSGDCompressor
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.selection import (
@@ -131,15 +130,15 @@ HALF = 2.0**-10  # rounding of fp16 over a sum of a few ranks
 BRAIN = 2.0**-7
 
 TABLE = [
-    Row("dense", Dense, own_bytes),
-    Row("fp16", FP16, two_bytes, conserves=False, dense_limit=FP16, tolerance=HALF),
-    Row("bf16", BF16, two_bytes, conserves=False, dense_limit=BF16, tolerance=BRAIN),
+    Row("dense", DenseCompressor, own_bytes),
+    Row("fp16", FP16Compressor, two_bytes, conserves=False, dense_limit=FP16Compressor, tolerance=HALF),
+    Row("bf16", BF16Compressor, two_bytes, conserves=False, dense_limit=BF16Compressor, tolerance=BRAIN),
     Row(
         "horovod-fp16",
-        lambda: Cast(HalfLikeHorovod()),
+        lambda: CastCompressor(HalfLikeHorovod()),
         two_bytes,
         conserves=False,
-        dense_limit=lambda: Cast(HalfLikeHorovod()),
+        dense_limit=lambda: CastCompressor(HalfLikeHorovod()),
         tolerance=HALF,
     ),
     Row(
@@ -284,10 +283,3 @@ TABLE = [
         }.items()
     ),
 ]
-
-SHAPES: tuple[tuple[int, ...], ...] = ((40, 25), (3, 3), (7, 11, 13), (1,), (2000,))
-
-
-def gradients(rank: int, step: int, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]

@@ -26,19 +26,18 @@ import dgc.kernels as kernels
 from dgc import gossip
 from dgc.comm.collectives import all_gather_object, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
-from dgc.compression import QSGD, Compressor, DGCCompressor
+from dgc.compression import Compressor, DGCCompressor, QSGDCompressor
 from dgc.gossip import CHOCO, Gossip, HierarchicalGossip
 from dgc.gossip.topology.bipartite import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
+from dgc.testing import LIKE, Fleet, gradients
 
 sys.path.insert(0, str(Path(__file__).parent))
 from definitions import DEFINITIONS  # noqa: E402
-from fleet import Fleet  # noqa: E402
 from quantized import QUANTIZED  # noqa: E402
-from table import SHAPES, TABLE, Row, gradients  # noqa: E402
+from table import TABLE, Row  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-LIKE = [torch.zeros(shape) for shape in SHAPES]
 CONSTRUCTORS = set(
     "arange empty empty_strided eye full linspace logspace normal ones rand randint randn randperm tensor zeros "
     "as_tensor scalar_tensor from_numpy Tensor".split()
@@ -193,7 +192,7 @@ def clipped(clipping: Clipping) -> DGCCompressor:
 
 TRAININGS: dict[str, Callable[[torch.nn.Module, LockstepTransport], Any]] = {
     "dense": wrap,
-    "momentum sgd, qsgd": lambda model, t: wrap(model, t, compression=QSGD(), bucket_mb=1e-4),
+    "momentum sgd, qsgd": lambda model, t: wrap(model, t, compression=QSGDCompressor(), bucket_mb=1e-4),
     "nesterov": lambda model, t: wrap(
         model, t, lambda m: dgc_sgd(m, nesterov=True, weight_decay=1e-2), compression=dgc(0.1, nesterov=True)
     ),

@@ -11,19 +11,28 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from definitions import DEFINITIONS  # noqa: E402
-from fleet import Fleet  # noqa: E402
 from quantized import QUANTIZED  # noqa: E402
-from table import SHAPES, Row, gradients  # noqa: E402
 from table import TABLE as OTHERS  # noqa: E402
+from table import Row  # noqa: E402
 
-from dgc.compression import Compressor, Dense  # noqa: E402
+from dgc.compression import Compressor, DenseCompressor  # noqa: E402
+from dgc.testing import (  # noqa: E402
+    LIKE,
+    SHAPES,
+    Fleet,
+    check_dropped_step,
+    check_nothing_lost,
+    check_replicas,
+    check_state,
+    flat,
+    gradients,
+)
 
 TABLE = [*OTHERS, *QUANTIZED, *DEFINITIONS]
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 5])
 some_sizes = pytest.mark.parametrize("size", [1, 3])
-LIKE = [torch.zeros(shape, dtype=torch.float32) for shape in SHAPES]
 
 
 @pytest.fixture(autouse=True)
@@ -34,39 +43,23 @@ def types_are_checked_once(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("no_type_checks")
 
 
-def flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
 @every_row
 @every_size
 def test_replicas_are_bitwise_equal(row: Row, size: int) -> None:
-    fleet = Fleet(row.make, size, LIKE)
-    for step in range(5):
-        means = fleet.step([gradients(rank, step) for rank in range(size)])
-        for mean in means[1:]:
-            assert torch.equal(mean.view(torch.int32), means[0].view(torch.int32))
+    check_replicas(row.make, size)
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.conserves], ids=lambda row: row.name)
 @every_size
 def test_nothing_is_lost(row: Row, size: int) -> None:
-    fleet = Fleet(row.make, size, LIKE)
-    for step in range(6):
-        own = [gradients(rank, step) for rank in range(size)]
-        before = fleet.errors()
-        due = sum(e + flat(g).double() for e, g in zip(before, own, strict=True)) / size
-        largest = max(float((e + flat(g)).abs().max()) for e, g in zip(before, own, strict=True))
-        mean = fleet.step(own)[0].double()
-        after = sum(fleet.errors()) / size
-        assert float((mean + after - due).abs().max()) <= row.tolerance * largest
+    check_nothing_lost(row.make, size, row.tolerance)
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.dense_limit], ids=lambda row: row.name)
 @every_size
 def test_reaches_dense(row: Row, size: int) -> None:
     assert row.dense_limit is not None
-    limit, dense = Fleet(row.dense_limit, size, LIKE), Fleet(Dense, size, LIKE)
+    limit, dense = Fleet(row.dense_limit, size), Fleet(DenseCompressor, size)
     for step in range(3):
         own = [gradients(rank, step) for rank in range(size)]
         expected = dense.step(own)[0]
@@ -77,16 +70,7 @@ def test_reaches_dense(row: Row, size: int) -> None:
 @every_row
 @every_size
 def test_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
-    fleet, other = Fleet(row.make, size, LIKE), Fleet(row.make, size, LIKE, seed=1)
-    for step in range(4):
-        fleet.step([gradients(rank, step) for rank in range(size)])
-    for old, new in zip(fleet.compressors, other.compressors, strict=True):
-        new.load_state_dict(old.state_dict())
-    for step in range(4, 8):
-        own = [gradients(rank, step) for rank in range(size)]
-        assert torch.equal(fleet.step(own)[0], other.step(own)[0])
-    for a, b in zip(fleet.errors(), other.errors(), strict=True):
-        assert torch.equal(a, b)
+    check_state(row.make, size)
 
 
 def real_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -101,7 +85,7 @@ def real_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 @every_row
 def test_a_state_with_nan_is_refused(row: Row) -> None:
     """Wherever it is: every later step would be dropped, or worse."""
-    fleet, other = Fleet(row.make, 2, LIKE), Fleet(row.make, 2, LIKE, seed=1)
+    fleet, other = Fleet(row.make, 2), Fleet(row.make, 2, seed=1)
     for step in range(2):
         fleet.step([gradients(rank, step) for rank in range(2)])
     state = fleet.compressors[0].state_dict()
@@ -118,7 +102,7 @@ def test_a_state_with_nan_is_refused(row: Row) -> None:
 @every_row
 @every_size
 def test_zeros_stay_zero(row: Row, size: int) -> None:
-    fleet = Fleet(row.make, size, LIKE)
+    fleet = Fleet(row.make, size)
     for _ in range(2):
         mean = fleet.step([LIKE] * size)[0]
         assert bool(torch.isfinite(mean).all())
@@ -187,7 +171,7 @@ def test_half_precision_gradients(row: Row, dtype: torch.dtype) -> None:
 @some_sizes
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")], ids=str)
 def test_nonfinite_gradients_are_named_alike_on_every_rank(row: Row, size: int, bad: float) -> None:
-    fleet = Fleet(row.make, size, LIKE)
+    fleet = Fleet(row.make, size)
     own = [gradients(rank, 0) for rank in range(size)]
     own[size - 1][2][1, 2, 3] = bad
     fleet.step(own)
@@ -206,23 +190,13 @@ KEEPING += [(row, row.dense_limit) for row in TABLE if row.keeps and row.dense_l
 @every_size
 def test_nothing_is_lost_in_a_dropped_step(row: Row, make: Callable[[], Compressor], size: int) -> None:
     """What a rank sent is its own again, bit for bit; NaN and inf count as zero."""
-    fleet = Fleet(make, size, LIKE)
-    for step in range(3):
-        fleet.step([gradients(rank, step) for rank in range(size)])
-    before = fleet.errors()
-    own = [gradients(rank, 9) for rank in range(size)]
-    own[0][4][3:50] = float("nan")
-    fleet.step(own)
-    assert fleet.nonfinite[0] is not None
-    for old, gradient, new in zip(before, own, fleet.errors(), strict=True):
-        expected = old.float() + flat(gradient).nan_to_num(0.0, 0.0, 0.0)
-        assert torch.equal(new.float(), expected)
+    check_dropped_step(make, size)
 
 
 @every_row
 @every_size
 def test_metered_bytes_are_the_formula_s(row: Row, size: int) -> None:
-    fleet = Fleet(row.make, size, LIKE)
+    fleet = Fleet(row.make, size)
     for step in range(3):
         fleet.step([gradients(rank, step) for rank in range(size)])
     for meter, bucket in zip(fleet.world.meters, fleet.buckets, strict=True):

@@ -8,11 +8,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from definitions import DEFINITIONS  # noqa: E402
-from fleet import Fleet  # noqa: E402
 from quantized import QUANTIZED  # noqa: E402
-from table import SHAPES, TABLE, Row, gradients  # noqa: E402
+from table import TABLE, Row  # noqa: E402
 
-LIKE = [torch.zeros(shape, dtype=torch.float32) for shape in SHAPES]
+from dgc.testing import Fleet, gradients  # noqa: E402
+
 SIZE = 3
 
 
@@ -21,7 +21,7 @@ SIZE = 3
 def test_enormous_gradients_leave_no_trace(row: Row) -> None:
     for make in filter(None, (row.make, row.dense_limit)):
         for huge, who in ((3e38, [1]), (-3e38, [0, 1, 2])):
-            fleet = Fleet(make, SIZE, LIKE)
+            fleet = Fleet(make, SIZE)
             fleet.step([gradients(rank, 0) for rank in range(SIZE)])
             for step in range(1, 5):
                 own = [gradients(rank, step) for rank in range(SIZE)]

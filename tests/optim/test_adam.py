@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import QSGD, DGCCompressor, ScaledSign
+from dgc.compression import DGCCompressor, QSGDCompressor, ScaledSignCompressor
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DistributedOptimizer
 
@@ -50,7 +50,7 @@ def test_all_elements_converge_though_few_are_sent():
     assert bool((steps > 0.1).all())
 
 
-@pytest.mark.parametrize("make", [lambda: QSGD(bits=8), lambda: DGCCompressor(1.0, ResidualMemory())])
+@pytest.mark.parametrize("make", [lambda: QSGDCompressor(bits=8), lambda: DGCCompressor(1.0, ResidualMemory())])
 @pytest.mark.usefixtures("no_type_checks")
 def test_dense_gradients_do_not_change_the_steps(make):
     assert float(travel(make, steps=200).mean()) == pytest.approx(1.0, rel=0.05)
@@ -59,7 +59,7 @@ def test_dense_gradients_do_not_change_the_steps(make):
 @pytest.mark.usefixtures("no_type_checks")
 def test_scaled_signs_with_error_feedback_move_all_elements_alike():
     """With one scale for all, small gradients alternate in sign: their second moment is that of the scale."""
-    steps = travel(ScaledSign, betas=(0.9, 0.99))
+    steps = travel(ScaledSignCompressor, betas=(0.9, 0.99))
     assert bool((steps > 0).all()) and float(steps.max()) > 2 * float(steps.min())
 
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from nets import alone  # noqa: E402
 
 from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import Dense, DGCCompressor, Route, Rule  # noqa: E402
+from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule  # noqa: E402
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, DGCSGDMemory  # noqa: E402
 from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
 
@@ -90,6 +90,6 @@ def test_a_dropped_step_stays_dropped():
 
 
 def test_another_compressor_for_vectors_is_not_clipped():
-    route = Route([Rule(Dense(), max_dim=1), Rule(clipped(ClipByNorm(1.0)))])
+    route = Route([Rule(DenseCompressor(), max_dim=1), Rule(clipped(ClipByNorm(1.0)))])
     step, _ = moved(alone(), route, normal(0, 100.0))
     torch.testing.assert_close(step["bias"], normal(0, 100.0)["bias"])

@@ -24,7 +24,7 @@ from nets import (  # noqa: E402
     wrap,
 )
 
-from dgc.compression import BF16, Dense, DGCCompressor, Route, Rule  # noqa: E402
+from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, Route, Rule  # noqa: E402
 from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
 
 # --- dense is single-process training on the whole batch -------------------------------------------
@@ -32,7 +32,7 @@ from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-4])
-@pytest.mark.parametrize("compression", [None, Dense], ids=str)
+@pytest.mark.parametrize("compression", [None, DenseCompressor], ids=str)
 @pytest.mark.parametrize("op", ["average", "sum"])
 def test_dense_equals_one_process(size, bucket_mb, compression, op):
     def body(model, transport):
@@ -188,7 +188,7 @@ def test_bad_number_of_passes():
 
 
 @pytest.mark.parametrize("zero", ZEROS)
-@pytest.mark.parametrize("compression", [Dense, lambda: dgc(0.2)], ids=["dense", "dgc"])
+@pytest.mark.parametrize("compression", [DenseCompressor, lambda: dgc(0.2)], ids=["dense", "dgc"])
 def test_every_way_to_zero_gradients(zero, compression):
     def train(how):
         def body(model, transport):
@@ -354,16 +354,16 @@ def test_a_step_that_was_left_out_after_synchronize(zero):
 
 def test_a_route_of_compressors():
     def body(model, transport):
-        route = Route([Rule(BF16(), name="last.*"), Rule(dgc(0.1), min_dim=2), Rule(Dense())])
+        route = Route([Rule(BF16Compressor(), name="last.*"), Rule(dgc(0.1), min_dim=2), Rule(DenseCompressor())])
         optimizer = wrap(model, transport, dgc_sgd, compression=route)
         kinds = {s.name: type(p.compressor) for p in optimizer.exchange.planned for s in p.bucket.segments}
         assert kinds == {
             "first.weight": DGCCompressor,
             "spare.weight": DGCCompressor,
-            "first.bias": Dense,
-            "spare.bias": Dense,
-            "last.weight": BF16,
-            "last.bias": BF16,
+            "first.bias": DenseCompressor,
+            "spare.bias": DenseCompressor,
+            "last.weight": BF16Compressor,
+            "last.bias": BF16Compressor,
         }
         for step in range(3):
             optimizer.zero_grad()
@@ -433,5 +433,5 @@ def test_dgc_learns():
         run(2, body, models)
         return (models[0].weight.detach() - 1.5 * target).norm() / target.norm()
 
-    assert train(Dense) < 1e-2
+    assert train(DenseCompressor) < 1e-2
     assert train(lambda: dgc(0.1, momentum=0.5)) < 0.1

@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from nets import alone, assert_same, dgc, dgc_sgd, joint_loss, loss_of, momentum_sgd, net, run, wrap  # noqa: E402
 
 from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import Dense, DGCCompressor, Route, Rule  # noqa: E402
+from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule  # noqa: E402
 from dgc.memory import ResidualMemory  # noqa: E402
 from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
 from dgc.optim.options import as_route  # noqa: E402
 
-KINDS = {"dense": Dense, "dgc": lambda: dgc(0.2), "dgc dense": lambda: dgc(1.0)}
+KINDS = {"dense": DenseCompressor, "dgc": lambda: dgc(0.2), "dgc dense": lambda: dgc(1.0)}
 every_kind = pytest.mark.parametrize("compression", KINDS.values(), ids=KINDS)
 
 
@@ -316,12 +316,12 @@ def test_one_compressor_for_two_optimizers():
     wrap(net(), alone(), compression=shared)
     with pytest.raises(ValueError, match="this DGCCompressor has the error state of another"):
         wrap(net(), alone(), compression=Route([Rule(shared)]))
-    stateless = Dense()
+    stateless = DenseCompressor()
     wrap(net(), alone(), compression=stateless)
     wrap(net(), alone(), compression=stateless)
 
 
-@pytest.mark.parametrize("kind", [Dense, DGCCompressor, Route])
+@pytest.mark.parametrize("kind", [DenseCompressor, DGCCompressor, Route])
 def test_a_class_in_place_of_a_compressor(kind):
     with pytest.raises(ValueError, match=rf"compression={kind.__name__} is a class: pass an instance"):
         as_route(kind)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import QSGD, Dense, PowerSGDCompressor
+from dgc.compression import DenseCompressor, PowerSGDCompressor, QSGDCompressor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from nets import assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, wrap  # noqa: E402
@@ -30,10 +30,10 @@ CHANGES = {
     "none": lambda m: m.zero_grad(),
 }
 COMPRESSORS = {
-    "dense": lambda: Dense(),
+    "dense": lambda: DenseCompressor(),
     "dgc": lambda: dgc(0.5),
     "powersgd": lambda: PowerSGDCompressor(2),
-    "qsgd": lambda: QSGD(),
+    "qsgd": lambda: QSGDCompressor(),
 }
 
 
@@ -67,7 +67,7 @@ def test_every_change_in_flight_is_refused_whichever_buckets_have_started():
 def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused():
     def body(transport):
         model = net()
-        optimizer = wrap(model, transport, compression=Dense())
+        optimizer = wrap(model, transport, compression=DenseCompressor())
         optimizer.zero_grad()
         model.first.weight.sum().backward()
         model.first.weight.grad.mul_(2)
@@ -103,7 +103,7 @@ def test_the_documented_recipe_and_partial_sums_may_be_clipped(name):
 
 def test_a_gradient_that_backward_did_not_compute_may_change():
     def body(model, transport):
-        optimizer = wrap(model, transport, compression=Dense(), bucket_mb=SMALL)
+        optimizer = wrap(model, transport, compression=DenseCompressor(), bucket_mb=SMALL)
         optimizer.zero_grad()
         loss_of(model, 0, transport.rank, spare=False).backward()
         model.spare.weight.grad = torch.ones(8, 8)

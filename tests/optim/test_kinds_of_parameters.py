@@ -25,7 +25,7 @@ from nets import (  # noqa: E402
 )
 
 from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import BF16, Dense  # noqa: E402
+from dgc.compression import BF16Compressor, DenseCompressor  # noqa: E402
 from dgc.optim import DistributedOptimizer  # noqa: E402
 
 
@@ -148,7 +148,9 @@ def test_sparse_embedding_gradients():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("compression", [Dense, BF16, lambda: dgc(0.2)], ids=["dense", "bf16", "dgc"])
+@pytest.mark.parametrize(
+    "compression", [DenseCompressor, BF16Compressor, lambda: dgc(0.2)], ids=["dense", "bf16", "dgc"]
+)
 def test_parameters_of_other_precision(dtype, compression):
     models = [net().to(dtype) for _ in range(2)]
     losses = []
@@ -178,7 +180,7 @@ def test_channels_last():
         return x.to(memory_format=torch.channels_last)
 
     results = []
-    for compression in (Dense, lambda: dgc(1.0), lambda: dgc(0.1)):
+    for compression in (DenseCompressor, lambda: dgc(1.0), lambda: dgc(0.1)):
         models = [build() for _ in range(2)]
 
         def body(model, transport, compression=compression):

@@ -12,7 +12,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from nets import alone, assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, values, wrap  # noqa: E402
 
 from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import BF16, FP16, Dense, DGCCompressor, NonFiniteGradientError  # noqa: E402
+from dgc.compression import (  # noqa: E402
+    BF16Compressor,
+    DenseCompressor,
+    DGCCompressor,
+    FP16Compressor,
+    NonFiniteGradientError,
+)
 from dgc.memory import ResidualMemory  # noqa: E402
 
 
@@ -27,9 +33,9 @@ class Half:
 
 
 COMPRESSIONS = {
-    "dense": Dense,
-    "fp16": FP16,
-    "bf16": BF16,
+    "dense": DenseCompressor,
+    "fp16": FP16Compressor,
+    "bf16": BF16Compressor,
     "horovod": lambda: Half,
     "dgc": lambda: dgc(0.1),
     "dgc dense": lambda: dgc(1.0),
@@ -147,7 +153,7 @@ def test_an_overflow_of_the_wire_alone_names_no_rank():
     """Finite gradients beyond fp16: the mean is inf, though no rank has a gradient that is not finite."""
 
     def body(model, transport):
-        optimizer = wrap(model, transport, compression=FP16(), nonfinite="raise")
+        optimizer = wrap(model, transport, compression=FP16Compressor(), nonfinite="raise")
         (1e6 * loss_of(model, 0, transport.rank)).backward()
         optimizer.step()
 

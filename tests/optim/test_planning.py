@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from dgc.bucket import lay_out, make_bucket
-from dgc.compression import Dense, DGCCompressor, Route, Rule
+from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
 from dgc.memory import NoMemory
 from dgc.optim.exchange.planning import MEGABYTE, describe, plan_buckets
 
-DENSE = Dense()
+DENSE = DenseCompressor()
 
 
 def parameters(*sizes, dtype=torch.float32):

@@ -22,8 +22,8 @@ from nets import (  # noqa: E402
 
 from dgc.comm.lockstep import LockstepWorld  # noqa: E402
 from dgc.comm.requests import AllReduce  # noqa: E402
-from dgc.compression import Dense, DenseResult, DGCCompressor  # noqa: E402
-from dgc.compression.protocol import Stateless  # noqa: E402
+from dgc.compression import DenseCompressor, DenseResult, DGCCompressor  # noqa: E402
+from dgc.compression.protocol import StatelessCompressor  # noqa: E402
 from dgc.memory import ResidualMemory  # noqa: E402
 from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
 
@@ -48,7 +48,7 @@ def test_parameters_in_place_of_named_parameters():
             DistributedOptimizer(momentum_sgd(model), wrong)
 
 
-class Own(Stateless):
+class Own(StatelessCompressor):
     """A compressor of the user. speak: its reduce."""
 
     def __init__(self, speak):
@@ -79,7 +79,8 @@ def test_a_custom_compressor_that_is_no_generator():
         with pytest.raises(ValueError, match=words):
             run(2, body)
     model = net()
-    optimizer = wrap(model, alone(), compression=Own(Dense().reduce))  # a function that returns a generator
+    # a function that returns a generator
+    optimizer = wrap(model, alone(), compression=Own(DenseCompressor().reduce))
     loss_of(model, 0).backward()
     optimizer.step()
 

@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from nets import alone, dgc_sgd, loss_of, net, wrap  # noqa: E402
 
 from dgc.comm import AllReduce  # noqa: E402
-from dgc.compression.protocol import DenseResult, Stateless  # noqa: E402
+from dgc.compression.protocol import DenseResult, StatelessCompressor  # noqa: E402
 
 
-class ThreeRounds(Stateless):
+class ThreeRounds(StatelessCompressor):
     def reduce(self, bucket):
         for _ in range(3):
             (mean,) = yield (AllReduce(bucket.flat.clone()),)

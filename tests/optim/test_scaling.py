@@ -10,9 +10,14 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from nets import alone, assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, values, wrap  # noqa: E402
 
-from dgc.compression import BF16, Dense  # noqa: E402
+from dgc.compression import BF16Compressor, DenseCompressor  # noqa: E402
 
-COMPRESSIONS = {"dense": Dense, "bf16": BF16, "dgc": lambda: dgc(0.1), "dgc dense": lambda: dgc(1.0)}
+COMPRESSIONS = {
+    "dense": DenseCompressor,
+    "bf16": BF16Compressor,
+    "dgc": lambda: dgc(0.1),
+    "dgc dense": lambda: dgc(1.0),
+}
 every_compression = pytest.mark.parametrize("compression", COMPRESSIONS.values(), ids=COMPRESSIONS)
 
 
@@ -74,9 +79,7 @@ def test_scaling_by_powers_of_two_changes_no_bit(compression, recipe):
 def test_an_overflow_of_one_rank_halves_the_scale_of_all(compression, recipe):
     def body(model, transport):
         scaler = new_scaler(growth_interval=1000)
-        optimizer = wrap(
-            model, transport, dgc_sgd, compression=compression(), grad_scaler=scaler, bucket_mb=2e-4
-        )
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression(), grad_scaler=scaler, bucket_mb=2e-4)
         for step in range(5):
             optimizer.zero_grad()
             before = values(model)

@@ -12,8 +12,16 @@ import torch
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import QSGD, Dense, DGCCompressor, PowerSGDCompressor, Route, Rule, Threshold
-from dgc.compression.protocol import Stateless
+from dgc.compression import (
+    DenseCompressor,
+    DGCCompressor,
+    PowerSGDCompressor,
+    QSGDCompressor,
+    Route,
+    Rule,
+    ThresholdCompressor,
+)
+from dgc.compression.protocol import StatelessCompressor
 from dgc.gossip import DPSGD, Periodic, from_weights
 from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, GossipOptimizer
@@ -25,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from nets import wrap  # noqa: E402
 
 
-class OfAUser(Stateless):
+class OfAUser(StatelessCompressor):
     def __init__(self, seed, table=(1.0,)):
         self._seed, self.table = seed, torch.tensor(table)
 
@@ -49,9 +57,9 @@ CASES = [
         False,
         lambda used: {"grad_scaler": torch.amp.GradScaler("cpu", enabled=used)},
     ),
-    ("compression.threshold", 0.5, 0.25, lambda t: {"compression": Threshold(threshold=t)}),
-    ("compression.threshold", 0.5, None, lambda t: {"compression": Threshold(threshold=t)}),
-    ("compression._seed", 0, 1, lambda s: {"compression": QSGD(seed=s)}),
+    ("compression.threshold", 0.5, 0.25, lambda t: {"compression": ThresholdCompressor(threshold=t)}),
+    ("compression.threshold", 0.5, None, lambda t: {"compression": ThresholdCompressor(threshold=t)}),
+    ("compression._seed", 0, 1, lambda s: {"compression": QSGDCompressor(seed=s)}),
     ("compression._seed", 3, 4, lambda s: {"compression": OfAUser(s)}),
     ("compression.compress_ratio", 0.1, 0.2, lambda r: {"compression": dgc(r)}),
     ("compression.memory.momentum", 0.9, 0.8, lambda m: {"compression": dgc(momentum=m)}),
@@ -61,10 +69,10 @@ CASES = [
         2.0,
         lambda n: {"compression": dgc(clipping=ClipByNorm(n))},
     ),
-    ("compression._selector.sample_ratio", 0.1, 0.2, lambda r: {"compression": dgc(selector=Sampled(r))}),
-    ("compression._format.values.dtype", "fp16", "bf16", lambda v: {"compression": dgc(values=CastValues(v))}),
+    ("compression.selector.sample_ratio", 0.1, 0.2, lambda r: {"compression": dgc(selector=Sampled(r))}),
+    ("compression.format.values.dtype", "fp16", "bf16", lambda v: {"compression": dgc(values=CastValues(v))}),
     (
-        "compression._warmup.warmup_coeff[1]",
+        "compression.warmup.warmup_coeff[1]",
         0.2,
         0.3,
         lambda c: {"compression": dgc(warmup_epochs=2, warmup_coeff=[0.5, c])},
@@ -73,9 +81,16 @@ CASES = [
         "compression.rules[0].compressor.threshold",
         1.0,
         2.0,
-        lambda t: {"compression": Route([Rule(Threshold(threshold=t), name="*weight"), Rule(Dense())])},
+        lambda t: {
+            "compression": Route([Rule(ThresholdCompressor(threshold=t), name="*weight"), Rule(DenseCompressor())])
+        },
     ),
-    ("compression.rules[0].min_numel", 1, 2, lambda n: {"compression": Route([Rule(Dense(), min_numel=n)])}),
+    (
+        "compression.rules[0].min_numel",
+        1,
+        2,
+        lambda n: {"compression": Route([Rule(DenseCompressor(), min_numel=n)])},
+    ),
 ]
 
 
@@ -107,10 +122,10 @@ def test_other_kinds_of_settings():
             LockstepWorld(2).run(body)
         return str(caught.value)
 
-    assert "compression is dgc.compression.dense.Dense" in told(Dense(), Threshold())
+    assert "compression is dgc.compression.dense.DenseCompressor" in told(DenseCompressor(), ThresholdCompressor())
     assert "compression.rank is 1 on rank 0 and 2" in told(PowerSGDCompressor(1), PowerSGDCompressor(2))
     indices = told(dgc(), dgc(indices=PackedIndices()))
-    assert "compression._format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind" in indices
+    assert "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind" in indices
     assert "compression.table is tensor of shape (1,), torch.float32" in told(OfAUser(1), OfAUser(1, (2.0,)))
 
 

@@ -5,14 +5,14 @@ from itertools import cycle, product
 
 import pytest
 import torch
-from laws.fleet import Fleet
 
 import dgc.kernels as kernels
 from dgc import paper
 from dgc.bucket import make_bucket
-from dgc.compression import DGCCompressor, Threshold
+from dgc.compression import DGCCompressor, ThresholdCompressor
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
 from dgc.selection import Exact, Histogram, Laplace, Predicted
+from dgc.testing import Fleet
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SIZES = (1, 2, 3)
@@ -150,7 +150,7 @@ def test_threshold():
     draws, shapes, histories = cycle([normal, in_halves]), (*SHAPES, (7,), ()), []
     for width, t in THRESHOLDS:
         for size, wire in zip(SIZES, ("gather", "scatter", "server"), strict=True):
-            makes = partial(Threshold, width, t, wire=wire), partial(paper.Threshold, width, t)
+            makes = partial(ThresholdCompressor, width, t, wire=wire), partial(paper.Threshold, width, t)
             histories.append(run(*makes, size, shapes, next(draws)))
     assert len(set(histories)) == len(histories)
 
@@ -159,7 +159,7 @@ def test_threshold_with_many_ranks():
     """t added 5 times is rounded more often than 5 t: exact for t a power of 2, else within 4 roundings."""
     differ = 0
     for width, t in [*THRESHOLDS, (2, 0.7)]:
-        makes = partial(Threshold, width, t), partial(paper.Threshold, width, t)
+        makes = partial(ThresholdCompressor, width, t), partial(paper.Threshold, width, t)
         fleets = [Fleet(make, 5, LIKE) for make in makes]
         for step in range(10):
             generator = torch.Generator().manual_seed(step)

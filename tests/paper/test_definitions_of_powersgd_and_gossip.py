@@ -8,7 +8,6 @@ from zlib import crc32
 
 import pytest
 import torch
-from laws.fleet import Fleet
 from torch import nn
 
 from dgc import gossip
@@ -20,6 +19,7 @@ from dgc.optim import GossipOptimizer
 from dgc.paper.choco import choco_sgd, scaled_sign, top_k
 from dgc.paper.powersgd import PowerSGD
 from dgc.paper.sgp import osgp, sgp
+from dgc.testing import Fleet
 
 STEPS = 50
 ULP = 2.0**-24

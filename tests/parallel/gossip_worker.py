@@ -23,7 +23,7 @@ from gossip.networks import Trained, momentum, on  # noqa: E402
 from dgc import gossip  # noqa: E402
 from dgc.comm import all_gather_object, all_reduce  # noqa: E402
 from dgc.comm.horovod import connect  # noqa: E402
-from dgc.compression import Dense  # noqa: E402
+from dgc.compression import DenseCompressor  # noqa: E402
 from dgc.gossip import (  # noqa: E402
     DPSGD,
     OSGP,
@@ -70,7 +70,7 @@ def complete_graph(transport: Any) -> Finding:
 
     other = Trained(transport, SGP())  # for its model and data
     optimizer = DistributedOptimizer(
-        momentum(other.model.parameters()), other.model.named_parameters(), Dense(), transport=transport
+        momentum(other.model.parameters()), other.model.named_parameters(), DenseCompressor(), transport=transport
     )
     for _ in range(15):
         optimizer.zero_grad()

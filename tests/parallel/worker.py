@@ -26,7 +26,14 @@ from dgc.comm import (
 )
 from dgc.comm.horovod import HorovodTransport, hvd
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import BF16, FP16, Dense, DGCCompressor, NonFiniteGradientError, Threshold
+from dgc.compression import (
+    BF16Compressor,
+    DenseCompressor,
+    DGCCompressor,
+    FP16Compressor,
+    NonFiniteGradientError,
+    ThresholdCompressor,
+)
 from dgc.kernels.library import supported_isas
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
@@ -73,9 +80,9 @@ def requests(transport: Any) -> Finding:
 
 def compressors() -> dict[str, Callable[[], Any]]:
     return {
-        "dense": Dense,
-        "fp16": FP16,
-        "bf16": BF16,
+        "dense": DenseCompressor,
+        "fp16": FP16Compressor,
+        "bf16": BF16Compressor,
         "horovod-none": lambda: hvd.Compression.none,
         "horovod-fp16": lambda: hvd.Compression.fp16,
         "residual": lambda: DGCCompressor(0.01, ResidualMemory()),
@@ -193,7 +200,9 @@ def other_settings(transport: Any) -> Finding:
     threshold = 0.25 if transport.rank == transport.size - 1 else 0.5
     return _told(
         lambda: DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), Threshold(threshold=threshold)
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            ThresholdCompressor(threshold=threshold),
         ),
         ValueError,
     )

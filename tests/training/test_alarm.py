@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import SVD, Atomo, DGCCompressor
+from dgc.compression import AtomoCompressor, DGCCompressor, SVDCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.faults.error_growth import ErrorAlarm
@@ -82,7 +82,7 @@ def test_real_training(lr):
             assert bool(told) == (lr > 1)
 
 
-@pytest.mark.parametrize("make", [SVD, Atomo])
+@pytest.mark.parametrize("make", [SVDCompressor, AtomoCompressor])
 def test_the_alarm_watches_low_rank_methods(make):
     """At the ratio that they report: a ratio of 1 would switch it off."""
     model = torch.nn.Linear(40, 60)

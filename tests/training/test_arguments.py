@@ -6,9 +6,7 @@ import shlex
 import pytest
 
 from dgc_training.config import load
-from dgc_training.config.files import REPOSITORY
-from dgc_training.config.overrides import FLAGS
-from dgc_training.startup.arguments import parse_arguments
+from dgc_training.config.layers import FLAGS, REPOSITORY
 
 
 def test_the_help_has_an_example_that_works_and_names_the_reference_of_all_keys(capsys):

@@ -9,9 +9,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
-from dgc_training.config import Config, ConfigError, derived, instantiate, load, to_yaml
-from dgc_training.config.files import REPOSITORY, config_files
-from dgc_training.config.overrides import literal
+from dgc_training.config import ConfigError, derived, instantiate, load, to_yaml
+from dgc_training.config.layers import REPOSITORY, config_files, literal
 from dgc_training.config.targets import import_path, import_target
 
 CNN, WM5, SGP = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/gossip/sgp.py"
@@ -40,12 +39,11 @@ def test_t_max_follows_num_epochs() -> None:
     assert load([CNN], ["--configs.train.num_epochs", "2"]).train.scheduler.T_max == 1
 
 
-@pytest.mark.parametrize("key, text, value", [("momentum", "0.8", 0.8), ("nesterov", "true", True)])
-def test_momentum_and_nesterov_reach_the_memory(key: str, text: str, value: object) -> None:
-    tree = load([CNN, WM5], [f"--configs.train.optimizer.{key}", text])
-    assert tree.train.optimizer[key] == value
-    assert tree.train.compression.memory[key] == value
-    assert getattr(instantiate(tree.train.compression.memory), key) == value
+def test_momentum_and_nesterov_reach_the_memory() -> None:
+    words = ["--configs.train.optimizer.momentum", "0.8", "--configs.train.optimizer.nesterov", "true"]
+    train = load([CNN, WM5], words).train
+    for node in (train.optimizer, train.compression.memory, instantiate(train.compression.memory)):
+        assert (node.momentum, node.nesterov) == (0.8, True), node
 
 
 def test_later_files_reach_derived_values(tmp_path: Path) -> None:
@@ -65,47 +63,30 @@ def test_formulas_in_lists_follow_overrides(tmp_path: Path) -> None:
     )
     steps = write(tmp_path, "steps.py", text)
     assert list(load([CNN, steps]).train.scheduler.milestones) == [15, 30, 39]
-    tree = load(
-        [CNN, steps], ["--configs.train.num_epochs=80", "--configs.train.scheduler.milestones.2", "78"]
-    )
+    tree = load([CNN, steps], ["--configs.train.num_epochs=80", "--configs.train.scheduler.milestones.2", "78"])
     assert list(tree.train.scheduler.milestones) == [35, 60, 78]
 
 
-@pytest.mark.parametrize(
-    "formula, value",
-    [
+def test_arithmetic() -> None:
+    for formula, value in (
         ("2 + 3 * 4 - 1", 13),
         ("7 / 2", 3.5),
         ("7 // 2 % 2", 1),
         ("-2 ** 2", -4),
+        ("2 ** -1", 0.5),
         ("min(seed, 3) + max(1, 2.5)", 5.5),
         ("(seed - 40) * +2", 4),
-    ],
-)
-def test_arithmetic(formula: str, value: float) -> None:
-    tree = OmegaConf.create({"seed": 42, "x": f'${{derive:"{formula}"}}'})
-    assert tree.x == value and type(tree.x) is type(value)
+        ("seed / a.b", 14.0),
+    ):
+        tree = OmegaConf.create({"seed": 42, "a": {"b": 3}, "x": f'${{derive:"{formula}"}}'})
+        assert tree.x == value and type(tree.x) is type(value), formula
 
 
-@pytest.mark.parametrize(
-    "formula",
-    [
-        "f(1)",
-        "a[0]",
-        "'a'",
-        "a if b else c",
-        "lambda: 1",
-        "a.b()",
-        "max()",
-        "a <",
-        "True",
-        "min(a, key=b)",
-        "",
-    ],
-)
-def test_a_formula_is_arithmetic_and_nothing_else(formula: str) -> None:
-    with pytest.raises(ValueError, match="is not made of config keys, numbers"):
-        derived(formula)
+def test_a_formula_is_arithmetic_and_nothing_else() -> None:
+    wrong = ("f(1)", "a[0]", "'a'", "a if b else c", "lambda: 1", "a.b()", "max()", "a <", "True", "min(a, key=b)")
+    for formula in (*wrong, "f(x).y", "(1).real", ""):
+        with pytest.raises(ValueError, match="is not made of config keys, numbers"):
+            print(derived(formula), "is accepted")
 
 
 # Files
@@ -142,13 +123,11 @@ def test_dgc_keeps_the_experiments_optimizer_keys() -> None:
     assert (dense.dgc, dgc.dgc) == (False, True)
     assert dense.optimizer._target_ == "torch.optim.SGD" and dgc.optimizer._target_ == "dgc.optim.DGCSGD"
     assert {**dense.optimizer, "_target_": 0} == {**dgc.optimizer, "_target_": 0}
-    assert dense.compression == {"_target_": "dgc.compression.Dense"}
+    assert dense.compression == {"_target_": "dgc.compression.DenseCompressor"}
 
 
 def test_dgc_files_set_what_they_say() -> None:
-    tree = load(
-        [CNN, "configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py", "configs/dgc/nm.py"]
-    )
+    tree = load([CNN, "configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py", "configs/dgc/nm.py"])
     c = tree.train.compression
     assert (c.warmup_epochs, c.warmup_coeff, c.fp16_values, c.int32_indices) == (5, None, True, True)
     assert c.memory.momentum_masking is False
@@ -299,9 +278,7 @@ def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> N
         saved.parent.mkdir(parents=True, exist_ok=True)
         saved.write_text(to_yaml(tree, resolve=False))
         assert load([saved]) == tree and to_yaml(load([saved])) == to_yaml(tree)
-        again = load(
-            [saved], ["--configs.train.num_epochs", "500", "--configs.train.optimizer.momentum", "0.8"]
-        )
+        again = load([saved], ["--configs.train.num_epochs", "500", "--configs.train.optimizer.momentum", "0.8"])
         assert again.train.scheduler.T_max == 495
         if len(stack) == 3:
             assert again.train.compression.memory.momentum == 0.8
@@ -332,9 +309,8 @@ def test_the_tree_is_complete_and_read_only() -> None:
 # Overrides
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
+def test_literals() -> None:
+    cases: list[tuple[str, object]] = [
         ("500", 500),
         ("-3", -3),
         ("1e-4", 1e-4),
@@ -357,19 +333,18 @@ def test_the_tree_is_complete_and_read_only() -> None:
         ("os.getcwd()", "os.getcwd()"),
         ("__import__('os')", "__import__('os')"),
         ("acc/test_top1", "acc/test_top1"),
-    ],
-)
-def test_literals(text: str, value: object) -> None:
-    found = literal(text, "key")
-    assert found == value and type(found) is type(value) or isinstance(found, Config)
+        ("{a: None, b: 'None of it'}", {"a": None, "b": "None of it"}),
+        ("[None]", [None]),
+    ]
+    for text, value in cases:
+        found = literal(text, "key")
+        assert found == value and type(found) is type(value), text
 
 
 def test_overrides_in_every_form(tmp_path: Path) -> None:
     words = "--configs.train.num_epochs=1e2 --configs.train.optimizer.lr 1e-4 --configs.deterministic True"
     words += " --configs.train.meters.acc/{}_top1.k 3 --configs.train.metric=null --configs.train.bucket_mb 1"
-    words += (
-        " --configs.train.compression.warmup_coeff [0.5,0.1,0.1,0.1,0.1] --configs.train.checkpoint_every 7"
-    )
+    words += " --configs.train.compression.warmup_coeff [0.5,0.1,0.1,0.1,0.1] --configs.train.checkpoint_every 7"
     words += " --configs.train.optimizer.weight_decay=0 --configs.train.optimizer.dampening -1"
     tree = load([CNN, "configs/dgc/wm5o.py"], words.split())
     train = tree.train
@@ -391,9 +366,7 @@ def test_the_last_override_wins_and_types_stay_those_of_numbers() -> None:
     words = ["--configs.train.optimizer.lr", "1", "--configs.train.optimizer.lr", "0.5"]
     assert load([CNN], words).train.optimizer.lr == 0.5
     words = ["--configs.train.optimizer.dampening", "0", "--configs.train.optimizer.dampening", "0.5"]
-    assert load([CNN], words).train.optimizer.dampening == 0.5, (
-        "SGD declares a float, whatever int stood there"
-    )
+    assert load([CNN], words).train.optimizer.dampening == 0.5, "SGD declares a float, whatever int stood there"
 
 
 # Constructors
@@ -442,15 +415,13 @@ def test_a_partial_node_is_called_later() -> None:
     tree = load([CNN, SGP, "configs/topology/ring.py"], ["--configs.train.gossip.graph.peers", "1"])
     graph = instantiate(tree.train.gossip.graph)
     assert graph(5).out_peers(4, 0) == (0,)
-    with pytest.raises(ConfigError, match=r"graph\.peer .*: dgc\.gossip\.ring takes no keyword 'peer'"):
+    with pytest.raises(ConfigError, match=r"graph\.peer: dgc\.gossip\.ring takes no keyword 'peer'"):
         load([CNN, SGP, "configs/topology/ring.py"], ["--configs.train.gossip.graph.peer", "1"])
 
 
 def test_instantiate_names_the_node_that_is_wrong() -> None:
     tree = load([CNN], ["--configs.train.optimizer.lr", "-1"])
-    with pytest.raises(
-        ConfigError, match=r"train\.optimizer \(torch\.optim\.SGD\): Invalid learning rate: -1"
-    ):
+    with pytest.raises(ConfigError, match=r"train\.optimizer \(torch\.optim\.SGD\): Invalid learning rate: -1"):
         instantiate(tree.train.optimizer, [torch.zeros(1, requires_grad=True)])
     tree = load([CNN], ["--configs.train.scheduler._target_", "torch.optim.lr_scheduler.CosineAnnealingLR"])
     with pytest.raises(ConfigError, match=r"train\.scheduler .*: missing a required argument: 'optimizer'"):

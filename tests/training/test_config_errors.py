@@ -6,7 +6,7 @@ import pytest
 
 from dgc_training.config import Config, ConfigError, derived, load, to_yaml
 from dgc_training.config.__main__ import main
-from dgc_training.config.files import REPOSITORY
+from dgc_training.config.layers import REPOSITORY
 
 CNN, WM5 = "configs/digits/cnn.py", "configs/dgc/wm5.py"
 
@@ -54,29 +54,23 @@ def test_the_order_that_cannot_work_is_refused_with_the_right_one() -> None:
     load(right.split()[1:])
 
 
-@pytest.mark.parametrize("suffix", ["py", "yaml"])
-def test_plain_sgd_does_not_come_back_silently(file: Path, suffix: str) -> None:
+def test_plain_sgd_does_not_come_back_silently(file: Path) -> None:
     file.write_text("train: {optimizer: {_target_: torch.optim.SGD, lr: 0.1}}")
-    name = (
-        file
-        if suffix == "yaml"
-        else python(file, "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")
-    )
-    message = refusal(CNN, WM5, name)
-    assert f"torch.optim.SGD (mine.{suffix})" in message
-    assert f"--configs configs/digits/cnn.py mine.{suffix} configs/dgc/wm5.py" in message
     saved = file.with_name("config.yaml")
     saved.write_text(to_yaml(load([CNN, WM5])))
-    assert "config.yaml needs dgc.optim.DGCSGD" in refusal(saved, name)
+    for name in (file, python(file, "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")):
+        message = refusal(CNN, WM5, name)
+        assert f"torch.optim.SGD ({name.name})" in message
+        assert f"--configs configs/digits/cnn.py {name.name} configs/dgc/wm5.py" in message
+        assert "config.yaml needs dgc.optim.DGCSGD" in refusal(saved, name)
 
 
-@pytest.mark.parametrize(
-    "words", ["compression._target_ dgc.compression.Dense", "dgc false", "compression null", "optimizer null"]
-)
-def test_the_command_line_cannot_undo_dgc_silently(words: str) -> None:
-    message = refusal(CNN, WM5, words=f"--configs.train.{words}")
-    assert f"(command line, --configs.train.{words.split()[0]})" in message
-    assert "configs/dgc/__init__.py needs" in message and "leave out the one or the other" in message
+def test_the_command_line_cannot_undo_dgc_silently() -> None:
+    dense = "compression._target_ dgc.compression.DenseCompressor"
+    for words in (dense, "dgc false", "compression null", "optimizer null", "optimizer 5"):
+        message = refusal(CNN, WM5, words=f"--configs.train.{words}")
+        assert f"(command line, --configs.train.{words.split()[0]})" in message, words
+        assert "configs/dgc/__init__.py needs" in message and "leave out the one or the other" in message, words
 
 
 def test_dgc_wants_sgd(file: Path) -> None:
@@ -85,20 +79,17 @@ def test_dgc_wants_sgd(file: Path) -> None:
     assert message.startswith("configs/dgc/__init__.py, line ") and "torch.optim.Adam" in message
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "needs"),
-    [
+def test_one_method_does_not_replace_another_silently() -> None:
+    for one, other, needs in (
         (WM5, "configs/powersgd/rank1.py", "dgc.compression.PowerSGDCompressor"),
         ("configs/quant/signsgd.py", "configs/powersgd/rank2.py", "dgc.compression.PowerSGDCompressor"),
-        ("configs/quant/qsgd.py", "configs/sparse/topk.py", "dgc.compression.DGCCompressor"),
+        ("configs/quant/qsgd.py", "configs/sparse/topk.py", "dgc.compression.SparseCompressor"),
         (WM5, "configs/sparse/topk.py", "train.dgc to be False"),
         ("configs/gossip/sgp.py", WM5, "dgc.compression.DGCCompressor"),
-    ],
-)
-def test_one_method_does_not_replace_another_silently(one: str, other: str, needs: str) -> None:
-    message = refusal(CNN, one, other)
-    assert needs in message and "leave out the one or the other" in message
-    assert other.rpartition("/")[0] in message and one.rpartition("/")[0] in message
+    ):
+        message = refusal(CNN, one, other)
+        assert needs in message and "leave out the one or the other" in message, (one, other)
+        assert other.rpartition("/")[0] in message and one.rpartition("/")[0] in message, (one, other)
 
 
 def test_a_route_takes_the_method_before_it_and_no_other_after_it() -> None:
@@ -128,7 +119,7 @@ def test_another_constructor_alone_says_how_to_begin_anew() -> None:
 
 def test_a_selection_without_dgc_says_what_to_stack():
     message = refusal(CNN, "configs/selection/laplace.py")
-    assert "stack a file of configs/dgc before it" in message and "dgc.compression.Dense" in message
+    assert "stack a file of configs/dgc before it" in message and "dgc.compression.DenseCompressor" in message
 
 
 def test_a_stack_without_an_experiment_names_those_there_are(file: Path) -> None:
@@ -143,55 +134,51 @@ def test_a_stack_without_an_experiment_names_those_there_are(file: Path) -> None
 # Keys
 
 
-@pytest.mark.parametrize(
-    "words, meant",
-    [
-        ("train.num_epoch 5", "num_epochs"),
-        ("trian.num_epochs 5", "train"),
+def test_unknown_keys_on_the_command_line() -> None:
+    for words, meant in (
+        ("train.num_epoch 5", "unknown key train.num_epoch; closest: num_epochs"),
+        ("trian.num_epochs 5", "unknown key trian; closest: train"),
         ("num_epochs 5", "there is train.num_epochs"),
         ("optimizer.lr 5", "there is train.optimizer"),
         ("data.workers 5", "num_workers"),
         ("train.optimizer.momentun 0.5", "torch.optim.SGD takes no keyword 'momentun'; closest: momentum"),
         ("train.meters.acc/{}_top1.kk 5", "dgc_training.meters.TopKClassMeter takes no keyword 'kk'"),
-        ("train.meters.acc/{}_top9.k 5", "acc/{}_top1"),
+        (
+            "train.meters.acc/{}_top9.k 5",
+            "acc/{}_top9 is {'k': 5}, but it must be a node that names its constructor",
+        ),
         ("model.num_class 5", "dgc_models.DigitsCNN takes no keyword 'num_class'; closest: num_classes"),
-        ("train.scheduler.T_max.x 5", "train.scheduler.T_max is the value"),
-        ("train.compression.memory.momentum 0.5", "unknown key train.compression.memory"),
-    ],
-)
-def test_unknown_keys_on_the_command_line(words: str, meant: str) -> None:
-    message = refusal(CNN, words=f"--configs.{words}")
-    assert meant in message and words.split()[0].split(".")[-1] in message
-    assert f"command line, --configs.{words.split()[0]}" in message
+        ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),
+        ("train.compression.memory.momentum 0.5", "dgc.compression.DenseCompressor takes no keyword 'memory'"),
+        ("seed.x 1", "seed is {'x': 1}, but it must be a whole number"),
+    ):
+        message = refusal(CNN, words=f"--configs.{words}")
+        assert message.startswith(f"command line, --configs.{words.split()[0]}: ") and meant in message, message
 
 
 def test_unknown_keys_in_files(file: Path) -> None:
     file.write_text("train:\n  num_epoch: 5\n")
     assert refusal(CNN, file) == "mine.yaml: unknown key train.num_epoch; closest: num_epochs"
-    assert refusal(CNN, python(file, "configs.train.num_epoch = 5")).startswith(
-        "mine.py: unknown key train.num_epoch"
-    )
-    assert "mine.py, line 4: AttributeError: no key 'trian' here; closest: train" in refusal(
-        CNN, python(file, "\nconfigs.trian.num_epochs = 5")
-    )
+    message = refusal(CNN, python(file, "configs.train.num_epoch = 5"))
+    assert message == "mine.py: unknown key train.num_epoch; closest: num_epochs"
+    message = refusal(CNN, python(file, "\nconfigs.trian.num_epochs = 5"))
+    assert "mine.py, line 4: AttributeError: no key 'trian' here; closest: train" in message
     file.write_text("train: {optimizer: {momentun: 5}}")
-    assert "train.optimizer.momentun (mine.yaml): torch.optim.SGD takes no keyword" in refusal(CNN, file)
+    assert "mine.yaml: train.optimizer.momentun: torch.optim.SGD takes no keyword" in refusal(CNN, file)
 
 
 def test_compression_keys_in_a_dense_run_say_what_to_stack() -> None:
     message = refusal(CNN, words="--configs.train.compression.compress_ratio 0.01")
-    assert "train.compression.compress_ratio (command line" in message
-    assert (
-        "dgc.compression.Dense takes no keyword 'compress_ratio'" in message and "configs/dgc/..." in message
-    )
+    assert message.startswith("command line, --configs.train.compression.compress_ratio: ")
+    assert "dgc.compression.DenseCompressor takes no keyword 'compress_ratio'" in message
+    assert "configs/dgc/..." in message
 
 
 def test_declared_keys_cannot_be_taken_away(file: Path) -> None:
-    assert "mine.py takes the key data.num_threads_per_worker away" in refusal(
-        CNN, python(file, "configs.data = Config(num_workers=1)")
-    )
-    assert "takes the key data.num_workers away" in refusal(CNN, python(file, "del configs.data.num_workers"))
-    assert "takes the key train.num_epochs away" in refusal(CNN, words="--configs.train null")
+    message = refusal(CNN, python(file, "configs.data = Config(num_workers=1)"))
+    assert "mine.py: removes data.num_threads_per_worker; set keys one by one" in message
+    assert "mine.py: removes data.num_workers" in refusal(CNN, python(file, "del configs.data.num_workers"))
+    assert refusal(CNN, words="--configs.train null").endswith("train is None, but it must be a mapping")
 
 
 def test_a_users_own_root_base_declares_keys(tmp_path: Path) -> None:
@@ -200,36 +187,58 @@ def test_a_users_own_root_base_declares_keys(tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text("mine: {depht: 4}")
     assert load([CNN, tmp_path / "deep.yaml"], ["--configs.mine.depth", "5"]).mine.depth == 5
     assert "unknown key mine.depht; closest: depth" in refusal(CNN, tmp_path / "wrong.yaml")
+    message = refusal(CNN, tmp_path / "deep.yaml", words="--configs.mine.depth abc")
+    assert message.endswith("mine.depth is 'abc', but it must be a whole number")
+
+
+def test_a_users_own_root_base_declares_types_and_limits(tmp_path: Path) -> None:
+    text = "from dgc_training.config import Key, configs\nconfigs.mine = {}\n"
+    text += "configs.mine.depth = Key(int | None, 3, least=2)\nconfigs.mine.name = Key(str)\n"
+    (tmp_path / "__init__.py").write_text(text)
+    (tmp_path / "named.yaml").write_text("mine: {name: a}")
+    mine = load([CNN, tmp_path / "named"], ["--configs.mine.depth", "null"]).mine
+    assert (mine.depth, mine.name) == (None, "a")
+    message = refusal(CNN, tmp_path / "named", words="--configs.mine.depth 1")
+    assert message.endswith("mine.depth is 1, but it must be a whole number, at least 2")
+    assert refusal(CNN, tmp_path).startswith("no mine.name in this stack")
 
 
 # Types and values
 
 
-@pytest.mark.parametrize(
-    "words, kind",
-    [
-        ("train.num_epochs abc", "a whole number"),
-        ("train.num_epochs 1.5", "a whole number"),
+def test_wrong_types_and_values() -> None:
+    for words, kind in (
+        ("train.num_epochs abc", "a whole number, at least 1"),
+        ("train.num_epochs 1.5", "a whole number, at least 1"),
         ("train.num_epochs true", "a whole number"),
         ("train.num_epochs [1]", "a whole number"),
+        ("train.num_epochs 0", "a whole number, at least 1"),
+        ('train.num_epochs ${derive:"1/2"}', "a whole number, at least 1"),
+        ("train.batch_size -1", "a whole number, at least 1"),
+        ("train.num_batches_per_step null", "a whole number, at least 1"),
+        ("train.bucket_mb 0", "a number, at least 0.001"),
+        ("train.checkpoint_every 0.5", "a whole number, at least 1"),
+        ("train.checkpoint_every abc", "a whole number, at least 1"),
+        ("data.num_workers -1", "a whole number, at least 0"),
         ("train.optimizer.lr fast", "a number"),
         ("train.optimizer.lr nan", "a number"),
         ("deterministic 1", "true or false"),
+        ("deterministic null", "true or false"),
         ("train.metric 5", "text"),
-        ("train.scheduler.T_max abc", "a whole number"),
-        ("train.optimizer 5", "a node"),
-        ("dataset 5", "a node"),
         ("train.metric {a: 1}", "text"),
-        ("train.compression.warmup_coeff [1,x]", "a whole number"),
-        ("train.compression.warmup_coeff abc", "a list"),
-    ],
-)
-def test_wrong_types(words: str, kind: str) -> None:
-    key, value = words.split(" ", 1)
-    with pytest.raises(ConfigError) as caught:
-        load([CNN, "configs/dgc/wm5o.py"], [f"--configs.{key}", value])
-    assert f"command line, --configs.{key}: {key} is" in str(caught.value)
-    assert f"it must be {kind}" in str(caught.value)
+        ("train.scheduler.T_max abc", "a whole number"),
+        ("train.criterion 5", "a node that names its constructor (_target_)"),
+        ("train.criterion null", "a node that names its constructor (_target_)"),
+        ("train.criterion._partial_ 3", "true or false"),
+        ("dataset 5", "a node that names its constructor (_target_)"),
+        ("train.compression.warmup_coeff abc", "a number or a list"),
+    ):
+        key, value = words.split(" ", 1)
+        with pytest.raises(ConfigError) as caught:
+            load([CNN, "configs/dgc/wm5o.py"], [f"--configs.{key}", value])
+        message = str(caught.value)
+        assert message.startswith(f"command line, --configs.{key}: {key} is"), words
+        assert f"but it must be {kind}" in message and "\n" not in message, message
 
 
 def test_wrong_types_in_files_and_after_null(file: Path) -> None:
@@ -237,70 +246,54 @@ def test_wrong_types_in_files_and_after_null(file: Path) -> None:
     assert refusal(CNN, file) == "mine.yaml: train.optimizer.nesterov is 1, but it must be true or false"
     words = "--configs.train.optimizer.lr null --configs.train.optimizer.lr abc"
     assert "train.optimizer.lr is 'abc'" in refusal(CNN, words=words)
-    file.write_text("train: {num_epochs: '${train.metric}'}")
-    wrong, follows = refusals(CNN, file)
-    assert wrong == "train.num_epochs (mine.yaml) gives 'acc/test_top1', but it must be a whole number"
-    assert follows.startswith("train.scheduler.T_max is") and "train.num_epochs is 'acc/test_top1'" in follows
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "train.num_epochs 0",
-        "train.batch_size -1",
-        "train.num_batches_per_step null",
-        "train.bucket_mb 0",
-        "train.checkpoint_every 0.5",
-        "train.checkpoint_every abc",
-        "data.num_workers -1",
-        "train.criterion null",
-        'train.num_epochs ${derive:"1/2"}',
-    ],
-)
-def test_values_that_make_no_sense(words: str) -> None:
-    key = words.split()[0]
-    message = refusal(CNN, words=f"--configs.{words}")
-    assert message.startswith(f"{key} ") and f"(command line, --configs.{key})" in message
+    file.write_text("train: {num_epochs: '${train.metric}'}")  # T_max follows from it, and is not reported again
+    assert "train.num_epochs is ${train.metric}, which gives 'acc/test_top1', but it must be" in refusal(CNN, file)
 
 
 def test_mappings_must_name_their_constructor(file: Path) -> None:
-    file.write_text("train: {checkpoint_every: {a: 1}}")
-    assert "mine.yaml: train.checkpoint_every must name its constructor" in refusal(CNN, file)
-    file.write_text("train: {meters: {mine: 5}}")
-    assert "mine.yaml: train.meters.mine must name its constructor" in refusal(CNN, file)
-    file.write_text("seed: ???")
-    assert "seed (mine.yaml) has no value yet" in refusal(CNN, file)
+    for text, message in (
+        ("train: {checkpoint_every: {a: 1}}", "train.checkpoint_every is {'a': 1}, but it must be a whole number"),
+        ("train: {gossip: {a: 1}}", "train.gossip is {'a': 1}, but it must be a node that names its constructor"),
+        ("train: {meters: {mine: 5}}", "train.meters.mine is 5, but it must be a node that names its constructor"),
+        ("train: {meters: {mine: null}}", "train.meters.mine is None, but it must be a node that names"),
+        ("seed: ???", "seed is ???: Missing mandatory value: seed"),
+    ):
+        file.write_text(text)
+        assert f"mine.yaml: {message}" in refusal(CNN, file), text
 
 
 # Constructors and formulas
 
 
-@pytest.mark.parametrize(
-    "target, reason",
-    [
+def test_targets_that_cannot_be_imported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(file.parent))
+    file.with_name("broken.py").write_text("raise RuntimeError('no licence')")
+    file.with_name("needy.py").write_text("import not_there")
+    folder = file.with_name("package")
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "needy.py").write_text("import not_there")
+    for target, reason in (
         ("dgc_models.DigitsCNNN", "dgc_models has no 'DigitsCNNN'; closest: DigitsCNN"),
         ("dgc_modells.DigitsCNN", "there is no module 'dgc_modells' on Python's path; closest: dgc_models"),
         ("torch.nnn.Linear", "torch has no 'nnn'; closest: nn"),
         ("DigitsCNN", "is no import path such as torch.optim.SGD"),
         ("torch.pi", "torch.pi cannot be called"),
+        ("torch.optim.SGD.x", "torch.optim.SGD has no 'x'"),
         ("broken.Model", "importing broken failed: RuntimeError: no licence"),
-        ("needy.Model", "importing needy failed: No module named 'not_there'"),
-    ],
-)
-def test_targets_that_cannot_be_imported(
-    file: Path, monkeypatch: pytest.MonkeyPatch, target: str, reason: str
-) -> None:
-    monkeypatch.syspath_prepend(str(file.parent))
-    file.with_name("broken.py").write_text("raise RuntimeError('no licence')")
-    file.with_name("needy.py").write_text("import not_there")
-    file.write_text(f"model: {{_target_: {target}}}")
-    message = refusal(CNN, file)
-    assert message.startswith(f"model._target_ is {target} (mine.yaml): ") and reason in message
+        ("needy.Model", "importing needy failed: ModuleNotFoundError: No module named 'not_there'"),
+        (
+            "package.needy.Model",
+            "importing package.needy failed: ModuleNotFoundError: No module named 'not_there'",
+        ),
+    ):
+        file.write_text(f"model: {{_target_: {target}}}")
+        message = refusal(CNN, file)
+        assert message.startswith(f"mine.yaml: model._target_ is {target}: ") and reason in message, message
 
 
-@pytest.mark.parametrize(
-    "formula, reason",
-    [
+def test_formulas_without_a_value() -> None:
+    for formula, reason in (
         ("${train.num_epoch}", "there is no key 'train.num_epoch'; closest: train.num_epochs"),
         ('${derive:"train.num_epoch"}', "there is no key 'train.num_epoch'; closest: train.num_epochs"),
         ('${derive:"train.metric+1"}', "train.metric is 'acc/test_top1', not a number"),
@@ -312,80 +305,80 @@ def test_targets_that_cannot_be_imported(
         ('${derive:"train.scheduler.T_max"}', "it refers back to itself"),
         ("${nosuch:3}", "nosuch"),
         ("${oops", "${oops"),
-    ],
-)
-def test_formulas_without_a_value(formula: str, reason: str) -> None:
-    message = refusal(CNN, words=f"--configs.train.scheduler.T_max {formula}")
-    assert "train.scheduler.T_max is" in message and reason in message
-    assert "command line, --configs.train.scheduler.T_max" in message
+    ):
+        message = refusal(CNN, words=f"--configs.train.scheduler.T_max {formula}")
+        assert message.startswith("command line, --configs.train.scheduler.T_max: train.scheduler.T_max is"), (
+            message
+        )
+        assert reason in message, message
 
 
 def test_cycles_over_several_keys(file: Path) -> None:
     file.write_text("seed: ${train.timeout}\ntrain: {timeout: '${derive:\"seed + 1\"}'}")
-    for line in refusals(CNN, file):
-        assert "mine.yaml" in line and line.endswith("it refers back to itself")
+    message = refusal(CNN, file)
+    assert message.startswith("mine.yaml: seed is ${train.timeout}: it refers back to itself")
 
 
 # Files
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [
+def test_python_files_that_fail(file: Path) -> None:
+    for text, reason in (
         ("x = 1\nraise KeyError('lost')", "line 4: KeyError: 'lost'"),
         ("def f():\n    raise OSError('gone')\nf()", "line 4: OSError: gone"),
-        ("x = (", "line 3: '(' was never closed"),
+        ("x = (", "line 3: SyntaxError: '(' was never closed"),
         ("raise SystemExit(3)", "line 3: SystemExit: 3"),
-        ("Config(torch.optim.SGD, 0.1)", "line 3: ValueError: Config(SGD, ...) takes arguments by name only"),
+        ("Config(torch.optim.SGD, 0.1)", "line 3: ValueError: Config takes arguments by name only"),
         (
             "configs.model = torch.nn.Linear",
-            "line 3: ValueError: model is Linear itself; write Config(Linear)",
+            "line 3: ValueError: model is <class 'torch.nn.modules.linear.Linear'>",
         ),
         ("configs.model = Config(lambda: 1)", "cannot be imported by that path"),
         ("class Net: pass\nconfigs.model = Config(Net)", "define it at the top of a module of its own"),
-        ("configs.seed = torch.zeros(1)", "seed is of type Tensor"),
+        (
+            "configs.seed = torch.zeros(1)",
+            "seed is tensor([0.]), but it must be null, bool, int, float, str, list",
+        ),
+        (
+            "configs.train.scheduler.milestones = [1]\nconfigs.train.scheduler.milestones.append({1})",
+            "milestones is",
+        ),
         ("configs.train.items = 3", "'items' is also a method"),
         ("configs.x = configs", "mine.py: "),
         ("configs.seed = derived('f(x)')", "line 3: ValueError: 'f(x)' is not made of config keys"),
         ("configs.train.scheduler.T_max -= 1", "line 3: TypeError"),
-    ],
-)
-def test_python_files_that_fail(file: Path, text: str, reason: str) -> None:
-    message = refusal(CNN, python(file, text))
-    assert message.startswith("mine.py") and reason in message
+    ):
+        message = refusal(CNN, python(file, text))
+        assert message.startswith("mine.py") and reason in message, message
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [
+def test_yaml_files_that_fail(file: Path) -> None:
+    for text, reason in (
         ("seed: 1\ntrain: [1", "line 2: "),
         ("seed: 1\nseed: 2", "line 2: found duplicate key seed"),
         ("- 1", "a mapping of keys, not a list"),
         ("a: !!python/object/apply:os.getcwd []", "line 1: could not determine a constructor"),
         ("1: 2", "a config key must be a non-empty string, not 1"),
         ("seed: ${oops", "${oops"),
-    ],
-)
-def test_yaml_files_that_fail(file: Path, text: str, reason: str) -> None:
-    file.write_text(text)
-    message = refusal(CNN, file)
-    assert message.startswith("mine.yaml") and reason in message
+    ):
+        file.write_text(text)
+        message = refusal(CNN, file)
+        assert message.startswith("mine.yaml") and reason in message, message
 
 
 def test_files_that_are_not_there_or_not_clear(file: Path) -> None:
-    assert "no config file configs/digits/cn.py; closest: configs/digits/cnn.py" in refusal(
-        "configs/digits/cn.py"
-    )
+    assert "no config file configs/digits/cn.py; closest: configs/digits/cnn.py" in refusal("configs/digits/cn.py")
     file.write_text("")
     python(file, "")
     assert refusal(CNN, "mine") == "mine may mean mine.py or mine.yaml; write which"
     folder = file.parent / "folder"
     folder.mkdir()
     (folder / "x.yaml").write_text("")
-    assert "has no base (__init__.py or __init__.yaml); it has: folder/x.yaml" in refusal("folder")
+    assert refusal("folder") == "there is no config file folder; closest: folder/x.yaml"
     (folder / "__init__.py").write_text("")
     (folder / "__init__.yaml").write_text("")
     assert "folder has two bases" in refusal("folder/x.yaml")
+    assert refusal("folder") == "folder may mean folder/__init__.py or folder/__init__.yaml; write which"
     file.with_name("notes.txt").write_text("")
     assert "notes.txt is no config file" in refusal("notes.txt")
 
@@ -396,23 +389,22 @@ def test_files_that_are_not_there_or_not_clear(file: Path) -> None:
 def test_all_wrong_keys_and_values_are_reported_together(file: Path) -> None:
     file.write_text("train: {num_epoch: 5, optimizer: {nesterov: 1, momentun: 0.5}, batch_size: 9}\ntrian: {a: 1}")
     words = "--configs.train.batch_sise 3 --configs.train.metric 5 --configs.seed=-1 --configs.train.timeout null"
-    words += " --configs.train.scheduler.T_max ${train.num_epoch} --configs.model.num_class 3 --configs.seed.x 1"
+    words += " --configs.train.scheduler.T_max ${train.num_batches} --configs.model.num_class 3 --configs.seed.x 1"
     lines = refusals(CNN, file, words=words)
     assert "mine.yaml: unknown key train.num_epoch; closest: num_epochs" in lines
     assert "mine.yaml: unknown key trian; closest: train" in lines
     assert "mine.yaml: train.optimizer.nesterov is 1, but it must be true or false" in lines
     for start in (
-        "train.optimizer.momentun (mine.yaml): torch.optim.SGD takes no keyword 'momentun'; closest: momentum",
+        "mine.yaml: train.optimizer.momentun: torch.optim.SGD takes no keyword 'momentun'; closest: momentum",
         "command line, --configs.train.batch_sise: unknown key train.batch_sise; closest: batch_size",
         "command line, --configs.train.metric: train.metric is 5, but it must be text",
-        "seed is -1 (command line, --configs.seed); it must be",
-        "train.timeout is None (command line, --configs.train.timeout); it must be",
-        "train.scheduler.T_max is ${train.num_epoch} (command line, --configs.train.scheduler.T_max): there is",
-        "model.num_class (command line, --configs.model.num_class): dgc_models.DigitsCNN takes no keyword",
-        "command line, --configs.seed.x: seed is the value -1, not a node",
+        "command line, --configs.seed.x: seed is {'x': 1}, but it must be",
+        "command line, --configs.train.timeout: train.timeout is None, but it must be",
+        "command line, --configs.train.scheduler.T_max: train.scheduler.T_max is ${train.num_batches}: there is",
+        "command line, --configs.model.num_class: model.num_class: dgc_models.DigitsCNN takes no keyword",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
-    assert len(lines) == 11
+    assert len(lines) == 10
 
 
 def test_a_file_that_fails_ends_the_list(file: Path) -> None:
@@ -425,7 +417,7 @@ def test_a_file_that_fails_ends_the_list(file: Path) -> None:
 
 def test_keys_taken_away_are_each_named_once(file: Path) -> None:
     lines = refusals(CNN, python(file, "configs.data = Config()\nconfigs.train.pop('csv')"))
-    assert len(lines) == 3 and all("mine.py takes the key " in line for line in lines)
+    assert len(lines) == 3 and all("mine.py: removes " in line for line in lines)
 
 
 def test_a_key_without_the_prefix_is_shown_with_it() -> None:
@@ -444,7 +436,7 @@ def test_a_key_without_the_prefix_is_shown_with_it() -> None:
     message = refusal(CNN, "train.num_epochs=5")
     assert message == "there is no config file train.num_epochs=5; write --configs.train.num_epochs 5"
     lines = refusals(CNN, words="--train.num_epochs 5 --seed=3 --evalute --configs.sed 4")
-    assert len(lines) == 4 and lines[2].startswith("unknown option --evalute; closest: --evaluate")
+    assert len(lines) == 4 and "unexpected '--evalute' on the command line; closest: --evaluate" in lines
 
 
 def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path) -> None:
@@ -454,13 +446,17 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
         ("warmup_epochs=2.5", "train.compression.warmup_epochs is 2.5, but it must be a whole number"),
         ("fp16_values='yes'", "train.compression.fp16_values is 'yes', but it must be true or false"),
         ("warmup_coeff='x'", "train.compression.warmup_coeff is 'x', but it must be a number or a list"),
-        ("warmup_coeff=[1, 'x']", "train.compression.warmup_coeff is [1, 'x'], but it must be a number"),
+        ("warmup_coeff=[1, 'x']", "train.compression.warmup_coeff.1 is 'x', but it must be a number"),
     ):
         assert refusal(CNN, python(file, f"{head}{keywords})")) == f"mine.py: {wrong}"
     file.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: fast}}")
     assert refusal(CNN, file) == "mine.yaml: train.optimizer.lr is 'fast', but it must be a number"
     file.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: '${train.metric}'}}")
-    assert refusal(CNN, file) == "train.optimizer.lr (mine.yaml) gives 'acc/test_top1', but it must be a number"
+    given = "${train.metric}, which gives 'acc/test_top1'"
+    assert refusal(CNN, file) == f"mine.yaml: train.optimizer.lr is {given}, but it must be a number"
+    # An annotation that no config value fits, as Tensor, accepts everything.
+    file.write_text("train: {criterion: {_target_: torch.nn.CrossEntropyLoss, weight: [1, 2]}}")
+    assert load([CNN, file]).train.criterion.weight == [1, 2]
     optimizer = "{_target_: torch.optim.Adam, lr: 1, betas: [0, 0.9], foreach: null, eps: '${seed}'}"
     file.write_text(f"train: {{optimizer: {optimizer}}}")
     assert load([CNN, file]).train.optimizer.betas == [0, 0.9]
@@ -472,7 +468,7 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
 
 def test_long_values_are_cut() -> None:
     long = "+".join(["1"] * 2000)
-    with pytest.raises(ValueError, match=r"^'1\+1.*\.\.\. is not made of") as caught:
+    with pytest.raises(ValueError, match=r"^'1\+1.*\.\.\. is too long") as caught:
         derived(f"{long}+f(x)")
     messages = [str(caught.value)]
     for value in (f'${{derive:"{long}+nosuch"}}', f'${{derive:"{long}+f(x)"}}', f"${{{long}", "9" * 1000 + "x"):
@@ -483,37 +479,37 @@ def test_long_values_are_cut() -> None:
         load([CNN], ["--configs.train.scheduler.T_max", f"[{long}, {{]"])
     messages.append(str(caught.value))
     for message in messages:
-        assert "..." in message and len(message) < 400
+        assert ("..." in message or "is no value or formula" in message) and len(message) < 400
 
 
 # The command line
 
 
-@pytest.mark.parametrize(
-    "words, reason",
-    [
-        (["--configs.seed="], "--configs.seed has an empty value"),
-        (["--configs.seed", " "], "--configs.seed has an empty value"),
+def test_words_that_are_no_overrides() -> None:
+    coefficients = "--configs.train.compression.warmup_coeff"
+    for words, reason in (
+        (["--configs.seed="], "--configs.seed has no value; write --configs.seed VALUE"),
+        (["--configs.seed", " "], "--configs.seed has no value"),
         (["--configs.seed"], "--configs.seed has no value"),
         (["--configs.seed", "--configs.train.dgc", "true"], "--configs.seed has no value"),
-        (["--evalute"], "unknown option --evalute; closest: --evaluate"),
-        (["--config.seed", "3"], "unknown option --config.seed"),
-        (["--configs.", "3"], "unknown option --configs."),
+        (["--evalute"], "unexpected '--evalute' on the command line; closest: --evaluate"),
+        (["--config.seed", "3"], "unexpected '--config.seed' on the command line; write --configs.seed 3"),
+        (["--configs.", "3"], "unexpected '--configs.'"),
+        (["--nothing", "3"], "unexpected '--nothing' on the command line; config files follow --configs"),
         (["--configs.seed", "3", "configs/dgc/wm5.py"], "unexpected 'configs/dgc/wm5.py'"),
-        (["--configs.train.compression.warmup_coeff", "[1, 2"], "it must be"),
+        ([coefficients, "[1, 2"], "it must be"),
         (["--configs.seed", "[1, {]"], "is no list or mapping"),
-        (["--configs.train.compression.warmup_coeff.5", "1"], "is a list of 5; there is no '5' in it"),
-        (["--configs.train.compression.warmup_coeff.x", "1"], "is a list of 5; there is no 'x' in it"),
+        ([f"{coefficients}.5", "1"], "there is no '5' in a list of 5"),
+        ([f"{coefficients}.x", "1"], "there is no 'x' in a list of 5"),
         (
             ["--configs.train.scheduler", "null", "--configs.train.scheduler.T_max", "3"],
-            "train.scheduler is null",
+            "train.scheduler is {'T_max'",
         ),
-    ],
-)
-def test_words_that_are_no_overrides(words: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load([CNN, "configs/dgc/wm5o.py"], words)
-    assert reason in str(caught.value)
+        (["--configs.a..b", "1"], "a config key must be a non-empty string"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load([CNN, "configs/dgc/wm5o.py"], words)
+        assert reason in str(caught.value), (words, str(caught.value))
 
 
 def test_values_are_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,7 @@ def test_numbers_that_are_not_finite_or_of_another_type_are_refused(tmp_path):
             lambda s: error_of(s, "DGCCompressor.0", "memory", "velocities"),
             r"\(rank 1\): rank1\.pt: .* velocity of \S+ has NaN",
         ),
-        (onebit, "rank0", lambda s: error_of(s, "OneBit.0", "errors"), "error of .* has NaN"),
+        (onebit, "rank0", lambda s: error_of(s, "OneBitCompressor.0", "errors"), "error of .* has NaN"),
         (powersgd, "rank0", double, "error of .* has type torch.float64, not torch.float32"),
         (powersgd, "rank1", lambda s: error_of(s, "PowerSGDCompressor.0", "Q"), "Q of .* has NaN"),
         (osgp, "rank0", lambda s: poison(s["compression"]["OSGP.0"]["z"]), "z has NaN"),

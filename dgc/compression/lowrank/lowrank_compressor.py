@@ -13,7 +13,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from dgc.bucket import Bucket, Segment
-from dgc.compression.dense import Dense
+from dgc.compression.dense import DenseCompressor
 from dgc.compression.lowrank.accordion import Accordion
 from dgc.compression.lowrank.lowrank import Layout, matrix_shape
 from dgc.compression.lowrank.lowrank_state import Named, Own, as_dict, check_errors, from_dict, make
@@ -44,7 +44,7 @@ class LowRankCompressor:
     """
 
     correction: MomentumCorrection | None = None
-    fallback: Compressor = Dense()
+    fallback: Compressor = DenseCompressor()
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from dgc.bucket import Bucket, Segment
 from dgc.compression.all_gather import AllGatherCompressor, Codes
 
 
-class SVD(AllGatherCompressor):
+class SVDCompressor(AllGatherCompressor):
     """The best approximation of rank r, by singular value decomposition (Vogels et al. 2019, arXiv 1905.13727).
 
     It compresses tensors of two or more dimensions. Others are sent uncompressed.
@@ -31,7 +31,7 @@ class SVD(AllGatherCompressor):
     Args:
         rank (int): r, limited to min(n, m) for each matrix.
         error_feedback (bool): keep what a step does not send and add it to the next gradient.
-        seed (int): seed of random choices, which only `Atomo` makes.
+        seed (int): seed of random choices, which only `AtomoCompressor` makes.
 
     Raises:
         ValueError: if rank is less than 1.
@@ -95,7 +95,7 @@ class SVD(AllGatherCompressor):
             at += (n + m) * r
 
 
-class Atomo(SVD):
+class AtomoCompressor(SVDCompressor):
     """Unbiased low-rank gradients by random choice of singular vectors (Wang et al. 2018, arXiv 1806.04090,
     Algorithm 1).
 

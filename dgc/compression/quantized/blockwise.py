@@ -9,11 +9,11 @@ feedback compensates for the difference.
 from jaxtyping import Int64
 from torch import Tensor
 
-from dgc.compression.quantized.uniform import Uniform
+from dgc.compression.quantized.uniform import UniformCompressor
 from dgc.kernels import Moments
 
 
-class Blockwise(Uniform):
+class BlockwiseCompressor(UniformCompressor):
     """Block-wise quantization (Dettmers et al. 2022, arXiv 2110.02861, section 2.1).
 
     Args:

@@ -17,7 +17,7 @@ from dgc.bucket import Bucket
 from dgc.compression.all_gather import AllGatherCompressor, Codes
 
 
-class Natural(AllGatherCompressor):
+class NaturalCompressor(AllGatherCompressor):
     """Natural compression: rounding to powers of two (Horvath et al. 2019, arXiv 1905.10988, section 2).
 
     Args:

@@ -21,7 +21,7 @@ from dgc.bucket import Bucket, Segment
 from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
 
 
-class OneBit(AllGatherCompressor):
+class OneBitCompressor(AllGatherCompressor):
     """1-bit SGD: each row is quantized to two means (Seide et al., Interspeech 2014).
 
     Args:

@@ -13,13 +13,13 @@ in the paper's experiments.
 from jaxtyping import Int64
 from torch import Tensor
 
-from dgc.compression.quantized.uniform import Uniform
+from dgc.compression.quantized.uniform import UniformCompressor
 from dgc.kernels import Moments
 
 NORMS = ("l2", "max")
 
 
-class QSGD(Uniform):
+class QSGDCompressor(UniformCompressor):
     """Stochastic quantization (Alistarh et al. 2017, arXiv 1610.02132, section 3.1).
 
     Args:
@@ -33,7 +33,7 @@ class QSGD(Uniform):
         ValueError: if an argument is out of range.
 
     Example:
-        >>> compression = QSGD(bits=4, block=512)
+        >>> compression = QSGDCompressor(bits=4, block=512)
     """
 
     def __init__(

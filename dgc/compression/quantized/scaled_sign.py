@@ -17,7 +17,7 @@ from dgc.bucket import Bucket
 from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
 
 
-class ScaledSign(AllGatherCompressor):
+class ScaledSignCompressor(AllGatherCompressor):
     """Signs scaled by the mean magnitude, with error feedback (Karimireddy et al. 2019, arXiv 1901.09847,
     Algorithm 1).
 

@@ -22,7 +22,7 @@ from dgc.bucket import Bucket
 from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
 
 
-class SignSGD(AllGatherCompressor):
+class SignSGDCompressor(AllGatherCompressor):
     """signSGD and Signum with majority vote (Bernstein et al. 2018, arXiv 1802.04434; 2019, arXiv 1810.05291).
 
     Args:

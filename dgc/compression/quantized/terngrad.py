@@ -12,11 +12,11 @@ is kept as well.
 from jaxtyping import Int64
 from torch import Tensor
 
-from dgc.compression.quantized.uniform import Uniform
+from dgc.compression.quantized.uniform import UniformCompressor
 from dgc.kernels import Moments
 
 
-class TernGrad(Uniform):
+class TernGradCompressor(UniformCompressor):
     """Ternary gradients (Wen et al. 2017, arXiv 1705.07878, Algorithm 1 and section 3.3).
 
     Args:

@@ -44,7 +44,7 @@ WIRES = ("auto", "gather", "scatter", "server")
 WORD = 4
 
 
-class Threshold(ErrorFeedbackCompressor):
+class ThresholdCompressor(ErrorFeedbackCompressor):
     """Threshold quantization with error feedback, as defined by MXNet's key-value store.
 
     Args:
@@ -59,7 +59,7 @@ class Threshold(ErrorFeedbackCompressor):
         ValueError: if an argument is out of range.
 
     Example:
-        >>> compression = Threshold(bits=2, threshold=None)
+        >>> compression = ThresholdCompressor(bits=2, threshold=None)
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 

@@ -20,7 +20,7 @@ from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
 from dgc.kernels import Moments
 
 
-class Uniform(AllGatherCompressor):
+class UniformCompressor(AllGatherCompressor):
     """Base class of compressors that round to evenly spaced levels.
 
     Args:

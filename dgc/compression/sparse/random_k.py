@@ -28,7 +28,7 @@ from dgc.selection.plan import share
 from dgc.wire import CastValues
 
 
-class RandomK(ErrorFeedbackCompressor):
+class RandomKCompressor(ErrorFeedbackCompressor):
     """Random-k sparsification with a shared seed (Stich et al. 2018, arXiv 1809.07599).
 
     Args:
@@ -84,7 +84,7 @@ class RandomK(ErrorFeedbackCompressor):
         return dense, kept, [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
 
 
-class RandomBlock(RandomK):
+class RandomBlockCompressor(RandomKCompressor):
     """Random-block sparsification: k consecutive elements from a random start (Vogels et al. 2019, arXiv
     1905.13727).
 

@@ -1,0 +1,131 @@
+"""The laws of compressors, checked with simulated ranks in one process. docs/extending.md shows their use.
+
+    equal replicas    every rank gets the same mean gradient, bit for bit
+    nothing lost      mean over ranks of (gradient + old error) = mean gradient + mean over ranks of new error
+    state             a compressor that loads another one's state continues as that one, bit for bit
+    dropped steps     every rank reports a NaN by parameter and rank, and what a rank sent returns to its error
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression.protocol import Compressor, SparseResult, conversation_of
+
+Make = Callable[[], Compressor]
+SHAPES: tuple[tuple[int, ...], ...] = ((40, 25), (3, 3), (7, 11, 13), (1,), (2000,))
+LIKE = [torch.zeros(shape, dtype=torch.float32) for shape in SHAPES]
+ROUNDING = 4 * 2.0**-24
+
+
+class Fleet:
+    """Simulated ranks with one compressor and one bucket each. `like`: tensors laid out as the gradients."""
+
+    def __init__(self, make: Make, size: int, like: Sequence[Tensor] = LIKE, seed: int = 0):
+        self.world = LockstepWorld(size, seed=seed)
+        self.compressors = [make() for _ in range(size)]
+        named = [(f"p{i}", tensor) for i, tensor in enumerate(like)]
+        self.buckets = [make_bucket("bucket", named) for _ in range(size)]
+        self.nonfinite: list[str | None] = []  # each rank's report of the last step
+        for rank, (compressor, bucket) in enumerate(zip(self.compressors, self.buckets, strict=True)):
+            compressor.plan(bucket, size, rank)
+
+    def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Each rank's list of gradients -> each rank's mean, flat and dense. A non-finite step is dropped."""
+        for bucket, own in zip(self.buckets, gradients, strict=True):
+            for segment, gradient in zip(bucket.segments, own, strict=True):
+                segment.of(bucket.flat).copy_(gradient)
+        conversations = [conversation_of(c, b) for c, b in zip(self.compressors, self.buckets, strict=True)]
+        results = self.world.converse("bucket", conversations)
+        self.nonfinite = [result.nonfinite for result in results]
+        for compressor, bucket, result in zip(self.compressors, self.buckets, results, strict=True):
+            if result.nonfinite is not None:
+                compressor.rollback(bucket)
+            if isinstance(result, SparseResult):
+                bucket.flat.zero_()
+                bucket.flat[result.indices] = result.values.to(bucket.flat.dtype)
+        return [bucket.flat.clone() for bucket in self.buckets]
+
+    def errors(self) -> list[Tensor]:
+        """Each rank's error state [n] in float64; zero if it has none."""
+        zero = torch.zeros(self.buckets[0].numel, dtype=torch.float64)
+        return [sum((e.double() for e in c.errors()), zero) for c in self.compressors]
+
+
+def gradients(rank: int, step: int, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def check_compressor(make: Make, *, conserves: bool = True, tolerance: float = ROUNDING) -> None:
+    """Checks the laws with 1, 2 and 3 ranks.
+
+    Args:
+        make: Returns a new compressor. It is called once per rank.
+        conserves: Check that nothing is lost. False for compressors without error state, and for those that apply
+            momentum before compression.
+        tolerance: Largest loss of a step, relative to the largest gradient plus error.
+
+    Raises:
+        AssertionError: A law does not hold.
+
+    Example:
+        >>> check_compressor(lambda: RandomKCompressor(0.5))
+    """
+    for size in (1, 2, 3):
+        check_replicas(make, size)
+        check_state(make, size)
+        check_dropped_step(make, size, conserves)
+        if conserves:
+            check_nothing_lost(make, size, tolerance)
+
+
+def check_replicas(make: Make, size: int) -> None:
+    fleet = Fleet(make, size)
+    for step in range(5):
+        first, *others = (m.view(torch.int32) for m in fleet.step([gradients(r, step) for r in range(size)]))
+        assert all(torch.equal(first, other) for other in others), f"equal replicas: {size} ranks get other means"
+
+
+def check_nothing_lost(make: Make, size: int, tolerance: float = ROUNDING) -> None:
+    fleet = Fleet(make, size)
+    for step in range(6):
+        own = [gradients(rank, step) for rank in range(size)]
+        given = [e + flat(g) for e, g in zip(fleet.errors(), own, strict=True)]
+        mean = fleet.step(own)[0].double()
+        lost = float((mean + sum(fleet.errors()) / size - sum(given) / size).abs().max())
+        assert lost <= tolerance * max(float(g.abs().max()) for g in given), f"nothing lost: {lost:.3g} is"
+
+
+def check_state(make: Make, size: int) -> None:
+    fleet, other = Fleet(make, size), Fleet(make, size, seed=1)
+    for step in range(4):
+        fleet.step([gradients(rank, step) for rank in range(size)])
+    for old, new in zip(fleet.compressors, other.compressors, strict=True):
+        new.load_state_dict(old.state_dict())
+    for step in range(4, 8):
+        own = [gradients(rank, step) for rank in range(size)]
+        here, there = ([f.step(own)[0], *f.errors()] for f in (fleet, other))
+        assert all(map(torch.equal, here, there)), "state: a step after loading differs"
+
+
+def check_dropped_step(make: Make, size: int, conserves: bool = True) -> None:
+    fleet = Fleet(make, size)
+    for step in range(3):
+        fleet.step([gradients(rank, step) for rank in range(size)])
+    before, own = fleet.errors(), [gradients(rank, 9) for rank in range(size)]
+    own[-1][4][3:50] = torch.nan
+    fleet.step(own)
+    report, who = str(fleet.nonfinite[0]), f"p4 on rank {size - 1} "
+    assert fleet.nonfinite == [report] * size and who in report, f"dropped steps: {fleet.nonfinite} are reported"
+    for old, gradient, new in zip(before, own, fleet.errors(), strict=True):
+        expected = old.float() + flat(gradient).nan_to_num(0.0, 0.0, 0.0) if conserves else new.float()
+        assert torch.equal(new.float(), expected), "dropped steps: what was sent does not return to the error"
+        assert bool(new.isfinite().all()), "dropped steps: the error state is not finite"
