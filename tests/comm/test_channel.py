@@ -24,9 +24,9 @@ def test_messages_of_one_rank_arrive_in_order(seed):
             message = torch.tensor([source, number])
             world.channels[source].isend(2, message, 7)
     assert world.in_flight == 60
-    heard = [received(world, 2, 7).tolist()[:2] for _ in range(60)]
-    assert [n for s, n in heard if s == 0] == [n for s, n in heard if s == 1] == list(range(30))
-    assert [s for s, _ in heard] != [0, 1] * 30
+    arrived = [received(world, 2, 7).tolist()[:2] for _ in range(60)]
+    assert [n for s, n in arrived if s == 0] == [n for s, n in arrived if s == 1] == list(range(30))
+    assert [s for s, _ in arrived] != [0, 1] * 30
     assert world.in_flight == 0 and received(world, 2, 7) is None
 
 
@@ -48,8 +48,8 @@ def test_a_message_is_sent_once_it_is_copied():
     assert 5 < sum(gone) < 35
     for message in messages:
         message += 100
-    heard = [int(received(world, 1, 0)[0]) for _ in messages]
-    assert heard == [n if at_once else n + 100 for n, at_once in enumerate(gone)]
+    arrived = [int(received(world, 1, 0)[0]) for _ in messages]
+    assert arrived == [n if at_once else n + 100 for n, at_once in enumerate(gone)]
     assert all(map(world.channels[0].test, handles))
 
 

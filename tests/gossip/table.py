@@ -15,7 +15,7 @@ class Row:
     make: Callable[[int], Topology]
     takes: Callable[[int], bool] = lambda size: True
     doubly_stochastic: bool = True  # whether equal shares keep every rank's total too
-    pairs: bool = False  # whether who sends hears from the same
+    pairs: bool = False  # whether each rank receives from the ranks that it sends to
 
 
 def even(size: int) -> bool:

@@ -415,9 +415,9 @@ def test_a_gradient_that_is_not_finite_stays_with_its_rank():
                 warnings.simplefilter("always")
                 own.optimizer.step()
             if step == 3:
-                told = [str(w.message) for w in caught]
+                warned = [str(w.message) for w in caught]
         own.optimizer.synchronize_messages()
-        return own.optimizer.dropped_steps, told, bool(own.z.isfinite().all())
+        return own.optimizer.dropped_steps, warned, bool(own.z.isfinite().all())
 
     found = on(3, body)
     assert [dropped for dropped, _, _ in found] == [0, 1, 0] and all(finite for *_, finite in found)
@@ -496,8 +496,8 @@ def test_ranks_with_other_models_are_told_apart():
         model = torch.nn.Linear(2 + transport.rank, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         other = 1 - transport.rank
-        told = rf"rank {other} and rank {transport.rank} train different models: \('weight', \(1, {2 + other}\)"
-        with pytest.raises(ValueError, match=told):
+        message = rf"rank {other} and rank {transport.rank} train different models: \('weight', \(1, {2 + other}\)"
+        with pytest.raises(ValueError, match=message):
             GossipOptimizer(inner, model.named_parameters(), SGP(), transport=transport)
         raise ValueError("done")
 

@@ -47,10 +47,10 @@ def test_a_missing_begin_epoch_warns_once():
 
 def test_correct_use_does_not_warn():
     """Warnings are errors in tests. The loop of the original DGC code calls the compressor itself."""
-    for tell in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0)):
+    for begin in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0)):
         model, compression = net(), dgc(0.1, **WARM)
         optimizer = wrap(model, alone(), dgc_sgd, compression=compression)
-        tell(optimizer, compression)
+        begin(optimizer, compression)
         advance(model, optimizer, range(2))
     model = net()
     advance(model, wrap(model, alone(), dgc_sgd, compression=dgc(0.1)), range(2))
