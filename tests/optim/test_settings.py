@@ -114,7 +114,7 @@ def test_the_setting_that_differs_is_named_on_every_rank():
 
 
 def test_other_kinds_of_settings():
-    def error(*settings):
+    def fault(*settings):
         def body(transport):
             wrap(nn.Linear(3, 3), transport, inner, compression=settings[transport.rank])
 
@@ -122,11 +122,12 @@ def test_other_kinds_of_settings():
             LockstepWorld(2).run(body)
         return str(caught.value)
 
-    assert "compression is dgc.compression.dense.DenseCompressor" in error(DenseCompressor(), ThresholdCompressor())
-    assert "compression.rank is 1 on rank 0 and 2" in error(PowerSGDCompressor(1), PowerSGDCompressor(2))
-    indices = error(dgc(), dgc(indices=PackedIndices()))
+    classes = fault(DenseCompressor(), ThresholdCompressor())
+    assert "compression is dgc.compression.dense.DenseCompressor" in classes
+    assert "compression.rank is 1 on rank 0 and 2" in fault(PowerSGDCompressor(1), PowerSGDCompressor(2))
+    indices = fault(dgc(), dgc(indices=PackedIndices()))
     assert "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind" in indices
-    assert "compression.table is tensor of shape (1,), torch.float32" in error(OfAUser(1), OfAUser(1, (2.0,)))
+    assert "compression.table is tensor of shape (1,), torch.float32" in fault(OfAUser(1), OfAUser(1, (2.0,)))
 
 
 def test_gossip_algorithms_too():
