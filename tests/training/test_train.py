@@ -81,6 +81,22 @@ def test_what_a_run_leaves(finished):
     names = sorted(path.name for path in (finished / "checkpoints").iterdir() if path.is_dir())
     assert "e0002" in names and len(names) in (3, 4)
     assert (finished / "config.yaml").exists()
+    best = json.loads((finished / "checkpoints" / "best.json").read_text())["checkpoint"]
+    assert best == f"e000{summary['best_epoch']}"
+
+
+def test_the_rate_is_scaled_by_the_ranks(finished):
+    """After the warm-up of one epoch."""
+    (group,) = read_tensors(finished / "checkpoints" / "e0002" / "shared.pt")["optimizer"]["param_groups"]
+    assert group["lr"] == pytest.approx(2 * 0.025)
+
+
+def test_ranks_draw_different_random_numbers(tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(train, "seed_everything", seeds.append)
+    with pytest.raises(ValueError, match="no result"):  # told after all parts have been built
+        run(["--run-dir", str(tmp_path / "run"), "--configs.train.metric=acc/val_top1"], size=3)
+    assert len(seeds) == 3 and len(set(seeds)) == 3
 
 
 def test_curves(finished):
