@@ -44,6 +44,7 @@ def test_metropolis_weights_keep_every_total_on_symmetric_graphs(row, size):
     ("topology", "expected"),
     [
         (lambda: gossip.n_peer_exponential(8), [(1,), (2,), (4,)]),
+        (lambda: gossip.n_peer_exponential(9), [(1,), (2,), (4,), (8,)]),
         (lambda: gossip.n_peer_exponential(9, 2), [(1, 2), (3, 6)]),
         (lambda: gossip.n_peer_exponential(243, 2), [(3**i, 2 * 3**i) for i in range(5)]),
         (lambda: gossip.exponential(8), [(1,), (7,), (2,), (6,), (4,)]),

@@ -318,6 +318,36 @@ def test_metrics_have_the_weight_that_the_gradient_was_computed_with():
     assert star[0][0][1] > 1.5
 
 
+def test_a_new_graph_begins_at_its_first_round():
+    def body(transport):
+        own, rounds = Trained(transport, SGP(graph_from_epoch={1: gossip.exponential})), []
+        for epoch in range(2):
+            own.optimizer.begin_epoch(epoch)
+            rounds.append(own.algorithm.round)
+            for _ in range(3):
+                own.step()
+        own.optimizer.synchronize_messages()
+        return rounds
+
+    assert on(4, body) == [[0, 0]] * 4
+
+
+def test_a_rank_waits_after_as_many_steps_as_synch_freq():
+    """Messages that seem never to arrive are waited for in every third step."""
+
+    def body(transport):
+        own, staleness = Trained(transport, OSGP(synch_freq=2)), []
+        transport.poll = lambda flight: False
+        for _ in range(7):
+            own.step()
+            staleness.append(own.optimizer.metrics()["staleness"])
+        del transport.poll
+        own.optimizer.synchronize_messages()
+        return staleness
+
+    assert on(2, body) == [[0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 0.0]] * 2
+
+
 # --- what users do ---------------------------------------------------------------------------------
 
 

@@ -97,6 +97,11 @@ def test_layout(tensor, stride):
     assert bucket.flat.sum() == tensor.numel()
 
 
+def test_an_empty_tensor_takes_no_place():
+    bucket = make_bucket("b", [("a", torch.zeros(2)), ("empty", torch.zeros(0, 3)), ("c", torch.zeros(4))])
+    assert [segment.offset for segment in bucket.segments] == [0, 2, 2] and bucket.numel == 6
+
+
 def test_description_tells_names_shapes_types_and_compressors():
     first = describe(plan(parameters(3, 4), 100))
     assert first == describe(plan(parameters(3, 4), 100))

@@ -155,6 +155,15 @@ def test_sparse_updates_equal_dense_ones(layout, decay):
     torch.testing.assert_close(*whole, rtol=1e-6, atol=1e-7)
 
 
+def test_a_sparse_update_takes_the_rate_of_each_parameters_group():
+    p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = DGCSGD([{"params": [p]}, {"params": [q], "lr": 0.5}], lr=0.25)
+    optimizer.skip_momentum_of([p, q])
+    update = SparseUpdate((p, q), torch.tensor([0, 3, 6]), torch.tensor([1, 5]), torch.tensor([1.0, 2.0]))
+    optimizer.step(sparse=[update])
+    assert p.tolist() == [0.0, -0.25, 0.0] and q.tolist() == [0.0, 0.0, -1.0]
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_decay_with_a_buffer_of_another_memory_format(nesterov):
     """torch.optim loads the buffers of a checkpoint with their saved strides."""
