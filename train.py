@@ -154,13 +154,13 @@ def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, hel
 
     check_labels = LabelCheck(criterion)
     model.train()
-    with Interruption(transport, lag=optimizer.steps_apart) as interruption:
+    with Interruption(transport, lag=optimizer.max_step_lag) as interruption:
         asked = None
         while progress.epoch < settings.num_epochs and asked is None:
             epoch = progress.epoch
             optimizer.begin_epoch(epoch)
-            pace = optimizer.pace(size * batches.steps_per_epoch * (epoch + 1))
-            more = None if pace is None else lambda pace=pace: pace() and not interruption.asked
+            needed = optimizer.more_steps(size * batches.steps_per_epoch * (epoch + 1))
+            more = None if needed is None else lambda needed=needed: needed() and not interruption.asked
             for step, passes in log.clock.each("data", batches.epoch(epoch, progress.step, more)):
                 interruption.begin_step()
                 schedule.begin_step(epoch, step)
@@ -185,7 +185,7 @@ def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, hel
                 if asked is not None:
                     break
             else:
-                optimizer.settle()
+                optimizer.synchronize_messages()
                 if more is not None and (asked := interruption.now()) is not None:
                     save()
                     break

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dgc.comm import Transport, all_gather_object
-from dgc.comm.channel import Channel, channel_of
+from dgc.comm.channel import Channel, open_channel
 from dgc.comm.requests import Group, Reply, Request
 from dgc_training.faults.failure import PATIENCE, end_process
 from dgc_training.faults.heartbeat import Heartbeat
@@ -56,7 +56,7 @@ class WatchedTransport:
 
     def channel(self) -> Channel:
         """The point-to-point channel. Its waits are not watched, since gossip has its own time limit."""
-        return channel_of(self.inner)
+        return open_channel(self.inner)
 
     def launch(self, name: str, requests: Sequence[Request]) -> tuple[str, Any]:
         return name, self.inner.launch(name, requests)

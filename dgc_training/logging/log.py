@@ -56,12 +56,12 @@ class Log:
         self.rows = state.rows
         self.device = state.device
         self.dense_explained = False
-        self.group = "compression" if settings.gossip is None else "gossip"  # tag group of the optimizer's gauges
+        self.group = "compression" if settings.gossip is None else "gossip"  # tag group of the optimizer's metrics
         self.loss_sum = torch.zeros((), device=state.device)
         self.steps = 0  # since the last point
         self.alarm = ErrorAlarm()
-        apart = state.optimizer.steps_apart
-        lag = None if apart is None else -(-apart // self.log_every)
+        lag = state.optimizer.max_step_lag
+        lag = None if lag is None else -(-lag // self.log_every)
         self.curves = Curves(directory, transport, progress.samples, lag)
         self.started = self.last_time = time.perf_counter()
         self.seconds_before = progress.seconds
@@ -150,7 +150,7 @@ class Log:
         values = {name: value / self.steps for name, value in grown.items()}
         if dense := values["bytes/dense_wire_per_step"]:
             values["bytes/wire_over_dense"] = values["bytes/wire_per_step"] / dense
-        values |= {f"{self.group}/{name}": value for name, value in self.optimizer.gauges().items()}
+        values |= {f"{self.group}/{name}": value for name, value in self.optimizer.metrics().items()}
         values |= {
             "train/lr": float(self.optimizer.param_groups[0]["lr"]),
             "train/steps": float(progress.epoch * self.steps_per_epoch + progress.step),

@@ -223,6 +223,20 @@ def test_the_seed_option_changes_the_sample():
     assert len({run(seed) for seed in range(4)}) > 1
 
 
+def test_every_step_has_another_seed():
+    seeds = []
+
+    class Noting(Exact):
+        def select(self, due, plan, seed):
+            seeds.append(seed)
+            return super().select(due, plan, seed)
+
+    ranks = ranks_of(1, lambda: DGCCompressor(0.03, DGCSGDMemory(0.9), selector=Noting()))
+    for step in range(4):
+        ranks.exchange(gradients(1, step))
+    assert len(set(seeds)) == 4
+
+
 def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first():
     """At ratio 0.3 one bucket is sparse; 250 single elements, of which each is sent, make the other dense."""
     large = [("large", torch.zeros(50, 60))]

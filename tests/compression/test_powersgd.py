@@ -324,10 +324,10 @@ def test_accordion_chooses_by_the_change_of_the_norm():
     ends = [e for i, e in enumerate((0, 0, 1, 2, 2, 3, 4)) if accordion.ends_interval(e)]
     assert ends == [2, 4]
     chosen = []
-    for norm in (8.0, 3.0, 2.5, 2.4, 1.1, 4.0, 4.0):
+    for norm in (8.0, 3.0, 2.5, 2.4, 1.1, 4.0, 4.0, 7.0):
         accordion.choose({"w": (3 * norm**2, 3)})
         chosen.append(accordion.rank("w"))
-    assert chosen == [4, 4, 1, 1, 4, 4, 1]
+    assert chosen == [4, 4, 1, 1, 4, 4, 1, 4]
     with pytest.raises(ValueError, match="high_rank must be at least rank = 4, not 2"):
         Accordion(4, 2)
 

@@ -178,6 +178,14 @@ def test_plain_indices_are_read_as_they_were_written(codec, dtype):
     assert sound and torch.equal(indices[:50], support.int())
 
 
+@every_codec
+def test_a_count_beyond_the_section_is_not_sound(codec):
+    section = torch.arange(4, dtype=torch.int32).view(torch.uint8)
+    for count, expected in ((4, True), (5, False), (-1, False)):
+        _, sound = codec.plain_decode(section, torch.tensor(count, dtype=torch.int32), 100, torch.int32)
+        assert bool(sound) is expected
+
+
 def rice_bits(support, b):
     gaps = torch.diff(support, prepend=torch.tensor([-1])) - 1
     return support.numel() * (b + 1) + int((gaps >> b).sum())

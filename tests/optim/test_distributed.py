@@ -1,4 +1,4 @@
-"""DistributedOptimizer over a lockstep world: what it computes, and the habits of training scripts."""
+"""DistributedOptimizer over a lockstep world: its results, in the ways in which training scripts use it."""
 
 import sys
 from pathlib import Path
@@ -328,7 +328,7 @@ def test_step_after_synchronize_warns():
 
 @pytest.mark.parametrize("zero", ["own", "model"])
 def test_a_step_that_was_left_out_after_synchronize(zero):
-    """As a loss scaler leaves it out on overflow: the next step exchanges again, without a warning."""
+    """A loss scaler skips step() on overflow: the next step exchanges again, without a warning."""
 
     def body(model, transport):
         optimizer = wrap(model, transport)
@@ -415,7 +415,7 @@ def test_a_horovod_compression():
 
 
 def test_dgc_learns():
-    """A quadratic, on which two ranks pull apart."""
+    """A quadratic with a different minimum on each of two ranks."""
 
     def train(compression):
         models = [nn.Linear(20, 10, bias=False) for _ in range(2)]

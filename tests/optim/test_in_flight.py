@@ -1,4 +1,4 @@
-"""Gradients may not change between backward and step(): what was sent of them no longer is what they are."""
+"""Gradients must not change between backward and step(), because they may have been sent already."""
 
 import sys
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused():
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_the_documented_recipe_and_partial_sums_may_be_clipped(name):
-    """A sum of gradients that still grows (backward_passes_per_step) is this rank's own: nothing of it is sent."""
+    """An incomplete sum of gradients (backward_passes_per_step) may change: nothing of it has been sent."""
 
     def body(model, transport):
         options = {"compression": COMPRESSORS[name](), "bucket_mb": SMALL, "backward_passes_per_step": 2}
@@ -101,7 +101,7 @@ def test_the_documented_recipe_and_partial_sums_may_be_clipped(name):
         assert_same(models[0], before)
 
 
-def test_a_gradient_that_no_backward_made_is_the_callers():
+def test_a_gradient_that_backward_did_not_compute_may_change():
     def body(model, transport):
         optimizer = wrap(model, transport, compression=DenseCompressor(), bucket_mb=SMALL)
         optimizer.zero_grad()

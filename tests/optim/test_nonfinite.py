@@ -1,4 +1,4 @@
-"""NaN and inf in a gradient: every rank drops the step, or every rank raises; nothing is poisoned or lost."""
+"""NaN and inf in a gradient: every rank drops the step, or every rank raises. The error state stays finite."""
 
 import sys
 import warnings
@@ -105,7 +105,7 @@ def test_it_warns_once(compression):
 
 
 @every_compression
-def test_raise_is_one_error_on_every_rank_and_training_may_go_on(compression):
+def test_raise_is_one_error_on_every_rank_and_training_can_continue(compression):
     messages = []
 
     def body(model, transport):
@@ -126,7 +126,7 @@ def test_raise_is_one_error_on_every_rank_and_training_may_go_on(compression):
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
 def test_what_was_sent_in_any_bucket_returns(ratio):
-    """A flag in one bucket drops the others too: their error state keeps the whole gradient."""
+    """A flag in one bucket drops all buckets: their error state keeps the whole gradient."""
 
     def body(model, transport):
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(ratio), bucket_mb=1e-5)
@@ -150,7 +150,7 @@ def test_what_was_sent_in_any_bucket_returns(ratio):
 
 
 def test_an_overflow_of_the_wire_alone_names_no_rank():
-    """Finite gradients beyond fp16: the mean is inf, and no rank is to blame."""
+    """Finite gradients beyond fp16: the mean is inf, though no rank has a gradient that is not finite."""
 
     def body(model, transport):
         optimizer = wrap(model, transport, compression=FP16Compressor(), nonfinite="raise")
@@ -166,7 +166,7 @@ def test_an_overflow_of_the_wire_alone_names_no_rank():
 @pytest.mark.parametrize("fp16_values", [False, True])
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
 def test_large_gradients_stay_in_range_and_arrive_in_the_end(size, dtype, fp16_values, ratio):
-    """Gradients of 6e4 in each of three steps, then none: the wire cuts them, the rest follows later."""
+    """Gradients of 6e4 in three steps, then none: messages are limited to fp16, and the rest is sent later."""
     models = [nn.Linear(20, 10, bias=False).to(dtype) for _ in range(size)]
 
     def body(model, transport):

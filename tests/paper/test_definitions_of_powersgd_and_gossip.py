@@ -137,7 +137,7 @@ def trained(size, make):
             for p, g in zip(parts, (curvature * (z - target)).split(NUMELS), strict=True):
                 p.grad = g.view(p.shape)
             optimizer.step()
-        optimizer.settle()
+        optimizer.synchronize_messages()
         return torch.stack([*seen, optimizer.model.z])
 
     return torch.stack(LockstepWorld(size).run(body))
@@ -159,8 +159,8 @@ def defined(size, algorithm, dtype):
 
         return direction
 
-    talks = [algorithm(start().to(dtype), gradient(i), i) for i in range(size)]
-    ends = LockstepWorld(size).converse("definition", talks)
+    conversations = [algorithm(start().to(dtype), gradient(i), i) for i in range(size)]
+    ends = LockstepWorld(size).converse("definition", conversations)
     return torch.stack([torch.stack([*own, end]) for own, end in zip(seen, ends, strict=True)])
 
 

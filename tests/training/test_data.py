@@ -72,9 +72,10 @@ def test_the_order_is_of_seed_and_epoch_alone():
     first, second, other = sampler(0, 2), sampler(0, 2), sampler(0, 2, seed=8)
     a = list(first)
     torch.manual_seed(1)
-    assert a == list(second) != list(other)
+    assert a == list(second)
     second.epoch = 1
-    assert a != list(second)
+    orders = [[index for p in s for index in p.indices] for s in (first, second, other)]
+    assert all(orders[i] != orders[j] for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -97,8 +98,8 @@ def test_augmentation_differs_between_epochs_and_ranks():
         batches = TrainBatches(Noisy(), 3, rank=rank, size=2, seed=7, device=CPU)
         return torch.cat([x - y for _, [(x, y)] in batches.epoch(epoch)])
 
-    assert not torch.equal(noise(0, 0), noise(0, 1))
-    assert not torch.equal(noise(0, 0), noise(1, 0))
+    for rank, epoch in ((0, 1), (1, 0)):
+        assert (noise(0, 0) - noise(rank, epoch)).abs().max() > 0.01  # by more than rounding
 
 
 def test_workers_are_not_forked_and_change_nothing():

@@ -72,6 +72,12 @@ def test_the_mean_is_preserved_to_rounding(memory, old, new):
     LockstepWorld(new).run(lambda transport: train(transport, memory, before))
 
 
+def test_a_blend_is_rounded_once():
+    states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
+    expected = sum(state["v"].double() for state in states.values()) / 8
+    assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
+
+
 def test_what_is_the_same_everywhere_stays_bit_for_bit():
     q = torch.rand(50)
     states = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}

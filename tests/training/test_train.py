@@ -81,6 +81,22 @@ def test_what_a_run_leaves(finished):
     names = sorted(path.name for path in (finished / "checkpoints").iterdir() if path.is_dir())
     assert "e0002" in names and len(names) in (3, 4)
     assert (finished / "config.yaml").exists()
+    best = json.loads((finished / "checkpoints" / "best.json").read_text())["checkpoint"]
+    assert best == f"e000{summary['best_epoch']}"
+
+
+def test_the_rate_is_scaled_by_the_ranks(finished):
+    """After the warm-up of one epoch."""
+    (group,) = read_tensors(finished / "checkpoints" / "e0002" / "shared.pt")["optimizer"]["param_groups"]
+    assert group["lr"] == pytest.approx(2 * 0.025)
+
+
+def test_ranks_draw_different_random_numbers(tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(train, "seed_everything", seeds.append)
+    with pytest.raises(ValueError, match="no result"):  # told after all parts have been built
+        run(["--run-dir", str(tmp_path / "run"), "--configs.train.metric=acc/val_top1"], size=3)
+    assert len(seeds) == 3 and len(set(seeds)) == 3
 
 
 def test_curves(finished):
@@ -217,7 +233,9 @@ def test_another_number_of_ranks_goes_on_with_a_warning(copy):
     (copy / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": "e0001s00005"}))
     with pytest.warns(UserWarning, match="saved by 2 ranks and is resumed by 3: .* mean over the ranks"):
         run(["--run-dir", str(copy)], size=3)
-    assert json.loads((copy / "summary.json").read_text())["ranks"] == 3
+    summary = json.loads((copy / "summary.json").read_text())
+    # 5 steps of 2 ranks are 3 steps of 3 ranks. The rest of the epoch follows.
+    assert summary["ranks"] == 3 and summary["samples"] == 1438 + 5 * 64 * 2 + (479 - 3 * 64) * 3
 
 
 def test_another_config_is_refused_and_nothing_is_overwritten(copy):
@@ -426,10 +444,11 @@ def test_files_of_several_configs_options_stack(capsys):
 def test_any_number_is_better_than_none():
     progress, nan = Progress(), float("nan")
     seen = []
-    for epoch, value in enumerate((nan, 80.0, nan, 90.0, 85.0), start=1):
+    for epoch, value in enumerate((nan, 80.0, nan, 90.0, 90.0, 85.0), start=1):
         progress.epoch = epoch
         seen.append(progress.add_results({"m": value}, "m"))
-    assert seen == [True, True, False, True, False] and progress.best == {"m": 90.0} and progress.best_epoch == 4
+    assert seen == [True, True, False, True, False, False]
+    assert progress.best == {"m": 90.0} and progress.best_epoch == 4
 
 
 def test_evaluate_without_a_checkpoint(tmp_path):
@@ -440,6 +459,8 @@ def test_evaluate_without_a_checkpoint(tmp_path):
 
 def test_optional_parts_are_optional(tmp_path):
     """No scheduler, no warm-up, no metric, no meters; accumulation and batch norm's own group instead."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     words = ["train.scheduler=null", "train.warmup_lr_epochs=0", "train.metric=null", "train.num_epochs=1"]
     words += [
         "train.num_batches_per_step=2",
@@ -449,6 +470,8 @@ def test_optional_parts_are_optional(tmp_path):
     run(["--run-dir", str(tmp_path / "run"), *(f"--configs.{word}" for word in words)])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["best"] == {} and summary["metric"] is None and summary["samples"] == 5 * 2 * 2 * 64
+    (loss,) = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("train/loss")
+    assert loss.value < 3  # the mean of both passes: about ln 10, that of a guess
     assert not (tmp_path / "run" / "checkpoints" / "best.json").exists()
     run(["--run-dir", str(tmp_path / "run"), "--evaluate", *(f"--configs.{word}" for word in words)])
 

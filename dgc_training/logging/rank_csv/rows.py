@@ -20,7 +20,7 @@ class Rows:
         directory: the run directory.
         settings: the config's `train`.
         num_workers: data workers per rank, for the header of the file.
-        optimizer: its meter and gauges are written.
+        optimizer: its meter and metrics are written.
     """
 
     def __init__(self, directory: Path, settings: DictConfig, num_workers: int, optimizer: Wrapper) -> None:
@@ -63,18 +63,18 @@ class Rows:
     def step(self, epoch: int, itr: int, loss: Tensor) -> None:
         """Call after each step."""
         now, samples = time.perf_counter(), max(1, self.samples)
-        gauges = self.since(self._totals())
-        told = self.optimizer.gauges()
-        gauges |= {name: told[name] for name in ("weight", "staleness") if name in told}
-        waited = gauges.pop("data")
+        metrics = self.since(self._totals())
+        latest = self.optimizer.metrics()
+        metrics |= {name: latest[name] for name in ("weight", "staleness") if name in latest}
+        waited = metrics.pop("data")
         top1, top5 = (top / samples for top in self.top)
-        self.file.step(epoch, itr, now - self.started, waited, loss, top1, top5, samples, gauges)
+        self.file.step(epoch, itr, now - self.started, waited, loss, top1, top5, samples, metrics)
         self.started = now
         self._begin_step()
 
     def end_epoch(self, epoch: int, results: Mapping[str, float]) -> None:
         """Call after an epoch's evaluation and before its checkpoint."""
-        distance = self.optimizer.gauges().get("consensus_distance")
+        distance = self.optimizer.metrics().get("consensus_distance")
         self.file.end_epoch(epoch, results.get(self.metric) if self.metric else None, distance)
 
     def close(self) -> None:
