@@ -12,11 +12,11 @@ from wire.payloads import (
     FORMATS,
     INDICES,
     SOME,
-    VALUES,
     budget_of,
     clustered,
     decode,
     encode,
+    formats_for,
     scattered,
     seal_,
     selection_of,
@@ -48,23 +48,14 @@ def supports():
     yield torch.tensor([0, 2**20, 2**31 - 3, 2**31 - 2]), 2**31 - 1
 
 
-def formats_for(seed):
-    """Every format of indices, with formats of values in turn; with the first support all formats."""
-    if seed == 0:
-        return FORMATS
-    values = list(VALUES)
-    return [f"{values[(seed + i) % len(values)]} {indices}" for i, indices in enumerate(INDICES)]
-
-
 def test_codecs_agree_bit_for_bit():
     reference, native = CODECS["reference"], CODECS["native"]
     for seed, (support, numel) in enumerate(supports()):
         capacity = min(numel, support.numel() + 131 * (seed % 2))
         budget = budget_of(capacity, 0, numel // 3, numel // 3, numel)
         selection = selection_of(support, capacity=capacity, seed=seed)
-        for name in formats_for(seed):
+        for name, form in formats_for(seed).items():
             with case(name, "support", seed):
-                form = FORMATS[name]
                 one, other = (encode(form, selection, budget, numel, 0, c) for c in (reference, native))
                 assert torch.equal(one.payload, other.payload)
                 assert same(one.sent.values, other.sent.values) and same(one.own, other.own)
