@@ -26,7 +26,7 @@ CODEC = TorchCodec()
 
 
 def formats_for(number):
-    """Of a case of this number every format of indices, with formats of values in turn; of the first all formats."""
+    """Of a case of this number all formats of indices, with those of values in turn; of the first all pairs."""
     if number == 0:
         return FORMATS
     values = list(VALUES)

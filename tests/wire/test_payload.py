@@ -50,7 +50,7 @@ def test_planned_size_of_plain_formats(name):
         assert exact <= planned < exact + 8 and planned % 8 == 0, capacity
 
 
-COUNTS = [(0, 1), (0, 0), (1, 1), (0, 5), (3, 5), (5, 5), (127, 127), (128, 128), (129, 129), (63, 101), (1000, 1001)]
+COUNTS = [(0, 0), (0, 1), (1, 1), (0, 5), (3, 5), (127, 127), (128, 128), (129, 129), (63, 101), (1000, 1001)]
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
