@@ -33,9 +33,9 @@ def test_a_compressed_bucket_has_no_memory_of_its_own():
     assert buffers(optimizer)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("clipping", [None, 0.5])
-@pytest.mark.parametrize("ratio", [0.05, 1.0])
+@pytest.mark.parametrize(
+    ("passes", "clipping", "ratio"), [(1, None, 0.05), (2, 0.5, 0.05), (1, 0.5, 1.0), (2, None, 1.0)]
+)
 def test_where_gradients_lie_plays_no_part(passes, clipping, ratio):
     """In pieces, in the buckets, or some here and some there: the same parameters bit for bit."""
 
