@@ -1,25 +1,21 @@
 """NaN and inf in a gradient: every rank drops the step, or every rank raises; nothing is poisoned or lost."""
 
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, values, wrap
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, values, wrap  # noqa: E402
-
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import (  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import (
     BF16Compressor,
     DenseCompressor,
     DGCCompressor,
     FP16Compressor,
     NonFiniteGradientError,
 )
-from dgc.memory import ResidualMemory  # noqa: E402
+from dgc.memory import ResidualMemory
 
 
 class Half:

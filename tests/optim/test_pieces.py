@@ -1,16 +1,11 @@
 """Gradients that are read where backward left them, in place of being copied into buckets."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc_sgd, loss_of, net, run, wrap
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc_sgd, loss_of, net, run, wrap  # noqa: E402
-
-from dgc.compression import DGCCompressor  # noqa: E402
-from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory  # noqa: E402
+from dgc.compression import DGCCompressor
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 
 
 def buffers(optimizer):
