@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dgc import gossip
 from dgc.gossip import Topology
 
-SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17)
+SIZES = (2, 3, 4, 5, 6, 8, 9, 12, 17)
 
 
 @dataclass(frozen=True)

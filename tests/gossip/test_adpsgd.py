@@ -33,8 +33,8 @@ def tree(size):
 
 
 GRAPHS = {
-    bipartite_complete: (2, 3, 4, 5, 8, 16, 64),
-    line: (2, 3, 5, 8, 17),
+    bipartite_complete: (2, 3, 4, 5, 8, 16),
+    line: (2, 3, 8, 17),
     tree: (5, 8, 16),
     gossip.ring: (5, 8),
     gossip.grid: (9,),
@@ -156,8 +156,8 @@ def test_steps_between_snapshot_and_reply_are_kept():
     assert all(int(m.step_counts.sum()) == 2000 for m in simulation.protocols)
 
 
-@pytest.mark.parametrize("slow", [None, 0, 1])
-@pytest.mark.parametrize(("graph", "size"), [c for c in CASES if c.values[1] < 64])
+@pytest.mark.parametrize("slow", [None, 1])
+@pytest.mark.parametrize(("graph", "size"), [c for c in CASES if c.values[1] < 16])
 def test_all_ranks_are_informed_that_an_epoch_is_over(graph, size, slow):
     """Each rank trains until its step counts are large enough, which is soon. At the end the counts are exact.
 

@@ -36,7 +36,7 @@ def without_gradients(transport, row, steps, per_epoch):
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
 def test_without_gradients_the_mean_is_kept_and_all_agree(row, size):
     def body(transport):
-        own, start, between = without_gradients(transport, row, 60, 20)
+        own, start, between = without_gradients(transport, row, 45, 15)
         own.optimizer.synchronize_messages()
         return start, between, own.biased_parameters(), own.z.double(), getattr(own.algorithm, "w", 1.0)
 
@@ -66,7 +66,7 @@ def test_many_ranks_keep_the_mean(row, size):
     assert sum(weights) == pytest.approx(size, abs=1e-9)
 
 
-@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("size", [5])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_training_learns_and_models_stay_close(row, size):
     if not row.takes(size):
@@ -116,7 +116,7 @@ def test_a_complete_graph_is_parameter_averaging(size):
     assert float((models[0] - one.z).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 64, 256])
+@pytest.mark.parametrize("size", [2, 4, 8, 32])
 def test_the_one_peer_exponential_graph_agrees_after_log2_n_rounds(size):
     def body(transport):
         own = Trained(transport, SGP()).scatter()

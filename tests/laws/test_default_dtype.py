@@ -1,4 +1,4 @@
-"""Results under a default dtype of fp16, bf16 or fp64 are those under fp32, bit for bit."""
+"""Results under a default dtype of fp16 or fp64 are those under fp32, bit for bit."""
 
 import ast
 import copy
@@ -16,6 +16,9 @@ from gossip.test_adpsgd import Simulation
 from gossip.test_compressed import MORE
 from kernels.codecs import CODECS
 from laws.default_dtype import OTHERS, Declared, check
+from laws.definitions import DEFINITIONS
+from laws.quantized import QUANTIZED
+from laws.table import TABLE, Row
 from optim.nets import data, dgc, dgc_sgd, net, wrap
 from selection.shapes import SHAPES as DATA
 from selection.test_selectors import SELECTORS, chosen_by, plan_of
@@ -31,11 +34,6 @@ from dgc.gossip import CHOCO, Gossip, HierarchicalGossip
 from dgc.gossip.topology.bipartite import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
 from dgc.testing import LIKE, Fleet, gradients
-
-sys.path.insert(0, str(Path(__file__).parent))
-from definitions import DEFINITIONS  # noqa: E402
-from quantized import QUANTIZED  # noqa: E402
-from table import TABLE, Row  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 CONSTRUCTORS = set(
@@ -165,7 +163,7 @@ def average_models(make: Callable[[], Gossip], world: LockstepWorld) -> list[Ten
 @pytest.mark.parametrize("name", [row.name for row in [*ROWS, *OUTER] if not row.by_timing] + list(MORE))
 def test_gossip(name: str) -> None:
     makes = {row.name: row.make for row in [*ROWS, *OUTER]} | MORE
-    check(lambda: average_models(makes[name], LockstepWorld(4)))
+    check(lambda: average_models(makes[name], LockstepWorld(2)))
 
 
 def test_gossip_between_machines() -> None:

@@ -1,19 +1,14 @@
 """gradient_clipping of a memory also limits gradients that the compressor exchanges dense."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from optim.nets import alone
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone  # noqa: E402
-
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule  # noqa: E402
-from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, DGCSGDMemory  # noqa: E402
-from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
+from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
 
 
 def moved(transport, compression, gradients):

@@ -1,14 +1,8 @@
 """DistributedOptimizer over a lockstep world: its results, in the ways in which training scripts use it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import (  # noqa: E402
+from optim.nets import (
     SIZES,
     ZEROS,
     alone,
@@ -23,9 +17,10 @@ from nets import (  # noqa: E402
     values,
     wrap,
 )
+from torch import nn
 
-from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, Route, Rule  # noqa: E402
-from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
+from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, Route, Rule
+from dgc.optim import DGCSGD, DistributedOptimizer
 
 # --- dense is single-process training on the whole batch -------------------------------------------
 

@@ -3,21 +3,17 @@
 import copy
 import io
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc, dgc_sgd, joint_loss, loss_of, momentum_sgd, net, run, wrap
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc, dgc_sgd, joint_loss, loss_of, momentum_sgd, net, run, wrap  # noqa: E402
-
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule  # noqa: E402
-from dgc.memory import ResidualMemory  # noqa: E402
-from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
-from dgc.optim.options import as_route  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
+from dgc.memory import ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.optim.options import as_route
 
 KINDS = {"dense": DenseCompressor, "dgc": lambda: dgc(0.2), "dgc dense": lambda: dgc(1.0)}
 every_kind = pytest.mark.parametrize("compression", KINDS.values(), ids=KINDS)

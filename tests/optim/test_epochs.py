@@ -1,17 +1,13 @@
 """The epoch of a compressor with a ratio warm-up: set by the training loop, or counted by steps."""
 
 import copy
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, net, run, wrap
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc, dgc_sgd, loss_of, net, run, wrap  # noqa: E402
-
-from dgc.compression import PowerSGDCompressor  # noqa: E402
+from dgc.compression import PowerSGDCompressor
 
 WARM = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
 

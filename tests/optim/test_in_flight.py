@@ -1,17 +1,12 @@
 """Gradients must not change between backward and step(), because they may have been sent already."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from optim.nets import assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, wrap
 from torch.nn.utils import clip_grad_norm_
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, PowerSGDCompressor, QSGDCompressor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, wrap  # noqa: E402
 
 RECIPE = r"call optimizer\.synchronize\(\) first, then clip, then step\(\) inside optimizer\.skip_synchronize\(\)"
 SMALL = 1e-4  # MB: several buckets, of which some start during backward

@@ -1,15 +1,10 @@
 """DistributedOptimizer and parameters of all kinds: unused, frozen, tied, sparse, of other precision or layout."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import (  # noqa: E402
+from optim.nets import (
     ZEROS,
     alone,
     assert_same,
@@ -23,10 +18,11 @@ from nets import (  # noqa: E402
     run,
     wrap,
 )
+from torch import nn
 
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import BF16Compressor, DenseCompressor  # noqa: E402
-from dgc.optim import DistributedOptimizer  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import BF16Compressor, DenseCompressor
+from dgc.optim import DistributedOptimizer
 
 
 @pytest.mark.parametrize("zero", ["own", "model"])

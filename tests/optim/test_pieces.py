@@ -1,16 +1,11 @@
 """Gradients that are read in place, without a copy into the bucket."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc_sgd, loss_of, net, run, wrap
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc_sgd, loss_of, net, run, wrap  # noqa: E402
-
-from dgc.compression import DGCCompressor  # noqa: E402
-from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory  # noqa: E402
+from dgc.compression import DGCCompressor
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 
 
 def buffers(optimizer):
@@ -33,9 +28,9 @@ def test_a_compressed_bucket_has_no_memory_of_its_own():
     assert buffers(optimizer)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("clipping", [None, 0.5])
-@pytest.mark.parametrize("ratio", [0.05, 1.0])
+@pytest.mark.parametrize(
+    ("passes", "clipping", "ratio"), [(1, None, 0.05), (2, 0.5, 0.05), (1, 0.5, 1.0), (2, None, 1.0)]
+)
 def test_the_place_of_gradients_does_not_change_the_result(passes, clipping, ratio):
     """In place, in the buckets, or mixed: the same parameters bit for bit."""
 

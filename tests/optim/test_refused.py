@@ -1,14 +1,8 @@
 """What DistributedOptimizer refuses or warns about, and that momentum is applied once."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import (  # noqa: E402
+from optim.nets import (
     alone,
     dgc,
     dgc_sgd,
@@ -19,13 +13,14 @@ from nets import (  # noqa: E402
     run,
     wrap,
 )
+from torch import nn
 
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.comm.requests import AllReduce  # noqa: E402
-from dgc.compression import DenseCompressor, DenseResult, DGCCompressor  # noqa: E402
-from dgc.compression.protocol import StatelessCompressor  # noqa: E402
-from dgc.memory import ResidualMemory  # noqa: E402
-from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.requests import AllReduce
+from dgc.compression import DenseCompressor, DenseResult, DGCCompressor
+from dgc.compression.protocol import StatelessCompressor
+from dgc.memory import ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
 
 
 def test_parameters_without_a_name():

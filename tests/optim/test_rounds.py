@@ -1,15 +1,10 @@
 """The order in which the rounds of several buckets are launched and waited for."""
 
-import sys
-from pathlib import Path
-
 import torch
+from optim.nets import alone, dgc_sgd, loss_of, net, wrap
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, dgc_sgd, loss_of, net, wrap  # noqa: E402
-
-from dgc.comm import AllReduce  # noqa: E402
-from dgc.compression.protocol import DenseResult, StatelessCompressor  # noqa: E402
+from dgc.comm import AllReduce
+from dgc.compression.protocol import DenseResult, StatelessCompressor
 
 
 class ThreeRounds(StatelessCompressor):

@@ -1,16 +1,11 @@
 """Loss scaling and autocast: both recipes of a GradScaler, on ranks of which one overflows."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, values, wrap
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, values, wrap  # noqa: E402
-
-from dgc.compression import BF16Compressor, DenseCompressor  # noqa: E402
+from dgc.compression import BF16Compressor, DenseCompressor
 
 COMPRESSIONS = {
     "dense": DenseCompressor,

@@ -2,13 +2,12 @@
 
 import functools
 import re
-import sys
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 import pytest
 import torch
+from optim.nets import wrap
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
@@ -28,9 +27,6 @@ from dgc.optim import DGCSGD, DistributedOptimizer, GossipOptimizer
 from dgc.optim.agreement import describe
 from dgc.selection import Sampled
 from dgc.wire import CastValues, PackedIndices
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import wrap  # noqa: E402
 
 
 class OfAUser(StatelessCompressor):

@@ -1,14 +1,8 @@
 """The state of a DistributedOptimizer: saved, loaded, broadcast."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import (  # noqa: E402
+from optim.nets import (
     alone,
     assert_same,
     dgc,
@@ -18,9 +12,10 @@ from nets import (  # noqa: E402
     run,
     wrap,
 )
+from torch import nn
 
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.optim import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.optim import broadcast_optimizer_state, broadcast_parameters
 
 
 def test_begin_epoch_returns_the_ratio_in_force():
