@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from dgc_training.checkpoint.state import Progress, State
 from dgc_training.config import ConfigError, load, to_yaml
 from dgc_training.data import TrainBatches
 from dgc_training.evaluation import Evaluation
-from dgc_training.faults.failure import Refused, ending_all_ranks
+from dgc_training.faults.failure import Refused, end_process, ending_all_ranks
 from dgc_training.faults.interruption import SAVED, Interruption
 from dgc_training.faults.replicas import check_replicas
 from dgc_training.faults.watchdog import WatchedTransport, watching
@@ -58,7 +58,18 @@ from dgc_training.startup.setup import (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    connect: Callable[..., Transport] = connect,
+    leave: Callable[[int], None] = end_process,
+) -> int:
+    """Trains as the command line says and returns the exit status.
+
+    Args:
+        argv: the command line without the program's name. None: that of this process.
+        connect: creates the transport. Takes the keywords of `dgc.comm.horovod.connect`.
+        leave: ends this process with an exit status after an error. All ranks end with it.
+    """
     args, overrides = parse_arguments(argv)
     try:
         tree = load(args.configs, overrides)
@@ -75,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(to_yaml(tree, resolve=True), end="")
         return 0
     status = 0
-    with ending_all_ranks():
+    with ending_all_ranks(leave):
         with building():
             gossip = build(tree.train.gossip)
             carrier = connect(
@@ -84,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 point_to_point=gossip is not None,
             )
         transport = WatchedTransport(carrier)
-        with watching(transport, tree.train.timeout):
+        with watching(transport, tree.train.timeout, leave):
             status = run(args, tree, transport)
     return status
 

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from small_runs import METHODS
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import fingerprint
-from dgc_training.faults.failure import ending_all_ranks
 
 SECONDS = 60  # a case that takes longer hangs
 QUICK = {
@@ -61,14 +59,12 @@ def call(words: list[str]) -> tuple[int, str]:
         raise Hanging
 
     told = io.StringIO()
-    train.connect = lambda **_: LockstepWorld(1).transports[0]  # type: ignore[assignment]
-    train.ending_all_ranks = partial(ending_all_ranks, leave)  # type: ignore[assignment]
     signal.signal(signal.SIGALRM, ring)
     signal.alarm(SECONDS)
     try:
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            status = train.main(words)
+            status = train.main(words, connect=lambda **_: LockstepWorld(1).transports[0], leave=leave)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     finally:

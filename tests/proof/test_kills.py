@@ -6,18 +6,15 @@ Chunks can be run alone, each with its own seed: `pytest -m proof tests/proof/te
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from proof.small_runs import METHODS, Run, assert_same_end, finish, latest, send
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import Checkpoints, read_tensors
 from dgc_training.faults.interruption import SAVED
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import METHODS, Run, assert_same_end, finish, latest, send  # noqa: E402
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
 KILLS = 10  # per chunk
