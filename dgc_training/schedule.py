@@ -15,7 +15,7 @@ Differences from the original DGC trainer:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -33,6 +33,11 @@ def scale_learning_rate(optimizer: Optimizer, factor: float) -> None:
     """Multiplies the learning rate of every group. Call it before building a scheduler, which stores the rate."""
     for group in optimizer.param_groups:
         group["lr"] *= factor
+
+
+def is_due(every: int | None, step: int) -> bool:
+    """Whether a task of every `every` steps is due after `step` (0-based). None or 0: never."""
+    return bool(every) and (step + 1) % cast(int, every) == 0
 
 
 class Schedule:

@@ -11,7 +11,7 @@ from documented import table
 
 from dgc_training.config import load
 from dgc_training.config.files import REPOSITORY
-from dgc_training.startup.launcher import LAUNCHERS, launched_rank, launched_size
+from dgc_training.launcher import LAUNCHERS, launched_rank, launched_size
 
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))
 SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun", "mpirun", "slurm")]
@@ -230,7 +230,7 @@ def test_rank_inside_a_batch_job(monkeypatch):
 )
 def test_rank_under_a_real_launcher(launch):
     # one write each, so that the lines of several ranks do not mix
-    program = "import os; from dgc_training.startup.launcher import _launched\n"
+    program = "import os; from dgc_training.launcher import _launched\n"
     program += "os.write(1, b'rank %d %d\\n' % _launched())"
     root = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -173,7 +173,7 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path):
         process.send_signal(signal.SIGTERM)
         text += process.communicate(timeout=60)[0]
         assert process.returncode == 0, text
-    assert "Asked to end by SIGUSR1: saved e000" in text and "slurm.sh: saved; scontrol requeue 17" in text
+    assert "Stopped by SIGUSR1: saved e000" in text and "slurm.sh: saved; scontrol requeue 17" in text
     assert Path(environment["TOLD"]).read_text() == "requeue 17\n"
     assert not (run / "summary.json").exists()
 

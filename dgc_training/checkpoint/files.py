@@ -16,12 +16,10 @@ takes error state from (`dgc_training.checkpoint.reshard`); these files must the
 """
 
 import json
-import os
 import re
 import shutil
 import socket
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,30 +27,9 @@ from typing import Any
 import torch
 
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
+from dgc_training.atomic_write import write_atomically, write_json
 from dgc_training.checkpoint.reshard import blend, shares
-from dgc_training.faults.failure import Refused
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` with a temporary file beside `path`, flushes it to the disk and renames it to `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Atomically replaces the file `path` with `content` as JSON."""
-    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2) + "\n"))
+from dgc_training.faults.failure import UsageError
 
 
 def read_tensors(path: Path) -> Any:
@@ -182,11 +159,11 @@ class Checkpoints:
                 problem = str(error)
         found, problem = broadcast_object(self.transport, (found, problem), name="checkpoint.find")
         if problem is not None:
-            raise Refused(problem)
+            raise UsageError(problem)
         return found
 
     def load(self, name: str, own_part: bool = True) -> Loaded:
-        """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `Refused`.
+        """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `UsageError`.
 
         own_part=False reads only the shared part, for evaluation on any number of ranks; `own` is then empty.
         """
@@ -209,7 +186,7 @@ class Checkpoints:
             text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text
         ]
         if problems:
-            raise Refused(
+            raise UsageError(
                 f"checkpoint {folder} is damaged: {problems[0]}. --no-resume starts anew and keeps it aside."
             )
         return Loaded(name, manifest["size"], shared, own)

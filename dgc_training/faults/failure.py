@@ -17,7 +17,7 @@ from types import FrameType
 
 from dgc.comm.launch import LaunchError
 from dgc_training.config import ConfigError
-from dgc_training.startup.launcher import launched_rank, launched_size
+from dgc_training.launcher import launched_rank, launched_size
 
 # Seconds by which ranks other than 0 delay a message. If all ranks fail alike, only rank 0's message is printed,
 # since the launcher ends the others as soon as rank 0 has exited.
@@ -27,7 +27,7 @@ PATIENCE_WITH_CONSEQUENCES = 5.0
 CONSEQUENCES = ("HorovodInternalError",)
 
 
-class Refused(ValueError):
+class UsageError(ValueError):
     """The run cannot do what the user asked for. Every rank raises it. No traceback; exit code 2."""
 
 
@@ -69,7 +69,7 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
     try:
         try:
             yield
-        except (Refused, ConfigError, LaunchError) as error:
+        except (UsageError, ConfigError, LaunchError) as error:
             time.sleep(PATIENCE if rank else 0.0)
             sys.stdout.flush()
             print(
@@ -94,7 +94,7 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
         number = error.args[0] if isinstance(error, Terminated) else signal.SIGINT
         if rank == 0:
             name = "Ctrl-C" if number == signal.SIGINT else number.name
-            print(f"Stopped by {name}. The same command goes on from the last checkpoint.", file=sys.stderr)
+            print(f"Stopped by {name}. The same command resumes from the last checkpoint.", file=sys.stderr)
         leave(128 + number)
     finally:
         for number, handler in previous.items():

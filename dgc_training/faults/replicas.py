@@ -14,7 +14,7 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def odd_ones(sums: list[int | None]) -> list[int]:
+def minority_ranks(sums: list[int | None]) -> list[int]:
     """The ranks that do not have the most frequent value. In a tie, rank 0's value counts as correct."""
     counts = Counter(sums)
     usual = max(counts, key=lambda value: (counts[value], value == sums[0]))
@@ -32,7 +32,7 @@ def check_replicas(model: nn.Module, transport: Transport) -> None:
     own = {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
     every = all_gather_object(transport, own, name="replicas")
     for name in own:
-        odd = odd_ones([sums.get(name) for sums in every])
+        odd = minority_ranks([sums.get(name) for sums in every])
         if odd:
             ranks = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
             tie = "" if 2 * len(odd) < len(every) else " (no majority: rank 0's side is taken for right)"

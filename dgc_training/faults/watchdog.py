@@ -72,7 +72,7 @@ class WatchedTransport:
             self._since = None
 
 
-def verdict(waits: Sequence[Waiting], timeout: float) -> tuple[int, str] | None:
+def find_stuck_rank(waits: Sequence[Waiting], timeout: float) -> tuple[int, str] | None:
     """(rank at fault, reason) if some rank has waited for `timeout` seconds, otherwise None."""
     longest = max((wait[0] for wait in waits if wait is not None), default=0.0)
     if longest < timeout:
@@ -120,7 +120,7 @@ def watching(
             if all(over for _, over in views):
                 return
             # Ranks that have ended wait only for this exchange.
-            found = verdict([(0.0, "the end") if over else wait for wait, over in views], limit)
+            found = find_stuck_rank([(0.0, "the end") if over else wait for wait, over in views], limit)
             if found is not None:
                 _tell(found, transport, main)
                 leave(1)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dgc_training.startup.launcher import complain
+from dgc_training.launcher import print_error
 
 _EPILOG = """\
 examples:
@@ -19,7 +19,7 @@ configs/__init__.py is the reference of all keys, with their defaults. Any key c
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(complain(f"{self.format_usage()}train.py: {message}"))
+        raise SystemExit(print_error(f"{self.format_usage()}train.py: {message}"))
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:

@@ -8,7 +8,7 @@ import socket
 import warnings
 from pathlib import Path
 
-from dgc_training.faults.failure import Refused
+from dgc_training.faults.failure import UsageError
 
 NAME = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -22,7 +22,7 @@ class RunLock:
     held, set the attribute `directory` to its new path. A file system without locks causes a warning.
 
     Raises:
-        Refused: if another process holds the lock.
+        UsageError: if another process holds the lock.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,7 +49,7 @@ class RunLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 300).decode(errors="replace").strip() or "another process"
-            raise Refused(
+            raise UsageError(
                 f"the run directory {self.directory} is in use by {holder}. Wait until that run has ended, or "
                 "give this run a directory of its own with --suffix or --run-dir."
             ) from None

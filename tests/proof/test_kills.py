@@ -14,7 +14,7 @@ from proof.small_runs import METHODS, Run, assert_same_end, finish, latest, send
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import Checkpoints, read_tensors
-from dgc_training.faults.interruption import SAVED
+from dgc_training.faults.interruption import EXIT_SAVED
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
 KILLS = 10  # per chunk
@@ -93,10 +93,10 @@ def test_sigterm(reference: Path, tmp_path: Path, chunk: int) -> None:
         text = run.text()
         assert "Traceback" not in text, text[-3000:]
         # 0: it had finished; 143 and 138: it had not begun to train, or had just ended
-        assert status in (SAVED, 0, 143, 138), (status, text[-3000:])
-        if status == SAVED:
+        assert status in (EXIT_SAVED, 0, 143, 138), (status, text[-3000:])
+        if status == EXIT_SAVED:
             saved += 1
-            assert f"Asked to end by {signal.Signals(number).name}: saved {latest(tmp_path)}." in text
+            assert f"Stopped by {signal.Signals(number).name}: saved {latest(tmp_path)}." in text
             assert latest(tmp_path) != before
         if (tmp_path / "run" / "summary.json").exists():
             assert_same_end(tmp_path, reference)
@@ -124,7 +124,7 @@ def test_three_ranks_resumed_as_two_and_as_four(tmp_path: Path) -> None:
     first.wait_for_training()
     time.sleep(1.0)
     send(first.process.pid, signal.SIGUSR1)
-    assert first.end() in (SAVED, 0), first.text()[-3000:]
+    assert first.end() in (EXIT_SAVED, 0), first.text()[-3000:]
     directory, name = tmp_path / "run" / "checkpoints", latest(tmp_path)
     assert name is not None
     old = mean([read_tensors(directory / name / f"rank{rank}.pt")["compression"] for rank in range(3)])

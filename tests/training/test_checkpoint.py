@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.files import Checkpoints, checkpoint_name, read_tensors, write_atomically
-from dgc_training.faults.failure import Refused
+from dgc_training.atomic_write import write_atomically
+from dgc_training.checkpoint.files import Checkpoints, checkpoint_name, read_tensors
+from dgc_training.faults.failure import UsageError
 
 
 def save(directory, names, size=2, best=()):
@@ -79,7 +80,7 @@ def test_another_number_of_ranks_shares_the_error_state(tmp_path, old, new):
 def test_another_number_of_ranks_names_the_file_that_is_not_here(tmp_path):
     save_errors(tmp_path, 3)
     (tmp_path / "e0001" / "rank2.pt").unlink()
-    with pytest.raises(Refused, match=r"rank2\.pt is missing on .* \(needed because 2 ranks resume 3\)"):
+    with pytest.raises(UsageError, match=r"rank2\.pt is missing on .* \(needed because 2 ranks resume 3\)"):
         load(tmp_path, "latest", size=2)
 
 
@@ -100,7 +101,7 @@ def test_a_flipped_bit_is_found(tmp_path, file):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(Refused, match=rf"{file} is not the file that was written"):
+    with pytest.raises(UsageError, match=rf"{file} is not the file that was written"):
         load(tmp_path, "latest")
 
 
@@ -109,7 +110,7 @@ def test_a_manifest_that_does_not_fit_its_files_is_refused(tmp_path, size):
     save(tmp_path, ["e0001"])
     path = tmp_path / "e0001" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "size": size}))
-    with pytest.raises(Refused, match=r"manifest\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"manifest\.json cannot be read"):
         load(tmp_path, "latest")
 
 
@@ -177,7 +178,7 @@ def test_a_damaged_file_is_one_error_on_every_rank(tmp_path, file, damage):
         path.unlink()
 
     def body(transport):
-        with pytest.raises(Refused, match=rf"damaged: .*{file}"):
+        with pytest.raises(UsageError, match=rf"damaged: .*{file}"):
             Checkpoints(tmp_path, transport).load("e0001")
 
     LockstepWorld(2).run(body)
@@ -188,7 +189,7 @@ def test_a_damaged_pointer_is_one_error_on_every_rank(tmp_path, text):
     (tmp_path / "latest.json").write_text(text)
 
     def body(transport):
-        with pytest.raises(Refused, match="latest.json"):
+        with pytest.raises(UsageError, match="latest.json"):
             Checkpoints(tmp_path, transport).find("latest")
 
     LockstepWorld(2).run(body)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dgc_training.logging.rank_csv.log import CsvLog, Running, Since, accuracy
+from dgc_training.logging.rank_csv.log import CsvLog, Increments, Running, accuracy
 
 REFERENCE = (
     "Epoch,itr,BT(s),avg:BT(s),std:BT(s),NT(s),avg:NT(s),std:NT(s),DT(s),avg:DT(s),std:DT(s),"
@@ -50,10 +50,10 @@ def train(out: CsvLog, start: tuple[int, int], end: tuple[int, int]) -> CsvLog:
         first, last = start[1] if epoch == start[0] else 0, end[1] if epoch == end[0] else STEPS
         for itr in range(first, last):
             loss = torch.tensor(10.0 - epoch - itr / 10)
-            gauges = {"payload_bytes": 100.0, "wire_bytes": 150.0, "wait(s)": 0.5, "weight": 0.5}
-            gauges["staleness"] = float(itr % 2)
+            metrics = {"payload_bytes": 100.0, "wire_bytes": 150.0, "wait(s)": 0.5, "weight": 0.5}
+            metrics["staleness"] = float(itr % 2)
             samples = 32 if itr < STEPS - 1 else 8
-            out.step(epoch, itr, seconds(epoch, itr), 0.25, loss, 25.0, 50.0, samples, gauges)
+            out.step(epoch, itr, seconds(epoch, itr), 0.25, loss, 25.0, 50.0, samples, metrics)
         if epoch < end[0]:
             out.end_epoch(epoch, 60.0 + epoch, 0.125)
     return out
@@ -146,7 +146,7 @@ def test_an_epoch_without_validation(tmp_path):
 
 def test_what_is_refused(tmp_path):
     out = log(tmp_path)
-    with pytest.raises(ValueError, match="no gauges: .'bites'.*wait"):
+    with pytest.raises(ValueError, match="no metrics .'bites'.*wait"):
         out.step(0, 0, 1.0, 0.0, 1.0, -1, -1, 32, {"bites": 1.0})
     state = train(out, (0, 0), (0, 1)).state_dict()
     with pytest.raises(ValueError, match="before the first row"):
@@ -173,7 +173,7 @@ def test_running_is_stable_far_from_zero():
 
 
 def test_since():
-    since = Since({"bytes": 10.0})
+    since = Increments({"bytes": 10.0})
     assert since({"bytes": 15.0, "wait(s)": 2.0}) == {"bytes": 5.0, "wait(s)": 2.0}
     assert since({"bytes": 15.0, "wait(s)": 2.5}) == {"bytes": 0.0, "wait(s)": 0.5}
 

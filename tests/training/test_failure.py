@@ -58,7 +58,7 @@ def test_the_block_names_rank_host_and_error():
     assert second.startswith("Traceback") and result.returncode == 1
 
 
-@pytest.mark.parametrize("error", ["Refused", "ConfigError"])
+@pytest.mark.parametrize("error", ["UsageError", "ConfigError"])
 def test_a_refusal_has_no_traceback(error):
     result = run_block(f"with ending_all_ranks():\n    raise {error}('not like this')")
     assert result.returncode == 2 and result.stderr == "not like this\n"
@@ -151,7 +151,7 @@ def test_sigterm_ends_a_run_and_the_same_command_goes_on(tmp_path):
         output, errors = process.communicate(timeout=60)
     # 0 if the run was quicker than the signal.
     assert process.returncode in (75, 0) and "Traceback" not in errors
-    assert process.returncode == 0 or "Asked to end by SIGTERM: saved e0001" in output
+    assert process.returncode == 0 or "Stopped by SIGTERM: saved e0001" in output
     result = launch(command, tmp_path)
     assert result.returncode == 0 and "resumed from checkpoint e000" in result.stdout
     assert (tmp_path / "runs/digits.cnn.np1/summary.json").exists()

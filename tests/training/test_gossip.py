@@ -14,6 +14,7 @@ import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import read_tensors
 from dgc_training.config import ConfigError, load
+from dgc_training.faults.interruption import Interruption
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.setup import require_complete
 
@@ -167,15 +168,15 @@ def test_another_number_of_ranks_goes_on(way, tmp_path, monkeypatch):
 
 def test_a_signal_saves_some_steps_later_on_all_ranks(tmp_path, monkeypatch):
     asked = []
-    begin = train.Interruption.begin_step
+    begin = Interruption.begin_step
 
     def begin_step(interruption):
         if interruption.transport.rank == 1:
             asked.append(1)
-            interruption.asked = signal.SIGUSR1 if len(asked) == 3 else interruption.asked
+            interruption.received = signal.SIGUSR1 if len(asked) == 3 else interruption.received
         begin(interruption)
 
-    monkeypatch.setattr(train.Interruption, "begin_step", begin_step)
+    monkeypatch.setattr(Interruption, "begin_step", begin_step)
     args, overrides = parse_arguments(
         ["--configs", CNN, SGP, "--devices", "cpu", *QUICK, "--run-dir", str(tmp_path / "run"),
          "--configs.train.batch_size=20"]

@@ -12,7 +12,7 @@ import pytest
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
-from dgc_training.faults.interruption import SAVED, Interruption
+from dgc_training.faults.interruption import EXIT_SAVED, Interruption
 from dgc_training.startup.arguments import parse_arguments
 
 
@@ -25,7 +25,7 @@ def test_all_ranks_stop_after_the_same_step(asked):
             for step in range(1, 10):
                 interruption.begin_step()
                 if step == asked[transport.rank]:
-                    interruption.asked = signal.SIGUSR1
+                    interruption.received = signal.SIGUSR1
                 if interruption.end_step() is not None:
                     return step
         return None
@@ -37,7 +37,7 @@ def test_all_ranks_stop_after_the_same_step(asked):
 def test_nobody_asks():
     def body(transport):
         with Interruption(transport) as interruption:
-            return interruption.now()
+            return interruption.check()
 
     assert LockstepWorld(2).run(body) == [None, None]
 
@@ -55,7 +55,7 @@ def test_a_run_that_is_asked_to_end_after_an_epochs_last_step_resumes_with_its_e
 
     with monkeypatch.context() as patch:
         patch.setattr(Interruption, "end_step", lambda self: signal.SIGUSR1)
-        assert status() == [SAVED]
+        assert status() == [EXIT_SAVED]
     capsys.readouterr()
     assert status() == [0]
     told = capsys.readouterr().out.splitlines()
@@ -68,13 +68,13 @@ def test_a_run_that_is_asked_to_end_after_an_epochs_last_step_resumes_with_its_e
 def test_a_real_signal_only_asks_and_the_handlers_come_back(number):
     before = signal.getsignal(number)
     with Interruption(LockstepWorld(1).transports[0]) as interruption:
-        assert interruption.now() is None
+        assert interruption.check() is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the launcher passes on what the batch system sends to all
         limit = time.monotonic() + 5
-        while interruption.now() is None and time.monotonic() < limit:
+        while interruption.check() is None and time.monotonic() < limit:
             time.sleep(0.01)
-        assert interruption.now() == number
+        assert interruption.check() == number
     assert signal.getsignal(number) == before
 
 

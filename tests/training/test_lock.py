@@ -12,7 +12,7 @@ import pytest
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
-from dgc_training.faults.failure import Refused
+from dgc_training.faults.failure import UsageError
 from dgc_training.startup import lock
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.lock import RunLock, remove_temporary_files
@@ -50,7 +50,7 @@ def test_a_second_run_in_the_directory_is_refused_until_the_first_is_gone(tmp_pa
     with held_by_another_process(directory) as holder:
         message = rf"{directory} is in use by process {holder.pid} on \S+\. Wait .* --suffix or --run-dir"
         for words in ([], ["--no-resume"]):
-            with pytest.raises(Refused, match=message):
+            with pytest.raises(UsageError, match=message):
                 run(directory, *words)
         after = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
         assert after.pop(directory / lock.NAME).decode().startswith(f"process {holder.pid} on ")
@@ -69,7 +69,7 @@ def test_a_lock_is_of_the_directory_that_is_there_now(tmp_path):
     first = RunLock(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "aside")
     second = RunLock(tmp_path / "run")
-    with pytest.raises(Refused):
+    with pytest.raises(UsageError):
         RunLock(tmp_path / "run")
     first.release()
     assert (tmp_path / "run" / lock.NAME).exists()

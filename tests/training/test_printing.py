@@ -10,11 +10,11 @@ import pytest
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.state import Progress
+from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
+from dgc_training.logging.changed_settings import changed_settings
+from dgc_training.logging.console import Console
 from dgc_training.logging.formatting import against_dense, human_bytes, plural
-from dgc_training.logging.overview import overview
-from dgc_training.logging.screen import Screen
 from dgc_training.logging.summary import summarize, table
 from dgc_training.logging.terminal import wants_colour
 from dgc_training.startup.arguments import parse_arguments
@@ -44,24 +44,26 @@ def test_amounts():
         (100 / 215, f"215 times fewer than {dense}"),
         (99, f"as many as {dense}"),
         (200, f"2 times the bytes of {dense}"),
-        (0, "nothing travelled"),
+        (0, "nothing was sent"),
     ):
         assert against_dense(wire, 100) == words
 
 
 def test_the_summary_compares_wire_with_wire():
     """Where nobody is there to send to, nothing is compared."""
-    progress = Progress(epoch=1, samples=10, payload_bytes=8_060_000, wire_bytes=15e6, dense_wire_bytes=150e6)
+    sent = {"payload_bytes": 8_060_000, "wire_bytes": 15e6, "dense_wire_bytes": 150e6}
+    progress = TrainingProgress(epoch=1, samples=10, **sent)
     told = table(summarize("run", progress, ranks=4, metric=None))
     assert "payload per rank     8.06 MB" in told
     assert "wire bytes per rank  15.0 MB, 10 times fewer than a dense" in told and "150 MB" in told
-    alone = summarize("run", Progress(epoch=1, samples=10, payload_bytes=163_000_000), ranks=1, metric=None)
+    progress = TrainingProgress(epoch=1, samples=10, payload_bytes=163_000_000)
+    alone = summarize("run", progress, ranks=1, metric=None)
     told = table(alone)
-    assert "0 B (1 process: nothing travels)" in told and "163" not in told and alone["wire_over_dense"] is None
+    assert "0 B (1 process: nothing is sent)" in told and "163" not in told and alone["wire_over_dense"] is None
 
 
 def test_the_overview_has_what_differs_and_fits():
-    lines = overview(load(STACK, ["--configs.train.num_epochs=7", "--configs.seed=3"])).splitlines()
+    lines = changed_settings(load(STACK, ["--configs.train.num_epochs=7", "--configs.seed=3"])).splitlines()
     words = " ".join(" ".join(lines).split())
     assert "train.num_epochs 7" in words and "seed 3" in words and "fp16_values=True" in words
     assert "CosineAnnealingLR(T_max=2)" in words
@@ -71,7 +73,7 @@ def test_the_overview_has_what_differs_and_fits():
 
 
 def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys):
-    screen = Screen(0, 100, 12, "acc/test_top1")
+    screen = Console(0, 100, 12, "acc/test_top1")
     screen.step(0, 1, "")
     screen.end_epoch(100, VALUES, best=True)
     screen.end_epoch(100, VALUES, best=False)
@@ -103,17 +105,17 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch):
 
 def test_the_bar_is_on_the_stream_of_the_rows_and_gone_before_them(capsys, monkeypatch):
     """mpirun passes the two streams on independently: a bar on the other one would wipe out rows."""
-    monkeypatch.setattr("dgc_training.logging.screen.terminal_of", lambda descriptor: "/dev/pts/0")
-    monkeypatch.setattr("dgc_training.logging.screen.columns", lambda terminal: 70)
+    monkeypatch.setattr("dgc_training.logging.console.terminal_of", lambda descriptor: "/dev/pts/0")
+    monkeypatch.setattr("dgc_training.logging.console.columns", lambda terminal: 70)
     monkeypatch.setenv("NO_COLOR", "1")
-    screen = Screen(0, 3, 12, "acc/test_top1")
+    screen = Console(0, 3, 12, "acc/test_top1")
     screen.step(0, 1, "loss 0.5")
     screen.end_epoch(1, VALUES, best=True)
     told = capsys.readouterr()
     _, bar, blank, head, row = told.out.replace("\n", "\r").rstrip("\r").split("\r")
     assert bar.startswith("epoch 1/3") and "/12" in bar and len(bar) <= 70 and not blank.strip()
     assert head.startswith("epoch ") and row.startswith("  1/3") and not told.err
-    silent = Screen(1, 3, 12, "acc/test_top1")
+    silent = Console(1, 3, 12, "acc/test_top1")
     silent.step(0, 1, "")
     silent.end_epoch(1, VALUES, best=True)
     assert capsys.readouterr() == ("", "")
@@ -153,7 +155,7 @@ def printed(capsys, tmp_path, *words, size):
 
 def test_one_process_sends_nothing(capsys, tmp_path):
     told = printed(capsys, tmp_path, "configs/digits/cnn.py", size=1)
-    assert "1 rank on cpu" in told and told.count("1 process: nothing travels") == 2 and "MB" not in told
+    assert "1 rank on cpu" in told and told.count("1 process: nothing is sent") == 2 and "MB" not in told
 
 
 def test_a_warm_up_that_goes_dense_says_so(capsys, tmp_path):

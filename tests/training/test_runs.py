@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dgc_training.startup.runs import config_differences, move_aside, run_name
+from dgc_training.startup.config_differences import config_differences
+from dgc_training.startup.run_directory import move_aside
+from dgc_training.startup.run_name import run_name
 
 R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
 NAMES = [

@@ -11,9 +11,9 @@ import train
 from dgc import kernels
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import fingerprint, read_tensors
-from dgc_training.checkpoint.state import Progress
+from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import ConfigError, load
-from dgc_training.faults.failure import Refused
+from dgc_training.faults.failure import UsageError
 from dgc_training.labels import LabelCheck
 from dgc_training.logging.tags import TAGS, describe
 from dgc_training.startup.arguments import parse_arguments
@@ -162,7 +162,7 @@ def test_a_finished_run_is_not_run_again(copy, capsys):
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")}
     run(["--run-dir", str(copy)])
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")} == before
-    assert "resumed from checkpoint e0002, which is the run's end" in capsys.readouterr().out
+    assert "resumed from checkpoint e0002. The run is finished" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -222,9 +222,9 @@ def test_another_number_of_ranks_goes_on_with_a_warning(copy):
 
 def test_another_config_is_refused_and_nothing_is_overwritten(copy):
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    with pytest.raises(Refused, match=r"train\.optimizer\.lr: 0\.025 -> 0\.5(.|\n)*--suffix"):
+    with pytest.raises(UsageError, match=r"train\.optimizer\.lr: 0\.025 -> 0\.5(.|\n)*--suffix"):
         run(["--run-dir", str(copy), "--configs.train.optimizer.lr=0.5"])
-    with pytest.raises(Refused, match=rf"train\.optimizer\.lr(.|\n)*{copy}/config.yaml --run-dir {copy}"):
+    with pytest.raises(UsageError, match=rf"train\.optimizer\.lr(.|\n)*{copy}/config.yaml --run-dir {copy}"):
         run(["--run-dir", str(copy), "--evaluate", "--configs.train.optimizer.lr=0.5"])
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_error_on_every_rank(copy, what):
     torch.save(shared, folder / "shared.pt")
     vouch_for(folder, "shared.pt")
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    with pytest.raises(Refused, match=rf"e0002 does not fit this run \(rank 0\): (.|\n)*{message}"):
+    with pytest.raises(UsageError, match=rf"e0002 does not fit this run \(rank 0\): (.|\n)*{message}"):
         run(["--run-dir", str(copy)])
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
@@ -273,7 +273,7 @@ def test_a_foreign_part_of_one_rank_names_that_rank(copy):
     folder = copy / "checkpoints" / "e0002"
     torch.save({"compression": {}, "batch_norm": {"other": 1}, "random": {}}, folder / "rank1.pt")
     vouch_for(folder, "rank1.pt")
-    with pytest.raises(Refused, match=r"this run \(rank 1\): rank1\.pt: ValueError: batch_norm is \['other'\]"):
+    with pytest.raises(UsageError, match=r"this run \(rank 1\): rank1\.pt: ValueError: batch_norm is \['other'\]"):
         run(["--run-dir", str(copy)])
 
 
@@ -342,15 +342,15 @@ def test_numbers_that_are_not_finite_or_of_another_type_are_refused(tmp_path):
         damage(content)
         torch.save(content, folder / f"{file}.pt")
         vouch_for(folder, f"{file}.pt")
-        cure = r"(.|\n)*latest\.json; --no-resume"
-        with pytest.raises(Refused, match=rf"e0001 does not fit this run (.|\n)*{message}{cure}"):
+        cure = r"(.|\n)*latest\.json\. --no-resume"
+        with pytest.raises(UsageError, match=rf"e0001 does not fit this run (.|\n)*{message}{cure}"):
             run([*words, "--run-dir", str(copied)], experiment=())
 
 
 @pytest.mark.parametrize("damage", [b"a: [", b"\x00\x1a", b"\xff\xfe\xfa", b"  a: 1\nb: 2\n"])
 def test_a_damaged_config_of_the_run_is_told(copy, damage):
     (copy / "config.yaml").write_bytes(damage)
-    with pytest.raises(Refused, match=r"config\.yaml is damaged .* --no-resume"):
+    with pytest.raises(UsageError, match=r"config\.yaml is damaged .* --no-resume"):
         run(["--run-dir", str(copy)])
     assert (copy / "config.yaml").read_bytes() == damage
 
@@ -411,7 +411,7 @@ def test_no_resume_moves_the_earlier_run_aside(copy):
 def test_a_damaged_name_of_the_best_is_told_before_training_goes_on(copy):
     (copy / "checkpoints" / "best.json").write_text("{")
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    with pytest.raises(Refused, match=r"best\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"best\.json cannot be read"):
         run(["--run-dir", str(copy)])
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
@@ -424,7 +424,7 @@ def test_files_of_several_configs_options_stack(capsys):
 
 
 def test_any_number_is_better_than_none():
-    progress, nan = Progress(), float("nan")
+    progress, nan = TrainingProgress(), float("nan")
     seen = []
     for epoch, value in enumerate((nan, 80.0, nan, 90.0, 85.0), start=1):
         progress.epoch = epoch
@@ -433,7 +433,7 @@ def test_any_number_is_better_than_none():
 
 
 def test_evaluate_without_a_checkpoint(tmp_path):
-    with pytest.raises(Refused, match="no checkpoint in .*nothing/checkpoints; train first"):
+    with pytest.raises(UsageError, match="no checkpoint in .*nothing/checkpoints. Train first"):
         run(["--run-dir", str(tmp_path / "nothing"), "--evaluate"])
     assert list(tmp_path.iterdir()) == []
 
@@ -494,7 +494,7 @@ def test_ranks_that_differ_are_named(tmp_path):
         train.run(args, trees[transport.rank // 2], transport)
 
     trees = [load(EXPERIMENT[1:], [*QUICK, f"--configs.seed={seed}"]) for seed in (0, 1)]
-    with pytest.raises(Refused, match=r"rank 2 has another config than rank 0(.|\n)*seed: 0 -> 1"):
+    with pytest.raises(UsageError, match=r"rank 2 has another config than rank 0(.|\n)*seed: 0 -> 1"):
         LockstepWorld(3).run(body)
 
 

@@ -36,7 +36,7 @@ def launched_size() -> int:
     return _launched()[1]
 
 
-def complain(message: str, patience: float = 15.0) -> int:
+def print_error(message: str, patience: float = 15.0) -> int:
     """Prints to stderr why nothing was started, and returns exit code 2.
 
     Usually every rank fails with the same message, and the launcher ends the others once rank 0 has exited. If
