@@ -97,7 +97,7 @@ class Schedule:
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Sets the rates for `step` (0-based) of `epoch` (0-based)."""
-        begins, self.epoch = epoch != self.epoch, epoch
+        is_new_epoch, self.epoch = epoch != self.epoch, epoch
         if epoch < self.warmup_epochs:
             # An asynchronous rank may take more steps than an epoch has.
             fraction = min(epoch + step / self.steps_per_epoch, self.warmup_epochs)
@@ -106,7 +106,7 @@ class Schedule:
             )
         elif epoch == self.warmup_epochs and step == 0:
             self._set(self.start_rates)
-        elif self.scheduler is not None and (begins or not self.per_epoch):
+        elif self.scheduler is not None and (is_new_epoch or not self.per_epoch):
             self.scheduler.step()
             self._check_rates()
 
@@ -114,8 +114,8 @@ class Schedule:
         for rate in self.rates():
             if not abs(rate) <= torch.finfo(torch.float32).max:
                 raise ConfigError(
-                    f"the learning rate is {rate}, which is no number of fp32: lower train.optimizer.lr (which is "
-                    "multiplied by the ranks and by train.num_batches_per_step), or change train.scheduler"
+                    f"the learning rate is {rate}, which is not a finite fp32 number: lower train.optimizer.lr "
+                    "(it is multiplied by the ranks and by train.num_batches_per_step), or change train.scheduler"
                 )
 
     def _set(self, rates: list[float]) -> None:

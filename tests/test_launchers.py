@@ -47,8 +47,8 @@ def test_shell(script):
 @pytest.mark.parametrize("script", ["mpirun", "horovodrun"])
 def test_a_machine_or_an_interface_that_is_not_there_is_told_at_once(script):
     told = [
-        ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS names nowhere.invalid, which has no address here"),
-        ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "INTERFACE names eth99, but this machine has: "),
+        ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS has nowhere.invalid, but this name has no address"),
+        ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "there is no interface eth99 (INTERFACE); this machine has: "),
     ]
     for variables, complaint in told:
         done = shell(REPOSITORY / f"scripts/{script}.sh", "--configs", "x", DRY_RUN="", **variables)
@@ -86,26 +86,26 @@ def test_every_row_has_a_script():
 @pytest.mark.parametrize(
     ("script", "variables", "words", "complaint"),
     [
-        ("mpirun", {}, ["--configs", "x"], "how many ranks"),
-        ("mpirun", {"RANKS": "2"}, [], "no words for train.py"),
+        ("mpirun", {}, ["--configs", "x"], "set the number of ranks"),
+        ("mpirun", {"RANKS": "2"}, [], "no arguments for train.py"),
         ("mpirun", {"RANKS": "two"}, ["--configs", "x"], "RANKS is two"),
         ("horovodrun", {"HOSTS": "a:x"}, ["--configs", "x"], "HOSTS is a:x"),
-        ("horovodrun", {"HOSTS": "a:2,b", "RANKS": "4"}, ["--configs", "x"], "HOSTS has 3 places"),
-        ("imagenet/batch256", {}, [], "which model"),
-        ("imagenet/batch256", {"HOSTS": "a:4"}, ["resnet50"], "HOSTS has 4 places, but 8 ranks"),
+        ("horovodrun", {"HOSTS": "a:2,b", "RANKS": "4"}, ["--configs", "x"], "HOSTS has 3 slots"),
+        ("imagenet/batch256", {}, [], "must be a model"),
+        ("imagenet/batch256", {"HOSTS": "a:4"}, ["resnet50"], "HOSTS has 4 slots, but RANKS is 8"),
         ("imagenet/batch256", {"LAUNCH": "torchrun"}, ["resnet50"], "LAUNCH is torchrun"),
-        ("slurm", {"DRY_RUN": ""}, ["--configs", "x"], "no SLURM job"),
+        ("slurm", {"DRY_RUN": ""}, ["--configs", "x"], "not a SLURM job"),
         ("mpirun", {"RANKS": "2", "NETWORK": "wifi"}, ["--configs", "x"], "NETWORK is wifi"),
         ("mpirun", {"RANKS": "2", "INTERFACE": "10.0.0.0/8"}, ["--configs", "x"], "INTERFACE is 10.0.0.0/8"),
         (
             "mpirun",
             {"RANKS": "2", "INTERFACE": "eth1", "MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"},
             ["--configs", "x"],
-            "both choose the interface",
+            "both set the interface",
         ),
         ("gossip/ar", {"RANKS": "2", "TOPOLOGY": "ring"}, [], "TOPOLOGY is ring, but ar"),
         ("gossip/sgp", {"RANKS": "2", "LAUNCH": "torchrun"}, [], "LAUNCH is torchrun"),
-        ("gossip/sgp", {}, [], "how many ranks"),
+        ("gossip/sgp", {}, [], "set the number of ranks"),
     ],
 )
 def test_launchers_say_what_is_wrong(script, variables, words, complaint):

@@ -216,7 +216,7 @@ def test_what_is_refused(tmp_path, capsys):
     assert "has neither CSV files (train.csv=True) nor" in refused(capsys, tmp_path, tmp_path / "empty")
 
     csv.write_text(text.replace("BEGIN-TRAINING", "BEGIN"))
-    assert "out_r0_n2.csv is no CSV log" in refused(capsys, tmp_path, run)
+    assert "out_r0_n2.csv is not a CSV log" in refused(capsys, tmp_path, run)
     csv.write_text("".join(text.splitlines(keepends=True)[:5]))
     assert "no rows" in refused(capsys, tmp_path, run)
     lines = text.splitlines(keepends=True)
@@ -242,4 +242,4 @@ def test_what_is_refused(tmp_path, capsys):
 def test_other_batches_are_told(tmp_path, capsys):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", batch=64)]
     assert main([*map(str, runs), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
-    assert "iterations are not alike: SGP 32, SGP 64" in capsys.readouterr().err
+    assert "iterations differ: SGP 32, SGP 64" in capsys.readouterr().err

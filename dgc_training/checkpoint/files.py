@@ -12,7 +12,7 @@ differs from its manifest is refused.
 
 Ranks on several machines need no shared file system: each rank reads the file that it wrote, and rank 0 sends the
 shared part and every decision to the others. A different number of ranks reads the files of the old ranks that it
-takes error state from (`dgc_training.checkpoint.reshard`); these files must then be readable.
+takes error state from (`dgc_training.checkpoint.reshard`), so they must be readable.
 """
 
 import json
@@ -45,7 +45,7 @@ def checkpoint_name(epoch: int, step: int = 0) -> str:
     return f"e{epoch:04d}" + (f"s{step:05d}" if step else "")
 
 
-def _age(folder: Path) -> list[int]:
+def _sort_key(folder: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", folder.name)]
 
 
@@ -64,7 +64,7 @@ def check_file(path: Path, expected: Any) -> None:
         raise ValueError(f"{path} is missing on {socket.gethostname()}")
     found = fingerprint(path)
     if found != expected:
-        raise ValueError(f"{path} is not the file that was written: {found} now, {expected} then")
+        raise ValueError(f"{path} is not the file that was written: {found} now, {expected} when written")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Checkpoints:
     def save(self, name: str, shared: dict[str, Any], own: dict[str, Any], best: bool = False) -> None:
         """Writes a checkpoint and marks it as the latest, and as the best if `best`. Rank 0's `shared` is used."""
         rank, size = self.transport.rank, self.transport.size
-        name = broadcast_object(self.transport, self._unnamed(name), name="checkpoint.name")
+        name = broadcast_object(self.transport, self._unused_name(name), name="checkpoint.name")
         folder = self.directory / name
         folder.mkdir(parents=True, exist_ok=True)
         own_path, shared_path = folder / f"rank{rank}.pt", folder / "shared.pt"
@@ -104,7 +104,7 @@ class Checkpoints:
         # This is also a barrier: all ranks have written their parts when the names below are written.
         parts = all_gather_object(self.transport, written, name="checkpoint.files")
         if rank == 0:
-            files = {file: print_ for part in parts for file, print_ in part.items()}
+            files = {file: entry for part in parts for file, entry in part.items()}
             write_json(folder / "manifest.json", {"size": size, "files": files})
             write_json(self.directory / "latest.json", {"checkpoint": name})
             if best:
@@ -114,12 +114,12 @@ class Checkpoints:
         # No rank may begin the next checkpoint while another one still removes old folders.
         barrier(self.transport, name="checkpoint.pruned")
 
-    def _unnamed(self, name: str) -> str:
+    def _unused_name(self, name: str) -> str:
         """Returns `name`, with a number appended if the latest or the best checkpoint already has this name.
 
         A run that is resumed mid-epoch on a different number of ranks can reach the same step again.
         """
-        taken = {self._named("latest"), self._named("best")} if self.transport.rank == 0 else set()
+        taken = {self._read_name("latest"), self._read_name("best")} if self.transport.rank == 0 else set()
         number, free = 1, name
         while free in taken and (self.directory / free / "manifest.json").exists():
             number += 1
@@ -130,15 +130,15 @@ class Checkpoints:
         """Removes all but the last `keep`, the latest and the best. One rank per machine does this."""
         if self.transport.local_rank != 0:
             return
-        kept = {self._named("latest"), self._named("best")}
-        folders = sorted((path for path in self.directory.iterdir() if path.is_dir()), key=_age)
+        kept = {self._read_name("latest"), self._read_name("best")}
+        folders = sorted((path for path in self.directory.iterdir() if path.is_dir()), key=_sort_key)
         complete = [path for path in folders if (path / "manifest.json").exists()] or folders
         kept.update(path.name for path in complete[-self.keep :])
         for folder in folders:
             if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _named(self, which: str) -> str | None:
+    def _read_name(self, which: str) -> str | None:
         try:
             content = json.loads((self.directory / f"{which}.json").read_text())
             return Path(str(content["checkpoint"])).name
@@ -153,7 +153,7 @@ class Checkpoints:
         if self.transport.rank == 0:
             try:
                 # Both are read, so that a damaged one is reported now and not after an epoch.
-                names = {known: self._named(known) for known in ("latest", "best")}
+                names = {known: self._read_name(known) for known in ("latest", "best")}
                 found = next((names[wanted] for wanted in which if names[wanted] is not None), None)
             except ValueError as error:
                 problem = str(error)
@@ -187,7 +187,7 @@ class Checkpoints:
         ]
         if problems:
             raise UsageError(
-                f"checkpoint {folder} is damaged: {problems[0]}. --no-resume starts anew and keeps it aside."
+                f"checkpoint {folder} is damaged: {problems[0]}. --no-resume renames this run and starts again."
             )
         return Loaded(name, manifest["size"], shared, own)
 

@@ -48,6 +48,6 @@ def check_progress(saved: Any) -> None:
     for key, value in saved.items():
         if isinstance(fresh[key], dict):
             if not isinstance(value, dict) or not all(isinstance(v, float) for v in value.values()):
-                raise ValueError(f"progress.{key} is no mapping of results")
+                raise ValueError(f"progress.{key} is not a mapping of results")
         elif type(value) is not type(fresh[key]) or not 0 <= value < (MAX_COUNT if type(value) is int else inf):
             raise ValueError(f"progress.{key} is {value!r}")

@@ -31,8 +31,8 @@ from dgc_training.random_state import random_state, restore_random_state
 from dgc_training.schedule import Schedule
 
 USE_OLDER_CHECKPOINT = (
-    "To resume from an older checkpoint, put its name into checkpoints/latest.json. --no-resume starts anew and "
-    "moves this run aside."
+    "To resume from an older checkpoint, put its name into checkpoints/latest.json. --no-resume moves this "
+    "run aside and starts from the beginning."
 )
 
 
@@ -166,6 +166,6 @@ class RunState:
             warnings.warn(
                 f"checkpoint {loaded.name} was saved by {loaded.size} ranks and is resumed by {size}: "
                 "unsent gradients (the error state) are redistributed so that their mean over the ranks is "
-                "unchanged; random generators start anew.",
+                "unchanged; random generators are seeded again.",
                 stacklevel=2,
             )

@@ -72,11 +72,11 @@ def check_optimizer_state(saved: Any, optimizer: Optimizer) -> None:
     """Raises ValueError if `saved` is not a state_dict of this optimizer, by group keys and buffer shapes."""
     now = optimizer.state_dict()
     if not isinstance(saved, dict) or saved.keys() != now.keys():
-        raise ValueError("optimizer is no optimizer's state")
+        raise ValueError("optimizer is not the state of an optimizer")
     check_structure(saved["param_groups"], now["param_groups"], "optimizer.param_groups")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not isinstance(saved["state"], dict):
-        raise ValueError("optimizer.state is no mapping")
+        raise ValueError("optimizer.state is not a mapping")
     for number, buffers in saved["state"].items():
         where = f"optimizer.state.{number}"
         if type(number) is not int or not 0 <= number < len(parameters) or not isinstance(buffers, dict):

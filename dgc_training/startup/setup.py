@@ -33,12 +33,12 @@ def require_complete(tree: DictConfig, devices: str) -> None:
         if tree.train.compression._target_ != "dgc.compression.Dense":
             raise ConfigError(
                 f"train.gossip exchanges models, so train.compression ({tree.train.compression._target_}) has no "
-                "gradients to compress; take one of the two out of the stack"
+                "gradients to compress; remove one of the two from the stack"
             )
         if tree.train.check_replicas_every:
-            raise ConfigError("train.check_replicas_every compares models that gossip lets differ: set it to 0")
+            raise ConfigError("train.check_replicas_every compares models, which differ with gossip: set it to 0")
     if not -(2**62) < tree.seed < 2**62:
-        raise ConfigError(f"seed is {tree.seed}; generators take 63 bits")
+        raise ConfigError(f"seed is {tree.seed}; its magnitude must be less than 2**62")
     if devices == "gpu" and not torch.cuda.is_available():
         raise ConfigError("--devices gpu: torch finds no GPU here. Use --devices cpu or auto.")
 

@@ -224,7 +224,7 @@ with ending_all_ranks():
     result = launch([*MPIRUN, "-np", "2", sys.executable, "-c", program], tmp_path, timeout=100)
     assert result.returncode != 0 and time.monotonic() - started < 90
     told = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
-    assert told[0].startswith("[rank 0 of 2 on ") and "rank 1 does not answer at all" in told[0]
+    assert told[0].startswith("[rank 0 of 2 on ") and "rank 1 does not respond at all" in told[0]
     assert len(told) == 1 and "Traceback" not in result.stderr
 
 

@@ -195,7 +195,7 @@ def test_a_signal_saves_some_steps_later_on_all_ranks(tmp_path, monkeypatch):
         (["configs/topology/ring.py"], [], "stack a file of configs/gossip before it"),
         (["configs/dgc/wm5.py", SGP], [], "DGCCompressor; leave out the one or the other"),
         ([SGP, "configs/dgc/wm5.py"], [], "configs/gossip/__init__.py needs dgc.compression.Dense; leave"),
-        (["configs/average/local_sgd.py", "configs/dgc/wm5.py"], [], "no gradients to compress; take one of"),
+        (["configs/average/local_sgd.py", "configs/dgc/wm5.py"], [], "no gradients to compress; remove one of"),
         ([SGP], ["--configs.train.check_replicas_every=4"], "train.check_replicas_every is 4"),
         ([SGP], ["--configs.train.gossip.peers=2"], "takes no keyword 'peers'"),
         ([SGP, "configs/topology/star.py"], ["--configs.train.gossip.graph.hub=7"], "star with 2 ranks: hub"),

@@ -360,10 +360,10 @@ def test_a_damaged_config_of_the_run_is_told(copy, damage):
     [
         ("model.width=0", r"model \(dgc_models\.DigitsCNN\): width must be at least 1, not 0"),
         ("model.num_classes=-3", r"model \(dgc_models\.DigitsCNN\): num_classes must be at least 1, not -3"),
-        ("train.optimizer.lr=1e308", "the learning rate is .*e[+]308, which is no number of fp32"),
+        ("train.optimizer.lr=1e308", "the learning rate is .*e[+]308, which is not a finite fp32 number"),
         ("train.batch_size=1180591620717411303424", r"train\.batch_size is 1180\d+; it must .* most 2147483647"),
         ("train.num_batches_per_step=2000", r"cannot be built from this config: .* has 1437 samples, too few"),
-        ("seed=1000000000000000000000", "seed is 1000000000000000000000; generators take 63 bits"),
+        ("seed=1000000000000000000000", r"seed is 10{21}; its magnitude must be less than 2\*\*62"),
     ],
 )
 def test_values_that_cannot_be_are_told_in_one_line(tmp_path, word, message):
@@ -455,7 +455,7 @@ def test_optional_parts_are_optional(tmp_path):
 
 def test_an_unknown_metric_is_told_before_anything_is_written(tmp_path):
     with pytest.raises(
-        ValueError, match="'acc/val_top1' is no result; there is: acc/test_top1, acc/test_top5"
+        ValueError, match="'acc/val_top1' is not a result; there are: acc/test_top1, acc/test_top5"
     ):
         run(["--run-dir", str(tmp_path / "run"), "--configs.train.metric=acc/val_top1"])
     assert list(tmp_path.iterdir()) == []
