@@ -44,7 +44,7 @@ def test_two_ranks_have_no_majority():
     def body(transport):
         model = torch.nn.Linear(1, 1)
         torch.nn.init.constant_(model.weight, transport.rank)
-        with pytest.raises(RuntimeError, match=r"rank 1 differs .*\(no majority: rank 0's side"):
+        with pytest.raises(RuntimeError, match=r"rank 1 differs .*\(no majority: rank 0's value"):
             check_replicas(model, transport)
 
     LockstepWorld(2).run(body)

@@ -53,6 +53,7 @@ def test_dense_training_has_no_error_to_watch():
     assert warnings_of([float(i) for i in range(1, 600)], ratio=1.0) == []
 
 
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("lr", [pytest.param(0.05, marks=pytest.mark.proof), 1.5])
 def test_real_training(lr):
     """A stable rate raises no monitor in 1000 steps of DGC; one that diverges does."""

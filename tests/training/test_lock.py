@@ -18,6 +18,7 @@ from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.lock import RunLock, remove_temporary_files
 
 REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("no_type_checks")
 BRIEF = ["num_epochs=1", "batch_size=180", "warmup_lr_epochs=0"]
 
 

@@ -30,6 +30,8 @@ QUICK = [
     "--configs.model.width=8",
 ]
 
+# Only the run that several tests share is checked for shapes.
+pytestmark = pytest.mark.usefixtures("no_type_checks")
 BRIEF = ["--configs.train.num_epochs=1", "--configs.train.checkpoint_every=null"]
 
 
