@@ -1,4 +1,4 @@
-"""Ranks that do not agree: which one, and about what."""
+"""Reports of ranks with other weights, code or waits."""
 
 import threading
 
@@ -18,12 +18,12 @@ from dgc_training.startup.agreement import check_agreement, code_difference, cod
     ("sums", "odd"),
     [([1, 1], []), ([1, 2, 1], [1]), ([2, 1, 1], [0]), ([1, 2], [1]), ([1, 2, 2, 1], [1, 2]), ([1, None, 1], [1])],
 )
-def test_the_odd_ones_are_the_minority(sums, odd):
+def test_minority_ranks(sums, odd):
     assert minority_ranks(sums) == odd
 
 
 @pytest.mark.parametrize("changed", range(3))
-def test_the_rank_whose_weights_differ_is_named(changed):
+def test_the_rank_with_other_weights_is_reported(changed):
     def body(transport):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
         # Simulated ranks are threads of one process and share its random generator.
@@ -64,7 +64,7 @@ def test_every_file_of_the_product_is_hashed(tmp_path, monkeypatch):
     assert code_difference({}, {"x.py": "1"}) == "x.py (one of them has no such file)"
 
 
-def test_the_rank_that_runs_other_code_is_named(monkeypatch):
+def test_the_rank_with_other_code_is_reported(monkeypatch):
     tree = OmegaConf.create({"seed": 1})
     own = threading.local()
     monkeypatch.setattr(agreement, "code_hashes", lambda: own.hashes)
@@ -77,24 +77,24 @@ def test_the_rank_that_runs_other_code_is_named(monkeypatch):
     LockstepWorld(3).run(body)
 
 
-def test_nobody_is_blamed_while_the_waits_are_short():
+def test_no_rank_is_stuck_while_waits_are_short():
     assert find_stuck_rank([None, (3.0, "loss"), None], 5.0) is None
     assert find_stuck_rank([None, None], 5.0) is None
 
 
-def test_who_waits_for_nothing_is_blamed():
+def test_the_rank_that_does_not_wait_is_stuck():
     rank, why = find_stuck_rank([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 5.0)
     assert rank == 1 and why == "rank 1 did not join dgc0.1.0, for which the others have waited 6 s"
     rank, why = find_stuck_rank([(6.0, "a"), None, None], 5.0)
     assert rank == 1 and why.startswith("ranks [1, 2] did not join a")
 
 
-def test_ranks_that_wait_for_different_things_are_told_apart():
+def test_ranks_that_wait_for_different_messages():
     rank, why = find_stuck_rank([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 5.0)
     assert rank == 1 and "rank 0 for loss; rank 1 for replicas" in why
 
 
-def test_a_watched_transport_carries_and_knows_what_it_waits_for():
+def test_a_watched_transport_records_its_waits():
     seen = []
 
     class Slow:

@@ -47,7 +47,7 @@ def test_number_of_steps(samples, size, batch, passes, steps):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_all_ranks_together_see_everything_and_agree_on_the_steps(size):
+def test_the_ranks_together_use_all_samples_in_equal_steps(size):
     samplers = [sampler(rank, size) for rank in range(size)]
     for epoch in (0, 1):
         for s in samplers:
@@ -67,7 +67,7 @@ def test_more_ranks_than_samples():
     assert [len(share) for share in shares] == [1] * 5 and {i for s in shares for i in s} == {0, 1}
 
 
-def test_the_order_is_of_seed_and_epoch_alone():
+def test_the_order_depends_only_on_seed_and_epoch():
     torch.manual_seed(0)
     first, second, other = sampler(0, 2), sampler(0, 2), sampler(0, 2, seed=8)
     a = list(first)
@@ -78,7 +78,7 @@ def test_the_order_is_of_seed_and_epoch_alone():
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_position_is_all_it_takes_to_go_on(passes):
+def test_a_position_suffices_to_resume(passes):
     def batches():
         return TrainBatches(Noisy(), 3, passes, rank=1, size=2, seed=7, device=CPU)
 
@@ -161,7 +161,7 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path)
     assert values == [str(int(y)) for _, [(_, targets)] in batches.epoch(0) for y in targets]
 
 
-def test_more_workers_than_the_machine_can_hold_are_refused():
+def test_too_many_workers_are_an_error():
     message = r"num_workers is 500: 2 ranks on this machine would have 1000 .* at most 32 .* 8 cores and 64 GB"
     with pytest.raises(ValueError, match=message):
         check_workers(500, local_size=2, cores=8, memory=64 * 10**9)

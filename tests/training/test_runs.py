@@ -44,7 +44,7 @@ def test_names(configs, suffix, size, name):
     assert run_name(configs, suffix, size) == name
 
 
-def test_a_file_has_one_name_however_it_is_written(tmp_path):
+def test_all_spellings_of_a_path_give_one_name(tmp_path):
     for path in (
         "./configs/cifar/resnet20.py",
         "x/../configs/cifar/resnet20.py",
@@ -54,7 +54,7 @@ def test_a_file_has_one_name_however_it_is_written(tmp_path):
     assert run_name(["cifar/resnet20.py"], size=8, base=tmp_path / "configs") == "cifar.resnet20.np8"
 
 
-def test_differences_name_the_keys():
+def test_differences_have_the_keys():
     old = "train: {num_epochs: 3, log_every: 10, betas: [1, 2]}\nseed: 1\nmodel: null\n"
     new = "train: {num_epochs: 4, log_every: 99, betas: [1, 3]}\nmodel: {_target_: m}\nextra: 1\n"
     assert config_differences(old, old) == []
