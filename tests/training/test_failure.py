@@ -220,7 +220,7 @@ def test_a_stuck_rank_is_reported_with_its_stack(tmp_path, monkeypatch):
     (tmp_path / "stuck.py").write_text(STUCK_MODEL)
     (tmp_path / "stuck.yaml").write_text("model: {_target_: stuck.Stuck}\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    configs = ["--configs", "configs/digits/cnn.py", tmp_path / "stuck.yaml", "--configs.train.timeout", "10"]
+    configs = ["--configs", "configs/digits/cnn.py", tmp_path / "stuck.yaml", "--configs.train.timeout", "15"]
     result = launch(
         [*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120
     )
