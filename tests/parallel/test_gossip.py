@@ -94,6 +94,6 @@ def test_a_rank_that_dies_ends_the_run(how: str, tmp_path: Path, monkeypatch: py
     assert "Traceback" not in done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
     if how == "SIGSTOP":
-        assert len(told) == 1 and "not answer at all" in told[0]
+        assert len(told) == 1 and "not respond at all" in told[0]
     else:
         assert "process rank 1" in done.stderr and "signal 9" in done.stderr and len(told) <= 1

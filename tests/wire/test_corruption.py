@@ -4,8 +4,8 @@ import pytest
 import torch
 from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, seal_, selection_of
 
-from dgc.kernels.bits import TorchCodec
-from dgc.kernels.codec import Terms
+from dgc.kernels.codec.protocol import Terms
+from dgc.kernels.codec.reference import TorchCodec
 from dgc.wire import PayloadError
 from dgc.wire.sealed import seal, unseal
 

@@ -33,7 +33,7 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from dgc_training.checkpoint.validation import check_form
+from dgc_training.checkpoint.validation import check_structure
 from dgc_training.logging.rank_csv.file import COLUMNS, END, LATEST, SCORES, SUMMED, TIMES, open_file
 
 UNKNOWN = -1.0
@@ -85,14 +85,14 @@ class CsvLog:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         if every < 1 or ignore < 0:
-            raise ValueError(f"every is {every} and ignore {ignore}; at least 1 and 0 are possible")
+            raise ValueError(f"every is {every} and ignore is {ignore}; they must be at least 1 and 0")
         self.path = directory / "csv" / f"out_r{rank}_n{size}.csv"
         self.every, self.ignore = every, ignore
         self.preamble = ["BEGIN-TRAINING", f"World-Size,{size}", f"Num-DLWorkers,{num_workers}"]
         self.preamble += [f"Batch-Size,{batch_size}", ",".join(COLUMNS)]
         self.times = {name: Running() for name in TIMES}
         self.elapsed = 0.0
-        self.place = [-1, END]  # Epoch and itr of the last call
+        self.position = [-1, END]  # Epoch and itr of the last call
         self.written = [-1, END]  # Epoch and itr of the last row
         self.steps, self.samples = 0, 0  # of the epoch so far
         self.now: dict[str, float | Tensor] = dict.fromkeys((*TIMES, *SCORES), UNKNOWN)
@@ -126,10 +126,10 @@ class CsvLog:
                 (amounts of this step). ValueError for another name.
         """
         if unknown := metrics.keys() - self.metrics.keys():
-            raise ValueError(f"unknown metrics {sorted(unknown)}: there are {sorted(self.metrics)}")
-        if epoch != self.place[0] or self.place[1] == END:
+            raise ValueError(f"there are no metrics {sorted(unknown)}; possible are {sorted(self.metrics)}")
+        if epoch != self.position[0] or self.position[1] == END:
             self.steps, self.samples, self.sums = 0, 0, dict.fromkeys(SCORES, 0.0)
-        self.place = [epoch, itr]
+        self.position = [epoch, itr]
         self.steps += 1
         self.samples += samples
         self.elapsed += batch_s
@@ -161,9 +161,9 @@ class CsvLog:
             consensus: the distance measured before validation; None if it was not measured.
         """
         self.metrics["consensus"] = UNKNOWN if consensus is None else consensus
-        if self.steps and self.place[0] == epoch and self.place[1] != END and self.place != self.written:
+        if self.steps and self.position[0] == epoch and self.position[1] != END and self.position != self.written:
             self._training_row()
-        self.place = [epoch, END]
+        self.position = [epoch, END]
         self._row([UNKNOWN] * (2 * len(SCORES)), UNKNOWN if val is None else val)
         self.metrics["consensus"] = UNKNOWN
 
@@ -172,7 +172,7 @@ class CsvLog:
         return {
             "times": {name: asdict(running) for name, running in self.times.items()},
             "elapsed": self.elapsed,
-            "place": list(self.place),
+            "place": list(self.position),
             "written": list(self.written),
             "steps": self.steps,
             "samples": self.samples,
@@ -184,11 +184,11 @@ class CsvLog:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Call before the first row. Raises ValueError if `state` is not a state of this class."""
         if self.file is not None:
-            raise ValueError("a state is loaded before the first row is written, not after it")
-        check_form(state, self.state_dict(), "csv")
+            raise ValueError("a state must be loaded before the first row is written")
+        check_structure(state, self.state_dict(), "csv")
         self.times = {name: Running(**values) for name, values in state["times"].items()}
         self.elapsed, self.steps, self.samples = state["elapsed"], state["steps"], state["samples"]
-        self.place, self.written = list(state["place"]), list(state["written"])
+        self.position, self.written = list(state["place"]), list(state["written"])
         self.now, self.sums, self.metrics = dict(state["now"]), dict(state["sums"]), dict(state["metrics"])
         self.resumed = True
 
@@ -215,22 +215,22 @@ class CsvLog:
         metrics += [f"{self.metrics[name]:.0f}" for name in ("payload_bytes", "wire_bytes")]
         metrics += [f"{self.metrics['staleness']:g}", f"{self.metrics['wait(s)']:.6g}"]
         cells = [f"{value:.6g}" for value in (*times, *scores, val)]
-        line = ",".join([*map(str, self.place), *cells, *metrics, f"{self.elapsed:.3f}"])
+        line = ",".join([*map(str, self.position), *cells, *metrics, f"{self.elapsed:.3f}"])
         if self.file is None:
             self.file = open_file(self.path, self.preamble, self.written if self.resumed else None)
         self.file.write(line + "\n")
         # Flush each row, so that a killed run keeps its rows.
         self.file.flush()
-        self.written = list(self.place)
+        self.written = list(self.position)
         self.metrics |= dict.fromkeys(SUMMED, 0.0)
 
 
-class Since:
+class Increments:
     """Turns growing totals, such as a meter's counters, into amounts since the last call.
 
-    since = Since({"wire_bytes": meter.wire_bytes})
+    increments = Increments({"wire_bytes": meter.wire_bytes})
     ...
-    csv.step(..., metrics=since({"wire_bytes": meter.wire_bytes}))
+    csv.step(..., metrics=increments({"wire_bytes": meter.wire_bytes}))
     """
 
     def __init__(self, totals: Mapping[str, float]) -> None:
