@@ -5,21 +5,21 @@ from tests.mutants.fault import Fault
 COMM = [
     Fault(
         "cross-group-has-ranks-of-other-places",
-        "dgc/comm/lockstep.py",
+        "dgc/comm/lockstep/world.py",
         "return list(range(rank % self.local_size, self.size, self.local_size))",
         "return list(range(rank % self.local_size, self.size))",
         ["tests/comm/test_lockstep.py"],
     ),
     Fault(
         "launched-tensors-keep-their-content",
-        "dgc/comm/lockstep.py",
-        "spoil(request for own in requests for request in own)",
-        "spoil(())",
+        "dgc/comm/lockstep/world.py",
+        "invalidate(request for of_rank in requests for request in of_rank)",
+        "invalidate(())",
         ["tests/comm/test_lockstep.py"],
     ),
     Fault(
         "minimum-is-the-maximum",
-        "dgc/comm/meeting.py",
+        "dgc/comm/lockstep/rendezvous.py",
         'if op == "min" else torch.maximum(total, tensor)',
         'if op == "max" else torch.maximum(total, tensor)',
         ["tests/comm/test_lockstep.py"],
@@ -39,14 +39,14 @@ COMM = [
         ["tests/comm/test_meter.py"],
     ),
     Fault(
-        "messages-held-back-while-another-is-awaited",
+        "messages-pending-while-another-is-awaited",
         "dgc/comm/staging.py",
-        "for other in list(self._held):",
+        "for other in list(self._pending):",
         "for other in [flight]:",
         ["tests/comm/test_staging.py"],
     ),
     Fault(
-        "message-passed-on-before-its-copy-is-done",
+        "message-launched-before-its-copy-is-complete",
         "dgc/comm/staging.py",
         "if flight.inner is None and (flight.ready is None or flight.ready.query()):",
         "if flight.inner is None:",
@@ -54,9 +54,9 @@ COMM = [
     ),
     Fault(
         "largest-message-refused",
-        "dgc/comm/mpi.py",
-        "if content.size > each * LIMIT:",
-        "if content.size >= each * LIMIT:",
+        "dgc/comm/mpi/point_to_point.py",
+        "if content.size > unit * MAX_COUNT:",
+        "if content.size >= unit * MAX_COUNT:",
         ["tests/comm/test_mpi.py"],
     ),
     Fault(

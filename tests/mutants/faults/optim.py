@@ -5,28 +5,28 @@ from tests.mutants.fault import Fault
 OPTIM = [
     Fault(
         "gradients-changed-in-place-not-noticed",
-        "dgc/optim/exchange.py",
+        "dgc/optim/exchange/gradients.py",
         "(p.grad is not final[0] or final[0]._version != final[1])",
         "p.grad is not final[0]",
         ["tests/optim/test_in_flight.py"],
     ),
     Fault(
         "bucket-starts-before-the-last-pass",
-        "dgc/optim/exchange.py",
-        "self._left[p] -= 1",
-        "self._left[p] = 0",
+        "dgc/optim/exchange/gradients.py",
+        "self._passes_left[p] -= 1",
+        "self._passes_left[p] = 0",
         ["tests/optim/test_distributed.py::test_gradient_accumulation"],
     ),
     Fault(
         "bucket-one-tensor-too-large",
-        "dgc/optim/planning.py",
+        "dgc/optim/exchange/planning.py",
         "if members and _nbytes(members) + _nbytes([(name, p)]) > bucket_mb * MEGABYTE:",
         "if members and _nbytes(members) > bucket_mb * MEGABYTE:",
         ["tests/optim/test_planning.py"],
     ),
     Fault(
         "missing-gradient-keeps-its-last-value",
-        "dgc/optim/planning.py",
+        "dgc/optim/exchange/planning.py",
         "self.views[i].zero_()",
         "self.views[i].detach()",
         [
@@ -36,14 +36,14 @@ OPTIM = [
     ),
     Fault(
         "loss-scale-not-restored",
-        "dgc/optim/scaling.py",
+        "dgc/optim/exchange/scaling.py",
         "flat.mul_(self._on(flat.device))",
         "flat.mul_(torch.ones_like(flat))",
         ["tests/optim/test_scaling.py::test_scaling_by_powers_of_two_changes_no_bit"],
     ),
     Fault(
         "step-on-scaled-gradients-allowed",
-        "dgc/optim/scaling.py",
+        "dgc/optim/exchange/scaling.py",
         "if self.enabled and not self._is_unscaled(optimizer):",
         "if self.enabled and self._is_unscaled(optimizer) is None:",
         ["tests/optim/test_scaling.py::test_a_step_without_the_scaler_is_refused"],
@@ -72,8 +72,8 @@ OPTIM = [
     Fault(
         "settings-of-the-class-not-compared",
         "dgc/optim/agreement.py",
-        "sorted((plain | known).items()",
-        "sorted(known.items()",
+        "sorted((plain | fixed).items()",
+        "sorted(fixed.items()",
         ["tests/optim/test_settings.py"],
     ),
     Fault(
@@ -115,9 +115,9 @@ OPTIM = [
         ["tests/optim/test_refused.py"],
     ),
     Fault(
-        "nothing-taken-back-in-a-dropped-step",
+        "no-rollback-in-a-dropped-step",
         "dgc/optim/distributed.py",
-        "plan.compressor.take_back(plan.bucket)",
+        "plan.compressor.rollback(plan.bucket)",
         "plan.bucket.release()",
         ["tests/optim/test_nonfinite.py::test_what_was_sent_in_any_bucket_returns"],
     ),
@@ -141,15 +141,15 @@ OPTIM = [
     Fault(
         "momentum-of-a-scheduler-not-noticed",
         "dgc/optim/momentum.py",
-        "if isinstance(optimizer, TakesCorrected) and not corrected.isdisjoint(group",
-        "if not isinstance(optimizer, TakesCorrected) and not corrected.isdisjoint(group",
+        "if isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group",
+        "if not isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group",
         ["tests/optim/test_refused.py::test_momentum_that_a_scheduler_cycles_has_two_owners"],
     ),
     Fault(
         "mean-of-the-models-kept-after-evaluation",
         "dgc/optim/gossip.py",
-        "own = z.clone()",
-        "own = z",
+        "local = z.clone()",
+        "local = z",
         ["tests/training/test_gossip.py::test_ranks_save_models_of_their_own_and_their_mean"],
     ),
 ]
