@@ -6,15 +6,15 @@ MEMORY = [
     Fault(
         "momentum-factor-masking-forgotten",
         "dgc/memory/momentum.py",
-        "return Accumulation(bucket.pieces, u, v, self.momentum, self.nesterov, sent, self.momentum_masking)",
-        "return Accumulation(bucket.pieces, u, v, self.momentum, self.nesterov, sent)",
+        "return PassInputs(bucket.gradients, u, v, self.momentum, self.nesterov, sent, self.momentum_masking)",
+        "return PassInputs(bucket.gradients, u, v, self.momentum, self.nesterov, sent)",
         ["tests/memory/test_memory.py"],
     ),
     Fault(
         "masking-forgotten-in-saved-states",
         "dgc/memory/momentum.py",
-        "self._pending, self._undo = Pending(momentum_masking), Undo()",
-        "self._pending, self._undo = Pending(), Undo()",
+        "self._deferred, self._snapshots = DeferredUpdate(momentum_masking), Snapshots()",
+        "self._deferred, self._snapshots = DeferredUpdate(), Snapshots()",
         ["tests/memory/test_memory.py"],
     ),
     Fault(
@@ -37,8 +37,8 @@ MEMORY = [
     Fault(
         "rounding-of-a-dense-step-lost",
         "dgc/memory/residual.py",
-        "self._undo.subtract(self._residual, bucket, values)",
-        "self._undo.subtract(self._residual, bucket, self._residual[bucket])",
+        "self._snapshots.subtract(self._residual, bucket, values)",
+        "self._snapshots.subtract(self._residual, bucket, self._residual[bucket])",
         ["tests/memory/test_memory.py"],
     ),
     Fault(
@@ -51,7 +51,7 @@ MEMORY = [
     Fault(
         "sent-elements-not-removed-from-the-error",
         "dgc/memory/residual.py",
-        "sent=self._pending.release(bucket))",
+        "sent=self._deferred.release(bucket))",
         "sent=None)",
         ["tests/memory/test_memory.py"],
     ),

@@ -27,8 +27,8 @@ WIRE = [
     Fault(
         "checksum-of-sealed-codes-ignored",
         "dgc/wire/sealed.py",
-        "if not sealed or count or not 0 <= number <= ranges:",
-        "if count or not 0 <= number <= ranges:",
+        "if not sealed or count or not 0 <= number <= segments:",
+        "if count or not 0 <= number <= segments:",
         ["tests/wire/test_corruption.py", "tests/wire/test_terms.py"],
     ),
     Fault(
