@@ -50,6 +50,6 @@ SELECTION = [
         "dgc/selection/exact.py",
         "return plan.per_bucket if self.per_bucket else plan.per_tensor",
         "return plan.per_bucket",
-        ["tests/selection/test_selectors.py::test_promises_on_every_shape[0.001-laplace-exact]"],
+        ["tests/selection/test_selectors.py::test_promises_on_every_shape"],
     ),
 ]

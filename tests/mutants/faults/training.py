@@ -78,7 +78,7 @@ TRAINING = [
         "dgc_training/random_state.py",
         "torch.set_rng_state(before[2])",
         "torch.get_rng_state()",
-        ["tests/training/test_data.py::test_a_position_is_all_it_takes_to_go_on"],
+        ["tests/training/test_data.py::test_a_position_suffices_to_resume"],
     ),
     Fault(
         "evaluation-counts-the-padding",
@@ -99,7 +99,7 @@ TRAINING = [
         "dgc_training/data.py",
         "generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))",
         "generator = torch.Generator().manual_seed(derive_seed(self.seed))",
-        ["tests/training/test_data.py::test_the_order_is_of_seed_and_epoch_alone"],
+        ["tests/training/test_data.py::test_the_order_depends_only_on_seed_and_epoch"],
     ),
     Fault(
         "ranks-augment-alike",
@@ -134,14 +134,14 @@ TRAINING = [
         "dgc_training/checkpoint/state.py",
         "min(self.progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)",
         "min(self.progress.step, self.schedule.steps_per_epoch - 1)",
-        ["tests/training/test_train.py::test_another_number_of_ranks_goes_on_with_a_warning"],
+        ["tests/training/test_train.py::test_resuming_on_another_number_of_ranks_warns"],
     ),
     Fault(
         "batch-norm-of-a-rank-not-restored",
         "dgc_training/checkpoint/state.py",
         "buffers[name].copy_(value)",
         "buffers[name].add_(value * 0)",
-        ["tests/training/test_train.py::test_resumed_in_mid_epoch_it_ends_bit_identical"],
+        ["tests/training/test_train.py::test_a_run_resumed_in_mid_epoch_ends_bit_identical"],
     ),
     Fault(
         "a-tie-replaces-the-best",
@@ -204,6 +204,6 @@ TRAINING = [
         "train.py",
         "save(best)",
         "save()",
-        ["tests/training/test_train.py::test_what_a_run_leaves"],
+        ["tests/training/test_train.py::test_the_files_of_a_run"],
     ),
 ]
