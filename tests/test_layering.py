@@ -186,7 +186,7 @@ def test_a_planted_violation_is_found(path: str, source: str) -> None:
         ("dgc/paper/dgc.py", "from dgc.compression.protocol import MomentumCorrection, Result"),
         ("dgc/kernels/selection/triton.py", "import triton.language as tl"),
         ("dgc_datasets/digits.py", "from sklearn.datasets import load_digits\nimport torchvision"),
-        ("dgc_training/config/targets.py", "import dgc_datasets.torchvision_compat"),
+        ("dgc_training/constructors.py", "import dgc_datasets.torchvision_compat"),
         ("train.py", "from dgc_training.config import load\nfrom dgc.comm.horovod import HorovodTransport"),
         ("configs/dgc/__init__.py", "from dgc.compression import DGCCompressor\nimport torch"),
     ],
