@@ -4,7 +4,7 @@ PYTHON ?= python3
 SETUP ?= 1
 export VENV PYTHON GPU SYSTEM_MPI
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types unit parallel proof gpu doctor clean
+.PHONY: help setup demo test lint types unit parallel proof mutants gpu doctor clean
 
 # processes that share the tests
 WORKERS ?= $(shell nproc)
@@ -14,6 +14,7 @@ help:
 	@echo 'make demo     train on digits with 4 ranks: dense, then DGC at 0.1 % of the gradient'
 	@echo 'make test     lint, types, unit tests, laws, parallel tests under mpirun and horovodrun'
 	@echo 'make proof    the long proofs (many minutes)'
+	@echo 'make mutants  plant faults in a copy of the source, one at a time: the tests must detect each (many minutes)'
 	@echo 'make gpu      on a GPU: the laws of its kernels, times, waits for the device (needs no set-up)'
 	@echo 'make doctor   versions, MPI, Horovod, GPU; what is wrong, and its cure'
 	@echo 'make setup    only the environment; make lint, types, unit, parallel: one part of make test'
@@ -53,6 +54,9 @@ parallel: setup
 # pytest ends with 5 where no test is marked as a proof
 proof: setup
 	@$(BIN)/python -m pytest -m proof || test $$? -eq 5
+
+mutants: setup
+	@$(BIN)/python -m tests.mutants --workers $(WORKERS)
 
 # needs no set-up: PyTorch for CUDA and Triton are enough. PYTHON, where it is given, goes before the environment
 gpu:

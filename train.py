@@ -3,9 +3,9 @@
     python train.py --configs configs/digits/cnn.py
     horovodrun -np 4 python train.py --configs configs/digits/cnn.py configs/dgc/wm5.py --configs.seed 7
 
-`main` reads the command line and the configs. Nothing is started or written before both are checked.
-`build_and_train` builds every part from the config and runs the training loop. The communication algorithm is
-set by the config alone: in this file it is the optimizer that wraps the one that takes the steps.
+`main` reads the command line and the configs. Nothing is started or written before both are checked. `run` builds
+every part from the config. `train` is the training loop. The communication algorithm is set by the config alone:
+in this file it is the optimizer that wraps the one that takes the steps.
 """
 
 import dgc_training.startup.installed  # noqa: F401  (prints what to do if torch is missing)
@@ -15,50 +15,56 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from dgc.comm import Transport
 from dgc.comm.horovod import connect
 from dgc.comm.launch import LaunchError, check_launcher
 from dgc.optim import broadcast_parameters
 from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
-from dgc_training.checkpoint.random_state import seed_everything
-from dgc_training.checkpoint.state import Progress, State
+from dgc_training.checkpoint.progress import TrainingProgress
+from dgc_training.checkpoint.state import RunState
 from dgc_training.config import ConfigError, load, to_yaml
 from dgc_training.data import TrainBatches
 from dgc_training.evaluation import Evaluation
-from dgc_training.faults.failure import Refused, ending_all_ranks
-from dgc_training.faults.interruption import SAVED, Interruption
+from dgc_training.faults.failure import UsageError, end_process, ending_all_ranks
+from dgc_training.faults.interruption import EXIT_SAVED
 from dgc_training.faults.replicas import check_replicas
 from dgc_training.faults.watchdog import WatchedTransport, watching
 from dgc_training.labels import LabelCheck
+from dgc_training.launcher import launched_rank, print_error
 from dgc_training.logging.log import Log
-from dgc_training.logging.rank_csv.rows import Rows
-from dgc_training.logging.summary import finish, summarize
+from dgc_training.logging.rank_csv.recorder import StepRecorder
+from dgc_training.logging.summary import summarize, write_summary
 from dgc_training.parameters import parameter_groups
-from dgc_training.schedule import Schedule, scale_learning_rate
+from dgc_training.random_state import seed_everything
+from dgc_training.schedule import Schedule, is_due, scale_learning_rate
+from dgc_training.startup.agreement import check_agreement
 from dgc_training.startup.arguments import parse_arguments
-from dgc_training.startup.launcher import complain, launched_rank
-from dgc_training.startup.runs import run_name
-from dgc_training.startup.setup import (
-    build,
-    building,
-    check_agreement,
-    check_run_directory,
-    choose_kernels,
-    open_run_directory,
-    prepare_device,
-    require_complete,
-    wrap_optimizer,
-)
+from dgc_training.startup.build import build, config_errors, open_transport, wrap_optimizer
+from dgc_training.startup.run_directory import check_run_directory, open_run_directory
+from dgc_training.startup.run_name import run_name
+from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
+from dgc_training.synchronization import Synchronization
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    connect: Callable[..., Transport] = connect,
+    leave: Callable[[int], None] = end_process,
+) -> int:
+    """Trains as the command line says and returns the exit status.
+
+    Args:
+        argv: the command line without the program's name. None: that of this process.
+        connect: creates the transport. It takes the keywords of `dgc.comm.horovod.connect`.
+        leave: ends this process with an exit status after an error. All ranks end with it.
+    """
     args, overrides = parse_arguments(argv)
     try:
         tree = load(args.configs, overrides)
@@ -66,44 +72,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_complete(tree, args.devices)
             check_launcher(os.environ)
     except (ConfigError, LaunchError) as error:
-        return complain(str(error))
+        return print_error(str(error))
     except KeyboardInterrupt:
-        complain("Stopped by Ctrl-C (or by a config that raises KeyboardInterrupt): nothing was started.")
+        print_error("Stopped by Ctrl-C (or by a config that raises KeyboardInterrupt). Nothing was started.")
         return 128 + signal.SIGINT
     if args.print_config:
         if launched_rank() == 0:
             print(to_yaml(tree, resolve=True), end="")
         return 0
     status = 0
-    with ending_all_ranks():
-        with building():
-            gossip = build(tree.train.gossip)
-            carrier = connect(
-                hierarchical=gossip is not None and gossip.needs_groups,
-                timeout=tree.train.timeout,
-                point_to_point=gossip is not None,
-            )
-        transport = WatchedTransport(carrier)
-        with watching(transport, tree.train.timeout):
+    with ending_all_ranks(leave):
+        transport = WatchedTransport(open_transport(tree.train, connect))
+        with watching(transport, tree.train.timeout, leave):
             status = run(args, tree, transport)
     return status
 
 
 def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
-    """Runs one rank, from building to the summary. Returns exit status 0, or SAVED if a signal ended the run."""
-    with ExitStack() as held:
-        return build_and_train(args, tree, transport, held)
-
-
-def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, held: ExitStack) -> int:
-    """Builds all parts from the config and trains. `held` keeps the lock of the run directory until the end."""
+    """Runs one rank, from building to the summary. Returns 0, or EXIT_SAVED if a signal stopped the run."""
     rank, size, settings = transport.rank, transport.size, tree.train
     device = prepare_device(tree, args.devices, transport)
     check_agreement(tree, device, transport)
 
     # Build. Every rank draws the same initial model. Afterwards each rank draws different random numbers.
-    with building():
-        tier = choose_kernels(settings.kernels, device)
+    with config_errors():
+        kernels = choose_kernels(settings.kernels, device)
         dataset = build(tree.dataset)
         model = build(tree.model).to(device)
         broadcast_parameters(model.state_dict(), root=0, transport=transport)
@@ -131,42 +124,63 @@ def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, hel
             per_epoch=settings.schedule_lr_per_epoch,
         )
         evaluation = Evaluation(dataset, settings, transport, device, tree.data.num_workers)
-        progress = Progress()
+        sync = Synchronization(optimizer, settings)
         name = run_name(args.configs, args.suffix, size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
-        rows = Rows(directory, settings, tree.data.num_workers, optimizer) if settings.csv else None
-        state = State(model, optimizer, schedule, progress, transport, device, rows)
+        recorder = StepRecorder(directory, settings, tree.data.num_workers, sync) if settings.csv else None
+        progress = TrainingProgress()
+        state = RunState(model, optimizer, schedule, progress, transport, device, recorder)
+        checkpoints = Checkpoints(directory / "checkpoints", transport)
 
     # Nothing is written before this point, where all parts have been built.
-    checkpoints = Checkpoints(directory / "checkpoints", transport)
     if args.evaluate:
-        return evaluate_only(directory, tree, checkpoints, state, evaluation)
-    held.enter_context(open_run_directory(directory, tree, transport, resume=not args.no_resume))
-    latest = checkpoints.find("latest")
-    if latest is not None:
-        state.load(checkpoints.load(latest))
-    log = Log(directory, state, tree, batches.steps_per_epoch)
-    log.begin(tier, evaluation.names, latest)
+        return evaluate_checkpoint(directory, tree, checkpoints, state, evaluation)
+    with open_run_directory(directory, tree, transport, resume=not args.no_resume):
+        latest = checkpoints.find("latest")
+        if latest is not None:
+            state.load(checkpoints.load(latest))
+        log = Log(directory, state, sync, recorder, tree, batches.steps_per_epoch)
+        log.begin(kernels, evaluation.names, latest)
 
-    def save(best: bool = False) -> None:
-        checkpoint = checkpoint_name(progress.epoch, progress.step)
-        checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
+        def save(best: bool = False) -> None:
+            checkpoint = checkpoint_name(progress.epoch, progress.step)
+            checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
 
+        train(settings, state, sync, batches, criterion, evaluation, log, save)
+        log.close()
+        optimizer.close()
+        if sync.stop_signal is not None and progress.epoch < settings.num_epochs:
+            saved = checkpoint_name(progress.epoch, progress.step)
+            log.print(f"Stopped by {sync.stop_signal.name}: saved {saved}. The same command resumes from it.")
+            return EXIT_SAVED
+        if rank == 0:
+            write_summary(directory, summarize(name, progress, ranks=size, metric=settings.metric))
+    return 0
+
+
+def train(
+    settings: DictConfig,
+    state: RunState,
+    sync: Synchronization,
+    batches: TrainBatches,
+    criterion: nn.Module,
+    evaluation: Evaluation,
+    log: Log,
+    save: Callable[..., None],
+) -> None:
+    """The training loop. It ends after `num_epochs` epochs, or after a signal, when it has saved a checkpoint."""
+    model, optimizer, schedule, progress = state.model, state.optimizer, state.schedule, state.progress
     check_labels = LabelCheck(criterion)
     model.train()
-    with Interruption(transport, lag=optimizer.steps_apart) as interruption:
-        asked = None
-        while progress.epoch < settings.num_epochs and asked is None:
+    with sync:
+        while progress.epoch < settings.num_epochs and sync.stop_signal is None:
             epoch = progress.epoch
             optimizer.begin_epoch(epoch)
-            pace = optimizer.pace(size * batches.steps_per_epoch * (epoch + 1))
-            more = None if pace is None else lambda pace=pace: pace() and not interruption.asked
-            for step, passes in log.clock.each("data", batches.epoch(epoch, progress.step, more)):
-                interruption.begin_step()
+            for step, passes in log.timer.iterate("data", sync.steps(batches, epoch, progress.step)):
                 schedule.begin_step(epoch, step)
                 optimizer.zero_grad()
-                loss = torch.zeros((), device=device)
-                with log.clock.phase("forward_backward"):
+                loss = torch.zeros((), device=state.device)
+                with log.timer.phase("forward_backward"):
                     for inputs, targets in passes:
                         outputs = model(inputs)
                         check_labels(outputs, targets)
@@ -175,50 +189,37 @@ def build_and_train(args: Namespace, tree: DictConfig, transport: Transport, hel
                         loss += part.detach()
                         log.batch(outputs, targets)
                 optimizer.step()
-                log.step(loss, samples=size * sum(targets.size(0) for _, targets in passes))
-                if settings.check_replicas_every and (step + 1) % settings.check_replicas_every == 0:
-                    check_replicas(model, transport)
-                asked = interruption.end_step()
-                due = settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0
-                if asked is not None or (due and step + 1 < batches.steps_per_epoch):
+                log.step(loss, samples=sync.size * sum(targets.size(0) for _, targets in passes))
+                if is_due(settings.check_replicas_every, step):
+                    check_replicas(model, state.transport)
+                sync.end_step()
+                ends_epoch = step + 1 == batches.steps_per_epoch
+                if is_due(settings.checkpoint_every, step) and not ends_epoch and sync.stop_signal is None:
                     save()
-                if asked is not None:
-                    break
-            else:
-                optimizer.settle()
-                if more is not None and (asked := interruption.now()) is not None:
-                    save()
-                    break
-                progress.epoch, progress.step = epoch + 1, 0
-                with optimizer.consensus():
-                    results = evaluation(model)
-                best = progress.add_results(results, settings.metric)
-                log.end_epoch(results)
-                save(best)
-                log.resume_timing()
-                asked = interruption.now()
-    log.close()
-    optimizer.close()
-    if progress.epoch < settings.num_epochs:
-        saved = checkpoint_name(progress.epoch, progress.step)
-        log.say(f"Asked to end by {asked.name if asked else ''}: saved {saved}. The same command goes on from it.")
-        return SAVED
-    if rank == 0:
-        finish(directory, summarize(name, progress, ranks=size, metric=settings.metric))
-    return 0
+            if not sync.end_epoch():
+                save()
+                break
+            progress.epoch, progress.step = epoch + 1, 0
+            with sync.averaged_model():
+                results = evaluation(model)
+            best = progress.add_results(results, settings.metric)
+            log.end_epoch(results)
+            save(best)
+            log.resume_timing()
+            sync.check_signals()
 
 
-def evaluate_only(
-    directory: Path, tree: DictConfig, checkpoints: Checkpoints, state: State, evaluation: Evaluation
+def evaluate_checkpoint(
+    directory: Path, tree: DictConfig, checkpoints: Checkpoints, state: RunState, evaluation: Evaluation
 ) -> int:
     """Evaluates the best checkpoint (the latest one if there is no metric) and prints the results."""
     found = checkpoints.find("best", "latest")
     if found is None:
-        raise Refused(
-            f"--evaluate: there is no checkpoint in {checkpoints.directory}; train first, or give --run-dir."
+        raise UsageError(
+            f"--evaluate: there is no checkpoint in {checkpoints.directory}. Train first, or set --run-dir."
         )
     # No lock: a run can be evaluated while it trains.
-    cure = f"--configs {directory / 'config.yaml'} --run-dir {directory} evaluates it as it was trained."
+    cure = f"To evaluate it as it was trained: --configs {directory / 'config.yaml'} --run-dir {directory}"
     check_run_directory(directory, tree, state.transport, cure)
     state.load_model(checkpoints.load(found, own_part=False))
     results = evaluation(state.model)

@@ -134,18 +134,18 @@ class Clock:
     decode: float = 0.0
 
 
-def timed(talk: Conversation[Result], clock: Clock) -> Conversation[Result]:
+def timed(conversation: Conversation[Result], clock: Clock) -> Conversation[Result]:
     """The same conversation; what it takes is added up."""
 
     def run() -> Generator[Any, Any, Result]:
         start = time.perf_counter()
-        requests = next(talk)
+        requests = next(conversation)
         clock.encode += time.perf_counter() - start
         while True:
             replies = yield requests
             start = time.perf_counter()
             try:
-                requests = talk.send(replies)
+                requests = conversation.send(replies)
             except StopIteration as stop:
                 result: Result = stop.value
                 return result
@@ -186,11 +186,11 @@ def measure(name: str, model: str, size: int, steps: int, warmup: int) -> Measur
             for bucket, gradient in zip(buckets, own, strict=True):
                 bucket.flat.copy_(gradient)
             clocks = [clock, *(Clock() for _ in range(size - 1))]
-            talks = [
+            conversations = [
                 timed(planned[b].compressor.reduce(bucket), c)
                 for (_, planned), bucket, c in zip(ranks, buckets, clocks, strict=True)
             ]
-            result = world.converse(plan.bucket.name, talks)[0]
+            result = world.converse(plan.bucket.name, conversations)[0]
             mean = buckets[0].flat
             if isinstance(result, SparseResult):
                 mean = torch.zeros(plan.bucket.numel)

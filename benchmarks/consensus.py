@@ -24,7 +24,7 @@ import torch
 from benchmarks.results import print_json
 from dgc import gossip
 from dgc.gossip import Topology, TopologyError, uniform
-from dgc.gossip.topology.mixing import matrix
+from dgc.gossip.topology.mixing import mixing_matrix
 
 TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
     "n_peer_exponential": gossip.n_peer_exponential,
@@ -53,7 +53,7 @@ def simulate(topology: Topology, error: float) -> dict[str, int | None]:
     x = torch.randn(topology.size, generator=generator, dtype=torch.float64)
     w, mean = torch.ones_like(x), x.mean()
     start = float((x - mean).abs().max())
-    rounds = [matrix(topology, uniform, t) for t in range(topology.period)]
+    rounds = [mixing_matrix(topology, uniform, t) for t in range(topology.period)]
     messages = torch.zeros(topology.size, dtype=torch.int64)
     found: dict[str, int | None] = {"exact": None, "rounds": None, "messages": None}
     for t in range(MOST):
@@ -76,7 +76,7 @@ def theory(topology: Topology, error: float) -> float | None:
         return None
     P = torch.eye(topology.size, dtype=torch.float64)
     for t in range(topology.period):
-        P = matrix(topology, uniform, t) @ P
+        P = mixing_matrix(topology, uniform, t) @ P
     # what P has beside its limit, squared again and again and scaled to norm 1: its growth is the eigenvalue
     rest = P - torch.linalg.matrix_power(P, 2**30)
     logarithm = 0.0

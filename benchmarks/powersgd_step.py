@@ -59,12 +59,12 @@ class Ours:
             bucket.flat.copy_(gradient)
         start = time.perf_counter()
         for bucket in self.buckets:
-            talk = self.compressor.reduce(bucket)
-            requests = next(talk)
+            conversation = self.compressor.reduce(bucket)
+            requests = next(conversation)
             try:
                 while True:
                     replies = [(r.tensor,) if isinstance(r, AllGather) else r.tensor for r in requests]  # type: ignore[union-attr]
-                    requests = talk.send(tuple(replies))
+                    requests = conversation.send(tuple(replies))
             except StopIteration as stop:
                 assert stop.value.nonfinite is None
         return time.perf_counter() - start

@@ -58,17 +58,17 @@ def phase(method: Method, pause: float, args: argparse.Namespace, transport: Tra
     gradient = torch.full((args.numel,), 1e-3)
     (parameter,) = optimizer.param_groups[0]["params"]
     steps = args.warmup + args.repeats
-    pace = optimizer.pace(transport.size * steps)
+    more_steps = optimizer.more_steps(transport.size * steps)
     barrier(transport)
     start = time.perf_counter()
     ends = [start]
-    while pace() if pace is not None else len(ends) <= steps:
+    while more_steps() if more_steps is not None else len(ends) <= steps:
         optimizer.zero_grad()
         parameter.grad = gradient.clone()
         time.sleep(pause)
         optimizer.step()
         ends.append(time.perf_counter())
-    optimizer.settle()
+    optimizer.synchronize_messages()
     barrier(transport)
     whole = time.perf_counter() - start
     optimizer.close()

@@ -38,8 +38,8 @@ class Fleet:
         for bucket, own in zip(self.buckets, gradients, strict=True):
             for segment, gradient in zip(bucket.segments, own, strict=True):
                 segment.of(bucket.flat).copy_(gradient)
-        talks = [conversation_of(c, b) for c, b in zip(self.compressors, self.buckets, strict=True)]
-        results = self.world.converse("bucket", talks)
+        conversations = [conversation_of(c, b) for c, b in zip(self.compressors, self.buckets, strict=True)]
+        results = self.world.converse("bucket", conversations)
         self.nonfinite = [result.nonfinite for result in results]
         for compressor, bucket, result in zip(self.compressors, self.buckets, results, strict=True):
             if result.nonfinite is not None:

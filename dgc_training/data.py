@@ -24,14 +24,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
-from dgc_training.checkpoint.random_state import derive_seed, temporary_seed
+from dgc_training.random_state import derive_seed, temporary_seed
 
-LAP = 1_000_000  # more epochs than any run has
-MOST = 2**31 - 1  # samples of a pass, passes of a step
-# More workers per core only cost memory, even if they wait for a slow file system. Each worker stands for two
+# Added to the epoch number of the shuffle for each further pass over the data within an epoch. It is more than the
+# number of epochs of any run.
+EXTRA_EPOCHS = 1_000_000
+MAX_COUNT = 2**31 - 1  # samples of a pass, passes of a step
+# More workers per core only cost memory, even if they wait for a slow file system. Each worker counts as two
 # processes that import torch: one for training and one for evaluation.
 WORKERS_PER_CORE = 8
 WORKER_MEMORY = 700 * 10**6
+
+
+# The data of one step on the device: (inputs, targets) of each backward pass.
+Passes = list[tuple[Tensor, Tensor]]
 
 
 class Pass(NamedTuple):
@@ -117,29 +123,31 @@ def check_workers(num_workers: int, local_size: int, cores: int, memory: int | N
         ValueError: if there are too many workers.
     """
     memory = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    most = min(WORKERS_PER_CORE * cores, memory // WORKER_MEMORY) // local_size
-    if num_workers > max(1, most):
+    limit = max(1, min(WORKERS_PER_CORE * cores, memory // WORKER_MEMORY) // local_size)
+    if num_workers > limit:
         raise ValueError(
             f"data.num_workers is {num_workers}: {local_size} rank{'s' * (local_size > 1)} on this machine would "
-            f"have {num_workers * local_size} of them. It is at most {max(1, most)} here, with {cores} cores and "
-            f"{memory / 1e9:.0f} GB; about {max(1, cores // local_size)} serves well"
+            f"have {num_workers * local_size} of them. It is at most {limit} here, with {cores} cores and "
+            f"{memory / 1e9:.0f} GB; about {max(1, cores // local_size)} is recommended"
         )
 
 
-def begin_worker(worker: int) -> None:
-    """Initializes a data worker. It ignores signals to the whole process group, which must not end it before its
-    rank has saved, and it exits when its rank does. (Its parent process is the fork server, which waits for it.)
+def init_worker(worker: int) -> None:
+    """Initializes a data worker. It ignores signals to the process group, and it exits when its rank exits.
+
+    A signal must not end it before its rank has saved a checkpoint. Its parent process is the fork server, not the
+    rank.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     rank = parent_process()
     assert rank is not None
 
-    def end_with_rank() -> None:
+    def exit_with_rank() -> None:
         rank.join()
         os._exit(1)
 
-    threading.Thread(target=end_with_rank, daemon=True, name="end_with_rank").start()
+    threading.Thread(target=exit_with_rank, daemon=True, name="exit_with_rank").start()
 
 
 def worker_options(num_workers: int) -> dict[str, Any]:
@@ -150,7 +158,7 @@ def worker_options(num_workers: int) -> dict[str, Any]:
         "num_workers": num_workers,
         "multiprocessing_context": "forkserver",
         "persistent_workers": True,
-        "worker_init_fn": begin_worker,
+        "worker_init_fn": init_worker,
     }
 
 
@@ -174,8 +182,8 @@ class TrainBatches:
         num_workers: int = 0,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("num_batches_per_step", num_batches_per_step)):
-            if not 1 <= value <= MOST:
-                raise ValueError(f"train.{name} is {value}; it must be at least 1 and at most {MOST}")
+            if not 1 <= value <= MAX_COUNT:
+                raise ValueError(f"train.{name} is {value}; it must be at least 1 and at most {MAX_COUNT}")
         samples = count_samples(dataset)
         self.sampler = PassSampler(samples, batch_size, num_batches_per_step, rank=rank, size=size, seed=seed)
         self.steps_per_epoch = self.sampler.steps
@@ -195,22 +203,19 @@ class TrainBatches:
         )
 
     def epoch(
-        self, epoch: int, start: int = 0, more: Callable[[], bool] | None = None
-    ) -> Iterator[tuple[int, list[tuple[Tensor, Tensor]]]]:
+        self, epoch: int, start: int = 0, more_steps: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[int, Passes]]:
         """Yields (step, passes) from step `start` to the end of the epoch.
 
-        A pass is (inputs, targets) on the device. If `more` is given, it is called before each step and decides
-        whether the epoch continues. A rank that takes more steps than its share of the data has goes through its
-        share again, in another order.
+        If `more_steps` is given, it is called before each step and decides whether the epoch continues. A rank
+        that takes more steps than its share of the data has uses its share again, in another order.
         """
-        goes_on = (lambda step: step < self.steps_per_epoch) if more is None else (lambda step: more())
-        passes: Iterator[Any] = iter(())
         step = start
-        while goes_on(step):
-            lap, place = divmod(step, self.steps_per_epoch)
-            if step == start or place == 0:
-                # Each further lap is shuffled with an epoch number that no real epoch has.
-                self.sampler.epoch, self.sampler.start = epoch + lap * LAP, place
+        passes: Iterator[Any] = iter(())
+        while step < self.steps_per_epoch if more_steps is None else more_steps():
+            repetition, position = divmod(step, self.steps_per_epoch)
+            if step == start or position == 0:
+                self.sampler.epoch, self.sampler.start = epoch + repetition * EXTRA_EPOCHS, position
                 passes = iter(self.loader)
             yield (
                 step,

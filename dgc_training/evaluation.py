@@ -62,9 +62,9 @@ def sum_over_ranks(meters: Mapping[str, Meter], transport: Transport, device: to
         op="sum",
         name="meters",
     ).tolist()
-    of_all = dict(zip(sums, total, strict=True))
+    totals = dict(zip(sums, total, strict=True))
     for name, meter in meters.items():
-        meter.set({key: value for (owner, key), value in of_all.items() if owner == name})
+        meter.set({key: value for (owner, key), value in totals.items() if owner == name})
 
 
 def evaluate(
@@ -83,13 +83,13 @@ def evaluate(
     meters: dict[str, Meter] = {}
     with averaged_batch_norm(model, transport), torch.no_grad():
         for split, loader in loaders.items():
-            of_split = make_meters(split)
+            split_meters = make_meters(split)
             for batch in loader:
                 inputs, targets = to_device(batch, device)
                 outputs = model(inputs)
-                for meter in of_split.values():
+                for meter in split_meters.values():
                     meter.update(outputs, targets)
-            meters.update(of_split)
+            meters.update(split_meters)
     model.train(training)
     sum_over_ranks(meters, transport, device)
     return {name: meter.compute() for name, meter in meters.items()}
@@ -132,7 +132,7 @@ class Evaluation:
         self.names = [name for split in self.loaders for name in self.make_meters(split)]
         if settings.metric is not None and settings.metric not in self.names:
             raise ConfigError(
-                f"train.metric {settings.metric!r} is no result; there is: {', '.join(self.names) or 'none'}"
+                f"train.metric {settings.metric!r} is not a result; there are: {', '.join(self.names) or 'none'}"
             )
 
     def make_meters(self, split: str) -> dict[str, Meter]:

@@ -30,5 +30,5 @@ class LabelCheck:
         if bool(wrong.any()):
             raise ConfigError(
                 f"dataset has the label {int(labels[wrong][0])}, but model has {classes} outputs, for labels from "
-                f"0 to {classes - 1}: set model.num_classes (or what the model calls it) to the number of classes"
+                f"0 to {classes - 1}: set model.num_classes (or its equivalent) to the number of classes"
             )

@@ -15,7 +15,7 @@ Differences from the original DGC trainer:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -33,6 +33,11 @@ def scale_learning_rate(optimizer: Optimizer, factor: float) -> None:
     """Multiplies the learning rate of every group. Call it before building a scheduler, which stores the rate."""
     for group in optimizer.param_groups:
         group["lr"] *= factor
+
+
+def is_due(every: int | None, step: int) -> bool:
+    """Whether a task of every `every` steps is due after `step` (0-based). None or 0: never."""
+    return bool(every) and (step + 1) % cast(int, every) == 0
 
 
 class Schedule:
@@ -92,7 +97,7 @@ class Schedule:
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Sets the rates for `step` (0-based) of `epoch` (0-based)."""
-        begins, self.epoch = epoch != self.epoch, epoch
+        is_new_epoch, self.epoch = epoch != self.epoch, epoch
         if epoch < self.warmup_epochs:
             # An asynchronous rank may take more steps than an epoch has.
             fraction = min(epoch + step / self.steps_per_epoch, self.warmup_epochs)
@@ -101,7 +106,7 @@ class Schedule:
             )
         elif epoch == self.warmup_epochs and step == 0:
             self._set(self.start_rates)
-        elif self.scheduler is not None and (begins or not self.per_epoch):
+        elif self.scheduler is not None and (is_new_epoch or not self.per_epoch):
             self.scheduler.step()
             self._check_rates()
 
@@ -109,8 +114,8 @@ class Schedule:
         for rate in self.rates():
             if not abs(rate) <= torch.finfo(torch.float32).max:
                 raise ConfigError(
-                    f"the learning rate is {rate}, which is no number of fp32: lower train.optimizer.lr (which is "
-                    "multiplied by the ranks and by train.num_batches_per_step), or change train.scheduler"
+                    f"the learning rate is {rate}, which is not a finite fp32 number: lower train.optimizer.lr "
+                    "(it is multiplied by the ranks and by train.num_batches_per_step), or change train.scheduler"
                 )
 
     def _set(self, rates: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""`make doctor`: prints what is installed, the problems found, and a cure for each.
+"""`make doctor`: prints what is installed, the problems found, and a remedy for each.
 
 The exit status is 1 if there is a problem. A note is not a problem: it describes a limitation.
 """
@@ -18,10 +18,10 @@ REBUILD = "remove Horovod's wheel from the cache (docs/install.md), then make cl
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem with its cure, or only a note if `note` is set."""
+    """A problem with its remedy, or only a note if `note` is set."""
 
-    what: str
-    cure: str
+    problem: str
+    remedy: str
     note: bool = False
 
 
@@ -59,8 +59,8 @@ def check_library(facts: Facts) -> Iterator[Finding]:
     elif facts.dgc != facts.checkout:
         yield Finding(
             f"dgc comes from {facts.dgc}, not from this checkout ({facts.checkout})",
-            "make setup VENV=another/path gives this checkout an environment of its own, make setup TAKE_OVER=1 "
-            "takes this one over; unset PYTHONPATH where that names the other checkout",
+            "make setup VENV=another/path creates another environment for this checkout, make setup TAKE_OVER=1 "
+            "uses this one; unset PYTHONPATH if it contains the other checkout",
         )
 
 
@@ -71,18 +71,18 @@ def check_horovod(facts: Facts) -> Iterator[Finding]:
     if built is None:
         error = facts.horovod.error
         if "has not been built" in error or "No module named" in error:
-            what = "Horovod is there, but its torch extension is not built"
+            problem = "Horovod is installed, but its torch extension is not built"
         elif "undefined symbol" in error:
-            what = "Horovod was built for another torch"
+            problem = "Horovod was built for another torch"
         else:
-            what = "Horovod does not load"
-        yield Finding(f"{what}: {error}", REBUILD)
+            problem = "Horovod does not load"
+        yield Finding(f"{problem}: {error}", REBUILD)
         return
     for controller, name in (("mpi", "MPI"), ("gloo", "Gloo")):
         if not built[controller]:
             yield Finding(
                 f"Horovod was built without {name}",
-                "let make setup build it: pip uninstall horovod, then make setup",
+                "pip uninstall horovod, then make setup, which builds it",
             )
     gpus = facts.torch.answer["gpus"]
     if gpus and not built["nccl"]:
@@ -91,14 +91,14 @@ def check_horovod(facts: Facts) -> Iterator[Finding]:
 
 def check_mpi(facts: Facts) -> Iterator[Finding]:
     if facts.mpirun is None:
-        yield Finding("there is no mpirun", "make setup, or put your Open MPI's bin folder on PATH")
+        yield Finding("mpirun is not installed", "make setup, or put your Open MPI's bin folder on PATH")
         return
     found = mpi_version(facts.mpirun)
     if found is None:
         yield Finding(f"mpirun is not Open MPI's: {facts.mpirun}", "make setup SYSTEM_MPI=0")
     elif found[1] >= 5:
         yield Finding(
-            f"Open MPI {found[1]}: horovodrun passes it options that it no longer takes",
+            f"Open MPI {found[1]}: horovodrun passes options that it does not support",
             "make setup SYSTEM_MPI=0 (Open MPI 4.1), or start runs with mpirun instead of horovodrun",
         )
 
@@ -106,7 +106,7 @@ def check_mpi(facts: Facts) -> Iterator[Finding]:
 def check_prefix(facts: Facts) -> Iterator[Finding]:
     prefix = facts.variables.get("OPAL_PREFIX")
     if facts.wheel_mpi and prefix and prefix.rstrip("/") != facts.prefix.rstrip("/"):
-        yield Finding(f"OPAL_PREFIX is {prefix}: not this environment's Open MPI", "unset OPAL_PREFIX")
+        yield Finding(f"OPAL_PREFIX is {prefix}, which is not this environment's Open MPI", "unset OPAL_PREFIX")
 
 
 def check_mpi4py(facts: Facts) -> Iterator[Finding]:
@@ -130,12 +130,12 @@ def check_hello(facts: Facts) -> Iterator[Finding]:
     answer = facts.hello.answer
     if answer is None:
         yield Finding(
-            f"two ranks under mpirun did not come through: {facts.hello.error}",
-            "read its words above; a firewall between the ranks: mpirun --mca btl_tcp_if_include lo",
+            f"a test with two ranks under mpirun failed: {facts.hello.error}",
+            "see the message above; if a firewall separates the ranks: mpirun --mca btl_tcp_if_include lo",
         )
     elif answer["size"] != 2:
         yield Finding(
-            f"each rank under mpirun believes it is alone (size {answer['size']}): Horovod uses another MPI",
+            f"each rank under mpirun has size {answer['size']} instead of 2: Horovod uses another MPI",
             REBUILD,
         )
     elif answer["sum"] != 3.0:
@@ -150,7 +150,7 @@ def check_hello(facts: Facts) -> Iterator[Finding]:
 def check_kernels(facts: Facts) -> Iterator[Finding]:
     if facts.torch.answer is not None and facts.kernels.answer is None:
         reason = facts.kernels.error.splitlines()[-1]
-        yield Finding(f"no native kernels ({reason}); compression will be slow", "make setup")
+        yield Finding(f"the native kernels do not load ({reason}); compression will be slow", "make setup")
 
 
 def check_torchvision(facts: Facts) -> Iterator[Finding]:
@@ -159,7 +159,7 @@ def check_torchvision(facts: Facts) -> Iterator[Finding]:
     if "torchvision::nms" in facts.torchvision.error:
         yield Finding(
             "torchvision was built for a torch with CUDA (operator torchvision::nms does not exist)",
-            "nothing to do: the trainer declares what is missing (your own code: torchvision's CPU wheel)",
+            "nothing to do: the trainer declares the operator (for your own code: torchvision's CPU wheel)",
             note=True,
         )
     else:
@@ -173,7 +173,7 @@ def check_surroundings(facts: Facts) -> Iterator[Finding]:
     if facts.cores < DEMO_RANKS:
         yield Finding(
             f"{facts.cores} cores: more ranks need mpirun --oversubscribe --mca mpi_yield_when_idle 1",
-            "python -m scripts.launch RANKS train.py ... adds both",
+            "python -m scripts.launch RANKS train.py ... sets both",
             note=True,
         )
     threshold = facts.variables.get("HOROVOD_FUSION_THRESHOLD", "0")
@@ -191,20 +191,20 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def diagnose(facts: Facts) -> list[Finding]:
     """The problems, then the notes."""
     findings = [finding for check in CHECKS for finding in check(facts)]
     return sorted(findings, key=lambda finding: finding.note)
 
 
 def describe(facts: Facts) -> list[tuple[str, str]]:
-    """(what, value) rows of the report."""
+    """(name, value) rows of the report."""
 
     def names(probe: Probe, keys: tuple[str, ...]) -> str:
         return ", ".join(key for key in keys if probe.answer and probe.answer[key]) or "none"
 
     rows = [("Python", dotted(facts.python)), ("environment", facts.prefix)]
-    rows.append(("dgc comes from", facts.dgc or "nowhere: not installed"))
+    rows.append(("dgc comes from", facts.dgc or "not installed"))
     rows += [(name, version or "missing") for name, version in facts.versions.items()]
     rows.append(("mpirun", facts.mpirun or "missing"))
     hello = facts.hello.answer or {}
@@ -226,14 +226,14 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
 def main() -> int:
     """Prints the report. Returns 1 if there is a problem."""
     facts = collect()
-    for what, value in describe(facts):
-        print(f"{what:24}{value}")
-    findings = judge(facts)
+    for name, value in describe(facts):
+        print(f"{name:24}{value}")
+    findings = diagnose(facts)
     for finding in findings:
-        print(f"\n{'note' if finding.note else 'WRONG'}: {finding.what}\n  cure: {finding.cure}")
-    wrong = sum(not finding.note for finding in findings)
-    print("\nsomething is wrong: see above" if wrong else "\nall is well")
-    return 1 if wrong else 0
+        print(f"\n{'note' if finding.note else 'PROBLEM'}: {finding.problem}\n  remedy: {finding.remedy}")
+    problems = sum(not finding.note for finding in findings)
+    print(f"\n{problems} problems: see above" if problems else "\nno problems found")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Facts:
 
     python: tuple[int, int, int]
     versions: Mapping[str, str | None]
-    """Installed version of each of PACKAGES, None where it is missing."""
+    """Installed version of each of PACKAGES; None if it is not installed."""
     mpirun: str | None
     """First line of `mpirun --version`; None if there is no mpirun."""
     cores: int
@@ -91,9 +91,9 @@ class Facts:
     checkout: str = ""
     """This checkout's folder."""
     dgc: str | None = None
-    """The folder from which a script that lies elsewhere imports dgc, None where it cannot."""
+    """The folder from which a script outside of this checkout imports dgc; None if the import fails."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Those of WATCHED that are set."""
+    """The variables of WATCHED that are set."""
 
 
 def run_probe(argv: list[str], env: Mapping[str, str], timeout_s: float = 90.0) -> Probe:
@@ -101,13 +101,13 @@ def run_probe(argv: list[str], env: Mapping[str, str], timeout_s: float = 90.0) 
     try:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
     except FileNotFoundError:
-        return Probe(error=f"no {argv[0]} found")
+        return Probe(error=f"{argv[0]} not found")
     except subprocess.TimeoutExpired:
         return Probe(error=f"no answer after {timeout_s:.0f} s")
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not answers:
-        complaint = [line for line in (done.stderr or done.stdout).splitlines() if line.strip(" -")]
-        return Probe(error="\n".join(complaint[-6:]) or f"exit status {done.returncode}")
+        output = [line for line in (done.stderr or done.stdout).splitlines() if line.strip(" -")]
+        return Probe(error="\n".join(output[-6:]) or f"exit status {done.returncode}")
     return Probe(answer=json.loads(answers[-1]))
 
 

@@ -63,7 +63,7 @@ def replace_process(ranks: int, words: Sequence[str]) -> None:
     """Replaces this process by mpirun, which then gets all signals. Never returns."""
     argv, env = prepare(ranks, words)
     if shutil.which(argv[0], path=env["PATH"]) is None:
-        raise SystemExit("launch: no mpirun found; `make setup` brings one")
+        raise SystemExit("launch: mpirun not found; `make setup` installs it")
     os.execvpe(argv[0], argv, env)
 
 

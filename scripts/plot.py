@@ -45,7 +45,7 @@ def draw(runs: Sequence[Run], out: Path, formats: Sequence[str]) -> list[Path]:
     check_comparable(runs)
     if len({run.batch for run in runs}) > 1:
         batches = ", ".join(f"{run.label} {run.batch}" for run in runs)
-        warnings.warn(f"samples per rank and step differ, so iterations are not alike: {batches}", stacklevel=2)
+        warnings.warn(f"samples per rank and step differ, so iterations differ: {batches}", stacklevel=2)
     written: list[Path] = []
     with matplotlib.rc_context(STYLE):
         figures: dict[str, Figure | None] = {
@@ -57,7 +57,7 @@ def draw(runs: Sequence[Run], out: Path, formats: Sequence[str]) -> list[Path]:
         out.mkdir(parents=True, exist_ok=True)
         for name, drawn in figures.items():
             if drawn is None:
-                warnings.warn(f"no figure '{name}': no run has anything to draw in it yet", stacklevel=2)
+                warnings.warn(f"no figure '{name}': no run has data for it yet", stacklevel=2)
                 continue
             for suffix in formats:
                 written.append(out / f"{name}.{suffix}")
@@ -72,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", choices=["png", "svg", "pdf"], default=["png", "svg"])
     args = parser.parse_args(argv)
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             written = draw([read(word) for word in args.runs], args.out, args.formats)
     except (PlotError, OSError) as error:
         print(f"plot: {error}", file=sys.stderr)
         return 2
-    for warning in told:
+    for warning in caught:
         print(f"plot: {warning.message}", file=sys.stderr)
     for path in written:
         print(path)

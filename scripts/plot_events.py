@@ -1,4 +1,4 @@
-"""Reads runs without CSV logs from their TensorBoard files. `dgc_training.logging.tags` lists the curves."""
+"""Reads runs without CSV logs from their TensorBoard files. `dgc_training.logging.tags` lists the tags."""
 
 from bisect import bisect_right
 from importlib import import_module

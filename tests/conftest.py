@@ -13,6 +13,8 @@ PARALLEL = Path(__file__).parent / "parallel"
 
 # before torch is imported: more threads than cores make small tests slower, not faster
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# where a test asks for several threads, those that have nothing to do leave the cores to other processes
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The launch scripts: what they would start, what they refuse, and what a process learns of its launcher."""
+"""The launch scripts: their commands and errors, and rank and size from the launcher."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from documented import table
 
 from dgc_training.config import load
 from dgc_training.config.layers import REPOSITORY
-from dgc_training.startup.launcher import LAUNCHERS, launched_rank, launched_size
+from dgc_training.launcher import LAUNCHERS, launched_rank, launched_size
 
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))
 SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun", "mpirun", "slurm")]
@@ -28,8 +28,8 @@ MPIRUN = REPOSITORY / "scripts/mpirun.sh"
 
 
 def shell(script: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    theirs = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
-    clean = {k: v for k, v in os.environ.items() if k not in OURS and not k.startswith(theirs)}
+    foreign = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
+    clean = {k: v for k, v in os.environ.items() if k not in OURS and not k.startswith(foreign)}
     env = {**clean, "DRY_RUN": "1", **variables}
     return subprocess.run(["bash", str(script), *words], env=env, capture_output=True, text=True, timeout=30)
 
@@ -45,14 +45,14 @@ def test_shell(script):
 
 
 @pytest.mark.parametrize("script", ["mpirun", "horovodrun"])
-def test_a_machine_or_an_interface_that_is_not_there_is_told_at_once(script):
-    told = [
-        ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS names nowhere.invalid, which has no address here"),
-        ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "INTERFACE names eth99, but this machine has: "),
+def test_an_unknown_machine_or_interface_is_an_error(script):
+    cases = [
+        ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS has nowhere.invalid, but this name has no address"),
+        ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "there is no interface eth99 (INTERFACE); this machine has: "),
     ]
-    for variables, complaint in told:
+    for variables, message in cases:
         done = shell(REPOSITORY / f"scripts/{script}.sh", "--configs", "x", DRY_RUN="", **variables)
-        assert done.returncode == 2 and f"{script}.sh: {complaint}" in done.stderr and not done.stdout
+        assert done.returncode == 2 and f"{script}.sh: {message}" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("script", ROWS, ids=lambda script: script.stem)
@@ -84,37 +84,37 @@ def test_every_row_has_a_script():
 
 
 @pytest.mark.parametrize(
-    ("script", "variables", "words", "complaint"),
+    ("script", "variables", "words", "message"),
     [
-        ("mpirun", {}, ["--configs", "x"], "how many ranks"),
-        ("mpirun", {"RANKS": "2"}, [], "no words for train.py"),
+        ("mpirun", {}, ["--configs", "x"], "set the number of ranks"),
+        ("mpirun", {"RANKS": "2"}, [], "no arguments for train.py"),
         ("mpirun", {"RANKS": "two"}, ["--configs", "x"], "RANKS is two"),
         ("horovodrun", {"HOSTS": "a:x"}, ["--configs", "x"], "HOSTS is a:x"),
-        ("horovodrun", {"HOSTS": "a:2,b", "RANKS": "4"}, ["--configs", "x"], "HOSTS has 3 places"),
-        ("imagenet/batch256", {}, [], "which model"),
-        ("imagenet/batch256", {"HOSTS": "a:4"}, ["resnet50"], "HOSTS has 4 places, but 8 ranks"),
+        ("horovodrun", {"HOSTS": "a:2,b", "RANKS": "4"}, ["--configs", "x"], "HOSTS has 3 slots"),
+        ("imagenet/batch256", {}, [], "must be a model"),
+        ("imagenet/batch256", {"HOSTS": "a:4"}, ["resnet50"], "HOSTS has 4 slots, but RANKS is 8"),
         ("imagenet/batch256", {"LAUNCH": "torchrun"}, ["resnet50"], "LAUNCH is torchrun"),
-        ("slurm", {"DRY_RUN": ""}, ["--configs", "x"], "no SLURM job"),
+        ("slurm", {"DRY_RUN": ""}, ["--configs", "x"], "not a SLURM job"),
         ("mpirun", {"RANKS": "2", "NETWORK": "wifi"}, ["--configs", "x"], "NETWORK is wifi"),
         ("mpirun", {"RANKS": "2", "INTERFACE": "10.0.0.0/8"}, ["--configs", "x"], "INTERFACE is 10.0.0.0/8"),
         (
             "mpirun",
             {"RANKS": "2", "INTERFACE": "eth1", "MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"},
             ["--configs", "x"],
-            "both choose the interface",
+            "both set the interface",
         ),
         ("gossip/ar", {"RANKS": "2", "TOPOLOGY": "ring"}, [], "TOPOLOGY is ring, but ar"),
         ("gossip/sgp", {"RANKS": "2", "LAUNCH": "torchrun"}, [], "LAUNCH is torchrun"),
-        ("gossip/sgp", {}, [], "how many ranks"),
+        ("gossip/sgp", {}, [], "set the number of ranks"),
     ],
 )
-def test_launchers_say_what_is_wrong(script, variables, words, complaint):
+def test_errors_of_launchers(script, variables, words, message):
     done = shell(REPOSITORY / f"scripts/{script}.sh", *words, **variables)
-    assert done.returncode == 2 and complaint in done.stderr and not done.stdout
+    assert done.returncode == 2 and message in done.stderr and not done.stdout
 
 
 def test_hosts():
-    """An interface of MPI_OPTIONS replaces the list of those to leave out: Open MPI takes one of the two."""
+    """An interface of MPI_OPTIONS replaces the list of excluded ones: Open MPI accepts only one of both lists."""
     options = {"HOSTS": "server0:8,server1:8", "MPI_OPTIONS": "-mca btl_tcp_if_include eth1", "NCCL_DEBUG": "INFO"}
     line = shell(MPIRUN, "--configs", "a b.py", **options).stdout.replace("\\", "")
     assert "mpirun -np 16 -H server0:8,server1:8 -bind-to none -map-by slot" in line
@@ -161,11 +161,11 @@ def test_hosts():
     ],
 )
 def test_network(tmp_path, variables, expected):
-    """HAS: the message layer that the stand-in for Open MPI's ompi_info tells of."""
+    """HAS: the message layer that the fake ompi_info prints."""
     info = tmp_path / "ompi_info"
     info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
     info.chmod(0o755)
-    found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "theirs"}
+    found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
     line = shell(MPIRUN, "--configs", "a.py", HOSTS="a:8,b:8", **found, **variables).stdout.replace("\\", "")
     assert expected in line
     named = [word for word, before in zip(line.split()[1:], line.split(), strict=False) if before.endswith("-mca")]
@@ -210,7 +210,7 @@ def test_rank_from_each_launcher(monkeypatch, rank, size):
 
 
 def test_rank_inside_a_batch_job(monkeypatch):
-    """A job's own script is no rank; mpirun's ranks inherit its variables, and their own come first."""
+    """A job script is not a rank. Ranks of mpirun inherit its variables; those of mpirun take precedence."""
     for variable in (name for pair in LAUNCHERS for name in pair):
         monkeypatch.delenv(variable, raising=False)
     for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}.items():
@@ -230,7 +230,7 @@ def test_rank_inside_a_batch_job(monkeypatch):
 )
 def test_rank_under_a_real_launcher(launch):
     # one write each, so that the lines of several ranks do not mix
-    program = "import os; from dgc_training.startup.launcher import _launched\n"
+    program = "import os; from dgc_training.launcher import _launched\n"
     program += "os.write(1, b'rank %d %d\\n' % _launched())"
     root = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

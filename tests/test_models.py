@@ -55,6 +55,12 @@ def test_cifar_resnet_shapes(channels, edge, classes):
     assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
 
 
+def test_all_stages_but_the_first_halve_the_image():
+    images = torch.randn(1, 3, 32, 32)
+    assert resnet20().features[:-2](images).shape == (1, 64, 8, 8)
+    assert resnet18().features[:-2](images).shape == (1, 512, 4, 4)
+
+
 @pytest.mark.parametrize(
     ("make", "features"),
     [

@@ -1,4 +1,4 @@
-"""The plots: what is read from the CSV files, what is refused, and which colours and files come out."""
+"""The plots: values read from the CSV files, errors, colours and files."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -29,7 +29,7 @@ def write_run(
     compression: str = "dgc.compression.DenseCompressor",
     **other: str,
 ) -> Path:
-    """Rank r takes 1 + r seconds a step, 10 the first; its accuracy is 50, 60, ... %, in validation 2 r more."""
+    """Rank r takes 1 + r seconds per step, 10 for the first. Accuracy: 50, 60, ... %; in validation 2 r more."""
     gossip = {"gossip": {"_target_": target} if target else None}
     train = {**gossip, "compression": {"_target_": compression}}
     directory.mkdir(parents=True)
@@ -46,7 +46,7 @@ def write_run(
     return directory
 
 
-def test_what_is_read(tmp_path):
+def test_the_values_of_a_run(tmp_path):
     run = read_run(write_run(tmp_path / "run"))
     assert (run.label, run.ranks, run.batch, run.seconds_per_step) == ("SGP", 2, 32, 1.5)
     assert run.samples_per_second == pytest.approx(2 * 32 / 1.5)
@@ -59,7 +59,7 @@ def test_what_is_read(tmp_path):
 
 
 def test_a_file_without_elapsed_time_is_estimated(tmp_path):
-    """The reference's 18 columns; each row stands for the steps since the row before."""
+    """18 columns, as in the reference. Each row represents the steps since the previous row."""
     path = write_run(tmp_path / "run", ranks=1) / "csv" / "out_r0_n1.csv"
     head, rows = path.read_text().splitlines()[:4], path.read_text().splitlines()[4:]
     path.write_text("\n".join([*head, *(",".join(row.split(",")[:18]) for row in rows)]) + "\n")
@@ -69,14 +69,14 @@ def test_a_file_without_elapsed_time_is_estimated(tmp_path):
 
 @pytest.mark.parametrize("cut", [1, 20, 97])
 def test_a_killed_run(tmp_path, cut):
-    """One rank's last line is cut off; the epoch that it ended is drawn only where all ranks have ended it."""
+    """The last line of a rank is incomplete. Only epochs that all ranks have completed are plotted."""
     path = write_run(tmp_path / "run") / "csv" / "out_r1_n2.csv"
     path.write_text(path.read_text()[:-cut])
     run = read_run(tmp_path / "run")
     assert run.training_error.y == [50.0, 40.0] and len(run.loss.y) == 9
 
 
-def test_a_rank_without_a_file_is_told(tmp_path, capsys):
+def test_a_rank_without_a_file_gives_a_warning(tmp_path, capsys):
     (write_run(tmp_path / "run") / "csv" / "out_r1_n2.csv").unlink()
     assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
     assert "drawing 1 of 2 ranks" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_labels(tmp_path, config, label):
     assert read_run(path).label == label and read_run(path, "mine").label == "mine"
 
 
-def test_names_tell_runs_apart(tmp_path):
+def test_names_distinguish_runs(tmp_path):
     runs = [read_run(write_run(tmp_path / name, ranks=n)) for name, n in (("a", 1), ("b", 2), ("c", 2))]
     assert names(runs[:1]) == ["SGP"] and names(runs[:2]) == ["SGP, 1 rank", "SGP, 2 ranks"]
     assert names(runs)[1:] == ["SGP, 2 ranks (b)", "SGP, 2 ranks (c)"]
@@ -135,8 +135,8 @@ def test_figures(tmp_path):
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
 
 
-def test_one_method_on_several_numbers_of_ranks_can_be_told_apart(tmp_path):
-    """By marker or line style, and by name; the same method on as many ranks by colour."""
+def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path):
+    """By marker or line style, and by name. Runs on the same number of ranks differ by colour."""
     ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
     dgc = {"target": None, "compression": "dgc.compression.DGCCompressor"}
     runs = [read_run(write_run(tmp_path / name, ranks=n, **dgc)) for name, n in ranks.items()]
@@ -181,10 +181,10 @@ def test_files(tmp_path, capsys):
     assert (
         main([str(run), f"AR-SGD={write_run(tmp_path / 'ar', target=None)}", "--out", str(tmp_path / "out")]) == 0
     )
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     names_ = ("error", "bytes", "scaling", "loss")
     expected = [tmp_path / "out" / f"{name}.{kind}" for name in names_ for kind in ("png", "svg")]
-    assert told.out.splitlines() == [str(path) for path in expected] and not told.err
+    assert output.out.splitlines() == [str(path) for path in expected] and not output.err
     for path in expected:
         if path.suffix == ".svg":
             ElementTree.parse(path)
@@ -197,8 +197,8 @@ def test_a_run_in_its_first_epoch(tmp_path, capsys):
     log.step(0, 0, 1.0, 0.0, 2.0, 10.0, 50.0, 32)
     log.close()
     assert main([f"new={tmp_path / 'run'}", "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
-    told = capsys.readouterr()
-    assert "no figure 'error'" in told.err and "no figure 'bytes'" in told.err and told.out.count("svg") == 2
+    output = capsys.readouterr()
+    assert "no figure 'error'" in output.err and "no figure 'bytes'" in output.err and output.out.count("svg") == 2
 
 
 def refused(capsys, tmp_path: Path, *words: object) -> str:
@@ -207,7 +207,7 @@ def refused(capsys, tmp_path: Path, *words: object) -> str:
     return capsys.readouterr().err
 
 
-def test_what_is_refused(tmp_path, capsys):
+def test_errors(tmp_path, capsys):
     run = write_run(tmp_path / "run")
     csv = run / "csv" / "out_r0_n2.csv"
     text = csv.read_text()
@@ -216,7 +216,7 @@ def test_what_is_refused(tmp_path, capsys):
     assert "has neither CSV files (train.csv=True) nor" in refused(capsys, tmp_path, tmp_path / "empty")
 
     csv.write_text(text.replace("BEGIN-TRAINING", "BEGIN"))
-    assert "out_r0_n2.csv is no CSV log" in refused(capsys, tmp_path, run)
+    assert "out_r0_n2.csv is not a CSV log" in refused(capsys, tmp_path, run)
     csv.write_text("".join(text.splitlines(keepends=True)[:5]))
     assert "no rows" in refused(capsys, tmp_path, run)
     lines = text.splitlines(keepends=True)
@@ -239,7 +239,7 @@ def test_what_is_refused(tmp_path, capsys):
         read_run(run)
 
 
-def test_other_batches_are_told(tmp_path, capsys):
+def test_other_batch_sizes_give_a_warning(tmp_path, capsys):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", batch=64)]
     assert main([*map(str, runs), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
-    assert "iterations are not alike: SGP 32, SGP 64" in capsys.readouterr().err
+    assert "iterations differ: SGP 32, SGP 64" in capsys.readouterr().err

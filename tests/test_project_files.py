@@ -34,8 +34,8 @@ def test_the_citation_has_the_form_of_cff() -> None:
 
 
 def test_the_citation_has_the_papers_of_the_code() -> None:
-    """Those that dgc/ names by arXiv number or DOI, and in README's table."""
-    text = "".join(path.read_text() for path in [*ROOT.glob("dgc/**/*.py"), ROOT / "README.md"])
+    """Those that dgc/ names by arXiv number or DOI, and in docs/methods.md."""
+    text = "".join(path.read_text() for path in [*ROOT.glob("dgc/**/*.py"), ROOT / "docs/methods.md"])
     named = set(re.findall(r"arXiv\s+(\d{4}\.\d{5})", text)) | set(re.findall(r"doi\s+(10\.[\w./-]*\w)", text))
     cited = {reference.get("doi") or reference.get("url", "") for reference in CITATION["references"]}
     cited = {link.removeprefix("https://arxiv.org/abs/") for link in cited}

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from documented import DOCS, table
 
+from benchmarks import accuracy_figure
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
@@ -25,6 +26,12 @@ def test_the_readme_repeats_at_most_six_rows_word_for_word() -> None:
     for row in rows:
         assert row in RESULTS.splitlines(), row
     assert "| method | accuracy" not in README and "std. error" not in README
+
+
+def test_the_figure_is_drawn_from_the_table(tmp_path: Path) -> None:
+    accuracy_figure.draw(accuracy_figure.shown(RESULTS), tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == accuracy_figure.FIGURE.read_text()
+    assert "](docs/accuracy.svg)" in README
 
 
 def test_captions_say_how_many_steps_an_epoch_really_has() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from setuptools import Distribution
 
-from scripts.doctor import describe, judge, mpi_version
+from scripts.doctor import describe, diagnose, mpi_version
 from scripts.facts import PACKAGES, Facts, Probe, run_probe, source_of_library
 from scripts.launch import command, environment
 
@@ -42,7 +42,7 @@ HEALTHY = Facts(
 
 
 def test_nothing_is_wrong_with_a_healthy_environment() -> None:
-    assert judge(HEALTHY) == []
+    assert diagnose(HEALTHY) == []
     assert dict(describe(HEALTHY))["MPI threading level"] == "MULTIPLE"
 
 
@@ -56,15 +56,15 @@ def test_nothing_is_wrong_with_a_healthy_environment() -> None:
         ({"horovod": Probe(error="undefined symbol: _ZN3c10")}, "built for another torch"),
         ({"horovod": Probe({**BUILT, "mpi": False})}, "without MPI"),
         ({"horovod": Probe({**BUILT, "gloo": False})}, "without Gloo"),
-        ({"mpirun": None}, "no mpirun"),
+        ({"mpirun": None}, "mpirun is not installed"),
         ({"mpirun": "HYDRA build details:"}, "not Open MPI's"),
         ({"mpirun": "Open MPI 5.0.3", "mpi4py": Probe({"library": "Open MPI v5.0.3"})}, "Open MPI 5"),
         ({"variables": {"OPAL_PREFIX": "/other"}}, "OPAL_PREFIX is /other"),
         ({"mpi4py": Probe({"library": "MPICH Version: 4.2.0"})}, "mpi4py uses another MPI"),
         ({"mpi4py": Probe(error="cannot load MPI library")}, "mpi4py does not load"),
-        ({"kernels": Probe(error="KernelsMissing: the native kernels are not built")}, "no native kernels"),
-        ({"hello": Probe(error="no answer after 90 s")}, "did not come through: no answer"),
-        ({"hello": Probe({"size": 1, "sum": 1.0, "multiple": True})}, "believes it is alone"),
+        ({"kernels": Probe(error="KernelsMissing: they are not built")}, "native kernels do not load"),
+        ({"hello": Probe(error="no answer after 90 s")}, "under mpirun failed: no answer"),
+        ({"hello": Probe({"size": 1, "sum": 1.0, "multiple": True})}, "size 1 instead of 2"),
         ({"hello": Probe({"size": 2, "sum": 2.0, "multiple": True})}, "gave 2.0"),
         ({"hello": Probe({"size": 2, "sum": 3.0, "multiple": False, "level": "SERIALIZED"})}, "SERIALIZED"),
         ({"torchvision": Probe(error="libjpeg.so: cannot open")}, "torchvision does not load"),
@@ -72,9 +72,9 @@ def test_nothing_is_wrong_with_a_healthy_environment() -> None:
     ],
 )
 def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], named: str) -> None:
-    (finding,) = judge(replace(HEALTHY, **change))  # type: ignore[arg-type]
-    assert named in finding.what
-    assert finding.cure
+    (finding,) = diagnose(replace(HEALTHY, **change))  # type: ignore[arg-type]
+    assert named in finding.problem
+    assert finding.remedy
     assert not finding.note
 
 
@@ -90,20 +90,20 @@ def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], n
     ],
 )
 def test_what_only_needs_knowing_is_a_note(change: Mapping[str, object], named: str) -> None:
-    (finding,) = judge(replace(HEALTHY, **change))  # type: ignore[arg-type]
-    assert finding.note and named in finding.what and finding.cure
+    (finding,) = diagnose(replace(HEALTHY, **change))  # type: ignore[arg-type]
+    assert finding.note and named in finding.problem and finding.remedy
 
 
 def test_settings_that_are_as_they_should_be_are_not_mentioned() -> None:
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
-    assert judge(replace(HEALTHY, root=True, variables=fine)) == []
+    assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
 
 
 def test_an_empty_machine_is_described_and_judged() -> None:
     nothing = Probe(error="No module named 'torch'")
     bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *[nothing] * 6)
-    assert any("not installed: torch" in finding.what for finding in judge(bare))
+    assert any("not installed: torch" in finding.problem for finding in diagnose(bare))
     assert dict(describe(replace(HEALTHY, dgc="/there")))["dgc comes from"] == "/there"
     assert dict(describe(bare))["torch"] == "missing"
 
@@ -120,7 +120,7 @@ def test_a_probe_tells_an_answer_from_a_failure() -> None:
     assert run_probe(["sh", "-c", "echo noise; echo '{\"a\": 1}'"], env).answer == {"a": 1}
     assert run_probe(["sh", "-c", "echo bad luck >&2; exit 3"], env) == Probe(error="bad luck")
     assert run_probe(["sh", "-c", "exit 3"], env).error == "exit status 3"
-    assert run_probe(["no-such-program"], env).error == "no no-such-program found"
+    assert run_probe(["no-such-program"], env).error == "no-such-program not found"
     assert "no answer" in run_probe(["sleep", "5"], env, timeout_s=0.1).error
 
 

@@ -1,4 +1,4 @@
-"""The SLURM job script: what it starts, which signals it passes on, and when it queues itself again."""
+"""The SLURM job script: the command that it starts, the signals that it forwards, and when it requeues the job."""
 
 import os
 import shutil
@@ -12,19 +12,23 @@ from pathlib import Path
 
 import pytest
 
+import train
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.config import load
 from dgc_training.config.layers import REPOSITORY
+from dgc_training.startup.arguments import parse_arguments
 
-ASKING = [signal.SIGUSR1, signal.SIGTERM]
+SIGNALS = [signal.SIGUSR1, signal.SIGTERM]
 CONTROL = """#!/bin/sh
 case "$*" in
     "show hostnames "*) printf "%s\\n" $MACHINES ;;
-    *) echo "$*" >>"$TOLD"; exit ${REFUSES:-0} ;;
+    *) echo "$*" >>"$CALLS"; exit ${REFUSES:-0} ;;
 esac
 """
-# Ends by itself with status 3, or with that of a run that has saved where it was asked to.
+# Exits with status 3 by itself, or with the status of a saved run after a signal.
 MPIRUN = """#!/bin/bash
-trap 'echo asked >>"$TOLD"; sleep 0.3; exit ${SAVED:-75}' USR1
-trap 'echo terminated >>"$TOLD"; exit 143' TERM
+trap 'echo signal >>"$CALLS"; sleep 0.3; exit ${SAVED:-75}' USR1
+trap 'echo terminated >>"$CALLS"; exit 143' TERM
 echo started
 for i in $(seq "${LONG:-100}"); do sleep 0.1; done
 exit 3
@@ -32,7 +36,7 @@ exit 3
 
 
 def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
-    """A copy of the script, as SLURM makes it, and its environment: 2 machines with 4 ranks each."""
+    """A copy of the script, as SLURM creates it, and its environment: 2 machines with 4 ranks each."""
     (tmp_path / "bin").mkdir()
     control = tmp_path / "bin" / "scontrol"
     control.write_text(CONTROL)
@@ -49,14 +53,14 @@ def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_SUBMIT_DIR": str(REPOSITORY),
         "MACHINES": "node3 node4",
-        "TOLD": str(tmp_path / "told"),
+        "CALLS": str(tmp_path / "calls"),
     }
     return copy, environment | variables
 
 
 @contextmanager
 def started(script: Path, environment: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
-    """The job in a session of its own, ended with all that it started."""
+    """The job in a separate session. At the end all processes of the session are killed."""
     with subprocess.Popen(
         ["bash", str(script), *words],
         env=environment,
@@ -87,7 +91,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 @pytest.mark.parametrize(
     "words", [["--configs", "a.py"], ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]]
 )
-def test_what_is_started(tmp_path, words):
+def test_the_command(tmp_path, words):
     copy, environment = job(tmp_path, DRY_RUN="1")
     done = subprocess.run(["bash", copy, *words], env=environment, capture_output=True, text=True)
     assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout and done.returncode == 0, done.stderr
@@ -126,20 +130,20 @@ def test_a_gossip_script_as_the_job(tmp_path):
     assert "configs/gossip/sgp.py" in done.stdout and done.stdout.endswith("--suffix .a \n")
 
 
-@pytest.mark.parametrize("number", ASKING)
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(
-    ("variables", "status", "told"),
+    ("variables", "status", "calls"),
     [
-        ({}, 0, ["asked", "requeue 17"]),
-        ({"REQUEUE": "scontrol -v again"}, 0, ["asked", "-v again 17"]),
-        ({"REQUEUE": ""}, 75, ["asked"]),
-        ({"REFUSES": "1"}, 75, ["asked", "requeue 17"]),
-        ({"SAVED": "1"}, 1, ["asked"]),
-        ({"SAVED": "0"}, 0, ["asked"]),
+        ({}, 0, ["signal", "requeue 17"]),
+        ({"REQUEUE": "scontrol -v again"}, 0, ["signal", "-v again 17"]),
+        ({"REQUEUE": ""}, 75, ["signal"]),
+        ({"REFUSES": "1"}, 75, ["signal", "requeue 17"]),
+        ({"SAVED": "1"}, 1, ["signal"]),
+        ({"SAVED": "0"}, 0, ["signal"]),
     ],
 )
-def test_requeue(tmp_path, number, variables, status, told):
-    """SAVED: the run's own status once it is asked to end; REFUSES: scontrol's."""
+def test_requeue(tmp_path, number, variables, status, calls):
+    """SAVED: the exit status of the run after a signal. REFUSES: the exit status of scontrol."""
     copy, environment = job(tmp_path, **variables)
     (tmp_path / "bin" / "mpirun").write_text(MPIRUN)
     (tmp_path / "bin" / "mpirun").chmod(0o755)
@@ -147,22 +151,22 @@ def test_requeue(tmp_path, number, variables, status, told):
         read_until(process, "started")
         process.send_signal(number)
         time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)  # SLURM's own, at the end of the time: passed on to nobody
+        process.send_signal(signal.SIGTERM)  # SLURM's signal at the time limit, which is not forwarded
         text = process.communicate(timeout=20)[0]
         assert process.returncode == status, text
-    assert Path(environment["TOLD"]).read_text().splitlines() == told
+    assert Path(environment["CALLS"]).read_text().splitlines() == calls
     assert ("submit the job again" in text) == ("REFUSES" in variables)
 
 
-def test_a_run_that_ends_by_itself_keeps_its_status(tmp_path):
+def test_the_status_of_a_run_without_a_signal(tmp_path):
     copy, environment = job(tmp_path, LONG="2")
     (tmp_path / "bin" / "mpirun").write_text(MPIRUN)
     (tmp_path / "bin" / "mpirun").chmod(0o755)
     done = subprocess.run(["bash", copy, "--configs", "a.py"], env=environment, capture_output=True, timeout=20)
-    assert done.returncode == 3 and not Path(environment["TOLD"]).exists()
+    assert done.returncode == 3 and not Path(environment["CALLS"]).exists()
 
 
-def test_a_real_run_is_saved_requeued_and_finished(tmp_path):
+def test_a_real_run_is_saved_requeued_and_finished(tmp_path, capsys):
     copy, environment = job(tmp_path, MACHINES="localhost", SLURM_NTASKS="2", SLURM_JOB_NUM_NODES="1")
     environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": str(REPOSITORY)}
     run = tmp_path / "run"
@@ -173,12 +177,12 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path):
         process.send_signal(signal.SIGTERM)
         text += process.communicate(timeout=60)[0]
         assert process.returncode == 0, text
-    assert "Asked to end by SIGUSR1: saved e000" in text and "slurm.sh: saved; scontrol requeue 17" in text
-    assert Path(environment["TOLD"]).read_text() == "requeue 17\n"
+    assert "Stopped by SIGUSR1: saved e000" in text and "slurm.sh: saved; scontrol requeue 17" in text
+    assert Path(environment["CALLS"]).read_text() == "requeue 17\n"
     assert not (run / "summary.json").exists()
 
-    with started(copy, environment, *words) as process:
-        text = process.communicate(timeout=60)[0]
-        assert process.returncode == 0, text
-    assert "resumed from checkpoint e000" in text and (run / "summary.json").exists()
-    assert Path(environment["TOLD"]).read_text() == "requeue 17\n"
+    # The requeued job runs the same command.
+    args, overrides = parse_arguments(words)
+    tree = load(args.configs, overrides)
+    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    assert "resumed from checkpoint e000" in capsys.readouterr().out and (run / "summary.json").exists()

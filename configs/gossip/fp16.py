@@ -1,11 +1,11 @@
-"""Models are sent in fp16, scaled so that nothing overflows. The sender keeps the rounding error."""
+"""Models are sent in fp16, scaled to avoid overflow. The sender keeps the rounding error."""
 
-from dgc.gossip import Half
+from dgc.gossip import HalfPrecisionMessage
 from dgc_training.config import Config, configs
 
 if "message" not in (configs.train.gossip or {}):
     raise ValueError(
-        "there are no messages to make smaller; stack sgp, osgp or dpsgd of configs/gossip before this file (and "
-        "configs/gossip/machines and configs/average after it)"
+        "the algorithm stacked before has no `message`: stack sgp, osgp or dpsgd of configs/gossip before this "
+        "file, and configs/gossip/machines and configs/average after it"
     )
-configs.train.gossip.message = Config(Half, dtype="fp16")
+configs.train.gossip.message = Config(HalfPrecisionMessage, dtype="fp16")

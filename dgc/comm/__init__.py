@@ -1,11 +1,11 @@
-"""Requests that algorithms make of the network (`requests`), and transports for them (`horovod`, `lockstep`)."""
+"""Collective operations that algorithms request (`requests`), and transports that carry them out."""
 
 from dgc.comm.collectives import all_gather_object as all_gather_object
 from dgc.comm.collectives import all_reduce as all_reduce
 from dgc.comm.collectives import barrier as barrier
 from dgc.comm.collectives import broadcast_object as broadcast_object
 from dgc.comm.conversation import RunningConversation as RunningConversation
-from dgc.comm.meter import Meter as Meter
+from dgc.comm.meter import TrafficMeter as TrafficMeter
 from dgc.comm.requests import AllGather as AllGather
 from dgc.comm.requests import AllReduce as AllReduce
 from dgc.comm.requests import AllToAll as AllToAll

@@ -1,7 +1,7 @@
 """Asynchronous messages from one rank to another, for algorithms without synchronised steps.
 
-`Channel` is the interface to the network. `ChannelWorld` provides N ends of a channel in a single process, for
-tests and simulation. Its messages take random times, which repeat for the same seed and order of calls.
+`Channel` is the interface to the network. `ChannelWorld` simulates it with N ranks in a single process. Its
+messages take random times, which repeat for the same seed and order of calls.
 """
 
 import random
@@ -42,24 +42,24 @@ class Channel(Protocol):
 
 
 @runtime_checkable
-class HasChannels(Protocol):
-    """A transport that can open a `Channel` over the same network."""
+class SupportsChannels(Protocol):
+    """A transport that can open a `Channel` over its network."""
 
     def channel(self) -> Channel:
         """Open a new channel. Collective."""
         ...
 
 
-def channel_of(transport: Transport) -> Channel:
+def open_channel(transport: Transport) -> Channel:
     """Open a channel over the transport's network. Collective.
 
     Raises:
         ValueError: The transport has no asynchronous point-to-point messages.
     """
-    if not isinstance(transport, HasChannels):
+    if not isinstance(transport, SupportsChannels):
         raise ValueError(
-            f"ranks that train at paces of their own need messages between two ranks at any time, which "
-            f"{type(transport).__name__} does not carry: connect(point_to_point=True) does"
+            f"asynchronous training needs point-to-point messages, which {type(transport).__name__} does not "
+            "carry: use dgc.comm.horovod.connect(point_to_point=True)"
         )
     return transport.channel()
 
@@ -69,8 +69,8 @@ class _Message:
     """A message in flight.
 
     Attributes:
-        due: Time from which the message can be received.
-        eager: The message counts as sent once it is copied. MPI chooses this mode freely.
+        due: First time at which the message can be received.
+        eager: The message counts as sent once it is copied, as in the eager mode of MPI.
     """
 
     source: int
@@ -109,52 +109,62 @@ class LocalChannel:
 class ChannelWorld:
     """A simulated network with one `LocalChannel` per rank, in `channels`.
 
-    Every call of `test`, on any end, takes one unit of time. Some messages are copied when they are sent and some
-    when they are received. A test therefore detects a sender that overwrites its message too early.
+    Every call of `test`, on any channel, takes one unit of time. Some messages are copied when they are sent and
+    some when they are received. A test can therefore detect a sender that overwrites its message too early.
 
     Args:
         size: Number of ranks.
         seed: Seed of the random delays.
-        longest: Longest delay of a message, in units of time.
+        max_delay: Largest delay of a message, in units of time.
+
+    Example:
+        >>> import torch
+        >>> first, second = ChannelWorld(2).channels
+        >>> send, buffer = first.isend(1, torch.ones(3), tag=0), torch.zeros(3)
+        >>> receive = second.irecv(buffer, tag=0)
+        >>> while not second.test(receive):
+        ...     pass
+        >>> buffer
+        tensor([1., 1., 1.])
     """
 
     size: int
     seed: int = 0
-    longest: int = 20
+    max_delay: int = 20
     time: int = 0
-    _mail: list[list[_Message]] = field(default_factory=list)
-    _open: set[_Receive] = field(default_factory=set)
+    _messages: list[list[_Message]] = field(default_factory=list)
+    _receives: set[_Receive] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.channels = [LocalChannel(self, rank) for rank in range(self.size)]
-        self._mail = [[] for _ in range(self.size)]
+        self._messages = [[] for _ in range(self.size)]
         self._random = random.Random(self.seed)
         self._lock = threading.Lock()
 
     @property
     def in_flight(self) -> int:
-        """Number of messages that were sent and not received."""
-        return sum(map(len, self._mail))
+        """Number of messages that are sent and not received."""
+        return sum(map(len, self._messages))
 
     @property
-    def waiting(self) -> int:
-        """Number of receives that were started and have received nothing."""
-        return len(self._open)
+    def pending_receives(self) -> int:
+        """Number of receives that are started and not completed."""
+        return len(self._receives)
 
     def receive(self, rank: int, buffer: Tensor, tag: int) -> _Receive:
         with self._lock:
             receive = _Receive(rank, tag, buffer)
-            self._open.add(receive)
+            self._receives.add(receive)
             return receive
 
     def send(self, source: int, to: int, message: Tensor, tag: int) -> _Message:
         with self._lock:
             eager = self._random.random() < 0.5
             content = message.clone() if eager else message
-            before = [m.due for m in self._mail[to] if m.source == source]
-            inputs = max([self.time + self._random.randint(0, self.longest), *before])
-            sent = _Message(source, tag, content, inputs, eager)
-            self._mail[to].append(sent)
+            earlier = [m.due for m in self._messages[to] if m.source == source]
+            due = max([self.time + self._random.randint(0, self.max_delay), *earlier])
+            sent = _Message(source, tag, content, due, eager)
+            self._messages[to].append(sent)
             return sent
 
     def test(self, handle: _Message | _Receive) -> bool:
@@ -162,14 +172,16 @@ class ChannelWorld:
             self.time += 1
             if isinstance(handle, _Message):
                 return handle.eager or handle.received
-            ready = [m for m in self._mail[handle.rank] if m.tag == handle.tag and m.due <= self.time]
+            ready = [m for m in self._messages[handle.rank] if m.tag == handle.tag and m.due <= self.time]
             if not ready:
                 return False
             first = min(ready, key=lambda message: message.due)
-            self._mail[handle.rank].remove(first)
+            self._messages[handle.rank].remove(first)
             if first.content.numel() > handle.buffer.numel():
-                raise ValueError(f"a message of {first.content.numel()} for {handle.buffer.numel()} elements")
+                raise ValueError(
+                    f"a message of {first.content.numel()} elements for a buffer of {handle.buffer.numel()}"
+                )
             handle.buffer[: first.content.numel()].copy_(first.content)
             first.received = True
-            self._open.remove(handle)
+            self._receives.remove(handle)
             return True

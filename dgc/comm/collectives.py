@@ -1,4 +1,4 @@
-"""Blocking helpers for control traffic: statistics, decisions, agreement. They are not metered."""
+"""Blocking collectives for control messages, such as statistics and settings. Their bytes are not metered."""
 
 import ctypes
 import pickle
@@ -11,13 +11,13 @@ from dgc.comm.requests import AllGather, AllReduce, Broadcast, Op, Request
 from dgc.comm.transport import Transport
 
 
-def _ask(transport: Transport, name: str, request: Request) -> Any:
+def _wait_for(transport: Transport, name: str, request: Request) -> Any:
     return transport.wait(transport.launch(name, (request,)))[0]
 
 
 def all_reduce(transport: Transport, tensor: Tensor, op: Op = "mean", name: str = "all_reduce") -> Tensor:
     """Return the element-wise `op` over all ranks in a new tensor. Collective; shape and dtype must be equal."""
-    return _ask(transport, f"dgc.control.{name}", AllReduce(tensor.clone(), op))
+    return _wait_for(transport, f"dgc.control.{name}", AllReduce(tensor.clone(), op))
 
 
 def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = "broadcast_object") -> Any:
@@ -26,17 +26,17 @@ def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = 
     length = all_reduce(transport, torch.tensor([data.numel()], dtype=torch.int64), "max", f"{name}.length").item()
     if transport.rank != root:
         data = torch.empty(int(length), dtype=torch.uint8)
-    return _from_bytes(_ask(transport, f"dgc.control.{name}", Broadcast(data, root)))
+    return _from_bytes(_wait_for(transport, f"dgc.control.{name}", Broadcast(data, root)))
 
 
 def all_gather_object(transport: Transport, obj: Any, name: str = "all_gather_object") -> list[Any]:
     """Return the objects of all ranks, in rank order. They must support pickle. Collective."""
     data = _to_bytes(obj)
     length = torch.tensor([data.numel()], dtype=torch.int64)
-    lengths = _ask(transport, f"dgc.control.{name}.length", AllGather(length))
+    lengths = _wait_for(transport, f"dgc.control.{name}.length", AllGather(length))
     padded = torch.zeros(int(max(length.item() for length in lengths)), dtype=torch.uint8)
     padded[: data.numel()] = data
-    gathered = _ask(transport, f"dgc.control.{name}", AllGather(padded))
+    gathered = _wait_for(transport, f"dgc.control.{name}", AllGather(padded))
     return [_from_bytes(d[: int(n.item())]) for d, n in zip(gathered, lengths, strict=True)]
 
 

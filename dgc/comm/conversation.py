@@ -1,10 +1,10 @@
-"""Execution of one conversation: it connects an algorithm's generator with a transport and a meter."""
+"""Execution of one conversation: the generator of an algorithm, driven with a transport and a meter."""
 
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Generic
 
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation, Request, T
 from dgc.comm.transport import Transport
 
@@ -12,17 +12,24 @@ from dgc.comm.transport import Transport
 class RunningConversation(Generic[T]):
     """One conversation in progress. The constructor launches the first round.
 
-    `advance` continues while replies are available, `finish` blocks. Requests of different ranks are matched by
-    (name, round). A conversation must have the same number of rounds on every rank.
+    `advance` continues while replies are available and does not block. `finish` blocks. Requests of the ranks are
+    matched by name and round, so a conversation must have the same number of rounds on every rank.
 
     Args:
         name: Name of the conversation, the same on every rank.
-        conversation: The algorithm's generator.
+        conversation: Generator of an algorithm.
         transport: Carries the requests.
         meter: Counts bytes and seconds.
+
+    Example:
+        >>> def mean(x):
+        ...     (reply,) = yield (AllReduce(x),)
+        ...     return reply
+        >>> running = RunningConversation("mean", mean(x), transport, TrafficMeter())
+        >>> y = running.finish()
     """
 
-    def __init__(self, name: str, conversation: Conversation[T], transport: Transport, meter: Meter):
+    def __init__(self, name: str, conversation: Conversation[T], transport: Transport, meter: TrafficMeter):
         self.name = name
         self.done = False
         self.rounds = 0
@@ -35,17 +42,17 @@ class RunningConversation(Generic[T]):
         self._resume(None)
 
     def advance(self) -> bool:
-        """Continue as far as possible without waiting. Returns whether the conversation has ended."""
+        """Continue while replies are available, without waiting. Return whether the conversation has ended."""
         while not self.done and self._transport.poll(self._flight):
             self._resume(self._transport.wait(self._flight))
         return self.done
 
     def finish_round(self) -> bool:
-        """Wait for the replies of the current round and continue. Returns whether the conversation has ended."""
+        """Wait for the replies of the current round and continue. Return whether the conversation has ended."""
         if not self.done:
             start = perf_counter()
             replies = self._transport.wait(self._flight)
-            self._meter.spent("wait", self.name, start, perf_counter())
+            self._meter.add_time("wait", self.name, start, perf_counter())
             self._resume(replies)
         return self.done
 
@@ -58,14 +65,14 @@ class RunningConversation(Generic[T]):
     def _resume(self, replies: tuple[Any, ...] | None) -> None:
         start = perf_counter()
         if replies is not None:
-            self._meter.in_flight(self.name, self._launched, start)
+            self._meter.trace_message(self.name, self._launched, start)
         try:
             requests = next(self._conversation) if replies is None else self._conversation.send(replies)
         except StopIteration as stop:
             self.done, self._result, self._flight = True, stop.value, None
-            self._meter.spent("decode", self.name, start, perf_counter())
+            self._meter.add_time("decode", self.name, start, perf_counter())
         else:
-            self._meter.spent("compress", self.name, start, perf_counter())
+            self._meter.add_time("compress", self.name, start, perf_counter())
             self._launch(requests)
 
     def _launch(self, requests: Sequence[Request]) -> None:
@@ -76,4 +83,4 @@ class RunningConversation(Generic[T]):
         self._meter.rounds += 1
         self._flight = self._transport.launch(f"{self.name}.{self.rounds}", requests)
         self.rounds += 1
-        self._meter.spent("launch", self.name, self._launched, perf_counter())
+        self._meter.add_time("launch", self.name, self._launched, perf_counter())

@@ -2,8 +2,8 @@
 
 No other file imports Horovod.
 
-Horovod's fusion groups messages by arrival time. With three or more ranks its sums, and therefore whole runs,
-differ in the last bits between repeats. Buckets replace fusion here: HOROVOD_FUSION_THRESHOLD is 0 unless the user
+Horovod's fusion groups messages by arrival time. With three or more ranks, sums, and therefore whole runs, differ
+in the last bits between repeats. Buckets replace fusion here: HOROVOD_FUSION_THRESHOLD is 0 unless the user
 sets a value.
 
 Horovod looks for new messages once per cycle. A round that depends on the replies of another waits for the next
@@ -34,7 +34,7 @@ from dgc.comm.requests import (
     Request,
     as_bytes,
 )
-from dgc.comm.staging import Staged
+from dgc.comm.staging import StagedTransport
 from dgc.comm.transport import Transport
 
 
@@ -54,11 +54,11 @@ def prepare_environment() -> None:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
-_chosen = os.environ.get("HOROVOD_FUSION_THRESHOLD")
+_fusion_threshold = os.environ.get("HOROVOD_FUSION_THRESHOLD")
 prepare_environment()
 import horovod.torch as hvd  # noqa: E402  (its libraries read the environment when they are loaded)
 
-_fusion_is_on = _chosen not in (None, "0") or (_chosen is None and hvd.is_initialized())
+_uses_fusion = _fusion_threshold not in (None, "0") or (_fusion_threshold is None and hvd.is_initialized())
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 
@@ -87,11 +87,11 @@ def connect(
     transport: Transport = horovod
     built_for_gpu = hvd.cuda_built() or hvd.rocm_built()
     if point_to_point:
-        from dgc.comm.mpi.point_to_point import PointToPoint  # only this needs mpi4py
+        from dgc.comm.mpi.point_to_point import PointToPointTransport  # only this needs mpi4py
 
-        transport, built_for_gpu = PointToPoint(horovod), False
+        transport, built_for_gpu = PointToPointTransport(horovod), False
     if torch.cuda.is_available() and not built_for_gpu:
-        return Staged(transport)
+        return StagedTransport(transport)
     return transport
 
 
@@ -115,16 +115,16 @@ class HorovodTransport:
                 os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(max(1, int(timeout))))
             hvd.init(process_sets="dynamic" if hierarchical else None)
         check_launcher(os.environ, hvd.size())
-        if hvd.size() > 2 and _fusion_is_on:
+        if hvd.size() > 2 and _uses_fusion:
             warnings.warn(
-                "Horovod's fusion is on: from 3 ranks on its sums depend on timing, so two runs of one experiment "
-                "differ. For runs that repeat exactly set HOROVOD_FUSION_THRESHOLD=0, or import "
-                "dgc.comm.horovod before hvd.init().",
+                "Horovod's fusion is on: with 3 or more ranks its sums depend on timing, so repeated runs differ. "
+                "For runs that repeat exactly, set HOROVOD_FUSION_THRESHOLD=0, or import dgc.comm.horovod before "
+                "hvd.init().",
                 stacklevel=2,
             )
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
-        self._sets: dict[Group, tuple[Any, list[int]]] = {
+        self._process_sets: dict[Group, tuple[Any, list[int]]] = {
             "world": (hvd.global_process_set, list(range(self.size)))
         }
         if hierarchical:
@@ -136,22 +136,22 @@ class HorovodTransport:
         import zlib
 
         host = zlib.crc32(socket.gethostname().encode())
-        here = torch.tensor([[host, self.local_rank]], dtype=torch.int64)
-        everyone = hvd.allgather(here, name="dgc.groups").tolist()
-        machines = list(dict.fromkeys(host for host, _ in everyone))
-        by_machine = [[r for r, (h, _) in enumerate(everyone) if h == machine] for machine in machines]
+        own = torch.tensor([[host, self.local_rank]], dtype=torch.int64)
+        places = hvd.allgather(own, name="dgc.groups").tolist()  # (host, local rank) of each rank
+        machines = list(dict.fromkeys(host for host, _ in places))
+        by_machine = [[r for r, (h, _) in enumerate(places) if h == machine] for machine in machines]
         by_local_rank = [
-            [r for r, (_, local) in enumerate(everyone) if local == wanted]
-            for wanted in sorted({local for _, local in everyone})
+            [r for r, (_, local) in enumerate(places) if local == wanted]
+            for wanted in sorted({local for _, local in places})
         ]
-        known: dict[tuple[int, ...], Any] = {tuple(range(self.size)): hvd.global_process_set}
+        process_sets: dict[tuple[int, ...], Any] = {tuple(range(self.size)): hvd.global_process_set}
         kinds: tuple[tuple[Group, list[list[int]]], ...] = (("local", by_machine), ("cross", by_local_rank))
         for kind, groups in kinds:
             for members in groups:
-                if tuple(members) not in known:
-                    known[tuple(members)] = hvd.add_process_set(members)
+                if tuple(members) not in process_sets:
+                    process_sets[tuple(members)] = hvd.add_process_set(members)
                 if self.rank in members:
-                    self._sets[kind] = (known[tuple(members)], members)
+                    self._process_sets[kind] = (process_sets[tuple(members)], members)
 
     def group_size(self, group: Group) -> int:
         return len(self._members(group)[1])
@@ -164,9 +164,9 @@ class HorovodTransport:
         return self._members(group)[1]
 
     def _members(self, group: Group) -> tuple[Any, list[int]]:
-        if group not in self._sets:
-            raise ValueError(f"group {group!r} was not made; use HorovodTransport(hierarchical=True)")
-        return self._sets[group]
+        if group not in self._process_sets:
+            raise ValueError(f"group {group!r} does not exist: use HorovodTransport(hierarchical=True)")
+        return self._process_sets[group]
 
     def launch(self, name: str, requests: Sequence[Request]) -> HorovodFlight:
         handles = tuple(self._start(f"{name}.{i}", request) for i, request in enumerate(requests))
@@ -176,8 +176,8 @@ class HorovodTransport:
         return all(hvd.poll(handle) for handle in flight.handles)
 
     def wait(self, flight: HorovodFlight) -> tuple[Reply, ...]:
-        together = zip(flight.requests, flight.handles, strict=True)
-        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in together)
+        pairs = zip(flight.requests, flight.handles, strict=True)
+        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in pairs)
 
     def _start(self, name: str, request: Request) -> int:
         process_set, members = self._members(request.group)
@@ -210,7 +210,7 @@ class HorovodTransport:
             case Exchange(_, receives):
                 received, splits = output
                 pieces = received.split(splits.tolist())
-                for source, into in receives.items():
-                    as_bytes(into).copy_(pieces[source])
+                for source, buffer in receives.items():
+                    as_bytes(buffer).copy_(pieces[source])
                 return receives
         return output

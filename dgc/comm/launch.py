@@ -1,11 +1,11 @@
-"""Check that Horovod sees all processes that a launcher started. It does not see torchrun's, for example."""
+"""Check that Horovod sees all processes that a launcher started. With torchrun, for example, it does not."""
 
 from collections.abc import Mapping
 
-# Environment variables that hold the number of ranks. SIZES: launchers that Horovod supports (Open MPI's mpirun,
-# horovodrun over Gloo, PMI). NAMES: other launchers as well.
-SIZES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "PMI_SIZE")
-NAMES = (*SIZES, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+# Environment variables with the number of ranks, of launchers that Horovod supports (Open MPI's mpirun, horovodrun
+# over Gloo, PMI) and of all launchers
+HOROVOD_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "PMI_SIZE")
+ALL_VARIABLES = (*HOROVOD_VARIABLES, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 class LaunchError(ValueError):
@@ -24,14 +24,14 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None) -> N
     Raises:
         LaunchError: The launcher started more ranks than Horovod sees.
     """
-    found = {name: int(environment[name]) for name in NAMES if environment.get(name, "").isdecimal()}
-    known = [found[name] for name in SIZES if name in found]
+    found = {name: int(environment[name]) for name in ALL_VARIABLES if environment.get(name, "").isdecimal()}
+    supported = [found[name] for name in HOROVOD_VARIABLES if name in found]
     if size is None:
-        if not known and "PMIX_RANK" in environment:
+        if not supported and "PMIX_RANK" in environment:
             return
-        size = max(known, default=1)
-    names = ["WORLD_SIZE", *SIZES]
-    if not known:  # mpirun may start fewer ranks than the SLURM job has tasks; a step may be smaller than the job
+        size = max(supported, default=1)
+    names = ["WORLD_SIZE", *HOROVOD_VARIABLES]
+    if not supported:  # mpirun may start fewer ranks than the SLURM job has; a step may be smaller
         names.append("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in found else "SLURM_NTASKS")
     for name in names:
         if (ranks := found.get(name, 0)) > size:
@@ -40,5 +40,5 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None) -> N
                 cure = f"Start the ranks with scripts/slurm.sh or mpirun -np {ranks}, or srun --mpi=pmix"
             raise LaunchError(
                 f"{name} is {ranks}, but Horovod sees {size} rank{'s' * (size > 1)}: each process would train a "
-                f"run of its own. {cure}. If one run on {size} is what you want: env -u {name}"
+                f"separate run. {cure}. To train on {size} nevertheless: env -u {name}"
             )

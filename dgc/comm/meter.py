@@ -61,17 +61,17 @@ def wire_bytes(request: Request, rank: int, size: int) -> float:
 
 
 @dataclass
-class Meter:
-    """Totals of this rank since the start.
+class TrafficMeter:
+    """Bytes and seconds of this rank since the start.
 
     Attributes:
         payload_bytes: Bytes that this rank contributed, with headers and padding.
         wire_bytes: Bytes that this rank sent.
         dense_wire_bytes: Bytes that a dense fp32 all-reduce would have sent.
         rounds: Number of rounds of requests.
-        seconds: Host time per phase; on a GPU the work itself may still be running. "compress" ends in a message,
+        seconds: Host time per phase; on a GPU the work itself may still be running. "compress" computes a message,
             "launch" passes messages to the transport, "wait" is the time that step() or synchronize() waits for
-            replies, "decode" follows the last reply, "step" is the wrapped optimizer's step.
+            replies, "decode" follows the last reply, "step" is the step of the wrapped optimizer.
         trace: Records the phases as a timeline, if given.
     """
 
@@ -87,16 +87,16 @@ class Meter:
         self.wire_bytes += wire_bytes(request, rank, size)
 
     def count_dense(self, numel: int, size: int) -> None:
-        """Count `numel` gradient elements, exchanged by any method among `size` ranks."""
+        """Count the dense equivalent of `numel` gradient elements, exchanged among `size` ranks."""
         self.dense_wire_bytes += all_reduce_wire_bytes(4 * numel, size)
 
-    def spent(self, phase: str, on: str, start: float, end: float) -> None:
-        """Add a phase of `on` (a bucket). `start` and `end` are readings of time.perf_counter(), in seconds."""
+    def add_time(self, phase: str, row: str, start: float, end: float) -> None:
+        """Add the time of a phase. `row`: a bucket's name. `start`, `end`: time.perf_counter(), in seconds."""
         self.seconds[phase] += end - start
         if self.trace is not None:
-            self.trace.add(phase, on, start, end)
+            self.trace.add(phase, row, start, end)
 
-    def in_flight(self, on: str, launched: float, taken_up: float) -> None:
-        """Trace a message from its launch until its reply is used. Both are readings of time.perf_counter()."""
+    def trace_message(self, row: str, launched: float, used: float) -> None:
+        """Trace a message from its launch until its reply is used. Times: time.perf_counter(), in seconds."""
         if self.trace is not None:
-            self.trace.add("in flight", on, launched, taken_up, network=True)
+            self.trace.add("in flight", row, launched, used, network=True)

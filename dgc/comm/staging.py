@@ -1,8 +1,8 @@
 """GPU tensors over a transport that needs host memory, through pinned buffers.
 
-A message is copied to the host after the work that is already queued on the GPU. The transport gets the message
-once the copy is done. `poll` checks for this without waiting; `wait` passes on all launched messages. Replies are
-copied back to the GPU when they arrive.
+A message is copied to the host after the work that is already queued on the GPU. It is launched on the inner
+transport when the copy is complete. `poll` checks this without waiting. `wait` first launches all pending
+messages. Replies are copied back to the GPU when they arrive.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dgc.comm.channel import Channel, channel_of
+from dgc.comm.channel import Channel, open_channel
 from dgc.comm.requests import Exchange, Group, Reply, Request
 from dgc.comm.transport import Transport
 
@@ -34,7 +34,7 @@ class StagedFlight:
         requests: The requests with tensors in host memory.
         ready: Event after the copies to the host; None if there were none.
         device: Device of the replies.
-        inner: The carrier's flight. None until the copies are done.
+        inner: Flight of the inner transport. None until the copies are complete.
     """
 
     name: str
@@ -44,67 +44,67 @@ class StagedFlight:
     inner: Any = None
 
 
-class Staged:
+class StagedTransport:
     """A transport that sends GPU tensors through host memory over another transport. CPU tensors are not copied.
 
     Args:
-        carrier: Transport for tensors in host memory.
-        is_remote: Whether a tensor must be copied to the host. For tests without a GPU.
-        make_event: Creates an event. For tests without a GPU.
+        inner: Transport for tensors in host memory.
+        needs_copy: Whether a tensor must be copied to the host. Tests without a GPU replace it.
+        make_event: Returns a new event. Tests without a GPU replace it.
     """
 
     def __init__(
         self,
-        carrier: Transport,
-        is_remote: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda,
+        inner: Transport,
+        needs_copy: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda,
         make_event: Callable[[], Event] = torch.cuda.Event,
     ):
-        self._carrier, self._is_remote, self._make_event = carrier, is_remote, make_event
-        self._held: list[StagedFlight] = []  # launched and not yet passed to the carrier
-        self.rank, self.size = carrier.rank, carrier.size
-        self.local_rank, self.local_size = carrier.local_rank, carrier.local_size
+        self._inner, self._needs_copy, self._make_event = inner, needs_copy, make_event
+        self._pending: list[StagedFlight] = []  # not launched on the inner transport yet
+        self.rank, self.size = inner.rank, inner.size
+        self.local_rank, self.local_size = inner.local_rank, inner.local_size
 
     def group_size(self, group: Group) -> int:
-        return self._carrier.group_size(group)
+        return self._inner.group_size(group)
 
     def group_rank(self, group: Group) -> int:
-        return self._carrier.group_rank(group)
+        return self._inner.group_rank(group)
 
     def channel(self) -> Channel:
-        """Open a channel of the carrier, for tensors in host memory."""
-        return channel_of(self._carrier)
+        """Open a channel of the inner transport, for tensors in host memory."""
+        return open_channel(self._inner)
 
     def launch(self, name: str, requests: Sequence[Request]) -> StagedFlight:
         tensors = [tensor for request in requests for tensor in _tensors(request)]
-        device = next((tensor.device for tensor in tensors if self._is_remote(tensor)), None)
+        device = next((tensor.device for tensor in tensors if self._needs_copy(tensor)), None)
         if device is None:
             flight = StagedFlight(name, tuple(requests), None, torch.device("cpu"))
         else:
-            copies = tuple(_mapped(request, self._to_host) for request in requests)
+            copies = tuple(_map_tensors(request, self._to_host) for request in requests)
             ready = self._make_event()
             ready.record()
             flight = StagedFlight(name, copies, ready, device)
-        self._held.append(flight)
-        self._depart(flight)
+        self._pending.append(flight)
+        self._launch_if_ready(flight)
         return flight
 
     def poll(self, flight: StagedFlight) -> bool:
-        return self._depart(flight) and self._carrier.poll(flight.inner)
+        return self._launch_if_ready(flight) and self._inner.poll(flight.inner)
 
     def wait(self, flight: StagedFlight) -> tuple[Reply, ...]:
-        # pass on everything launched; otherwise two ranks could each wait for a message that the other holds back
-        for other in list(self._held):
+        # launch everything pending: two ranks could each wait for a message that is pending on the other
+        for other in list(self._pending):
             if other.ready is not None:
                 other.ready.synchronize()
-            self._depart(other)
-        replies = self._carrier.wait(flight.inner)
-        return replies if flight.ready is None else tuple(_sent_to(reply, flight.device) for reply in replies)
+            self._launch_if_ready(other)
+        replies = self._inner.wait(flight.inner)
+        return replies if flight.ready is None else tuple(_to_device(reply, flight.device) for reply in replies)
 
-    def _depart(self, flight: StagedFlight) -> bool:
-        """Pass the messages to the carrier if they are in host memory. Returns whether that has happened."""
+    def _launch_if_ready(self, flight: StagedFlight) -> bool:
+        """Launch the requests if the copies are complete. Return whether they are launched."""
         if flight.inner is None and (flight.ready is None or flight.ready.query()):
-            flight.inner = self._carrier.launch(flight.name, flight.requests)
-            self._held.remove(flight)
+            flight.inner = self._inner.launch(flight.name, flight.requests)
+            self._pending.remove(flight)
         return flight.inner is not None
 
     @staticmethod
@@ -119,7 +119,7 @@ def _tensors(request: Request) -> list[Tensor]:
     return [request.tensor]
 
 
-def _mapped(request: Request, change: Callable[[Tensor], Tensor]) -> Request:
+def _map_tensors(request: Request, change: Callable[[Tensor], Tensor]) -> Request:
     if isinstance(request, Exchange):
         sends = {to: change(tensor) for to, tensor in request.sends.items()}
         receives = {
@@ -130,9 +130,9 @@ def _mapped(request: Request, change: Callable[[Tensor], Tensor]) -> Request:
     return replace(request, tensor=change(request.tensor))
 
 
-def _sent_to(reply: Reply, device: torch.device) -> Reply:
+def _to_device(reply: Reply, device: torch.device) -> Reply:
     if isinstance(reply, Tensor):
         return reply.to(device, non_blocking=True)
     if isinstance(reply, dict):
-        return {source: _sent_to(part, device) for source, part in reply.items()}
-    return tuple(_sent_to(part, device) for part in reply)
+        return {source: _to_device(part, device) for source, part in reply.items()}
+    return tuple(_to_device(part, device) for part in reply)

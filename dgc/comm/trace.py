@@ -24,11 +24,11 @@ class Trace:
         self._events: list[tuple[str, int, float, float]] = []
         self.dropped = 0
 
-    def add(self, phase: str, on: str, start: float, end: float, network: bool = False) -> None:
-        """Add a phase to the row `on`, or with `network` to the row below it. Times: time.perf_counter()."""
-        row = 2 * self._rows.setdefault(on, len(self._rows)) + network
+    def add(self, phase: str, row: str, start: float, end: float, network: bool = False) -> None:
+        """Add a phase to a row, or with `network` to the row below it. Times: time.perf_counter(), in seconds."""
+        number = 2 * self._rows.setdefault(row, len(self._rows)) + network
         if len(self._events) < self._limit:
-            self._events.append((phase, row, start - self._zero, end - start))
+            self._events.append((phase, number, start - self._zero, end - start))
         else:
             self.dropped += 1
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from dgc.bucket import make_bucket
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.lowrank.powersgd import PowerSGDCompressor
@@ -175,7 +175,7 @@ class _Exchange:
     """Buckets for tensors with these shapes, in their order, and their exchange with one compressor."""
 
     def __init__(self, like: Sequence[Tensor], compressor: Compressor, transport: Transport):
-        self.compressor, self.transport, self.meter = compressor, transport, Meter()
+        self.compressor, self.transport, self.meter = compressor, transport, TrafficMeter()
         self._shapes = [tensor.shape for tensor in like]
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, tensor in enumerate(like):
@@ -197,16 +197,16 @@ class _Exchange:
         for i, (g, shape) in enumerate(zip(gradients, self._shapes, strict=True)):
             if g is not None and g.shape != shape:
                 raise ValueError(f"gradient {i} has shape {tuple(g.shape)}, not {tuple(shape)}")
-        talks = []
+        running = []
         for bucket, members in zip(self.buckets, self._members, strict=True):
             for segment, i in zip(bucket.segments, members, strict=True):
                 g = gradients[i]
                 view = segment.of(bucket.flat)
                 view.zero_() if g is None else view.copy_(g)
-            talks.append(
+            running.append(
                 RunningConversation(bucket.name, self.compressor.reduce(bucket), self.transport, self.meter)
             )
-        reasons = [talk.finish().nonfinite for talk in talks]
+        reasons = [conversation.finish().nonfinite for conversation in running]
         averages: dict[int, Tensor] = {}
         for bucket, members in zip(self.buckets, self._members, strict=True):
             for segment, i in zip(bucket.segments, members, strict=True):

@@ -42,7 +42,7 @@ def blame(bucket: Bucket, number: int, ranks: list[int]) -> str:
     """
     name = bucket.segments[number - 1].name
     if not ranks:
-        return f"the mean gradient of {name} is beyond the segment of what carries it (no rank has NaN or inf)"
+        return f"the mean gradient of {name} is beyond the range of what carries it (no rank has NaN or inf)"
     return f"the gradient of {name} on rank {ranks[0]} has NaN or inf, or is 2**64 or more"
 
 

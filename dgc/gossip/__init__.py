@@ -2,19 +2,18 @@
 
 from dgc.gossip.adpsgd.adpsgd import ADPSGD as ADPSGD
 from dgc.gossip.difference.choco import CHOCO as CHOCO
-from dgc.gossip.difference.neighbours import two_way_ring as two_way_ring
 from dgc.gossip.difference.operators import Sign as Sign
 from dgc.gossip.difference.operators import TopK as TopK
 from dgc.gossip.difference.powergossip import PowerGossip as PowerGossip
-from dgc.gossip.formats import Exact as Exact
-from dgc.gossip.formats import Half as Half
-from dgc.gossip.formats import Int8 as Int8
+from dgc.gossip.formats import FP32Message as FP32Message
+from dgc.gossip.formats import HalfPrecisionMessage as HalfPrecisionMessage
+from dgc.gossip.formats import Int8Message as Int8Message
 from dgc.gossip.formats import Message as Message
-from dgc.gossip.hierarchical_gossip import Machines as Machines
+from dgc.gossip.hierarchical_gossip import HierarchicalGossip as HierarchicalGossip
 from dgc.gossip.model import FlatModel as FlatModel
-from dgc.gossip.periodic import Nesterov as Nesterov
+from dgc.gossip.outer import Nesterov as Nesterov
+from dgc.gossip.outer import SlowMo as SlowMo
 from dgc.gossip.periodic import Periodic as Periodic
-from dgc.gossip.periodic import SlowMo as SlowMo
 from dgc.gossip.protocol import Gossip as Gossip
 from dgc.gossip.pushsum.average import PushSum as PushSum
 from dgc.gossip.pushsum.average import push_pull_average as push_pull_average
@@ -31,9 +30,10 @@ from dgc.gossip.topology.graphs import hierarchical as hierarchical
 from dgc.gossip.topology.graphs import random_matching as random_matching
 from dgc.gossip.topology.graphs import star as star
 from dgc.gossip.topology.graphs import static_exponential as static_exponential
+from dgc.gossip.topology.graphs import two_way_ring as two_way_ring
 from dgc.gossip.topology.mixing import check_mixing as check_mixing
-from dgc.gossip.topology.mixing import given as given
 from dgc.gossip.topology.mixing import metropolis as metropolis
+from dgc.gossip.topology.mixing import mixing_from_weights as mixing_from_weights
 from dgc.gossip.topology.mixing import uniform as uniform
 from dgc.gossip.topology.sgp_graphs import bipartite_exponential as bipartite_exponential
 from dgc.gossip.topology.sgp_graphs import bipartite_linear as bipartite_linear

@@ -1,4 +1,4 @@
-"""The world and the model that a gossip algorithm uses if each rank of a machine holds a slice of the model."""
+"""The transport and the model of a gossip algorithm in which each rank of a machine holds a slice of the model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +10,12 @@ from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
 
 
-class Cross:
-    """A transport between the ranks with this local rank, one on each machine."""
+class CrossMachineTransport:
+    """A transport between the ranks of one local rank, one on each machine. They are its world.
+
+    Args:
+        inner (Transport): transport between all ranks, with the group `cross`.
+    """
 
     local_rank, local_size = 0, 1
 
@@ -26,7 +30,7 @@ class Cross:
         return self.rank
 
     def launch(self, name: str, requests: Sequence[Request]) -> Any:
-        assert all(request.group == "world" for request in requests), "gossip talks to its world"
+        assert all(request.group == "world" for request in requests), "gossip uses only the group `world`"
         return self._inner.launch(name, [replace(request, group="cross") for request in requests])
 
     def poll(self, flight: Any) -> bool:
@@ -36,19 +40,25 @@ class Cross:
         return self._inner.wait(flight)
 
 
-class Slice(FlatModel):
-    """Elements first .. end - 1 of a model. Tensors in it are one-dimensional."""
+class ModelSlice(FlatModel):
+    """Elements start .. end - 1 of a model. The segments of its tensors are one-dimensional.
 
-    def __init__(self, whole: FlatModel, first: int, end: int):
-        self._whole, self.parameters, self.z = whole, whole.parameters, whole.z[first:end]
+    Args:
+        model (FlatModel): the whole model.
+        start (int): first element.
+        end (int): element after the last one.
+    """
+
+    def __init__(self, model: FlatModel, start: int, end: int):
+        self._model, self.parameters, self.z = model, model.parameters, model.z[start:end]
         self.segments = tuple(
-            Segment(s.name, max(s.offset, first) - first, length, (length,), (1,))
-            for s in whole.segments
-            if (length := min(s.offset + s.numel, end) - max(s.offset, first)) > 0
+            Segment(s.name, max(s.offset, start) - start, length, (length,), (1,))
+            for s in model.segments
+            if (length := min(s.offset + s.numel, end) - max(s.offset, start)) > 0
         )
 
     def gather(self) -> None:
-        self._whole.gather()
+        self._model.gather()
 
     def scatter(self) -> None:
-        self._whole.scatter()
+        self._model.scatter()

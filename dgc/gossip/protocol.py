@@ -5,13 +5,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
 
-NOT_BEGUN = (
-    "the neighbours' models have not been taken in: call the optimizer's zero_grad() before the forward pass of "
-    "every step"
+MISSING_ZERO_GRAD = (
+    "messages of neighbours have not been added to the model: call the optimizer's zero_grad() before the forward "
+    "pass of every step"
 )
 
 
@@ -25,7 +25,7 @@ class Gossip(Protocol):
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether every rank does the same number of steps."""
+        """Whether every rank takes the same number of steps."""
         ...
 
     @property
@@ -33,8 +33,8 @@ class Gossip(Protocol):
         """Whether the transport must have the groups `local` and `cross`."""
         ...
 
-    def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
-        """Initializes gossip with a model that is equal on all ranks. Collective. name: name of the messages."""
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
+        """Initializes gossip with a model that is equal on all ranks. Collective. name: prefix of messages."""
         ...
 
     def begin_epoch(self, epoch: int) -> None:
@@ -42,35 +42,38 @@ class Gossip(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Adds received messages. Afterwards the gradient may be computed at the parameters."""
+        """Adds received messages to the model. The gradient may be computed afterwards."""
         ...
 
     def update(self, step: Callable[[], object], lr: float) -> None:
-        """Calls `step`: the wrapped optimizer moves the parameters with learning rate lr, or skips the step."""
+        """Calls `step`, in which the wrapped optimizer updates the parameters with learning rate lr, or skips."""
         ...
 
-    def settle(self) -> None:
-        """Completes all messages in flight and adds them. Afterwards no message is in flight. Collective."""
+    def synchronize_messages(self) -> None:
+        """Completes all messages in flight and adds them to the model. Collective."""
         ...
 
     def restart(self) -> None:
-        """Continues after `settle`, when the parameters of all ranks have been made equal."""
+        """Restarts from equal parameters on all ranks. Call it after `synchronize_messages`."""
         ...
 
-    def hold(self) -> None:
+    def flush(self) -> None:
         """Completes all messages in flight without adding them, so that training is not affected. Collective."""
         ...
 
-    def numerator(self) -> Tensor:
-        """[n] fp32, after `hold`: this rank's term. The mean of the terms over all ranks is the common model."""
+    def biased_parameters(self) -> Tensor:
+        """[n] fp32, after `flush`: x of push-sum, with all received messages. Its mean over ranks is the model.
+
+        Without push-sum weights, these are the parameters.
+        """
         ...
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Values of the last step for logs: weight, staleness."""
         ...
 
     def errors(self) -> Iterable[Tensor]:
-        """Tensors that are not yet sent."""
+        """Tensors that are not sent yet."""
         ...
 
     def close(self) -> None:
@@ -78,21 +81,21 @@ class Gossip(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """After `hold`: this rank's part of the state that determines the next step, including the model."""
+        """After `flush`: this rank's part of the state that determines the next step, including the model."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Asynchronous(Gossip, Protocol):
-    """A gossip algorithm in which each rank trains at its own pace."""
+    """A gossip algorithm in which ranks take different numbers of steps."""
 
     @property
     def progress(self) -> int:
-        """Number of steps of all ranks together, as far as known."""
+        """Number of steps of all ranks together, as far as this rank has been informed."""
         ...
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether ranks may send messages to this one: not after it has settled, failed or been closed."""
+    def is_running(self) -> bool:
+        """Whether other ranks may send messages to this one: not while it is paused, failed or closed."""
         ...

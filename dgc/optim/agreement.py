@@ -8,7 +8,7 @@
     tensors, arrays                           shape, dtype and a checksum of the content; no content for tensors
                                               that require a gradient (parameters), which may be broadcast later
     devices                                   type only: the number may differ between ranks
-    generators of random numbers, modules,
+    random number generators, modules,
     optimizers, transports                    class only: the state may differ between ranks
     other objects                             class, all attributes including private ones, and plain class
                                               attributes; cached properties are left out
@@ -31,9 +31,9 @@ from dgc.comm.requests import as_bytes
 from dgc.comm.transport import Transport
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
-NAMED = (type, FunctionType, BuiltinFunctionType)
-OF_A_RANK = (torch.Generator, torch.nn.Module, torch.optim.Optimizer, Transport)
-ABSENT = "not there"
+QUALIFIED = (type, FunctionType, BuiltinFunctionType)
+PER_RANK = (torch.Generator, torch.nn.Module, torch.optim.Optimizer, Transport)
+ABSENT = "missing"
 
 
 def describe(**settings: object) -> dict[str, str]:
@@ -61,17 +61,24 @@ def check_settings(transport: Transport, name: str, **settings: object) -> None:
     first, *others = all_gather_object(transport, own, name)
     for rank, other in enumerate(others, 1):
         for path in dict.fromkeys(chain(first, other)):
-            here, there = first.get(path, ABSENT), other.get(path, ABSENT)
-            if here != there:
+            a, b = first.get(path, ABSENT), other.get(path, ABSENT)
+            if a != b:
                 raise ValueError(
-                    f"{path} is {here} on rank 0 and {there} on rank {rank}: every rank needs the same settings"
+                    f"{path} is {a} on rank 0 and {b} on rank {rank}: every rank needs the same settings"
                 )
+
+
+def first_difference(other: Sequence[Any], own: Sequence[Any], noun: str) -> str:
+    """Return the first difference between a list of another rank and this rank's, for an error message."""
+    pairs = zip(other, own, strict=False)
+    lengths = f"{len(other)} {noun} there, {len(own)} here"
+    return next((f"{a} there, {b} here" for a, b in pairs if a != b), lengths)
 
 
 def _walk(obj: Any, path: str, outer: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     if isinstance(obj, PLAIN):
         yield path, repr(obj)
-    elif isinstance(obj, NAMED) and id(obj) not in outer:
+    elif isinstance(obj, QUALIFIED) and id(obj) not in outer:
         yield path, _name(obj)
         enclosed = inspect.getclosurevars(obj).nonlocals if isinstance(obj, FunctionType) else {}
         for label, part in enclosed.items():
@@ -84,8 +91,8 @@ def _walk(obj: Any, path: str, outer: tuple[int, ...]) -> Iterator[tuple[str, st
     elif hasattr(obj, "tobytes") and hasattr(obj, "dtype"):
         yield path, f"array of shape {tuple(obj.shape)}, {obj.dtype}, crc32 {crc32(obj.tobytes())}"
     elif id(obj) in outer:
-        yield path, "an object around it"
-    elif isinstance(obj, OF_A_RANK):
+        yield path, "a reference to an enclosing object"
+    elif isinstance(obj, PER_RANK):
         yield path, _name(type(obj))
     else:
         parts = _parts(obj)
@@ -115,9 +122,9 @@ def _parts(obj: Any) -> list[tuple[str, Any]] | None:
     for kind in reversed(kinds):
         shared |= vars(kind)
     plain = {name: value for name, value in shared.items() if isinstance(value, PLAIN) and name[:2] != "__"}
-    known = {name: value for name, value in own.items() if not isinstance(shared.get(name), cached_property)}
+    fixed = {name: value for name, value in own.items() if not isinstance(shared.get(name), cached_property)}
     # public attributes first, so that an error names a public one if possible
-    named = sorted((plain | known).items(), key=lambda item: item[0].startswith("_"))
+    named = sorted((plain | fixed).items(), key=lambda item: item[0].startswith("_"))
     return [(f".{name}", value) for name, value in named]
 
 

@@ -1,4 +1,4 @@
-"""Broadcast of parameters and optimizer state, so that all ranks start equal."""
+"""Broadcast of parameters and optimizer state, so that all ranks start from the same values."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -61,7 +61,7 @@ def default_transport(point_to_point: bool = False) -> Transport:
     Horovod is imported here, so the rest of the package works without it.
 
     Args:
-        point_to_point: Send messages between two ranks directly, over the MPI that Horovod uses.
+        point_to_point: Send point-to-point messages directly, over the MPI that Horovod uses.
 
     Raises:
         ModuleNotFoundError: Horovod is not installed.
@@ -71,8 +71,7 @@ def default_transport(point_to_point: bool = False) -> Transport:
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] == "horovod":
             raise ModuleNotFoundError(
-                "Horovod is not installed: docs/install.md says how to, or pass another carrier of messages as "
-                "transport=",
+                "Horovod is not installed: see docs/install.md, or pass another transport with transport=",
                 name=error.name,
             ) from error
         raise

@@ -1,7 +1,7 @@
 """DistributedOptimizer: Horovod's interface with gradient compression.
 
-The exchange of a bucket starts during backward, once all its gradients are there. `step()` finishes all exchanges
-and then steps the wrapped optimizer on the averages.
+The exchange of a bucket starts during backward, once all its gradients are computed. `step()` waits for all
+exchanges and then steps the wrapped optimizer on the averages.
 """
 
 import warnings
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
@@ -22,19 +22,19 @@ from dgc.compression.route import Route
 from dgc.optim.agreement import check_settings
 from dgc.optim.broadcast import default_transport
 from dgc.optim.epochs import EpochWrapper
-from dgc.optim.exchange.gradients import GradientExchange, refuse_wrapped
+from dgc.optim.exchange.gradients import GradientExchange, check_not_wrapped
 from dgc.optim.exchange.planning import check_agreement, plan_buckets
 from dgc.optim.exchange.scaling import LossScale, is_used
-from dgc.optim.momentum import MomentumOwners
+from dgc.optim.momentum import MomentumCheck
 from dgc.optim.options import (
-    as_factor,
     as_route,
     check_arguments,
     name_parameters,
-    take_compressors,
-    unused_prefix,
+    reduction_factor,
+    register_compressors,
+    unique_prefix,
 )
-from dgc.optim.sgd import SparseUpdate, TakesCorrected
+from dgc.optim.sgd import SparseUpdate, SupportsCorrectedGradients
 
 
 class DistributedOptimizer(EpochWrapper):
@@ -90,13 +90,13 @@ class DistributedOptimizer(EpochWrapper):
     ):
         check_arguments(backward_passes_per_step, gradient_predivide_factor, num_groups, groups, nonfinite)
         named = name_parameters(optimizer, named_parameters)
-        refuse_wrapped(named)
+        check_not_wrapped(named)
         self.route = as_route(compression)
         self._count_epochs(steps_per_epoch)
         self.transport = transport or default_transport()
-        self.meter = Meter()
+        self.meter = TrafficMeter()
         self.nonfinite, self.dropped_steps = nonfinite, 0
-        self._factor = as_factor(op, self.transport.size)
+        self._factor = reduction_factor(op, self.transport.size)
         check_settings(
             self.transport,
             "settings",
@@ -108,17 +108,17 @@ class DistributedOptimizer(EpochWrapper):
             uses_grad_scaler=is_used(grad_scaler),
             compression=self.route if isinstance(compression, Route) else self.route.rules[0].compressor,
         )
-        planned = plan_buckets(named, self.route.compressor_for, bucket_mb, unused_prefix(self.transport))
-        of = {p: plan.compressor for plan in planned for p in plan.parameters}
+        planned = plan_buckets(named, self.route.compressor_for, bucket_mb, unique_prefix(self.transport))
+        compressor_of = {p: plan.compressor for plan in planned for p in plan.parameters}
         # in model order: positions name the saved states and must not depend on the buckets
-        compressors = list({id(of[p]): of[p] for _, p in named}.values())
+        compressors = list({id(compressor_of[p]): compressor_of[p] for _, p in named}.values())
         super().__init__(optimizer, compressors)
         self._loss_scale = LossScale(grad_scaler, planned)
         if self._loss_scale.enabled and nonfinite == "raise":
-            raise ValueError("a grad_scaler finds its scale by dropping steps: it needs nonfinite='skip'")
-        self._momentum = MomentumOwners(optimizer, planned)
+            raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
+        self._momentum = MomentumCheck(optimizer, planned)
         check_agreement(planned, self.transport)
-        take_compressors(compressors)
+        register_compressors(compressors)
         for plan in planned:
             plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
         self.exchange = GradientExchange(
@@ -132,7 +132,7 @@ class DistributedOptimizer(EpochWrapper):
         self._should_synchronize = True
         self._epochs.begin()
         self._dropped = False  # whether the last averaged gradients were not finite
-        self._scaler_asked = False
+        self._averaged_for_scaler = False
         self.exchange.zero(set_to_none=True)
 
     # --- one step ---------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class DistributedOptimizer(EpochWrapper):
 
     def _finish(self) -> list[Result]:
         """Finish the exchange. If a result is not finite, every rank drops the step or raises, by `nonfinite`."""
-        self._scaler_asked = False
+        self._averaged_for_scaler = False
         results = self.exchange.finish()
         reason = next((result.nonfinite for result in results if result.nonfinite), None)
         self._dropped = reason is not None
@@ -169,8 +169,8 @@ class DistributedOptimizer(EpochWrapper):
         self.dropped_steps += 1
         if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
             warnings.warn(
-                f"{reason}: every rank drops this step. Further ones are only counted, in dropped_steps; "
-                "nonfinite='raise' makes them errors",
+                f"{reason}: every rank drops this step. Further dropped steps are only counted, in dropped_steps; "
+                "nonfinite='raise' raises an error instead",
                 stacklevel=3,
             )
         return results
@@ -193,16 +193,16 @@ class DistributedOptimizer(EpochWrapper):
         if self._should_synchronize and not self.exchange.averaged:
             self._loss_scale.check_before_averaging(self)
             self.synchronize()
-            self._scaler_asked = True
+            self._averaged_for_scaler = True
         return False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the exchange, then step the wrapped optimizer unless the step is dropped.
 
-        If that optimizer accepts sparse updates, .grad of a compressed parameter holds the local gradient
-        afterwards. Call synchronize() first if you need the average there.
+        If that optimizer accepts sparse updates, .grad of a compressed parameter has the local gradient
+        afterwards. Call synchronize() first if you need the average.
         """
-        self.exchange.refuse_thawed(self.param_groups)
+        self.exchange.check_no_unfrozen(self.param_groups)
         self._momentum.check(self.inner)
         loss = None
         if closure is not None:
@@ -213,12 +213,12 @@ class DistributedOptimizer(EpochWrapper):
         self._loss_scale.check_before_step(self)
         sparse: list[SparseUpdate] = []
         if self._should_synchronize and self.exchange.averaged:
-            if not self._scaler_asked:
+            if not self._averaged_for_scaler:
                 warnings.warn(
                     "step() after synchronize() without skip_synchronize(): the gradients are not exchanged again",
                     stacklevel=2,
                 )
-        elif self._should_synchronize and isinstance(self.inner, TakesCorrected) and self._factor == 1:
+        elif self._should_synchronize and isinstance(self.inner, SupportsCorrectedGradients) and self._factor == 1:
             sparse = self._synchronize_sparse()
         elif self._should_synchronize:
             self.synchronize()
@@ -232,7 +232,7 @@ class DistributedOptimizer(EpochWrapper):
         for p in (p for plan in self.exchange.planned for p in plan.parameters if not p.requires_grad):
             p.grad = None  # frozen after construction: momentum and weight decay must not change it
         self.inner.step(**({"sparse": sparse} if sparse else {}))
-        self.meter.spent("step", "optimizer", start, perf_counter())
+        self.meter.add_time("step", "optimizer", start, perf_counter())
 
     def _synchronize_sparse(self) -> list[SparseUpdate]:
         """Like synchronize(), but return sparse results that need no momentum instead of making them dense."""

@@ -1,4 +1,4 @@
-"""Counting of epochs by steps, for compressors that warm up."""
+"""Epochs counted by steps, for compressors that warm up."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from dgc.optim.wrapper import Wrapper
 class EpochCount:
     """Calls `begin_epoch` before the first step of each epoch.
 
-    The position is saved in epochs, so it stays valid if an epoch has another number of steps after a resume.
+    The position is saved in epochs, so it stays valid if the number of steps per epoch changes on resume.
 
     Args:
-        steps_per_epoch: Steps in an epoch. None: nothing is counted.
+        steps_per_epoch: Steps in an epoch. None: epochs are not counted.
         begin_epoch: Called with the epoch, counted from 0.
 
     Raises:
@@ -28,7 +28,7 @@ class EpochCount:
         self._steps, self._epoch = 0, -1
 
     def begin(self) -> None:
-        """Begin the epoch of the next step, unless it has begun."""
+        """Begin the epoch of the next step, unless it has begun already."""
         if self.steps_per_epoch is not None and (epoch := self._steps // self.steps_per_epoch) != self._epoch:
             self._epoch = epoch
             self._begin_epoch(epoch)
@@ -45,12 +45,12 @@ class EpochCount:
         """Raise ValueError if a saved position is needed and `epochs` is None."""
         if self.steps_per_epoch is not None and epochs is None:
             raise ValueError(
-                "this state was saved without steps_per_epoch, so its epoch is not known: build the optimizer "
-                "without steps_per_epoch and call begin_epoch(epoch) before each epoch"
+                "this state was saved without steps_per_epoch, so it has no epoch: build the optimizer without "
+                "steps_per_epoch and call begin_epoch(epoch) before each epoch"
             )
 
     def load(self, epochs: float | None) -> None:
-        """Continue from a saved position, in epochs. It is ignored if nothing is counted."""
+        """Continue from a saved position, in epochs. It is ignored if epochs are not counted."""
         if self.steps_per_epoch is not None and epochs is not None:
             self._steps, self._epoch = round(epochs * self.steps_per_epoch), -1
             self.begin()

@@ -1,4 +1,4 @@
-"""GossipOptimizer: each rank steps on its local gradients, and gossip (`dgc.gossip`) keeps the models close."""
+"""GossipOptimizer: each rank steps on its local gradients and averages models by gossip (`dgc.gossip`)."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Asynchronous, Gossip
-from dgc.optim.agreement import check_settings
+from dgc.optim.agreement import check_settings, first_difference
 from dgc.optim.broadcast import default_transport
-from dgc.optim.options import name_parameters, unused_prefix
+from dgc.optim.options import name_parameters, unique_prefix
 from dgc.optim.wrapper import Wrapper
 
-SLACK = 16  # steps; in an exponential graph of 2**16 ranks a slow rank affects all others within 16 steps
+MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
 
 
 class GossipOptimizer(Wrapper):
@@ -31,7 +31,7 @@ class GossipOptimizer(Wrapper):
 
     Parameters and optimizer state differ between ranks. The model of the run is the mean of the parameters, which
     `consensus` loads. All ranks must start with the same parameters: see broadcast_parameters. With a
-    torch.amp.GradScaler call `scaler.step(optimizer)`; each rank has its own scale.
+    torch.amp.GradScaler call `scaler.step(optimizer)`. Each rank has its own scale.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -47,12 +47,12 @@ class GossipOptimizer(Wrapper):
 
     Example:
         optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), SGP())
-        optimizer.zero_grad()  # also receives from neighbours: call it before each forward pass
+        optimizer.zero_grad()  # also adds messages of neighbours: call it before each forward pass
         loss_fn(model(inputs)).backward()  # repeat to accumulate gradients
         optimizer.step()
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then leaves inf to step()
+    _step_supports_amp_scaling = True  # GradScaler then leaves the check for inf to step()
 
     def __init__(
         self,
@@ -68,24 +68,24 @@ class GossipOptimizer(Wrapper):
         super().__init__(optimizer, [gossip])
         self.transport = transport or default_transport(point_to_point=True)
         self.gossip, self.nonfinite = gossip, nonfinite
-        self.meter, self.dropped_steps = Meter(), 0
+        self.meter, self.dropped_steps = TrafficMeter(), 0
         self.consensus_distance = float("nan")
         named = name_parameters(optimizer, named_parameters)
         check_settings(self.transport, "gossip.settings", nonfinite=nonfinite, gossip=gossip)
         _check_agreement(named, self.transport)
         self._names = [name for name, _ in named]
         self.model = FlatModel(named)
-        gossip.start(self.model, self.transport, self.meter, f"{unused_prefix(self.transport)}.gossip")
+        gossip.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.gossip")
 
     @property
-    def steps_apart(self) -> int | None:  # type: ignore[override]
-        """Steps that one rank may be ahead of another. A trainer must allow as many to avoid extra waits."""
-        return SLACK if self.gossip.is_synchronous else None
+    def max_step_lag(self) -> int | None:  # type: ignore[override]
+        """Largest number of steps by which a rank should be ahead of another. A lower limit causes extra waits."""
+        return MAX_STEP_LAG if self.gossip.is_synchronous else None
 
     # --- one step ---------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients and apply the messages of neighbours. Call it before each forward after a step."""
+        """Drop the gradients and add the messages of neighbours. Call it before the forward pass of each step."""
         self.inner.zero_grad(set_to_none)
         self._timed("wait", self.gossip.begin_step)
 
@@ -95,7 +95,7 @@ class GossipOptimizer(Wrapper):
             with torch.enable_grad():
                 loss = closure()
         self.meter.count_dense(self.model.z.numel(), self.transport.size)
-        step = self.inner.step if self._fit() else _stand_still
+        step = self.inner.step if self._has_finite_gradients() else _no_step
         self._timed("step", lambda: self.gossip.update(step, float(self.param_groups[0]["lr"])))
         return loss
 
@@ -106,8 +106,8 @@ class GossipOptimizer(Wrapper):
         counted = sum(self.meter.seconds[name] - before[name] for name in before)
         self.meter.seconds[phase] += max(0.0, perf_counter() - start - counted)
 
-    def _fit(self) -> bool:
-        """Whether this rank's gradients are finite. Unscales them if a GradScaler has scaled them."""
+    def _has_finite_gradients(self) -> bool:
+        """Whether this rank's gradients are finite. If a GradScaler has scaled them, they are unscaled first."""
         gradients = [p.grad for p in self.model.parameters if p.grad is not None]
         if not gradients:
             return True
@@ -115,17 +115,17 @@ class GossipOptimizer(Wrapper):
         if scale is not None:
             torch._foreach_mul_(gradients, float(1 / scale.double()))
         if found_inf is not None:
-            fit = not float(found_inf)
-            self.dropped_steps += not fit
-            return fit
+            is_finite = not float(found_inf)
+            self.dropped_steps += not is_finite
+            return is_finite
         named = self._named_values()
         if not named:
             return True
         largest = torch._foreach_norm([values for _, values in named], float("inf"))
-        fit = bool(torch.stack([n.float() for n in largest]).isfinite().all())
-        if not fit:
-            self._complain(next(name for name, values in named if not bool(values.isfinite().all())))
-        return fit
+        is_finite = bool(torch.stack([n.float() for n in largest]).isfinite().all())
+        if not is_finite:
+            self._warn_nonfinite(next(name for name, values in named if not bool(values.isfinite().all())))
+        return is_finite
 
     def _named_values(self) -> list[tuple[str, Tensor]]:
         """Return (name, values) of this rank's gradients, without empty ones."""
@@ -134,42 +134,43 @@ class GossipOptimizer(Wrapper):
         values = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in gradients]
         return [(name, v) for name, v in values if v.numel()]
 
-    def _complain(self, name: str) -> None:
+    def _warn_nonfinite(self, name: str) -> None:
+        """Count a dropped step and warn once, or raise, by `nonfinite`."""
         reason = f"the gradient of {name} on rank {self.transport.rank} has NaN or inf"
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(reason)
         self.dropped_steps += 1
         if self.dropped_steps == 1:
             warnings.warn(
-                f"{reason}: this rank drops its step. Further ones are only counted, in dropped_steps; "
-                "nonfinite='raise' makes them errors",
+                f"{reason}: this rank drops its step. Further dropped steps are only counted, in dropped_steps; "
+                "nonfinite='raise' raises an error instead",
                 stacklevel=4,
             )
 
     # --- the common model -------------------------------------------------------------------------
 
-    def pace(self, steps: int) -> Callable[[], bool] | None:
+    def more_steps(self, total: int) -> Callable[[], bool] | None:
         if self.gossip.is_synchronous:
             return None
         gossip = cast(Asynchronous, self.gossip)
-        return lambda: gossip.progress < steps
+        return lambda: gossip.progress < total
 
-    def settle(self) -> None:
-        """Receive all messages in flight. Collective."""
-        self.gossip.settle()
+    def synchronize_messages(self) -> None:
+        """Receive all messages in flight and add them to the model. Collective."""
+        self.gossip.synchronize_messages()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Context in which every rank's parameters are the mean over all ranks. They are restored afterwards.
 
-        Messages in flight are received first and count in the mean. `consensus_distance` is then this rank's L2
-        distance from the mean. Collective.
+        Messages in flight are received first and are part of the mean. Sets `consensus_distance`, the L2 distance
+        of this rank's parameters from the mean. Collective.
         """
-        self.gossip.hold()
+        self.gossip.flush()
         z = self.model.z
-        mean = all_reduce(self.transport, self.gossip.numerator(), "mean", "consensus")
-        own = z.clone()
-        self.consensus_distance = float((own - mean).norm())
+        mean = all_reduce(self.transport, self.gossip.biased_parameters(), "mean", "consensus")
+        local = z.clone()
+        self.consensus_distance = float((local - mean).norm())
         with torch.no_grad():
             z.copy_(mean)
         self.model.scatter()
@@ -177,43 +178,43 @@ class GossipOptimizer(Wrapper):
             yield
         finally:
             with torch.no_grad():
-                z.copy_(own)
+                z.copy_(local)
             self.model.scatter()
 
-    def gauges(self) -> dict[str, float]:
-        """Return numbers for logs: the algorithm's of the last step, and consensus_distance once measured."""
+    def metrics(self) -> dict[str, float]:
+        """Return values for logs: those of the algorithm, and consensus_distance once measured."""
         measured = {} if isnan(self.consensus_distance) else {"consensus_distance": self.consensus_distance}
-        return {**self.gossip.gauges(), **measured}
+        return {**self.gossip.metrics(), **measured}
 
     def close(self) -> None:
         """Receive all messages in flight, then stop sending and receiving. Collective.
 
-        Call it before the program ends: when the first rank exits, Horovod ends MPI on all ranks, even if some are
-        still training.
+        Call it before the program ends. When the first rank exits, Horovod ends MPI on all ranks, even if some of
+        them are still training.
         """
-        if not self.gossip.is_synchronous and cast(Asynchronous, self.gossip).is_under_way:
-            self.settle()
+        if not self.gossip.is_synchronous and cast(Asynchronous, self.gossip).is_running:
+            self.synchronize_messages()
         self.gossip.close()
         barrier(self.transport, "gossip.closed")
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""
-        self.gossip.hold()
+        self.gossip.flush()
         return {**super().compression_state_dict(), "optimizer": self.inner.state_dict()}
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
-        own = dict(state)
-        if "optimizer" not in own:
-            raise ValueError("the state is not one of a GossipOptimizer: it has no optimizer of this rank's own")
-        self.inner.load_state_dict(own.pop("optimizer"))
-        super().load_compression_state_dict(own)
+        algorithm = dict(state)
+        if "optimizer" not in algorithm:
+            raise ValueError("the state is not that of a GossipOptimizer: it has no optimizer state of this rank")
+        self.inner.load_state_dict(algorithm.pop("optimizer"))
+        super().load_compression_state_dict(algorithm)
 
     def __repr__(self) -> str:
         return f"GossipOptimizer({self.inner!r}, {type(self.gossip).__name__}, size={self.transport.size})"
 
 
-def _stand_still() -> None:
-    pass
+def _no_step() -> None:
+    """Replaces the optimizer's step if the step is dropped."""
 
 
 def _check_agreement(named: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
@@ -226,9 +227,5 @@ def _check_agreement(named: Iterable[tuple[str, Tensor]], transport: Transport) 
         return
     for rank, other in enumerate(all_gather_object(transport, own, "gossip.model")):
         if other != own:
-            pairs = zip(other, own, strict=False)
-            difference = next(
-                (f"{a} there, {b} here" for a, b in pairs if a != b),
-                f"{len(other)} parameters there, {len(own)} here",
-            )
+            difference = first_difference(other, own, "parameters")
             raise ValueError(f"rank {rank} and rank {transport.rank} train different models: {difference}")

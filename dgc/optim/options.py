@@ -36,7 +36,7 @@ def name_parameters(
     """Return (name, parameter) for each trainable parameter of the optimizer, once, in model order.
 
     Raises:
-        ValueError: Two parameters have one name, or a parameter of the optimizer has none.
+        ValueError: Two parameters have the same name, or a parameter of the optimizer has none.
     """
     owned = {
         p: f"group{g}.param{i}"
@@ -51,9 +51,9 @@ def name_parameters(
     names = [name for name, _ in named]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"named_parameters holds different parameters of one name: {', '.join(twice)}")
-    known = {p for _, p in named}
-    unnamed = [name for p, name in owned.items() if p.requires_grad and p not in known]
+        raise ValueError(f"named_parameters has different parameters with the same name: {', '.join(twice)}")
+    with_name = {p for _, p in named}
+    unnamed = [name for p, name in owned.items() if p.requires_grad and p not in with_name]
     if unnamed:
         raise ValueError(f"named_parameters lacks {len(unnamed)} parameters of the optimizer: {unnamed[:5]}")
     return [(name, p) for name, p in named if p.requires_grad]
@@ -67,7 +67,7 @@ def as_route(compression: Any) -> Route:
     """
     if isinstance(compression, Route):
         for rule in compression.rules:
-            refuse_used(rule.compressor)
+            check_unused(rule.compressor)
         return compression
     if compression is None:
         return Route([Rule(DenseCompressor())])
@@ -75,14 +75,14 @@ def as_route(compression: Any) -> Route:
         name = compression.__name__
         raise ValueError(f"compression={name} is a class: pass an instance, compression={name}(...)")
     if hasattr(compression, "reduce"):
-        refuse_used(compression)
+        check_unused(compression)
         return Route([Rule(compression)])
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
         return Route([Rule(CastCompressor(compression))])
     raise ValueError(f"compression must be a compressor, a Route or a Horovod compression, not {compression!r}")
 
 
-def as_factor(op: Any, size: int) -> int:
+def reduction_factor(op: Any, size: int) -> int:
     """Return the factor that turns the mean over ranks into `op`. Accepts Horovod's constants Average and Sum."""
     name = {"0": "average", "1": "sum"}.get(str(op), str(op)).lower()
     if name in ("average", "mean"):
@@ -92,23 +92,24 @@ def as_factor(op: Any, size: int) -> int:
     raise ValueError(f"op must be 'average' or 'sum', not {op!r}")
 
 
-def unused_prefix(transport: Transport) -> str:
-    """Return a name prefix, unique on this transport. All ranks must create their optimizers in one order."""
+def unique_prefix(transport: Transport) -> str:
+    """Return a name prefix, unique on this transport. All ranks must create their optimizers in the same order."""
     _optimizers_of[transport] = number = _optimizers_of.get(transport, -1) + 1
     return f"dgc{number}"
 
 
-def refuse_used(compressor: Compressor) -> None:
+def check_unused(compressor: Compressor) -> None:
     """Raise ValueError if another optimizer uses the compressor: error state cannot be shared."""
     if not isinstance(compressor, StatelessCompressor) and compressor in _in_use:
         raise ValueError(
-            f"this {type(compressor).__name__} holds the error state of another DistributedOptimizer: "
-            "give each a compressor of its own"
+            f"this {type(compressor).__name__} has the error state of another DistributedOptimizer: create one "
+            "compressor for each optimizer"
         )
 
 
-def take_compressors(compressors: Iterable[Compressor]) -> None:
+def register_compressors(compressors: Iterable[Compressor]) -> None:
+    """Mark compressors as used by an optimizer. See `check_unused`."""
     for compressor in compressors:
-        refuse_used(compressor)
+        check_unused(compressor)
         if not isinstance(compressor, StatelessCompressor):
             _in_use.add(compressor)

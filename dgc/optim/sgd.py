@@ -6,7 +6,7 @@ and w is weight decay with its own momentum buffer, which is local and dense:
     b = m b + (1 - dampening) wd p;   w = wd p + m b (Nesterov) or b
 
 By linearity this equals the treatment of weight decay in momentum SGD. Other parameters follow torch.optim.SGD.
-A corrected gradient may be sparse. Then only the parameters that it names are changed for it.
+A corrected gradient may be sparse. It then changes only the elements in its indices.
 
 With decoupled_weight_decay, p = p - lr wd p for all parameters, without momentum (SGDW, Loshchilov and Hutter
 2019, arXiv 1711.05101).
@@ -40,10 +40,10 @@ class SparseUpdate:
 
 
 @runtime_checkable
-class TakesCorrected(Protocol):
+class SupportsCorrectedGradients(Protocol):
     """An optimizer that leaves momentum to the compressor's memory and applies sparse updates directly."""
 
-    def leave_momentum_of(self, parameters: Iterable[Tensor]) -> None: ...
+    def skip_momentum_of(self, parameters: Iterable[Tensor]) -> None: ...
 
     def step(self, closure: Callable[[], Any] | None = None, sparse: Sequence[SparseUpdate] = ()) -> Any: ...
 
@@ -51,7 +51,7 @@ class TakesCorrected(Protocol):
 class DGCSGD(Optimizer):
     """SGD that does not apply momentum again to gradients that already contain it (Lin et al. 2018, section 3.1).
 
-    It follows torch.optim.SGD until a DistributedOptimizer calls `leave_momentum_of`.
+    It follows torch.optim.SGD until a DistributedOptimizer calls `skip_momentum_of`.
 
     Args:
         params: Parameters or parameter groups.
@@ -84,9 +84,9 @@ class DGCSGD(Optimizer):
     ):
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if value < 0:
-                raise ValueError(f"{name} must not be negative, not {value}")
+                raise ValueError(f"{name} must be 0 or more, not {value}")
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("nesterov needs a momentum and zero dampening")
+            raise ValueError("nesterov=True needs momentum above 0 and dampening=0")
         defaults = dict(
             lr=lr,
             momentum=momentum,
@@ -98,7 +98,7 @@ class DGCSGD(Optimizer):
         super().__init__(params, defaults)
         self._corrected: frozenset[Tensor] = frozenset()
 
-    def leave_momentum_of(self, parameters: Iterable[Tensor]) -> None:
+    def skip_momentum_of(self, parameters: Iterable[Tensor]) -> None:
         """Treat the gradients of these parameters as containing momentum already."""
         self._corrected = frozenset(parameters)
 
@@ -162,14 +162,14 @@ class DGCSGD(Optimizer):
 
 def _subtract(update: SparseUpdate, lrs: Sequence[float]) -> None:
     """p = p - lr * gradient, at the elements of the update."""
-    ordinary = [p.requires_grad and fills_a_block(p) for p in update.parameters]
+    in_place = [p.requires_grad and fills_a_block(p) for p in update.parameters]
     targets = [
-        _in_memory_order(p) if plain else torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
-        for p, plain in zip(update.parameters, ordinary, strict=True)
+        _in_memory_order(p) if direct else torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
+        for p, direct in zip(update.parameters, in_place, strict=True)
     ]
     kernels.of(update.values).selection.subtract_at_(targets, update.bounds, update.indices, update.values, lrs)
-    for p, plain, target in zip(update.parameters, ordinary, targets, strict=True):
-        if not plain and p.requires_grad:
+    for p, direct, target in zip(update.parameters, in_place, targets, strict=True):
+        if not direct and p.requires_grad:
             p.add_(target.view(p.shape))
 
 

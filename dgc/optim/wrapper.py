@@ -1,4 +1,4 @@
-"""The base of the optimizers that wrap another one: its groups and state, and the compression state."""
+"""Base class of the optimizers that wrap another one: its groups and state, and the compression state."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import SparseOrDense
 
@@ -28,9 +28,9 @@ class Method(Protocol):
 
 
 class Wrapper(Optimizer):
-    """An optimizer around another one, `inner`. All attributes not defined here come from `inner`.
+    """Wraps the optimizer `inner`. Attributes that are not defined here are those of `inner`.
 
-    It cannot be copied or pickled, because it holds hooks on its parameters and a connection to the other ranks.
+    It cannot be copied or pickled, because it has hooks on its parameters and a connection to the other ranks.
     Save `state_dict()` and, on each rank, `compression_state_dict()`.
 
     Args:
@@ -39,7 +39,7 @@ class Wrapper(Optimizer):
     """
 
     transport: Transport
-    meter: Meter
+    meter: TrafficMeter
     dropped_steps: int  # number of steps dropped because of NaN or inf in a gradient
 
     def __init__(self, inner: Optimizer, methods: Sequence[Method]):
@@ -47,7 +47,7 @@ class Wrapper(Optimizer):
         self.inner: Any = inner
         self._methods = list(methods)
 
-    # --- the wrapped optimizer's ------------------------------------------------------------------
+    # --- the wrapped optimizer ---------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -87,28 +87,29 @@ class Wrapper(Optimizer):
 
     # --- ranks ------------------------------------------------------------------------------------
 
-    steps_apart: int | None = 0  # how far one rank may be ahead of another; None: any number of steps
+    max_step_lag: int | None = 0  # largest number of steps by which a rank may be ahead of another; None: no limit
 
-    def pace(self, steps: int) -> Callable[[], bool] | None:
-        """Return a function for ranks that train at different speeds, or None if all take the same steps.
+    def more_steps(self, total: int) -> Callable[[], bool] | None:
+        """Return a function that decides whether this rank takes another step, or None if ranks are synchronous.
 
-        The function returns whether all ranks together have not reached `steps` steps yet.
+        Without synchronization, ranks take different numbers of steps. The function returns True until the steps
+        of all ranks together reach `total`.
         """
         return None
 
     def close(self) -> None:
         """Release the parameters and the connection to the other ranks. Collective."""
 
-    def settle(self) -> None:
-        """Receive all messages that are in flight between ranks. Collective."""
+    def synchronize_messages(self) -> None:
+        """Wait for all messages in flight between ranks and apply them. Collective."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Context in which all ranks have the same parameters, the run's model. Collective."""
+        """Context in which the parameters are the model of the run, equal on all ranks. Collective."""
         yield
 
-    def gauges(self) -> dict[str, float]:
-        """Return further numbers of the last step, for logs."""
+    def metrics(self) -> dict[str, float]:
+        """Return further values of the last step, for logs."""
         shares = [m.dense_share for m in self._methods if isinstance(m, SparseOrDense)]
         return {"dense_share": max(shares)} if shares else {}
 
@@ -135,8 +136,8 @@ class Wrapper(Optimizer):
         return {f"{type(m).__name__}.{i}": m.state_dict() for i, m in enumerate(self._methods)}
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
-        own = {f"{type(m).__name__}.{i}": m for i, m in enumerate(self._methods)}
-        if own.keys() != state.keys():
-            raise ValueError(f"the state is of other compressors: {sorted(state)}, here are {sorted(own)}")
-        for name, method in own.items():
+        methods = {f"{type(m).__name__}.{i}": m for i, m in enumerate(self._methods)}
+        if methods.keys() != state.keys():
+            raise ValueError(f"state of other compressors: it has {sorted(state)}, not {sorted(methods)}")
+        for name, method in methods.items():
             method.load_state_dict(state[name])

@@ -1,8 +1,8 @@
 """Stochastic Gradient Push as its paper writes it: Assran, Loizou, Ballas, Rabbat, ICML 2019, arXiv 1811.10792,
 Algorithm 1 (SGP) and Algorithm 2 (overlap SGP). The fast ones are `dgc.gossip.pushsum.sgp` and `osgp`.
 
-Node i has a numerator x_i, a weight w_i, at first 1, and the model z_i = x_i / w_i. In step k it gives each
-out-neighbour j the share p_ji of x_i and w_i, and keeps the share p_ii. Its shares sum to one.
+Node i has biased parameters x_i, a weight w_i, at first 1, and the model z_i = x_i / w_i. In step k it sends to
+each out-neighbour j the share p_ji of x_i and w_i, and keeps the share p_ii. Its shares sum to one.
 
     SGP    x_i = x_i - gamma grad(z_i)
            x_i = sum over j of p_ij x_j;   w_i = sum over j of p_ij w_j;   z_i = x_i / w_i

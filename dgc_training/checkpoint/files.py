@@ -12,16 +12,14 @@ differs from its manifest is refused.
 
 Ranks on several machines need no shared file system: each rank reads the file that it wrote, and rank 0 sends the
 shared part and every decision to the others. A different number of ranks reads the files of the old ranks that it
-takes error state from (`dgc_training.checkpoint.reshard`); these files must then be readable.
+takes error state from (`dgc_training.checkpoint.reshard`), so they must be readable.
 """
 
 import json
-import os
 import re
 import shutil
 import socket
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,30 +27,9 @@ from typing import Any
 import torch
 
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
+from dgc_training.atomic_write import write_atomically, write_json
 from dgc_training.checkpoint.reshard import blend, shares
-from dgc_training.faults.failure import Refused
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` with a temporary file beside `path`, flushes it to the disk and renames it to `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Atomically replaces the file `path` with `content` as JSON."""
-    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2) + "\n"))
+from dgc_training.faults.failure import UsageError
 
 
 def read_tensors(path: Path) -> Any:
@@ -68,7 +45,7 @@ def checkpoint_name(epoch: int, step: int = 0) -> str:
     return f"e{epoch:04d}" + (f"s{step:05d}" if step else "")
 
 
-def _age(folder: Path) -> list[int]:
+def _sort_key(folder: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", folder.name)]
 
 
@@ -87,7 +64,7 @@ def check_file(path: Path, expected: Any) -> None:
         raise ValueError(f"{path} is missing on {socket.gethostname()}")
     found = fingerprint(path)
     if found != expected:
-        raise ValueError(f"{path} is not the file that was written: {found} now, {expected} then")
+        raise ValueError(f"{path} is not the file that was written: {found} now, {expected} when written")
 
 
 @dataclass(frozen=True)
@@ -115,7 +92,7 @@ class Checkpoints:
     def save(self, name: str, shared: dict[str, Any], own: dict[str, Any], best: bool = False) -> None:
         """Writes a checkpoint and marks it as the latest, and as the best if `best`. Rank 0's `shared` is used."""
         rank, size = self.transport.rank, self.transport.size
-        name = broadcast_object(self.transport, self._unnamed(name), name="checkpoint.name")
+        name = broadcast_object(self.transport, self._unused_name(name), name="checkpoint.name")
         folder = self.directory / name
         folder.mkdir(parents=True, exist_ok=True)
         own_path, shared_path = folder / f"rank{rank}.pt", folder / "shared.pt"
@@ -127,7 +104,7 @@ class Checkpoints:
         # This is also a barrier: all ranks have written their parts when the names below are written.
         parts = all_gather_object(self.transport, written, name="checkpoint.files")
         if rank == 0:
-            files = {file: print_ for part in parts for file, print_ in part.items()}
+            files = {file: entry for part in parts for file, entry in part.items()}
             write_json(folder / "manifest.json", {"size": size, "files": files})
             write_json(self.directory / "latest.json", {"checkpoint": name})
             if best:
@@ -137,12 +114,12 @@ class Checkpoints:
         # No rank may begin the next checkpoint while another one still removes old folders.
         barrier(self.transport, name="checkpoint.pruned")
 
-    def _unnamed(self, name: str) -> str:
+    def _unused_name(self, name: str) -> str:
         """Returns `name`, with a number appended if the latest or the best checkpoint already has this name.
 
         A run that is resumed mid-epoch on a different number of ranks can reach the same step again.
         """
-        taken = {self._named("latest"), self._named("best")} if self.transport.rank == 0 else set()
+        taken = {self._read_name("latest"), self._read_name("best")} if self.transport.rank == 0 else set()
         number, free = 1, name
         while free in taken and (self.directory / free / "manifest.json").exists():
             number += 1
@@ -153,15 +130,15 @@ class Checkpoints:
         """Removes all but the last `keep`, the latest and the best. One rank per machine does this."""
         if self.transport.local_rank != 0:
             return
-        kept = {self._named("latest"), self._named("best")}
-        folders = sorted((path for path in self.directory.iterdir() if path.is_dir()), key=_age)
+        kept = {self._read_name("latest"), self._read_name("best")}
+        folders = sorted((path for path in self.directory.iterdir() if path.is_dir()), key=_sort_key)
         complete = [path for path in folders if (path / "manifest.json").exists()] or folders
         kept.update(path.name for path in complete[-self.keep :])
         for folder in folders:
             if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _named(self, which: str) -> str | None:
+    def _read_name(self, which: str) -> str | None:
         try:
             content = json.loads((self.directory / f"{which}.json").read_text())
             return Path(str(content["checkpoint"])).name
@@ -176,17 +153,17 @@ class Checkpoints:
         if self.transport.rank == 0:
             try:
                 # Both are read, so that a damaged one is reported now and not after an epoch.
-                names = {known: self._named(known) for known in ("latest", "best")}
+                names = {known: self._read_name(known) for known in ("latest", "best")}
                 found = next((names[wanted] for wanted in which if names[wanted] is not None), None)
             except ValueError as error:
                 problem = str(error)
         found, problem = broadcast_object(self.transport, (found, problem), name="checkpoint.find")
         if problem is not None:
-            raise Refused(problem)
+            raise UsageError(problem)
         return found
 
     def load(self, name: str, own_part: bool = True) -> Loaded:
-        """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `Refused`.
+        """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `UsageError`.
 
         own_part=False reads only the shared part, for evaluation on any number of ranks; `own` is then empty.
         """
@@ -209,8 +186,8 @@ class Checkpoints:
             text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text
         ]
         if problems:
-            raise Refused(
-                f"checkpoint {folder} is damaged: {problems[0]}. --no-resume starts anew and keeps it aside."
+            raise UsageError(
+                f"checkpoint {folder} is damaged: {problems[0]}. --no-resume renames this run and starts again."
             )
         return Loaded(name, manifest["size"], shared, own)
 

@@ -3,11 +3,11 @@
 Divide [0, 1) into one interval of length 1/old per old rank, and into one of length 1/new per new rank. New rank r
 takes from old rank o the share w[r, o] = new * (length of their overlap):
 
-    4 -> 1:  mean of all          1 -> 4:  each takes it whole
+    4 -> 1:  mean of all          1 -> 4:  each takes a full copy
     3 -> 2:  2/3 e0 + 1/3 e1,  1/3 e1 + 2/3 e2
 
 Columns sum to new/old, so the mean over the new ranks equals the mean over the old ranks. Rows sum to 1, so no
-rank begins with a larger error state than ranks had before, as it would if whole ranks were scaled up. All updates
+rank begins with a larger error state than ranks had before, as it would if some states were scaled up. All updates
 of error and momentum are linear, so the mean evolves as it would have on the old ranks. A new rank combines at
 most ceil(old/new) + 1 old ranks, so a sparse error state stays about as sparse.
 """
@@ -48,7 +48,7 @@ def blend(states: Mapping[int, Any], weights: Mapping[int, Fraction], where: str
     parts = [states[rank] for rank in weights]
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
-        raise ValueError(f"{where} is of different kinds on the ranks that saved it")
+        raise ValueError(f"{where} has different types on the ranks that saved it")
     if isinstance(first, dict):
         if any(part.keys() != first.keys() for part in parts):
             raise ValueError(f"{where} has different keys on the ranks that saved it")
@@ -66,7 +66,7 @@ def blend(states: Mapping[int, Any], weights: Mapping[int, Fraction], where: str
     if isinstance(first, Tensor):
         return _blend_tensors(parts, [float(weight) for weight in weights.values()], where)
     if any(part != first for part in parts):
-        raise ValueError(f"{where} differs between the ranks that saved it and is no tensor: {parts}")
+        raise ValueError(f"{where} differs between the ranks that saved it and is not a tensor: {parts}")
     return first
 
 
@@ -77,6 +77,6 @@ def _blend_tensors(parts: list[Tensor], weights: list[float], where: str) -> Ten
     if all(torch.equal(part, first) for part in parts):
         return first.clone()
     if not first.is_floating_point():
-        raise ValueError(f"{where} differs between the ranks that saved it and holds no real numbers")
+        raise ValueError(f"{where} differs between the ranks that saved it and is not a floating-point tensor")
     total = sum(weight * part.double() for weight, part in zip(weights, parts, strict=True))
     return cast(Tensor, total).to(first.dtype)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dgc_training.schedule import Schedule
 
 
-def check_form(saved: Any, now: Any, where: str) -> None:
+def check_structure(saved: Any, now: Any, where: str) -> None:
     """Raises ValueError, with the location, if keys, lengths, shapes or types of `saved` differ from `now`.
 
     An optional value always fits: None in `saved`, or anything where `now` has None.
@@ -25,12 +25,12 @@ def check_form(saved: Any, now: Any, where: str) -> None:
             found = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
             raise ValueError(f"{where} is {found}, not a mapping of {sorted(map(str, now))}")
         for key in now:
-            check_form(saved[key], now[key], f"{where}.{key}")
+            check_structure(saved[key], now[key], f"{where}.{key}")
     elif isinstance(now, list | tuple):
         if not isinstance(saved, list | tuple) or len(saved) != len(now):
             raise ValueError(f"{where} is not a list of {len(now)}")
         for i, (a, b) in enumerate(zip(saved, now, strict=True)):
-            check_form(a, b, f"{where}.{i}")
+            check_structure(a, b, f"{where}.{i}")
     elif isinstance(now, Tensor):
         if not isinstance(saved, Tensor) or saved.shape != now.shape or saved.dtype != now.dtype:
             raise ValueError(f"{where} is not a tensor of shape {tuple(now.shape)} and type {now.dtype}")
@@ -47,11 +47,11 @@ def check_form(saved: Any, now: Any, where: str) -> None:
 
 
 def check_tensors(saved: Any, now: Mapping[str, Any], where: str) -> None:
-    """Applies `check_form` to the tensors that both have. The model's own loader reports missing ones."""
+    """Applies `check_structure` to the tensors that both have. The model's own loader reports missing ones."""
     if not isinstance(saved, dict):
         raise ValueError(f"{where} is of type {type(saved).__name__}, not a mapping")
     for name in now.keys() & saved.keys():
-        check_form(saved[name], now[name], f"{where}.{name}")
+        check_structure(saved[name], now[name], f"{where}.{name}")
 
 
 def check_hyperparameters(saved: Any, optimizer: Optimizer, schedule: Schedule) -> None:
@@ -72,11 +72,11 @@ def check_optimizer_state(saved: Any, optimizer: Optimizer) -> None:
     """Raises ValueError if `saved` is not a state_dict of this optimizer, by group keys and buffer shapes."""
     now = optimizer.state_dict()
     if not isinstance(saved, dict) or saved.keys() != now.keys():
-        raise ValueError("optimizer is no optimizer's state")
-    check_form(saved["param_groups"], now["param_groups"], "optimizer.param_groups")
+        raise ValueError("optimizer is not the state of an optimizer")
+    check_structure(saved["param_groups"], now["param_groups"], "optimizer.param_groups")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not isinstance(saved["state"], dict):
-        raise ValueError("optimizer.state is no mapping")
+        raise ValueError("optimizer.state is not a mapping")
     for number, buffers in saved["state"].items():
         where = f"optimizer.state.{number}"
         if type(number) is not int or not 0 <= number < len(parameters) or not isinstance(buffers, dict):
@@ -84,7 +84,7 @@ def check_optimizer_state(saved: Any, optimizer: Optimizer) -> None:
         for name, value in buffers.items():
             plain = value is None or isinstance(value, bool | int | float)
             if isinstance(value, Tensor) and value.dim():
-                check_form(value, zeros_like(parameters[number]), f"{where}.{name}")
+                check_structure(value, zeros_like(parameters[number]), f"{where}.{name}")
             elif type(name) is not str or not (plain or isinstance(value, Tensor)):
                 raise ValueError(f"{where}.{name} is of type {type(value).__name__}")
             elif value is not None and not isfinite(value):

@@ -42,7 +42,7 @@ else:
         """Looks up `configs` at each import, so that every load uses its own tree."""
         tree = UNDER_CONSTRUCTION.get() if name == "configs" else None
         if tree is None:
-            raise AttributeError(f"no {name!r} in {__name__}; `configs` exists only while `load` reads a config file")
+            raise AttributeError(f"no {name!r} in {__name__}; `configs` exists only while `load` runs")
         return tree
 
 

@@ -1,9 +1,9 @@
 """Warning when the error state grows without bound.
 
-With error feedback the norm of the error state climbs at first and then levels off, once the amount sent per step
+With error feedback the norm of the error state rises at first and then levels off, once the amount sent per step
 balances the amount added. If the ratio is too small, the learning rate diverges or a rank no longer sends, the
 norm keeps growing. The rule compares windows of points (a point is `train.log_every` steps). The reference is the
-highest norm of the first WINDOW points at a settled ratio. The warning is raised, once, when two consecutive
+highest norm of the first WINDOW points at a settled ratio. The warning is issued, once, when two consecutive
 windows are above FACTOR times the reference and the second is above the first.
 
 A coordinate is sent every 1 / ratio steps on average, and a healthy error state fills within that many steps. It
@@ -18,17 +18,17 @@ WINDOW = 5  # points
 FACTOR = 10.0
 
 
-class ErrorAlarm:
-    """Call `look` at each point, in order. It returns a warning at most once."""
+class ErrorGrowthMonitor:
+    """Call `update` at each point, in order. It returns a warning at most once."""
 
     def __init__(self) -> None:
         self._ratio: float | None = None
-        self._since = 0
+        self._steps = 0  # at this ratio
         self._early: list[float] = []
         self._recent: list[float] = []
-        self._told = False
+        self._has_warned = False
 
-    def look(self, norm: float, ratio: float, steps: int) -> str | None:
+    def update(self, norm: float, ratio: float, steps: int) -> str | None:
         """Returns the warning, or None.
 
         Args:
@@ -36,15 +36,15 @@ class ErrorAlarm:
             ratio: current compress_ratio.
             steps: steps since the previous point.
         """
-        if self._told:
+        if self._has_warned:
             return None
         if not isfinite(norm):
-            self._told = True
-            return f"the error state is not finite ({norm}): no gradient held back will reach the model any more."
+            self._has_warned = True
+            return f"the error state is not finite ({norm}): the unsent gradients in it are lost."
         if ratio != self._ratio:
-            self._ratio, self._since, self._early, self._recent = ratio, 0, [], []
-        self._since += steps
-        if self._since <= max(SETTLING, 0.5 / ratio) or ratio >= 1:
+            self._ratio, self._steps, self._early, self._recent = ratio, 0, [], []
+        self._steps += steps
+        if self._steps <= max(SETTLING, 0.5 / ratio) or ratio >= 1:
             return None
         if len(self._early) < WINDOW:
             self._early.append(norm)
@@ -56,9 +56,9 @@ class ErrorAlarm:
             return None
         if max(now) <= max(before) or min(now) <= min(before):
             return None
-        self._told = True
+        self._has_warned = True
         return (
             f"the error state's norm has grown from {early:.3g} to {norm:.3g} at compress_ratio {ratio:.3g} and "
-            "grows on: more is held back than ever gets sent, and what gets sent is stale. Raise the ratio, lower "
-            "the learning rate, or clip gradients (error_norm in TensorBoard shows the curve)."
+            "keeps growing: less is sent than is added, and what is sent is out of date. Raise the ratio, lower "
+            "the learning rate, or clip gradients (compression/error_norm in TensorBoard shows the norm)."
         )

@@ -1,7 +1,7 @@
 """Ends a run on an error: one rank prints its message and all ranks end at once.
 
 A rank that raises while the others wait for it inside a collective must not block them. It prints its message and
-ends its process without Python's usual shutdown, which would wait for the other ranks. The launcher sees the exit
+ends its process without Python's usual shutdown, which would wait for the other ranks. The launcher reads the exit
 status and ends the other ranks.
 """
 
@@ -17,18 +17,18 @@ from types import FrameType
 
 from dgc.comm.launch import LaunchError
 from dgc_training.config import ConfigError
-from dgc_training.startup.launcher import launched_rank, launched_size
+from dgc_training.launcher import launched_rank, launched_size
 
 # Seconds by which ranks other than 0 delay a message. If all ranks fail alike, only rank 0's message is printed,
 # since the launcher ends the others as soon as rank 0 has exited.
-PATIENCE = 1.0
+MESSAGE_DELAY = 1.0
 # The delay after a collective that failed because another rank ended: that rank's message is printed first.
-PATIENCE_WITH_CONSEQUENCES = 5.0
-CONSEQUENCES = ("HorovodInternalError",)
+SECONDARY_DELAY = 5.0
+SECONDARY_ERRORS = ("HorovodInternalError",)
 
 
-class Refused(ValueError):
-    """The run cannot do what the user asked for. Every rank raises it. No traceback; exit code 2."""
+class UsageError(ValueError):
+    """The run cannot do what the user asked for. Every rank raises it. It has no traceback. Exit status: 2."""
 
 
 class Terminated(BaseException):
@@ -45,9 +45,9 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     raise Terminated(signal.Signals(signum))
 
 
-def _is_consequence(error: BaseException) -> bool:
-    """Whether a collective failed because another rank has exited. Horovod's other errors have another text."""
-    return type(error).__name__ in CONSEQUENCES and "has been shut down" in str(error)
+def _is_secondary(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has exited. Other errors of Horovod have another text."""
+    return type(error).__name__ in SECONDARY_ERRORS and "has been shut down" in str(error)
 
 
 def end_process(status: int) -> None:
@@ -69,21 +69,21 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
     try:
         try:
             yield
-        except (Refused, ConfigError, LaunchError) as error:
-            time.sleep(PATIENCE if rank else 0.0)
+        except (UsageError, ConfigError, LaunchError) as error:
+            time.sleep(MESSAGE_DELAY if rank else 0.0)
             sys.stdout.flush()
             print(
                 f"[rank {rank} of {size} on {socket.gethostname()}] {error}" if rank else error, file=sys.stderr
             )
             leave(2)
         except Exception as error:
-            consequence = _is_consequence(error)
-            time.sleep(PATIENCE_WITH_CONSEQUENCES if consequence else PATIENCE if rank else 0.0)
+            secondary = _is_secondary(error)
+            time.sleep(SECONDARY_DELAY if secondary else MESSAGE_DELAY if rank else 0.0)
             sys.stdout.flush()
-            if consequence:
+            if secondary:
                 print(
-                    f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank left or did "
-                    "not answer within train.timeout: see its message, or Horovod's list of missing ranks.",
+                    f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank exited or "
+                    "did not respond within train.timeout. See its message, or Horovod's list of missing ranks.",
                     file=sys.stderr,
                 )
             else:
@@ -94,7 +94,7 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
         number = error.args[0] if isinstance(error, Terminated) else signal.SIGINT
         if rank == 0:
             name = "Ctrl-C" if number == signal.SIGINT else number.name
-            print(f"Stopped by {name}. The same command goes on from the last checkpoint.", file=sys.stderr)
+            print(f"Stopped by {name}. The same command resumes from the last checkpoint.", file=sys.stderr)
         leave(128 + number)
     finally:
         for number, handler in previous.items():

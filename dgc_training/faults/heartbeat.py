@@ -31,13 +31,13 @@ class Heartbeat:
         # A machine may be unable to resolve its own name.
         self._address = ("127.0.0.1" if host == socket.gethostname() else host, port)
 
-    def beat(self) -> None:
+    def send(self) -> None:
         """Sends a datagram. Call it before each exchange."""
         self.number += 1
         try:
             self._socket.sendto(MESSAGE.pack(self.rank, self.number), self._address)
         except OSError:
-            return  # the message then has no rank
+            return  # the error message then has no rank
         self._receive()
 
     def _receive(self) -> None:
@@ -49,7 +49,7 @@ class Heartbeat:
             if 0 <= rank < self.size:
                 self.last[rank] = max(self.last[rank], number)
 
-    def silent(self) -> list[int]:
+    def missing(self) -> list[int]:
         """On rank 0: the ranks that sent datagrams earlier, but none for this exchange."""
         self._receive()
         return [rank for rank, number in enumerate(self.last) if 0 < number < self.number]

@@ -14,11 +14,11 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def odd_ones(sums: list[int | None]) -> list[int]:
+def minority_ranks(checksums: list[int | None]) -> list[int]:
     """The ranks that do not have the most frequent value. In a tie, rank 0's value counts as correct."""
-    counts = Counter(sums)
-    usual = max(counts, key=lambda value: (counts[value], value == sums[0]))
-    return [rank for rank, value in enumerate(sums) if value != usual]
+    counts = Counter(checksums)
+    most_frequent = max(counts, key=lambda value: (counts[value], value == checksums[0]))
+    return [rank for rank, value in enumerate(checksums) if value != most_frequent]
 
 
 def check_replicas(model: nn.Module, transport: Transport) -> None:
@@ -30,10 +30,10 @@ def check_replicas(model: nn.Module, transport: Transport) -> None:
         RuntimeError: on every rank, with the first parameter that differs and the ranks in the minority.
     """
     own = {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
-    every = all_gather_object(transport, own, name="replicas")
+    gathered = all_gather_object(transport, own, name="replicas")
     for name in own:
-        odd = odd_ones([sums.get(name) for sums in every])
-        if odd:
-            ranks = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
-            tie = "" if 2 * len(odd) < len(every) else " (no majority: rank 0's side is taken for right)"
+        wrong = minority_ranks([checksums.get(name) for checksums in gathered])
+        if wrong:
+            ranks = f"rank {wrong[0]} differs" if len(wrong) == 1 else f"ranks {wrong} differ"
+            tie = "" if 2 * len(wrong) < len(gathered) else " (no majority: rank 0's value counts as correct)"
             raise RuntimeError(f"replicas differ: parameter {name} of {ranks} from the other ranks'{tie}")

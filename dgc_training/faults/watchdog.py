@@ -1,4 +1,4 @@
-"""Ends a run when ranks have waited `train.timeout` seconds for another one, and names that rank.
+"""Ends a run when ranks have waited `train.timeout` seconds for another one, and reports that rank.
 
 A rank that raises ends the run itself (`failure`). A rank that is stuck outside of a collective (a data set on a
 dead network drive, an endless loop, a branch that only this rank takes) prints nothing, and Horovod reports only
@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from dgc.comm import Transport, all_gather_object
-from dgc.comm.channel import Channel, channel_of
+from dgc.comm.channel import Channel, open_channel
 from dgc.comm.requests import Group, Reply, Request
-from dgc_training.faults.failure import PATIENCE, end_process
+from dgc_training.faults.failure import MESSAGE_DELAY, end_process
 from dgc_training.faults.heartbeat import Heartbeat
 
 Waiting = tuple[float, str] | None
@@ -56,7 +56,7 @@ class WatchedTransport:
 
     def channel(self) -> Channel:
         """The point-to-point channel. Its waits are not watched, since gossip has its own time limit."""
-        return channel_of(self.inner)
+        return open_channel(self.inner)
 
     def launch(self, name: str, requests: Sequence[Request]) -> tuple[str, Any]:
         return name, self.inner.launch(name, requests)
@@ -72,7 +72,7 @@ class WatchedTransport:
             self._since = None
 
 
-def verdict(waits: Sequence[Waiting], timeout: float) -> tuple[int, str] | None:
+def find_stuck_rank(waits: Sequence[Waiting], timeout: float) -> tuple[int, str] | None:
     """(rank at fault, reason) if some rank has waited for `timeout` seconds, otherwise None."""
     longest = max((wait[0] for wait in waits if wait is not None), default=0.0)
     if longest < timeout:
@@ -84,8 +84,9 @@ def verdict(waits: Sequence[Waiting], timeout: float) -> tuple[int, str] | None:
         joined = ", ".join(names[:3])
         return busy[0], f"{ranks} did not join {joined}, for which the others have waited {longest:.0f} s"
     each = "; ".join(f"rank {rank} for {wait[1]}" for rank, wait in enumerate(waits) if wait is not None)
-    odd = next((rank for rank, wait in enumerate(waits) if wait and waits[0] and wait[1] != waits[0][1]), 0)
-    return odd, f"ranks wait for each other since {longest:.0f} s: {each}"
+    # The first rank that waits for another message than rank 0.
+    other = next((rank for rank, wait in enumerate(waits) if wait and waits[0] and wait[1] != waits[0][1]), 0)
+    return other, f"ranks have waited for each other for {longest:.0f} s: {each}"
 
 
 @contextmanager
@@ -102,15 +103,15 @@ def watching(
 
     heartbeat = Heartbeat(transport.inner)
 
-    def silence() -> None:
-        _tell_silence(heartbeat, transport, limit)
+    def end_without_exchange() -> None:
+        _report_missing(heartbeat, transport, limit)
         leave(1)
 
     def watch() -> None:
         while True:
             last = ended.wait(period)
-            heartbeat.beat()
-            timer = threading.Timer(limit, silence)
+            heartbeat.send()
+            timer = threading.Timer(limit, end_without_exchange)
             timer.daemon = True
             timer.start()
             # Uses the inner transport, so that this thread's wait does not count as a wait of the rank.
@@ -120,9 +121,9 @@ def watching(
             if all(over for _, over in views):
                 return
             # Ranks that have ended wait only for this exchange.
-            found = verdict([(0.0, "the end") if over else wait for wait, over in views], limit)
+            found = find_stuck_rank([(0.0, "the end") if over else wait for wait, over in views], limit)
             if found is not None:
-                _tell(found, transport, main)
+                _report(found, transport, main)
                 leave(1)
 
     def guarded() -> None:
@@ -142,35 +143,35 @@ def watching(
     heartbeat.close()
 
 
-def _tell(found: tuple[int, str], transport: WatchedTransport, main: int) -> None:
-    blamed, why = found
-    if transport.rank != blamed:
+def _report(found: tuple[int, str], transport: WatchedTransport, main: int) -> None:
+    stuck, reason = found
+    if transport.rank != stuck:
         # The launcher ends the other ranks once the rank at fault has printed its stack trace and exited.
-        time.sleep(5 * PATIENCE)
-        print(f"[rank {transport.rank} of {transport.size}] {why}", file=sys.stderr, flush=True)
+        time.sleep(5 * MESSAGE_DELAY)
+        print(f"[rank {transport.rank} of {transport.size}] {reason}", file=sys.stderr, flush=True)
         return
     frame = sys._current_frames().get(main)
     place = "".join(traceback.format_stack(frame)) if frame is not None else "  (unknown)\n"
     sys.stdout.flush()
     print(
-        f"[rank {transport.rank} of {transport.size} on {socket.gethostname()}] {why} (train.timeout). "
-        f"Rank {blamed} (process {os.getpid()}) is here:\n{place}",
+        f"[rank {transport.rank} of {transport.size} on {socket.gethostname()}] {reason} (train.timeout). "
+        f"Rank {stuck} (process {os.getpid()}) is here:\n{place}",
         file=sys.stderr,
         flush=True,
     )
 
 
-def _tell_silence(heartbeat: Heartbeat, transport: WatchedTransport, limit: float) -> None:
+def _report_missing(heartbeat: Heartbeat, transport: WatchedTransport, limit: float) -> None:
     """Prints that a rank does not respond. Rank 0 has the heartbeats and prints first."""
-    why = "some rank does not answer at all, and it is not known which"
+    reason = "a rank does not respond at all, and it is not known which"
     if transport.rank:
-        time.sleep(5 * PATIENCE)
-        why += " (rank 0 would have told)"
-    elif silent := heartbeat.silent():
-        ranks = f"rank {silent[0]} does" if len(silent) == 1 else f"ranks {silent} do"
-        why = f"{ranks} not answer at all: stopped, out of memory, or the machine or network is gone"
+        time.sleep(5 * MESSAGE_DELAY)
+        reason += " (only rank 0 receives the heartbeats)"
+    elif missing := heartbeat.missing():
+        ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {missing} do"
+        reason = f"{ranks} not respond at all: stopped, out of memory, or its machine or network is down"
     print(
-        f"[rank {transport.rank} of {transport.size} on {socket.gethostname()}] {why}, for {limit:.0f} s now "
+        f"[rank {transport.rank} of {transport.size} on {socket.gethostname()}] {reason}. Waited {limit:.0f} s "
         "(train.timeout).",
         file=sys.stderr,
         flush=True,

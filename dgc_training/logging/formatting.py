@@ -20,7 +20,7 @@ def human_bytes(count: float) -> str:
 def against_dense(wire: float, dense_wire: float) -> str:
     """Compares `wire` bytes with the wire bytes of a dense all-reduce, which must be more than 0."""
     if not wire:
-        return "nothing travelled"
+        return "nothing was sent"
     if 0.95 < wire / dense_wire < 1.05:
         return "as many as a dense fp32 all-reduce"
     if wire < dense_wire:

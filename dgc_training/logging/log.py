@@ -1,8 +1,8 @@
-"""The log of a run: TensorBoard curves (`tags`), and on standard output a table with a row per epoch and a
-progress bar (`screen`).
+"""The log of a run: scalars in TensorBoard (`tags`), and on standard output a table with a row per epoch and a
+progress bar (`console`).
 
 Only rank 0 writes. Each rank adds up the loss, which is averaged over the ranks only every `log_every` steps, so
-no step waits for it. The x axis of every curve is the number of samples seen by all ranks together.
+no step waits for it. The x axis of every scalar is the number of samples seen by all ranks together.
 
 A rank warns once if its error state grows without bound (`dgc_training.faults.error_growth`).
 
@@ -21,14 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from dgc.comm.trace import Trace
-from dgc_training.checkpoint.state import State
+from dgc_training.checkpoint.state import RunState
 from dgc_training.config import to_yaml
-from dgc_training.faults.error_growth import ErrorAlarm
-from dgc_training.logging.clock import Clock
+from dgc_training.faults.error_growth import ErrorGrowthMonitor
+from dgc_training.logging.changed_settings import changed_settings
+from dgc_training.logging.console import Console
 from dgc_training.logging.formatting import human_bytes, plural
-from dgc_training.logging.overview import overview
-from dgc_training.logging.scalars import Curves
-from dgc_training.logging.screen import Screen
+from dgc_training.logging.phase_timer import PhaseTimer
+from dgc_training.logging.rank_csv.recorder import StepRecorder
+from dgc_training.logging.scalars import ScalarLog
+from dgc_training.synchronization import Synchronization
 
 
 class Log:
@@ -37,32 +39,39 @@ class Log:
     Args:
         directory: the run directory.
         state: the parts of the run.
+        sync: the synchronization of the ranks.
+        recorder: writes the CSV file of this rank; None: no file.
         tree: the complete config of the run.
         steps_per_epoch: optimizer steps in an epoch.
     """
 
-    def __init__(self, directory: Path, state: State, tree: DictConfig, steps_per_epoch: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        state: RunState,
+        sync: Synchronization,
+        recorder: StepRecorder | None,
+        tree: DictConfig,
+        steps_per_epoch: int,
+    ) -> None:
         transport, progress, settings = state.transport, state.progress, tree.train
         self.directory, self.tree = directory, tree
-        self.optimizer = state.optimizer
+        self.optimizer, self.sync, self.recorder = state.optimizer, sync, recorder
         self.progress = progress
         self.transport = transport
         self.steps_per_epoch = steps_per_epoch
-        self.screen = Screen(transport.rank, settings.num_epochs, steps_per_epoch, settings.metric)
+        self.console = Console(transport.rank, settings.num_epochs, steps_per_epoch, settings.metric)
         self.log_every = max(1, settings.log_every)
         self.trace = Trace(transport.rank) if settings.trace else None
         self.trace_file = directory / "trace" / f"rank{transport.rank}.json"
-        self.clock = Clock(self.trace)
-        self.rows = state.rows
+        self.timer = PhaseTimer(self.trace)
         self.device = state.device
         self.dense_explained = False
-        self.group = "compression" if settings.gossip is None else "gossip"  # tag group of the optimizer's gauges
         self.loss_sum = torch.zeros((), device=state.device)
         self.steps = 0  # since the last point
-        self.alarm = ErrorAlarm()
-        apart = state.optimizer.steps_apart
-        lag = None if apart is None else -(-apart // self.log_every)
-        self.curves = Curves(directory, transport, progress.samples, lag)
+        self.error_growth = ErrorGrowthMonitor()
+        lag = None if sync.max_step_lag is None else -(-sync.max_step_lag // self.log_every)
+        self.scalars = ScalarLog(directory, transport, progress.samples, lag)
         self.started = self.last_time = time.perf_counter()
         self.seconds_before = progress.seconds
         # The meter continues from the run's totals, so that a resumed run rounds them like an uninterrupted one.
@@ -74,9 +83,9 @@ class Log:
         self.last = self._snapshot()
         self.resume_timing()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Prints one or more lines to standard output, on rank 0 only."""
-        self.screen.say(text)
+        self.console.print(text)
 
     def begin(self, kernels: str, results: Sequence[str], resumed: str | None) -> None:
         """Prints the settings of the run and its starting point.
@@ -90,17 +99,17 @@ class Log:
             return
         size, steps = self.transport.size, plural(self.steps_per_epoch, "step")
         plain: Any = OmegaConf.to_container(self.tree, resolve=True)
-        self.curves.write_config({"ranks": size, **plain}, to_yaml(self.tree, resolve=True), results)
-        self.say(
+        self.scalars.write_config({"ranks": size, **plain}, to_yaml(self.tree, resolve=True), results)
+        self.print(
             f"{self.directory}\n"
             f"{plural(size, 'rank')} on {self.device.type} ({kernels} kernels), {steps} per epoch\n"
-            f"settings other than the defaults (config.yaml has all):\n{overview(self.tree)}"
+            f"settings that differ from the defaults (config.yaml has all):\n{changed_settings(self.tree)}"
         )
         if resumed is not None:
             done = self.progress.epoch >= self.tree.train.num_epochs
-            self.say(f"resumed from checkpoint {resumed}" + (", which is the run's end" if done else ""))
+            self.print(f"resumed from checkpoint {resumed}" + (". The run is finished" if done else ""))
         if size == 1:
-            self.say("1 process: nothing travels")
+            self.print("1 process: nothing is sent")
 
     def _snapshot(self) -> dict[str, float]:
         """The totals that a point shows per step."""
@@ -110,18 +119,18 @@ class Log:
             "bytes/wire_per_step": meter.wire_bytes,
             "bytes/dense_wire_per_step": meter.dense_wire_bytes,
         }
-        seconds = {f"time/{name}": value for name, value in {**self.clock.seconds, **meter.seconds}.items()}
+        seconds = {f"time/{name}": value for name, value in {**self.timer.seconds, **meter.seconds}.items()}
         return {**counts, **seconds, "samples": float(self.progress.samples)}
 
     def batch(self, outputs: Tensor, targets: Tensor) -> None:
         """Call after each forward pass."""
-        if self.rows is not None:
-            self.rows.batch(outputs, targets)
+        if self.recorder is not None:
+            self.recorder.batch(outputs, targets)
 
     def step(self, loss: Tensor, samples: int) -> None:
         """Call after each training step. loss: scalar on the device. samples: of all ranks in this step."""
-        if self.rows is not None:
-            self.rows.step(self.progress.epoch, self.progress.step, loss)
+        if self.recorder is not None:
+            self.recorder.step(self.progress.epoch, self.progress.step, loss)
         progress, meter = self.progress, self.optimizer.meter
         progress.step += 1
         progress.samples += samples
@@ -134,23 +143,23 @@ class Log:
         self.steps += 1
         if self.steps == self.log_every or progress.step == self.steps_per_epoch:
             self._point()
-        self.screen.step(progress.epoch, progress.step, self._state())
+        self.console.step(progress.epoch, progress.step, self._status())
 
     def _point(self) -> None:
         """Adds a point with the means over the steps since the last point."""
         progress, meter = self.progress, self.optimizer.meter
         error_norm = self.optimizer.error_norm()
         ratio = float(self.optimizer.compress_ratio)
-        if alarm := self.alarm.look(error_norm, ratio, self.steps):
-            warnings.warn(f"rank {self.transport.rank}: {alarm}", stacklevel=2)
+        if warning := self.error_growth.update(error_norm, ratio, self.steps):
+            warnings.warn(f"rank {self.transport.rank}: {warning}", stacklevel=2)
         now, snapshot = time.perf_counter(), self._snapshot()
         progress.training_seconds += now - self.last_time
-        grown = {name: value - self.last.get(name, 0.0) for name, value in snapshot.items()}
-        rate = grown.pop("samples") / max(now - self.last_time, 1e-9)
-        values = {name: value / self.steps for name, value in grown.items()}
+        increments = {name: value - self.last.get(name, 0.0) for name, value in snapshot.items()}
+        rate = increments.pop("samples") / max(now - self.last_time, 1e-9)
+        values = {name: value / self.steps for name, value in increments.items()}
         if dense := values["bytes/dense_wire_per_step"]:
             values["bytes/wire_over_dense"] = values["bytes/wire_per_step"] / dense
-        values |= {f"{self.group}/{name}": value for name, value in self.optimizer.gauges().items()}
+        values |= self.sync.metrics()
         values |= {
             "train/lr": float(self.optimizer.param_groups[0]["lr"]),
             "train/steps": float(progress.epoch * self.steps_per_epoch + progress.step),
@@ -162,41 +171,41 @@ class Log:
             "time/samples_per_second": rate,
             "time/elapsed": progress.training_seconds,
         }
-        self.curves.add(self.loss_sum / self.steps, values, progress.samples, self.steps)
+        self.scalars.add(self.loss_sum / self.steps, values, progress.samples, self.steps)
         self.loss_sum.zero_()
         self.steps, self.last, self.last_time = 0, snapshot, now
 
-    def _state(self) -> str:
+    def _status(self) -> str:
         """The text of the progress bar, from the last point; empty before the first one."""
-        last = self.curves.last
+        last = self.scalars.last
         if "train/loss" not in last:
             return ""
-        words = f"loss {last['train/loss']:.3f}, {last['time/samples_per_second']:.0f} samples/s"
+        status = f"loss {last['train/loss']:.3f}, {last['time/samples_per_second']:.0f} samples/s"
         if self.transport.size > 1:
-            words += f", wire {human_bytes(last['bytes/wire_per_step'])}/step"
-        return words
+            status += f", wire {human_bytes(last['bytes/wire_per_step'])}/step"
+        return status
 
     def end_epoch(self, results: Mapping[str, float]) -> None:
         """Call after an epoch's evaluation, when `progress` already counts the epoch."""
         progress = self.progress
         if self.steps:
             self._point()  # asynchronous ranks may end an epoch at any step
-        if self.rows is not None:
-            self.rows.end_epoch(progress.epoch - 1, results)
+        if self.recorder is not None:
+            self.recorder.end_epoch(progress.epoch - 1, results)
         progress.seconds = self.seconds_before + time.perf_counter() - self.started
-        self.curves.write(results, progress.samples)
-        loss = self.curves.end_epoch()
+        self.scalars.write(results, progress.samples)
+        loss = self.scalars.end_epoch()
         best = progress.best_epoch == progress.epoch
-        self.screen.end_epoch(progress.epoch, {**self.curves.last, "train/loss": loss}, best)
+        self.console.end_epoch(progress.epoch, {**self.scalars.last, "train/loss": loss}, best)
         self._explain_dense()
         self._save_trace()
 
     def _explain_dense(self) -> None:
         """Explains, once, why there are more bytes than compress_ratio suggests."""
-        ratio, share = self.optimizer.compress_ratio, self.curves.last.get("compression/dense_share", 0.0)
+        ratio, share = self.optimizer.compress_ratio, self.scalars.last.get("compression/dense_share", 0.0)
         if ratio < 1 and share > 0 and not self.dense_explained:
             self.dense_explained = True
-            self.say(
+            self.print(
                 f"  at compress_ratio {ratio:.4g} sparse messages cost more than a dense all-reduce, so\n"
                 f"  {100 * share:.3g}% of the gradient went dense in this epoch (docs/bytes.md)"
             )
@@ -204,16 +213,16 @@ class Log:
     def resume_timing(self) -> None:
         """Excludes the time until now, such as evaluation and saving, from the time of the next step."""
         self.last_time = time.perf_counter()
-        if self.rows is not None:
-            self.rows.begin(self.clock)
+        if self.recorder is not None:
+            self.recorder.begin(self.timer)
 
     def _save_trace(self) -> None:
         if self.trace is not None:
             self.trace.save(self.trace_file)
 
     def close(self) -> None:
-        self.curves.close()
+        self.scalars.close()
         self._save_trace()
-        if self.rows is not None:
-            self.rows.close()
-        self.screen.close()
+        if self.recorder is not None:
+            self.recorder.close()
+        self.console.close()

@@ -1,4 +1,4 @@
-"""Points of a run's curves in TensorBoard, and the loss averaged over the ranks.
+"""The scalars of a run in TensorBoard, and the loss averaged over the ranks.
 
 Ranks may be several steps apart. The all-reduce of a point's loss is therefore read that many steps later, so that
 no rank waits for a slower one, and the point is written at that time.
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dgc.comm import AllReduce, Transport
 from dgc_training.logging.tags import LAYOUT, describe
-from dgc_training.startup.runs import flatten
+from dgc_training.startup.config_differences import flatten
 
 
 @dataclass
 class Point:
-    """One point of all curves. The averaged loss arrives later. steps: steps since the previous point."""
+    """The values of all tags at one time. The averaged loss arrives later. steps: since the previous point."""
 
     values: dict[str, float]
     samples: int
@@ -29,9 +29,10 @@ class Point:
     flight: Any = None
 
 
-class Curves:
-    """Writes the curves. `add` and `settle` are collective: every rank calls them in the same order. Only rank 0
-    writes.
+class ScalarLog:
+    """Writes the scalars, on rank 0 only.
+
+    `add`, `end_epoch` and `close` are collective: every rank calls them in the same order.
 
     Args:
         samples: samples seen at the checkpoint that the run resumes from. Later points of a killed run are purged.
@@ -46,7 +47,7 @@ class Curves:
         self.launched = 0
         self.points: deque[Point] = deque()
         self.described: set[str] = set()
-        self.last: dict[str, float] = {}  # the last value of every curve
+        self.last: dict[str, float] = {}  # the last value of every tag
         self.writer: Any = None
         if transport.rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed on rank 0 only
@@ -92,9 +93,9 @@ class Curves:
             point.flight = self.transport.launch(name, (AllReduce(loss.view(1)),))
             self.launched += 1
         self.points.append(point)
-        self.settle(self.lag or 0)
+        self._write_points(self.lag or 0)
 
-    def settle(self, left: int = 0) -> None:
+    def _write_points(self, left: int) -> None:
         """Writes all points except the newest `left`."""
         while len(self.points) > left:
             point = self.points.popleft()
@@ -105,6 +106,7 @@ class Curves:
             self.write({"train/loss": self.loss, **point.values}, point.samples)
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
+        """Writes values by tag. samples: position on the x axis."""
         self.last |= values
         if self.writer is None:
             return
@@ -112,7 +114,7 @@ class Curves:
 
         for tag, value in values.items():
             summary = scalar(tag, value)
-            if tag not in self.described:  # TensorBoard reads the description from a curve's first point
+            if tag not in self.described:  # TensorBoard reads the description from a tag's first point
                 self.described.add(tag)
                 metadata = summary.value[0].metadata
                 metadata.plugin_data.plugin_name, metadata.summary_description = "scalars", describe(tag)
@@ -120,7 +122,7 @@ class Curves:
 
     def end_epoch(self) -> float:
         """The epoch's mean loss; NaN if the epoch had no step, as in a run resumed after the epoch's last step."""
-        self.settle()
+        self._write_points(0)
         loss = self.epoch_loss / self.epoch_steps if self.epoch_steps else float("nan")
         self.epoch_loss, self.epoch_steps = 0.0, 0
         if self.writer is not None:
@@ -128,6 +130,6 @@ class Curves:
         return loss
 
     def close(self) -> None:
-        self.settle()
+        self._write_points(0)
         if self.writer is not None:
             self.writer.close()

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from dgc_training.checkpoint.files import write_json
-from dgc_training.checkpoint.state import Progress
+from dgc_training.atomic_write import write_json
+from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.logging.formatting import against_dense, human_bytes
 
 
-def summarize(name: str, progress: Progress, *, ranks: int, metric: str | None) -> dict[str, Any]:
+def summarize(name: str, progress: TrainingProgress, *, ranks: int, metric: str | None) -> dict[str, Any]:
     """The contents of summary.json.
 
     Bytes are those of one rank over the whole run, as defined in docs/bytes.md. wire_over_dense is
@@ -49,14 +49,14 @@ def table(summary: dict[str, Any]) -> str:
         rows.append(("wire bytes per rank", f"{human_bytes(wire)}, {against_dense(wire, dense)}"))
         rows.append(("dense wire bytes", human_bytes(dense)))
     elif summary["ranks"] == 1:
-        rows.append(("wire bytes per rank", "0 B (1 process: nothing travels)"))
+        rows.append(("wire bytes per rank", "0 B (1 process: nothing is sent)"))
     if summary["dropped_steps"]:
         rows.append(("dropped steps", f"{summary['dropped_steps']} (gradients that were not finite)"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def finish(directory: Path, summary: dict[str, Any]) -> None:
+def write_summary(directory: Path, summary: dict[str, Any]) -> None:
     """Prints the table and writes summary.json (rank 0 only)."""
     write_json(directory / "summary.json", summary)
     print(table(summary), f"  {directory / 'summary.json'}", sep="\n", flush=True)

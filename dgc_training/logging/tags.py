@@ -1,4 +1,4 @@
-"""Tags and descriptions of a run's curves in TensorBoard. docs/bytes.md defines payload, wire and dense.
+"""Tags and descriptions of a run's scalars in TensorBoard. docs/bytes.md defines payload, wire and dense.
 
 The results of an evaluation have the names of their meters in the config: acc/test_top1 for acc/{}_top1.
 """
@@ -10,8 +10,8 @@ TAGS = {
     "train/steps": "Optimizer steps since the run's first start.",
     "train/dropped_steps": "Steps dropped since the run's first start because a gradient was not finite.",
     "compression/compress_ratio": "Share of the elements (or of the bytes) of a compressed tensor that is sent.",
-    "compression/dense_share": "Share of the elements for sparse messages that went dense, as that costs less.",
-    "compression/error_norm": "L2 norm of rank 0's error state: what it has not sent yet.",
+    "compression/dense_share": "Share of the elements of sparse compressors that is sent dense, with fewer bytes.",
+    "compression/error_norm": "L2 norm of rank 0's error state: the unsent part of its gradients.",
     "bytes/payload_per_step": "Bytes per step that one rank contributes to collectives and messages.",
     "bytes/wire_per_step": "Bytes per step that one rank sends to carry its payload.",
     "bytes/dense_wire_per_step": "Bytes per step that one rank would send in a dense fp32 all-reduce.",
@@ -40,6 +40,6 @@ LAYOUT = {
 
 
 def describe(tag: str) -> str:
-    """The description that TensorBoard shows for a curve."""
-    what = TAGS.get(tag, "Result of the evaluation after an epoch, by the meter of this name (train.meters).")
-    return f"{what} {X_AXIS}"
+    """The description that TensorBoard shows for a tag."""
+    meaning = TAGS.get(tag, "Result of the evaluation after an epoch, by the meter of this name (train.meters).")
+    return f"{meaning} {X_AXIS}"

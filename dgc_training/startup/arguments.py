@@ -1,10 +1,10 @@
-"""The command line: a few flags of the trainer. All other words are config overrides."""
+"""The command line: a few options of the trainer. All other words are config overrides."""
 
 import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dgc_training.startup.launcher import complain
+from dgc_training.launcher import print_error
 
 _EPILOG = """\
 examples:
@@ -19,15 +19,15 @@ configs/__init__.py is the reference of all keys, with their defaults. Any key c
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(complain(f"{self.format_usage()}train.py: {message}"))
+        raise SystemExit(print_error(f"{self.format_usage()}train.py: {message}"))
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the flags and the remaining words (`--configs.train.num_epochs 500`), in order."""
+    """Returns the options and the remaining words (`--configs.train.num_epochs 500`), in order."""
     parser = _Parser(
         prog="train.py",
         allow_abbrev=False,
-        description="Trains what a stack of config files describes.",
+        description="Trains the model that a stack of config files describes.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,14 +40,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         help="Python or YAML files, stacked left to right",
     )
     parser.add_argument(
-        "--devices", choices=["auto", "cpu", "gpu"], default="auto", help="auto: a GPU where there is one"
+        "--devices", choices=["auto", "cpu", "gpu"], default="auto", help="auto: a GPU if there is one"
     )
     parser.add_argument("--suffix", default="", metavar="TEXT", help="added to the run directory's name")
     parser.add_argument("--run-dir", metavar="DIR", help="use this run directory instead of runs/NAME")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--evaluate", action="store_true", help="evaluate the run's best checkpoint and stop")
     either.add_argument(
-        "--no-resume", action="store_true", help="start anew; an earlier run in the directory is moved aside"
+        "--no-resume", action="store_true", help="start from the beginning; rename an earlier run of the directory"
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     return parser.parse_known_args(argv)

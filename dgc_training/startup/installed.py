@@ -3,14 +3,14 @@
 import sys
 from importlib.util import find_spec
 
-from dgc_training.startup.launcher import complain
+from dgc_training.launcher import print_error
 
 NEEDED = ("torch", "omegaconf", "horovod")
 
 missing = [name for name in NEEDED if find_spec(name) is None]
 if missing:
     raise SystemExit(
-        complain(
+        print_error(
             f"train.py: {sys.executable} has no {missing[0]}. Run `make setup` in the repository, then "
             "`source .venv/bin/activate`, or start train.py with the Python of your environment."
         )

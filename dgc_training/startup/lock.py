@@ -8,7 +8,7 @@ import socket
 import warnings
 from pathlib import Path
 
-from dgc_training.faults.failure import Refused
+from dgc_training.faults.failure import UsageError
 
 NAME = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -22,7 +22,7 @@ class RunLock:
     held, set the attribute `directory` to its new path. A file system without locks causes a warning.
 
     Raises:
-        Refused: if another process holds the lock.
+        UsageError: if another process holds the lock.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,16 +42,16 @@ class RunLock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # the previous holder has removed the file in the meantime
+            os.close(descriptor)  # the previous holder has removed the file since
 
     def _lock(self, descriptor: int) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 300).decode(errors="replace").strip() or "another process"
-            raise Refused(
+            raise UsageError(
                 f"the run directory {self.directory} is in use by {holder}. Wait until that run has ended, or "
-                "give this run a directory of its own with --suffix or --run-dir."
+                "give this run another directory with --suffix or --run-dir."
             ) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:
@@ -77,18 +77,18 @@ def remove_temporary_files(directory: Path) -> None:
     """Removes temporary files of killed processes below `directory`. Only the holder of the lock may call it."""
     for path in directory.rglob(".*.tmp"):
         found = TEMPORARY.fullmatch(path.name)
-        if found and not _lives(int(found[1])):
+        if found and not _is_running(int(found[1])):
             path.unlink(missing_ok=True)
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """Whether another process of this machine has this id. This process has written no temporary file yet."""
     if pid == os.getpid():
         return False
     try:
         os.kill(pid, 0)
+    except PermissionError:  # another user's process
+        return True
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        return True
     return True

@@ -3,7 +3,7 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# AD-PSGD: pairs of ranks average when they can, and nobody waits for a step of another. Variables: run.sh.
+# AD-PSGD: pairs of ranks average their models asynchronously. Variables: run.sh.
 here=$(dirname "${BASH_SOURCE[0]}")
 # SLURM runs a copy of this file.
 if [ ! -f "$here/run.sh" ]; then here=${SLURM_SUBMIT_DIR:-.}/scripts/gossip; fi

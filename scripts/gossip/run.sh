@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One algorithm on ImageNet's ResNet-50; the scripts beside this one fill in its first words:
+# Trains ResNet-50 on ImageNet with one algorithm. The other scripts of this folder pass the first arguments:
 #
-#   run.sh ar|sgp|osgp|dpsgd|adpsgd TOPOLOGY|none    [further config files] [further words for train.py]
+#   run.sh ar|sgp|osgp|dpsgd|adpsgd TOPOLOGY|none    [further config files] [further arguments of train.py]
 #
 #   TOPOLOGY     another file of configs/topology: TOPOLOGY=ring
 #   EXPERIMENT   another experiment: EXPERIMENT=configs/digits/cnn.py
-#   LAUNCH       mpirun, horovodrun or slurm; default: slurm inside a SLURM job, else mpirun
+#   LAUNCH       mpirun, horovodrun or slurm; default: slurm inside a SLURM job, otherwise mpirun
 #
 # HOSTS, RANKS, NETWORK, INTERFACE, MPI_OPTIONS and DRY_RUN are described in scripts/common.sh, REQUEUE in
 # scripts/slurm.sh.
@@ -22,7 +22,7 @@ if [ "$default" != none ]; then
 elif [ "$topology" != none ]; then
     die "TOPOLOGY is $topology, but $algorithm averages over all ranks and has none"
 fi
-# slurm.sh sets HOSTS: a script that it starts goes to mpirun.
+# slurm.sh sets HOSTS, so a script that it starts uses mpirun.
 if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${HOSTS:-}${RANKS:-}" ]; then found=slurm; fi
 launch=${LAUNCH:-${found:-mpirun}}
 case $launch in

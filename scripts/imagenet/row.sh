@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One row of the accuracy table of docs/experiments.md; the scripts beside this one fill in its first words:
+# Trains one row of the accuracy table of docs/experiments.md. The other scripts pass the first arguments:
 #
-#   row.sh RANKS PASSES multistep|cosine dgc|dense    resnet50|vgg16_bn [further words for train.py]
+#   row.sh RANKS PASSES multistep|cosine dgc|dense    resnet50|vgg16_bn [further arguments of train.py]
 #
-# A rank stands for a sparsified node: where nodes have several GPUs that exchange dense gradients among
-# themselves, PASSES backward passes per step stand for these GPUs. HOSTS, MPI_OPTIONS and DRY_RUN are
-# described in scripts/common.sh; LAUNCH=horovodrun starts the ranks with horovodrun in place of mpirun.
+# A rank represents a node that sends sparse gradients. PASSES backward passes per step represent the GPUs of the
+# node, which exchange dense gradients. HOSTS, MPI_OPTIONS and DRY_RUN are
+# described in scripts/common.sh; LAUNCH=horovodrun starts the ranks with horovodrun instead of mpirun.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 2; }
@@ -14,7 +14,7 @@ RANKS=$1 passes=$2 schedule=$3 compression=$4 model=${5:-}
 export RANKS
 case $model in
     resnet18 | resnet50 | vgg16_bn) shift 5 ;;
-    *) die "which model? resnet50 or vgg16_bn, then further words for train.py" ;;
+    *) die "the first argument must be a model: resnet18, resnet50 or vgg16_bn" ;;
 esac
 case ${LAUNCH:=mpirun} in
     mpirun | horovodrun) ;;

@@ -1,4 +1,4 @@
-"""Channels: order, tags, memory, and the start of MPI's."""
+"""Channels: order, tags, memory, and the start of the MPI channel."""
 
 import random
 import subprocess
@@ -17,16 +17,16 @@ def received(world, rank, tag, tests=200, room=3):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_messages_of_one_rank_keep_their_order_and_those_of_others_do_not(seed):
+def test_messages_of_one_rank_arrive_in_order(seed):
     world = ChannelWorld(3, seed)
     for number in range(30):
         for source in (0, 1):
             message = torch.tensor([source, number])
             world.channels[source].isend(2, message, 7)
     assert world.in_flight == 60
-    heard = [received(world, 2, 7).tolist()[:2] for _ in range(60)]
-    assert [n for s, n in heard if s == 0] == [n for s, n in heard if s == 1] == list(range(30))
-    assert [s for s, _ in heard] != [0, 1] * 30
+    arrived = [received(world, 2, 7).tolist()[:2] for _ in range(60)]
+    assert [n for s, n in arrived if s == 0] == [n for s, n in arrived if s == 1] == list(range(30))
+    assert [s for s, _ in arrived] != [0, 1] * 30
     assert world.in_flight == 0 and received(world, 2, 7) is None
 
 
@@ -39,8 +39,8 @@ def test_a_receive_takes_only_its_tag():
     assert received(world, 1, 1)[0] == 1
 
 
-def test_a_message_has_gone_once_it_was_copied():
-    """Half of them at once, the others when they are received."""
+def test_a_message_is_sent_once_it_is_copied():
+    """About half of the messages at once, the others when they are received."""
     world = ChannelWorld(2)
     messages = [torch.tensor([n]) for n in range(40)]
     handles = [world.channels[0].isend(1, message, 0) for message in messages]
@@ -48,8 +48,8 @@ def test_a_message_has_gone_once_it_was_copied():
     assert 5 < sum(gone) < 35
     for message in messages:
         message += 100
-    heard = [int(received(world, 1, 0)[0]) for _ in messages]
-    assert heard == [n if at_once else n + 100 for n, at_once in enumerate(gone)]
+    arrived = [int(received(world, 1, 0)[0]) for _ in messages]
+    assert arrived == [n if at_once else n + 100 for n, at_once in enumerate(gone)]
     assert all(map(world.channels[0].test, handles))
 
 
@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_times():
 def test_a_message_that_is_too_long_is_an_error():
     world = ChannelWorld(2)
     world.channels[0].isend(1, torch.zeros(4, dtype=torch.int64), 0)
-    with pytest.raises(ValueError, match="4 for 3"):
+    with pytest.raises(ValueError, match="4 elements for a buffer of 3"):
         received(world, 1, 0)
 
 

@@ -1,4 +1,4 @@
-"""Blocking helpers, over threads of a lockstep world."""
+"""Blocking collectives, over threads of a lockstep world."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What must be set before Horovod and MPI start."""
+"""Environment variables that must be set before Horovod and MPI start."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def run(program):
 
 
 def test_init_starts_horovod_once_and_optimizers_use_its_transport():
-    """Also where the script has imported Horovod before, as most do."""
+    """Also if the script has imported Horovod before, as most scripts do."""
     run("""
 import horovod.torch as hvd
 import dgc, os, torch

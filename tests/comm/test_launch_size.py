@@ -35,7 +35,7 @@ def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused():
         ({"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}, None),
         ({"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}, 4),
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 1),  # srun -n 1 --pty bash
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, None),  # only Horovod can tell
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, None),  # the number is not in the environment
     ]
     for environment, size in taken:
         check_launcher(environment, size)

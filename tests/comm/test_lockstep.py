@@ -1,4 +1,4 @@
-"""The lockstep transport: replies by hand, groups, disagreements, threads that fail or stay away."""
+"""The lockstep transport: expected replies, groups, requests that do not match, threads that fail or end early."""
 
 import threading
 import time
@@ -6,7 +6,16 @@ import time
 import pytest
 import torch
 
-from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, ReduceScatter, RunningConversation
+from dgc.comm import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    ReduceScatter,
+    RunningConversation,
+    TrafficMeter,
+)
 from dgc.comm.lockstep import LockstepError, LockstepWorld
 
 
@@ -95,7 +104,7 @@ def test_exchange_delivers_to_neighbours_on_a_ring():
         assert list(reply) == [source] and reply[source].tolist() == [float(source)] * (source + 1)
 
 
-def test_exchange_with_a_send_that_nobody_receives():
+def test_exchange_with_a_send_that_no_rank_receives():
     requests = [Exchange({1: torch.ones(1)}, {}), Exchange({}, {})]
     with pytest.raises(LockstepError, match="rank 0's sends and rank 1's receives"):
         converse(LockstepWorld(2), requests)
@@ -117,7 +126,7 @@ def test_replies_are_not_shared_between_ranks():
 
 
 def test_work_counts_as_decoding_only_after_the_last_reply():
-    """Rounds before the payload, of a clipping norm say, are followed by more work on the message."""
+    """After rounds before the payload, such as that of a clipping norm, the message is still being computed."""
 
     def slow():
         time.sleep(0.02)
@@ -132,8 +141,8 @@ def test_work_counts_as_decoding_only_after_the_last_reply():
     assert 0.06 <= seconds["compress"] and 0.01 <= seconds["decode"] < 0.04
 
 
-def test_what_was_launched_is_spoilt():
-    """A launched tensor is the transport's: Horovod writes the reply into it. Here a late reader gets NaN."""
+def test_launched_tensors_are_invalidated():
+    """A launched tensor belongs to the transport: Horovod writes the reply into it. Here it becomes NaN."""
     own = [torch.ones(3) for _ in range(2)]
     replies = converse(LockstepWorld(2), [AllReduce(t, "sum") for t in own])
     assert all(t.isnan().all() for t in own) and all(reply.tolist() == [2.0] * 3 for reply in replies)
@@ -183,8 +192,8 @@ def test_other_requests_within_a_group():
     assert [next(iter(r.values()))[0].item() for r in converse(world, pairs)] == [1.0, 0.0, 3.0, 2.0]
 
 
-def test_machines_must_be_full():
-    with pytest.raises(ValueError, match="5 ranks do not fill machines of 2"):
+def test_local_size_must_divide_the_size():
+    with pytest.raises(ValueError, match="local_size must divide the number of ranks, 5, but it is 2"):
         LockstepWorld(5, local_size=2)
 
 
@@ -209,7 +218,7 @@ ONE = torch.ones(2)
     ],
 )
 @pytest.mark.parametrize("culprit", [1, 2])
-def test_disagreement_names_the_rank(usual, odd, culprit):
+def test_requests_that_do_not_match_name_the_rank(usual, odd, culprit):
     requests = [odd if rank == culprit else usual for rank in range(3)]
     with pytest.raises(LockstepError, match=f"rank {culprit} sent"):
         converse(LockstepWorld(3), requests)
@@ -271,7 +280,7 @@ def test_run_returns_results_by_rank():
     assert LockstepWorld(3).run(body) == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
-def test_names_meet_whatever_the_order_of_launching():
+def test_requests_are_matched_by_name_in_any_launch_order():
     def body(transport):
         names = ["a", "b", "c"] if transport.rank else ["c", "a", "b"]
         flights = {n: transport.launch(n, (AllReduce(torch.tensor([float(ord(n))]), "sum"),)) for n in names}
@@ -280,7 +289,7 @@ def test_names_meet_whatever_the_order_of_launching():
     assert LockstepWorld(2).run(body) == [[194.0, 196.0, 198.0]] * 2
 
 
-def test_one_name_used_again_before_the_others_have_come():
+def test_a_name_that_is_reused_before_the_others_launch():
     def body(transport):
         flights = [transport.launch("a", (AllReduce(torch.tensor([float(i)]), "sum"),)) for i in range(3)]
         return [transport.wait(flight)[0].item() for flight in flights]
@@ -289,7 +298,7 @@ def test_one_name_used_again_before_the_others_have_come():
 
 
 def test_ranks_take_turns_always_in_the_same_order():
-    """What they share, such as torch's generator, gives the same numbers every time."""
+    """Shared objects, such as torch's random generator, therefore give the same numbers in every run."""
 
     def turns():
         running, order = [], []
@@ -311,7 +320,7 @@ def test_ranks_take_turns_always_in_the_same_order():
     assert sorted(order) == [(step, rank) for step in range(3) for rank in range(3)]
 
 
-def test_poll_says_whether_all_have_come():
+def test_poll_returns_whether_all_ranks_have_launched():
     world = LockstepWorld(2)
     first = world.transports[0].launch("a", (AllReduce(ONE.clone()),))
     assert not world.transports[0].poll(first)
@@ -327,7 +336,7 @@ def test_waiting_alone_outside_of_run_raises_at_once():
 
 
 @pytest.mark.timeout(20)
-def test_a_failing_rank_ends_all_with_its_own_error():
+def test_a_failing_rank_ends_all_ranks_with_its_error():
     seen = []
 
     def body(transport):
@@ -344,8 +353,8 @@ def test_a_failing_rank_ends_all_with_its_own_error():
     assert len(seen) == 2 and all("1" in message for message in seen)
 
 
-def test_a_world_goes_on_after_a_run_that_failed():
-    """What that one had launched meets nothing any more."""
+def test_a_world_can_be_used_after_a_failed_run():
+    """Requests of the failed run are dropped."""
     world = LockstepWorld(2)
 
     def body(transport, value, fails):
@@ -359,7 +368,7 @@ def test_a_world_goes_on_after_a_run_that_failed():
 
 
 def in_time(call, seconds=10):
-    """The error of a call that must not hang, run in a thread that the test can leave behind."""
+    """Return the error of a call. It runs in a thread, so that a call that hangs does not block the test."""
     caught = []
 
     def work():
@@ -392,21 +401,20 @@ def test_ranks_that_wait_for_each_other_under_different_names():
     assert isinstance(error, LockstepError) and "waits for ranks" in str(error)
 
 
-# --- RunningConversation
-# ------------------------------------------------------------------------------------------
+# --- RunningConversation ---------------------------------------------------------------------------
 
 
-def test_talk_of_no_round_is_done_at_once():
+def test_a_conversation_without_rounds_is_done_at_once():
     def body():
         yield from ()
         return 7
 
-    talk = RunningConversation("t", body(), LockstepWorld(1).transports[0], Meter())
-    assert talk.done and talk.advance() and talk.finish() == 7 and talk.rounds == 0
+    running = RunningConversation("t", body(), LockstepWorld(1).transports[0], TrafficMeter())
+    assert running.done and running.advance() and running.finish() == 7 and running.rounds == 0
 
 
-def test_talk_advances_round_by_round_and_never_waits():
-    world, meters = LockstepWorld(2), [Meter(), Meter()]
+def test_a_conversation_advances_by_rounds_and_never_waits():
+    world, meters = LockstepWorld(2), [TrafficMeter(), TrafficMeter()]
 
     def body(value):
         (a,) = yield (AllReduce(torch.tensor([value]), "sum"),)
@@ -423,7 +431,7 @@ def test_talk_advances_round_by_round_and_never_waits():
     assert set(meters[0].seconds) == {"compress", "launch", "wait", "decode", "step"}
 
 
-def test_talk_names_its_rounds():
+def test_a_conversation_names_its_rounds():
     names = []
 
     class Transport(type(LockstepWorld(1).transports[0])):
@@ -435,5 +443,5 @@ def test_talk_names_its_rounds():
         yield (AllReduce(torch.ones(1)),)
         yield (AllReduce(torch.ones(1)),)
 
-    RunningConversation("bucket", body(), Transport(LockstepWorld(1), 0), Meter()).finish()
+    RunningConversation("bucket", body(), Transport(LockstepWorld(1), 0), TrafficMeter()).finish()
     assert names == ["bucket.0", "bucket.1"]

@@ -1,9 +1,9 @@
-"""Bytes by hand: three ranks unless said otherwise, 1200 bytes of payload."""
+"""Bytes by the formulas: three ranks by default, 1200 bytes of payload."""
 
 import pytest
 import torch
 
-from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, ReduceScatter
+from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, TrafficMeter
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import payload_bytes, wire_bytes
 
@@ -70,14 +70,14 @@ def test_a_broadcasts_payload_is_its_roots_within_the_group():
 
 
 def test_a_new_meter_is_empty():
-    meter = Meter()
+    meter = TrafficMeter()
     assert (meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes, meter.rounds) == (0, 0, 0, 0)
-    assert Meter().seconds is not meter.seconds
+    assert TrafficMeter().seconds is not meter.seconds
 
 
 def test_dense_is_a_ring_all_reduce_in_fp32():
-    """What it is compared with is counted like it: in bytes on the wire. One rank sends nothing."""
+    """The dense equivalent is counted in bytes on the wire, too. A single rank sends nothing."""
     for size, expected in ((1, 0.0), (2, 4000.0), (4, 6000.0)):
-        meter = Meter()
+        meter = TrafficMeter()
         meter.count_dense(1000, size)
         assert meter.dense_wire_bytes == expected == wire_bytes(AllReduce(torch.zeros(1000)), 0, size)

@@ -1,4 +1,4 @@
-"""Messages between two ranks over MPI, as far as they can be told without one: what it is given to carry."""
+"""Point-to-point messages over MPI, tested without MPI: the buffers that are posted."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ import torch
 from dgc.comm import Exchange
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.mpi import point_to_point
-from dgc.comm.mpi.point_to_point import PointToPoint, counted
+from dgc.comm.mpi.point_to_point import PointToPointTransport, mpi_buffer
 
 
 class RecordingMPI:
-    """A world of rank 0 and another one; what is posted stays where it is."""
+    """MPI with two ranks that records posted messages and delivers none."""
 
     TAG_UB, BYTE, INT32_T = None, "byte", "int32"
     rank, size = 0, 2
@@ -37,15 +37,15 @@ def recorded(monkeypatch):
     monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
     inner = LockstepWorld(2).transports[0]
     inner.members = lambda group: [0, 1]
-    return PointToPoint(inner), MPI.posted
+    return PointToPointTransport(inner), MPI.posted
 
 
 @pytest.mark.parametrize("length", [0, 3, 4, 7, 4096])
 def test_a_buffer_is_the_memory_of_the_tensor(length):
-    """In one unit at both ends of a message, which know its length, wherever it begins."""
+    """Both ends of a message choose the same unit, by its length and not by its address."""
     content = torch.arange(length + 1, dtype=torch.int64).to(torch.uint8)
     for tensor in (content[:length], content[1:]):
-        memory, count, kind = counted(tensor, RecordingMPI)
+        memory, count, kind = mpi_buffer(tensor, RecordingMPI)
         assert (count, kind) == ((length, "byte") if length % 4 else (length // 4, "int32"))
         assert memory.tolist() == tensor.tolist()
         memory.fill(0)
@@ -53,7 +53,7 @@ def test_a_buffer_is_the_memory_of_the_tensor(length):
 
 
 def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded, monkeypatch):
-    monkeypatch.setattr(point_to_point, "LIMIT", 100)
+    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
     transport, posted = recorded
     transport.launch("a", (Exchange({1: torch.ones(100)}, {1: torch.empty(400, dtype=torch.uint8)}),))
     assert [(way, peer, *buffer[1:]) for way, peer, buffer in posted] == [
@@ -64,10 +64,12 @@ def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded, mon
 
 @pytest.mark.parametrize("nbytes", [101, 404])
 def test_a_message_that_is_too_long_is_refused_before_anything_is_posted(nbytes, recorded, monkeypatch):
-    monkeypatch.setattr(point_to_point, "LIMIT", 100)
+    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
     transport, posted = recorded
     long, short = torch.empty(nbytes, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8)
     for exchange in (Exchange({1: long}, {1: short}), Exchange({1: short}, {1: long})):
-        with pytest.raises(ValueError, match=f"a message of {nbytes} bytes: MPI carries at most 100, or 400 "):
+        with pytest.raises(
+            ValueError, match=f"a message of {nbytes} bytes is too large: MPI carries at most 100, or 400 "
+        ):
             transport.launch("a", (exchange,))
     assert not posted

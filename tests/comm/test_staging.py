@@ -1,4 +1,4 @@
-"""Messages by way of host memory: when they leave, and that nothing else about them changes.
+"""Messages through host memory: the time of their launch, and that nothing else about them changes.
 
 No GPU is needed: a stand-in for its event says when a copy is done.
 """
@@ -6,13 +6,22 @@ No GPU is needed: a stand-in for its event says when a copy is done.
 import pytest
 import torch
 
-from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, ReduceScatter, RunningConversation
+from dgc.comm import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    ReduceScatter,
+    RunningConversation,
+    TrafficMeter,
+)
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.staging import Staged
+from dgc.comm.staging import StagedTransport
 
 
 class Copying:
-    """An event that is over once `done` is called, or when somebody waits for it."""
+    """An event that is over once `done` is called, or when a caller waits for it."""
 
     made = []
 
@@ -38,7 +47,7 @@ def _forget():
 
 
 def staged(transport, remote=True):
-    return Staged(transport, is_remote=lambda tensor: remote, make_event=Copying)
+    return StagedTransport(transport, needs_copy=lambda tensor: remote, make_event=Copying)
 
 
 class Recording:
@@ -55,14 +64,14 @@ class Recording:
         return self._transport.launch(name, requests)
 
 
-def test_a_message_leaves_once_its_copy_is_done():
-    carrier = Recording(LockstepWorld(1).transports[0])
-    transport = staged(carrier)
+def test_a_message_is_launched_once_its_copy_is_complete():
+    inner = Recording(LockstepWorld(1).transports[0])
+    transport = staged(inner)
     flight = transport.launch("a", (AllReduce(torch.ones(3)),))
-    assert carrier.launched == [] and not transport.poll(flight) and carrier.launched == []
+    assert inner.launched == [] and not transport.poll(flight) and inner.launched == []
     Copying.made[0].over = True
-    assert transport.poll(flight) and carrier.launched == ["a"]
-    assert torch.equal(transport.wait(flight)[0], torch.ones(3)) and carrier.launched == ["a"]
+    assert transport.poll(flight) and inner.launched == ["a"]
+    assert torch.equal(transport.wait(flight)[0], torch.ones(3)) and inner.launched == ["a"]
 
 
 def test_waiting_waits_for_the_copy_first():
@@ -72,14 +81,14 @@ def test_waiting_waits_for_the_copy_first():
     assert Copying.made[0].over and torch.equal(reply, torch.ones(3))
 
 
-def test_tensors_of_the_host_leave_at_once():
-    carrier = Recording(LockstepWorld(1).transports[0])
-    staged(carrier, remote=False).launch("a", (AllReduce(torch.ones(3)),))
-    assert carrier.launched == ["a"] and not Copying.made
+def test_tensors_on_the_host_are_launched_at_once():
+    inner = Recording(LockstepWorld(1).transports[0])
+    staged(inner, remote=False).launch("a", (AllReduce(torch.ones(3)),))
+    assert inner.launched == ["a"] and not Copying.made
 
 
-def test_what_is_sent_is_what_it_was_at_the_launch():
-    """The sender may use its memory again at once: the copy is queued before whatever it does next."""
+def test_values_are_those_at_the_launch():
+    """The sender may reuse its memory at once: the copy is queued before any later operation."""
     transport = staged(LockstepWorld(1).transports[0])
     own = torch.ones(3)
     flight = transport.launch("a", (AllReduce(own),))
@@ -87,8 +96,8 @@ def test_what_is_sent_is_what_it_was_at_the_launch():
     assert torch.equal(transport.wait(flight)[0], torch.ones(3))
 
 
-def test_ranks_that_wait_in_another_order_do_not_wait_for_ever():
-    """Whoever waits hands over everything it holds: the others may be waiting for just that."""
+def test_ranks_that_wait_in_different_orders_do_not_deadlock():
+    """A rank that waits first launches everything pending: the others may be waiting for it."""
 
     def body(transport):
         own = staged(transport)
@@ -115,29 +124,29 @@ def leaves(reply):
 
 
 @pytest.mark.parametrize("make", REQUESTS.values(), ids=REQUESTS)
-def test_replies_are_those_of_the_carrier(make):
-    def talk(transport):
+def test_replies_are_those_of_the_inner_transport(make):
+    def converse(transport):
         def body():
             (reply,) = yield (make(transport.rank),)
             return leaves(reply)
 
-        return RunningConversation("t", body(), transport, Meter()).finish()
+        return RunningConversation("t", body(), transport, TrafficMeter()).finish()
 
-    plain = LockstepWorld(2).run(talk)
-    through = LockstepWorld(2).run(lambda transport: talk(staged(transport)))
+    plain = LockstepWorld(2).run(converse)
+    through = LockstepWorld(2).run(lambda transport: converse(staged(transport)))
     for a, b in zip(plain, through, strict=True):
         assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_rank_that_only_receives_does_so_by_way_of_the_host():
-    carrier = Recording(LockstepWorld(2).transports[0])
+def test_a_rank_that_only_receives_uses_host_memory():
+    inner = Recording(LockstepWorld(2).transports[0])
     into = torch.zeros(3)
-    flight = staged(carrier).launch("a", (Exchange({}, {1: into}),))
+    flight = staged(inner).launch("a", (Exchange({}, {1: into}),))
     assert len(Copying.made) == 1 and flight.requests[0].receives[1] is not into
 
 
-def test_it_has_the_carriers_place_in_the_world():
-    carrier = LockstepWorld(3).transports[2]
-    transport = staged(carrier)
+def test_ranks_are_those_of_the_inner_transport():
+    inner = LockstepWorld(3).transports[2]
+    transport = staged(inner)
     assert (transport.rank, transport.size) == (2, 3)
     assert transport.group_size("world") == 3 and transport.group_rank("world") == 2

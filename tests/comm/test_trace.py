@@ -1,4 +1,4 @@
-"""The timeline: what it draws of a step, and where it ends."""
+"""The timeline: its events in a step, and its limit."""
 
 import json
 

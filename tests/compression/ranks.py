@@ -24,8 +24,8 @@ class Ranks:
         """own: each rank's gradient as a vector. Returns the results by rank, and the mean as a dense vector."""
         for bucket, gradient in zip(self.buckets, own, strict=True):
             bucket.flat.copy_(gradient)
-        talks = [c.reduce(b) for c, b in zip(self.compressors, self.buckets, strict=True)]
-        results = self.world.converse("b", talks)
+        conversations = [c.reduce(b) for c, b in zip(self.compressors, self.buckets, strict=True)]
+        results = self.world.converse("b", conversations)
         means = [dense(result, bucket) for result, bucket in zip(results, self.buckets, strict=True)]
         assert all(torch.equal(mean, means[0]) for mean in means)
         return results, means[0]

@@ -38,7 +38,7 @@ def gradients(size, scale=1.0):
     return [scale * torch.randn(N, generator=generator) for _ in range(size)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     ("make", "rtol", "bytes_each"),
     [(DenseCompressor, 1e-6, 4), (FP16Compressor, 2e-3, 2), (BF16Compressor, 1e-2, 2)],

@@ -130,6 +130,14 @@ def test_ranks_round_on_their_own(name):
     assert (together - g).norm() < 0.6 * (alone - g).norm()
 
 
+def test_qsgd_divides_the_norm_into_levels():
+    """7 levels in 4 bits, of the L2 norm or of the largest magnitude."""
+    g = normal(N, 5)
+    for norm, scale in (("l2", g.norm()), ("max", g.abs().max())):
+        levels = 7 * once(lambda norm=norm: QSGD(4, None, norm), g) / scale
+        assert levels.any() and torch.allclose(levels, levels.round(), atol=1e-4)
+
+
 def test_terngrads_levels_and_clipping():
     g = normal(N, 5)
     assert set(once(lambda: TernGradCompressor(clip=None), g).abs().tolist()) == {0.0, float(g.abs().max())}

@@ -38,7 +38,7 @@ def test_the_bytes_are_mxnets():
     assert bytes(codes.tolist()).hex() == "d4000000"
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("settings", [{}, {"threshold": None}, {"bits": 1, "threshold": 0.0}], ids=str)
 def test_every_wire_gives_the_same_bits(size, settings):
     shapes = [(7, 5), (33,), (1,), (0, 3)]
@@ -47,7 +47,7 @@ def test_every_wire_gives_the_same_bits(size, settings):
         Ranks(size, lambda wire=wire: ThresholdCompressor(wire=wire, **settings), shapes)
         for wire in ("gather", "scatter", "server")
     ]
-    for step in range(4):
+    for step in range(3):
         own = [normal(n, 10 * step + rank) for rank in range(size)]
         means = [fleet.step(own) for fleet in fleets]
         assert torch.equal(means[0], means[1]) and torch.equal(means[0], means[2])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dgc import gossip
 from dgc.gossip import Topology
 
-SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17)
+SIZES = (2, 3, 4, 5, 6, 8, 9, 12, 17)
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class Row:
     name: str
     make: Callable[[int], Topology]
     takes: Callable[[int], bool] = lambda size: True
-    doubly: bool = True  # whether equal shares keep every rank's total too
-    pairs: bool = False  # whether who sends hears from the same
+    doubly_stochastic: bool = True  # whether equal shares keep every rank's total too
+    pairs: bool = False  # whether each rank receives from the ranks that it sends to
 
 
 def even(size: int) -> bool:
@@ -39,9 +39,9 @@ ROWS = [
     Row("ring", lambda n: gossip.ring(n, 2), lambda n: n > 2, pairs=True),
     Row("full", gossip.full, pairs=True),
     Row("static exponential", gossip.static_exponential),
-    Row("star", gossip.star, doubly=False, pairs=True),
-    Row("star around the last", lambda n: gossip.star(n, n - 1), doubly=False, pairs=True),
-    Row("grid", gossip.grid, doubly=False, pairs=True),
+    Row("star", gossip.star, doubly_stochastic=False, pairs=True),
+    Row("star around the last", lambda n: gossip.star(n, n - 1), doubly_stochastic=False, pairs=True),
+    Row("grid", gossip.grid, doubly_stochastic=False, pairs=True),
     Row("random matching", lambda n: gossip.random_matching(n, rounds=64), pairs=True),
     Row("machines of two", lambda n: gossip.hierarchical(n, 2), even),
     Row("machines of three", lambda n: gossip.hierarchical(n, 3), lambda n: n % 3 == 0),

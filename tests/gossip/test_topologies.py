@@ -1,40 +1,40 @@
-"""Topologies: laws for all of them, the published books entry by entry, and what is refused."""
+"""Topologies: laws for all of them, the published peer schedules entry by entry, and refused arguments."""
 
 import pytest
 from gossip.table import CASES, IDS, named
 
 from dgc import gossip
 from dgc.gossip import Topology, TopologyError, check_mixing, metropolis, uniform
-from dgc.gossip.topology.mixing import given, matrix
+from dgc.gossip.topology.mixing import mixing_from_weights, mixing_matrix
 
 
-def books(topology, rank=0):
-    """What one rank sends to, round by round."""
+def schedule(topology, rank=0):
+    """The peers that a rank sends to, by round."""
     return [topology.out_peers(rank, t) for t in range(topology.period)]
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
-def test_who_is_sent_to_hears(row, size):
+def test_in_peers_mirror_out_peers(row, size):
     topology = row.make(size)
     assert topology.size == size
     for t in range(2 * topology.period + 1):
         sent = {(rank, peer) for rank in range(size) for peer in topology.out_peers(rank, t)}
-        heard = {(peer, rank) for rank in range(size) for peer in topology.in_peers(rank, t)}
-        assert sent == heard
+        received = {(peer, rank) for rank in range(size) for peer in topology.in_peers(rank, t)}
+        assert sent == received
         assert topology.out_peers(0, t) == topology.out_peers(0, t + topology.period)
     assert topology.is_symmetric or not row.pairs
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
 def test_equal_shares_keep_the_sum_over_ranks(row, size):
-    check_mixing(row.make(size), uniform, doubly=row.doubly or size < 3)
+    check_mixing(row.make(size), uniform, doubly_stochastic=row.doubly_stochastic or size < 3)
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
 def test_metropolis_weights_keep_every_total_on_symmetric_graphs(row, size):
     topology = row.make(size)
     if topology.is_symmetric:
-        check_mixing(topology, metropolis, doubly=True)
+        check_mixing(topology, metropolis, doubly_stochastic=True)
     else:
         with pytest.raises(TopologyError, match="symmetric"):
             check_mixing(topology, metropolis)
@@ -44,6 +44,7 @@ def test_metropolis_weights_keep_every_total_on_symmetric_graphs(row, size):
     ("topology", "expected"),
     [
         (lambda: gossip.n_peer_exponential(8), [(1,), (2,), (4,)]),
+        (lambda: gossip.n_peer_exponential(9), [(1,), (2,), (4,), (8,)]),
         (lambda: gossip.n_peer_exponential(9, 2), [(1, 2), (3, 6)]),
         (lambda: gossip.n_peer_exponential(243, 2), [(3**i, 2 * 3**i) for i in range(5)]),
         (lambda: gossip.exponential(8), [(1,), (7,), (2,), (6,), (4,)]),
@@ -59,12 +60,12 @@ def test_metropolis_weights_keep_every_total_on_symmetric_graphs(row, size):
     ],
     ids=named,
 )
-def test_the_books_of_rank_0(topology, expected):
-    assert books(topology()) == expected
+def test_the_schedules_of_rank_0(topology, expected):
+    assert schedule(topology()) == expected
 
 
 def test_an_active_rank_takes_plus_first():
-    assert books(gossip.bipartite_exponential(8), rank=1) == [(2,), (0,), (4,), (6,)]
+    assert schedule(gossip.bipartite_exponential(8), rank=1) == [(2,), (0,), (4,), (6,)]
 
 
 @pytest.mark.parametrize(("row", "size"), [case for case in CASES if "bipartite" in case[0].name], ids=named)
@@ -79,14 +80,14 @@ def test_a_round_of_a_bipartite_graph_is_a_set_of_pairs_as_published(row, size):
 
 def test_a_matching_changes_and_repeats_with_its_seed():
     first, again, other = (gossip.random_matching(9, seed) for seed in (1, 1, 2))
-    assert books(first) == books(again) != books(other)
-    assert len(set(books(first))) > 4
-    assert () in books(first), "of nine ranks one rests"
+    assert schedule(first) == schedule(again) != schedule(other)
+    assert len(set(schedule(first))) > 4
+    assert () in schedule(first), "one of nine ranks has no peer"
 
 
 def test_machines_mix_within_and_then_between():
     topology = gossip.hierarchical(8, 2)
-    assert books(topology, rank=3) == [(2,), (5,), (2,), (7,)]
+    assert schedule(topology, rank=3) == [(2,), (5,), (2,), (7,)]
 
 
 @pytest.mark.parametrize("size, peers", [(6, 2), (18, 2), (54, 2), (8, 3), (12, 3), (24, 3), (32, 3), (10, 4)])
@@ -101,13 +102,13 @@ def test_sizes_at_which_the_published_graph_fails_are_refused(size, peers):
         (lambda: gossip.bipartite_exponential(5), "even number of ranks, not 5"),
         (lambda: gossip.bipartite_linear(7), "even number"),
         (lambda: gossip.ring(1), "at least 2 ranks"),
-        (lambda: gossip.ring(2, 2), "a rank has 1 to talk to, so peers must be from 1 to that, not 2"),
-        (lambda: gossip.ring(5, 3), "a rank has 2 to talk to"),
+        (lambda: gossip.ring(2, 2), "peers must be from 1 to 1, the length of a peer schedule, not 2"),
+        (lambda: gossip.ring(5, 3), "peers must be from 1 to 2"),
         (lambda: gossip.n_peer_exponential(4, 0), "at least 1"),
-        (lambda: gossip.exponential(8, 9), "must be from 1 to that, not 9"),
+        (lambda: gossip.exponential(8, 9), "must be from 1 to 5, the length of a peer schedule, not 9"),
         (lambda: gossip.exponential(8, order="newest"), "paper, later"),
         (lambda: gossip.star(4, 4), "hub"),
-        (lambda: gossip.hierarchical(6, 4), "do not fill"),
+        (lambda: gossip.hierarchical(6, 4), "local_size must divide"),
         (lambda: gossip.random_matching(64, rounds=1), "never reaches.*another seed"),
         (lambda: gossip.from_weights([]), "at least one matrix"),
         (lambda: gossip.from_weights([[[1.0, 0.0]]]), "rows and columns"),
@@ -118,7 +119,10 @@ def test_sizes_at_which_the_published_graph_fails_are_refused(size, peers):
             lambda: Topology("mine", 3, 1, lambda rank, _: (1,) if rank == 0 else (0,)),
             r"never reaches ranks \[2\]",
         ),
-        (lambda: Topology("mine", 3, 1, lambda rank, _: (1, 2) if rank == 0 else ()), "never hears"),
+        (
+            lambda: Topology("mine", 3, 1, lambda rank, _: (1, 2) if rank == 0 else ()),
+            "rank 0 is never reached from",
+        ),
         (lambda: Topology("mine", 0, 1, lambda rank, _: ()), "at least 1"),
     ],
 )
@@ -127,7 +131,7 @@ def test_unusable_graphs_are_one_clear_error(make, words):
         make()
 
 
-# --- a user's own weights --------------------------------------------------------------------------
+# --- weights of the user -----------------------------------------------------------------------------
 
 P = [[0.5, 0.25, 0.0], [0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
 
@@ -135,24 +139,24 @@ P = [[0.5, 0.25, 0.0], [0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
 def test_a_users_weights_are_a_graph_and_its_shares():
     topology = gossip.from_weights([P])
     assert [topology.out_peers(rank, 0) for rank in range(3)] == [(1,), (0, 2), (1,)]
-    check_mixing(topology, given([P]))
-    assert matrix(topology, given([P]), 5).tolist() == P
-    with pytest.raises(TopologyError, match="rank 1 gets adds up to 1.5"):
-        check_mixing(topology, given([P]), doubly=True)
+    check_mixing(topology, mixing_from_weights([P]))
+    assert mixing_matrix(topology, mixing_from_weights([P]), 5).tolist() == P
+    with pytest.raises(TopologyError, match="the shares that rank 1 receives sum to 1.5"):
+        check_mixing(topology, mixing_from_weights([P]), doubly_stochastic=True)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ((0, 0, 0.6), "rank 0 gives away adds up to 1.1"),
+        ((0, 0, 0.6), "the shares that rank 0 sends sum to 1.1"),
         ((2, 1, -0.25), "negative"),
-        ((1, 1, 0.0), "keeps nothing"),
+        ((1, 1, 0.0), "or keeps nothing"),
     ],
 )
-def test_weights_that_lose_or_make_mass_are_refused(change, words):
+def test_weights_that_do_not_preserve_the_sum_are_refused(change, words):
     i, j, value = change
     changed = [list(row) for row in P]
     changed[i][j] = value
     topology = gossip.from_weights([changed])
     with pytest.raises(TopologyError, match=words):
-        check_mixing(topology, given([changed]))
+        check_mixing(topology, mixing_from_weights([changed]))

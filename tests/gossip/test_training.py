@@ -1,4 +1,4 @@
-"""Laws of training by gossip: what is kept, what is agreed on, what goes on after a stop as if there was none."""
+"""Laws of training by gossip: the mean is preserved, ranks converge, and a resumed run continues bit for bit."""
 
 import copy
 import warnings
@@ -10,7 +10,7 @@ from gossip.networks import CASES, IDS, OUTER, ROWS, SIZES, Trained, momentum, o
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.gossip import DPSGD, OSGP, SGP, Int8, Nesterov, Periodic, SlowMo, TopologyError
+from dgc.gossip import DPSGD, OSGP, SGP, Int8Message, Nesterov, Periodic, SlowMo, TopologyError
 from dgc.optim import GossipOptimizer
 from dgc_training.checkpoint.reshard import blend, shares
 
@@ -24,25 +24,25 @@ def mean(parts):
 
 
 def without_gradients(transport, row, steps, per_epoch):
-    """A rank after steps that only gossip, its model before them, and its x with what is on its way."""
+    """A rank after steps of gossip alone, its model before them, and its x with messages in flight."""
     own = Trained(transport, row.make()).scatter()
     start = own.z.double()
     for step in range(steps):
         own.optimizer.begin_epoch(step // per_epoch)
         own.only_gossip()
-    return own, start, own.numerator()
+    return own, start, own.biased_parameters()
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
 def test_without_gradients_the_mean_is_kept_and_all_agree(row, size):
     def body(transport):
-        own, start, between = without_gradients(transport, row, 60, 20)
-        own.optimizer.settle()
-        return start, between, own.numerator(), own.z.double(), getattr(own.algorithm, "w", 1.0)
+        own, start, between = without_gradients(transport, row, 45, 15)
+        own.optimizer.synchronize_messages()
+        return start, between, own.biased_parameters(), own.z.double(), getattr(own.algorithm, "w", 1.0)
 
     starts, between, ends, models, weights = zip(*on(size, body), strict=True)
     wanted, scale = mean(starts), max(float(s.abs().max()) for s in starts)
-    assert float((mean(between) - wanted).abs().max()) < ROUNDING * scale  # with what was on its way
+    assert float((mean(between) - wanted).abs().max()) < ROUNDING * scale  # with messages in flight
     assert float((mean(ends) - wanted).abs().max()) < ROUNDING * scale
     assert sum(weights) == pytest.approx(size, abs=1e-9)
     spread = max(float((z - wanted).abs().max()) for z in models)
@@ -57,7 +57,7 @@ def test_without_gradients_the_mean_is_kept_and_all_agree(row, size):
 def test_many_ranks_keep_the_mean(row, size):
     def body(transport):
         own, start, between = without_gradients(transport, row, 12, 4)
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return start, between, float(own.algorithm.w) if hasattr(own.algorithm, "w") else 1.0
 
     starts, between, weights = zip(*on(size, body), strict=True)
@@ -66,11 +66,12 @@ def test_many_ranks_keep_the_mean(row, size):
     assert sum(weights) == pytest.approx(size, abs=1e-9)
 
 
-@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("size", [5])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_training_learns_and_models_stay_close(row, size):
     if not row.takes(size):
         size = 4
+
     def body(transport):
         own = Trained(transport, row.make())
         losses = []
@@ -99,7 +100,7 @@ def test_a_complete_graph_is_parameter_averaging(size):
         own = Trained(transport, SGP(complete if size > 1 else None))
         for _ in range(20):
             own.step()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return own.z.clone()
 
     models = on(size, body)
@@ -115,14 +116,14 @@ def test_a_complete_graph_is_parameter_averaging(size):
     assert float((models[0] - one.z).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 64, 256])
+@pytest.mark.parametrize("size", [2, 4, 8, 32])
 def test_the_one_peer_exponential_graph_agrees_after_log2_n_rounds(size):
     def body(transport):
         own = Trained(transport, SGP()).scatter()
         start = own.z.clone()
         for _ in range(size.bit_length() - 1):
             own.only_gossip()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return start, own.z.clone()
 
     starts, ends = zip(*on(size, body), strict=True)
@@ -138,14 +139,14 @@ def test_one_peer_and_a_powers_of_two_lose_no_bit():
         own.z.copy_(torch.arange(own.z.numel()) + 100.0 * transport.rank)
         for _ in range(9):
             own.only_gossip()
-        return own.numerator()
+        return own.biased_parameters()
 
     total = sum(on(4, body))
     assert torch.equal(total, 4 * torch.arange(total.numel(), dtype=torch.float64) + 600)
 
 
 @pytest.mark.parametrize("make", [lambda: SGP(gossip.star), lambda: OSGP(gossip.star), OSGP])
-def test_weight_decay_is_of_the_model_whatever_its_weight(make):
+def test_weight_decay_acts_on_z_for_every_weight(make):
     """With no gradient but decay, lr d, every rank's model shrinks by 1 - lr d where x moves as z does."""
 
     def body(transport):
@@ -187,7 +188,7 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit(row, size):
                     own.optimizer.load_compression_state_dict(state)
                     own.optimizer.begin_epoch(step // 5)
             own.step()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return own.z.clone()
 
     straight, stopped = on(size, lambda t: body(t, False)), on(size, lambda t: body(t, True))
@@ -203,27 +204,27 @@ def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm, new):
         own = Trained(transport, algorithm(gossip.star))
         for _ in range(3):
             own.step()
-        own.optimizer.settle()
-        return own.optimizer.compression_state_dict(), own.numerator(), own.algorithm.w
+        own.optimizer.synchronize_messages()
+        return own.optimizer.compression_state_dict(), own.biased_parameters(), own.algorithm.w
 
-    states, numerators, weights = zip(*on(4, before), strict=True)
+    states, biased, weights = zip(*on(4, before), strict=True)
     assert max(weights) - min(weights) > 0.5
 
     def after(transport):
         own = Trained(transport, algorithm(gossip.star))
         weights = shares(4, new, transport.rank)
         own.optimizer.load_compression_state_dict(blend({rank: states[rank] for rank in weights}, weights))
-        return own.numerator()
+        return own.biased_parameters()
 
-    assert float((mean(on(new, after)) - mean(numerators)).abs().max()) < 1e-6
+    assert float((mean(on(new, after)) - mean(biased)).abs().max()) < 1e-6
 
 
 def test_two_runs_are_the_same():
     def body(transport):
-        own = Trained(transport, OSGP(gossip.exponential, synch_freq=2, message=Int8(16)))
+        own = Trained(transport, OSGP(gossip.exponential, synch_freq=2, message=Int8Message(16)))
         for _ in range(15):
             own.step()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return own.z.clone()
 
     assert all(torch.equal(a, b) for a, b in zip(on(5, body), on(5, body), strict=True))
@@ -249,7 +250,7 @@ def test_slow_momentum_by_hand():
 
 
 def test_the_biased_ablation_is_biased():
-    """Half of a model is on its way while gradients are computed, and no weight tells."""
+    """Half of a model is in flight while gradients are computed, and no weight corrects for it."""
 
     def body(transport, biased):
         own = Trained(transport, OSGP(biased=biased))
@@ -265,7 +266,7 @@ def test_parameters_of_half_precision(dtype):
     def body(transport):
         own = Trained(transport, SGP(), lambda ps: torch.optim.SGD(ps, lr=0.05), dtype)
         losses = [own.step() for _ in range(60)]
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in own.model.parameters()]), own.z
 
     for first, last, parameters, z in on(4, body):
@@ -279,7 +280,7 @@ def test_models_of_half_precision_are_averaged_in_fp32(dtype):
         before = own.z.double()
         for _ in range(60):
             own.only_gossip()
-        return before, own.numerator()
+        return before, own.biased_parameters()
 
     before, after = zip(*on(8, body), strict=True)
     assert float((mean(after) - mean(before)).abs().max()) < 1e-5
@@ -297,15 +298,15 @@ def test_the_flat_model_moves_by_what_its_parameters_moved():
     assert float((model.z - torch.tensor([1.501, -1.503, 0.5])).abs().max()) < 1e-6
 
 
-def test_gauges_tell_the_weight_that_the_gradient_was_computed_with():
-    """Not that of what is left while the model is on its way."""
+def test_metrics_have_the_weight_that_the_gradient_was_computed_with():
+    """Not the weight that remains while messages are in flight."""
 
     def body(transport, make):
         own, weights = Trained(transport, make()), []
         for _ in range(4):
             own.step()
-            weights.append(own.optimizer.gauges()["weight"])
-        own.optimizer.settle()
+            weights.append(own.optimizer.metrics()["weight"])
+        own.optimizer.synchronize_messages()
         return weights, own.algorithm.w
 
     for make in (SGP, lambda: SGP(None), DPSGD):
@@ -315,6 +316,36 @@ def test_gauges_tell_the_weight_that_the_gradient_was_computed_with():
     for step in range(4):
         assert sum(weights[step] for weights, _ in star) == pytest.approx(4)
     assert star[0][0][1] > 1.5
+
+
+def test_a_new_graph_begins_at_its_first_round():
+    def body(transport):
+        own, rounds = Trained(transport, SGP(graph_from_epoch={1: gossip.exponential})), []
+        for epoch in range(2):
+            own.optimizer.begin_epoch(epoch)
+            rounds.append(own.algorithm.round)
+            for _ in range(3):
+                own.step()
+        own.optimizer.synchronize_messages()
+        return rounds
+
+    assert on(4, body) == [[0, 0]] * 4
+
+
+def test_a_rank_waits_after_as_many_steps_as_synch_freq():
+    """Messages that seem never to arrive are waited for in every third step."""
+
+    def body(transport):
+        own, staleness = Trained(transport, OSGP(synch_freq=2)), []
+        transport.poll = lambda flight: False
+        for _ in range(7):
+            own.step()
+            staleness.append(own.optimizer.metrics()["staleness"])
+        del transport.poll
+        own.optimizer.synchronize_messages()
+        return staleness
+
+    assert on(2, body) == [[0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 0.0]] * 2
 
 
 # --- what users do ---------------------------------------------------------------------------------
@@ -343,26 +374,26 @@ def test_messages_that_overlap_need_zero_grad_before_the_first_step():
 
 
 @pytest.mark.parametrize("make", [lambda: SGP(blocking=True), lambda: Periodic(2), OSGP])
-def test_zero_grad_may_be_missing_where_nothing_is_on_its_way(make):
+def test_zero_grad_may_be_missing_if_no_message_is_in_flight(make):
     def body(transport):
         own = Trained(transport, make())
         for _ in range(4):
             own.model(own.inputs).sum().backward()
             own.optimizer.step()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return own.z.clone()
 
     on(1 if make is OSGP else 3, body)
 
 
 def test_no_rank_leaves_before_all_have_closed():
-    """The first to leave would end MPI on ranks that still train."""
+    """The first rank that exits would end MPI on ranks that still train."""
     seen = []
 
     def body(transport):
         own = Trained(transport, SGP(gossip.ring))
         own.step()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         seen.append("closes")
         own.optimizer.close()
         seen.append("closed")
@@ -378,7 +409,7 @@ def test_zero_grad_twice_is_once():
             for _ in range(times - 1):
                 own.optimizer.zero_grad()
             own.step()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return own.z.clone()
 
     once, often = on(3, lambda t: body(t, 1)), on(3, lambda t: body(t, 3))
@@ -395,7 +426,7 @@ def test_gradients_add_up_over_passes():
                 loss = ((own.model(own.inputs[chosen]) - own.targets[chosen]) ** 2).mean() / passes
                 loss.backward()
             own.optimizer.step()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return own.z.clone()
 
     for a, b in zip(on(3, lambda t: body(t, 1)), on(3, lambda t: body(t, 4)), strict=True):
@@ -414,9 +445,9 @@ def test_a_gradient_that_is_not_finite_stays_with_its_rank():
                 warnings.simplefilter("always")
                 own.optimizer.step()
             if step == 3:
-                told = [str(w.message) for w in caught]
-        own.optimizer.settle()
-        return own.optimizer.dropped_steps, told, bool(own.z.isfinite().all())
+                warned = [str(w.message) for w in caught]
+        own.optimizer.synchronize_messages()
+        return own.optimizer.dropped_steps, warned, bool(own.z.isfinite().all())
 
     found = on(3, body)
     assert [dropped for dropped, _, _ in found] == [0, 1, 0] and all(finite for *_, finite in found)
@@ -447,7 +478,7 @@ def test_a_gradient_scaler_scales_each_rank_s_gradients():
                 own.optimizer.zero_grad()
             scaler.step(own.optimizer)
             scaler.update()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return own.z.clone(), own.optimizer.dropped_steps, scaler.get_scale()
 
     plain, scaled = on(2, lambda t: body(t, False)), on(2, lambda t: body(t, True))
@@ -461,14 +492,14 @@ def test_bytes_are_those_of_the_formula():
         (SGP, 1, lambda n: 4 * n + 8),
         (lambda: SGP(gossip.full), 3, lambda n: 4 * n + 8),
         (lambda: DPSGD(gossip.bipartite_exponential), 1, lambda n: 4 * n),
-        (lambda: SGP(message=Int8(16)), 1, lambda n: n + 4 * -(-n // 16) + 8),
+        (lambda: SGP(message=Int8Message(16)), 1, lambda n: n + 4 * -(-n // 16) + 8),
     ):
 
         def body(transport, algorithm=algorithm):
             own = Trained(transport, algorithm())
             for _ in range(3):
                 own.step()
-            own.optimizer.settle()
+            own.optimizer.synchronize_messages()
             meter = own.optimizer.meter
             return own.z.numel(), meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
 
@@ -482,7 +513,7 @@ def refused(algorithm, size, match, kind=ValueError):
 
 
 def test_what_cannot_be_is_refused():
-    refused(lambda: DPSGD(gossip.star), 4, "rank 0 gets adds up to", TopologyError)
+    refused(lambda: DPSGD(gossip.star), 4, "the shares that rank 0 receives sum to", TopologyError)
     refused(lambda: SGP(gossip.bipartite_exponential), 3, "even number of ranks", TopologyError)
     refused(lambda: SGP(lambda n: gossip.ring(n + 1)), 3, "is for 4 ranks, not for 3", TopologyError)
     refused(lambda: OSGP(synch_freq=-1), 1, "synch_freq must be 0 or more")
@@ -495,8 +526,8 @@ def test_ranks_with_other_models_are_told_apart():
         model = torch.nn.Linear(2 + transport.rank, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         other = 1 - transport.rank
-        told = rf"rank {other} and rank {transport.rank} train different models: \('weight', \(1, {2 + other}\)"
-        with pytest.raises(ValueError, match=told):
+        message = rf"rank {other} and rank {transport.rank} train different models: \('weight', \(1, {2 + other}\)"
+        with pytest.raises(ValueError, match=message):
             GossipOptimizer(inner, model.named_parameters(), SGP(), transport=transport)
         raise ValueError("done")
 

@@ -1,9 +1,11 @@
 """The codecs of payloads: the same bits from each, sums and streams checked against plain Python, no waiting."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
+from cases import case
 from kernels.codecs import CODECS
 from torch.utils._python_dispatch import TorchDispatchMode
 from wire.payloads import (
@@ -14,6 +16,7 @@ from wire.payloads import (
     clustered,
     decode,
     encode,
+    formats_for,
     scattered,
     seal_,
     selection_of,
@@ -24,7 +27,6 @@ from dgc.wire import PayloadError
 from dgc.wire.lengths import plan_packed, plan_rice
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
 def same(a, b):
@@ -46,19 +48,20 @@ def supports():
     yield torch.tensor([0, 2**20, 2**31 - 3, 2**31 - 2]), 2**31 - 1
 
 
-@every_format
-def test_codecs_agree_bit_for_bit(form):
+def test_codecs_agree_bit_for_bit():
     reference, native = CODECS["reference"], CODECS["native"]
     for seed, (support, numel) in enumerate(supports()):
         capacity = min(numel, support.numel() + 131 * (seed % 2))
         budget = budget_of(capacity, 0, numel // 3, numel // 3, numel)
         selection = selection_of(support, capacity=capacity, seed=seed)
-        one, other = (encode(form, selection, budget, numel, 0, c) for c in (reference, native))
-        assert torch.equal(one.payload, other.payload)
-        assert same(one.sent.values, other.sent.values) and same(one.own, other.own)
-        assert torch.equal(one.sent.indices, other.sent.indices) and one.sent.count == other.sent.count
-        (got, _), (also, _) = (decode(form, [one.payload], budget, numel, c) for c in (reference, native))
-        assert torch.equal(got[0].indices, also[0].indices) and same(got[0].values, also[0].values)
+        for name, form in formats_for(seed).items():
+            with case(name, "support", seed):
+                one, other = (encode(form, selection, budget, numel, 0, c) for c in (reference, native))
+                assert torch.equal(one.payload, other.payload)
+                assert same(one.sent.values, other.sent.values) and same(one.own, other.own)
+                assert torch.equal(one.sent.indices, other.sent.indices) and one.sent.count == other.sent.count
+                (got, _), (also, _) = (decode(form, [one.payload], budget, numel, c) for c in (reference, native))
+                assert torch.equal(got[0].indices, also[0].indices) and same(got[0].values, also[0].values)
 
 
 @pytest.mark.parametrize("form", SOME.values(), ids=SOME)
@@ -145,18 +148,20 @@ def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec, dtype
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, 0x7F800000, -0x800000])
-def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec, dtype, bits):
-    bad = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-    values, good = torch.cat([torch.tensor([0.0, 3.7]), bad, torch.tensor([-5e-3])]), torch.tensor([0, 1, 3])
+def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec, dtype):
     count, section = torch.tensor(4, dtype=torch.int32), torch.zeros(4 * dtype.itemsize, dtype=torch.uint8)
-    for limit in (math.inf, 3.0):
+    good = torch.tensor([0, 1, 3])
+    nonfinite = (0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, 0x7F800000, -0x800000)
+    for bits, limit in product(nonfinite, (math.inf, 3.0)):
+        bad = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+        values = torch.cat([torch.tensor([0.0, 3.7]), bad, torch.tensor([-5e-3])])
         expected, right = codec.cast_encode_(values[good], dtype, section[: 3 * dtype.itemsize], limit)
         decoded, scale = codec.cast_encode_(values, dtype, section, limit)
         again, sound = codec.cast_decode(section, count, dtype, scale)
-        assert scale == right and not sound
-        for got in (decoded, again):
-            assert got[2].isnan() and same(got[good], expected)
+        with case(hex(bits), limit):
+            assert scale == right and not sound
+            for got in (decoded, again):
+                assert got[2].isnan() and same(got[good], expected)
 
 
 @every_codec
@@ -176,6 +181,14 @@ def test_plain_indices_are_read_as_they_were_written(codec, dtype):
     assert torch.equal(section.view(dtype)[:50], support.to(dtype)) and not section.view(dtype)[50:].any()
     indices, sound = codec.plain_decode(section, torch.tensor(50, dtype=torch.int32), 5000, dtype)
     assert sound and torch.equal(indices[:50], support.int())
+
+
+@every_codec
+def test_a_count_beyond_the_section_is_not_sound(codec):
+    section = torch.arange(4, dtype=torch.int32).view(torch.uint8)
+    for count, expected in ((4, True), (5, False), (-1, False)):
+        _, sound = codec.plain_decode(section, torch.tensor(count, dtype=torch.int32), 100, torch.int32)
+        assert bool(sound) is expected
 
 
 def rice_bits(support, b):

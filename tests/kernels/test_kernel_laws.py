@@ -1,9 +1,11 @@
 """Every tier gives the reference's bits, whatever the sizes, the numbers and the lower bounds."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
+from cases import case
 from kernels.tiers import NAMES, tier
 
 from dgc.kernels import Budget, PassInputs, TopKResult
@@ -86,21 +88,23 @@ def selected(kind, n):
     return v, [(budget, REFERENCE.select(v, budget)) for budget in plans]
 
 
-@pytest.mark.parametrize("kind", DATA)
-def test_select(kernels, kind):
-    for n in SIZES:
-        v, choices = selected(kind, n)
-        for budget, expected in choices:
-            assert_same_choice(kernels.select(v, budget), expected)
+@pytest.mark.usefixtures("no_type_checks")
+def test_select(kernels):
+    for kind in DATA:
+        for n in SIZES:
+            v, choices = selected(kind, n)
+            for number, (budget, expected) in enumerate(choices):
+                with case(kind, n, BUDGETS[number]):
+                    assert_same_choice(kernels.select(v, budget), expected)
 
 
-@pytest.mark.parametrize("kind", ["wall", "levels"])
 @pytest.mark.parametrize("lower_bound", [0.5, 0.98, 1.0, 1.001, float("inf")])
-def test_floors_do_not_change_what_is_selected(kernels, kind, lower_bound):
-    for n in (17, 70001):
+def test_floors_do_not_change_what_is_selected(kernels, lower_bound):
+    for kind, n in (("wall", 17), ("wall", 70001), ("levels", 17), ("levels", 70001)):
         v, choices = selected(kind, n)
-        for budget, expected in choices:
-            assert_same_choice(kernels.select(v, budget, expected.thresholds * lower_bound), expected)
+        for number, (budget, expected) in enumerate(choices):
+            with case(kind, n, BUDGETS[number]):
+                assert_same_choice(kernels.select(v, budget, expected.thresholds * lower_bound), expected)
 
 
 @cache
@@ -117,17 +121,23 @@ def accumulated(kind, n, number):
     return budget, PassInputs((g,), u, v, 0.9, nesterov), theirs, expected
 
 
+LOWER_BOUNDS = (None, 0.0, 0.5, 0.98, 1.0, 2.0, float("inf"), float("nan"), -1.0)
+
+
 @pytest.mark.parametrize("kind", ["normal", "wall", "heavy", "zeros", "levels"])
-@pytest.mark.parametrize("lower_bound", [None, 0.0, 0.5, 0.98, 1.0, 2.0, float("inf"), float("nan"), -1.0])
-def test_accumulate_and_select(kernels, kind, lower_bound):
+@pytest.mark.usefixtures("no_type_checks")
+def test_accumulate_and_select(kernels, kind):
     """Lower bounds that fit (0.98 of the threshold), are too low, too high or nonsense choose the same."""
-    for n in (0, 1, 17, 4097, 70001):
+    few = LOWER_BOUNDS if kind == "wall" else (None, 0.98, 2.0)
+    for n, lower_bounds in ((0, few), (1, LOWER_BOUNDS), (17, LOWER_BOUNDS), (4097, LOWER_BOUNDS), (70001, few)):
         for number in range(len(BUDGETS)):
             budget, start, theirs, expected = accumulated(kind, n, number)
-            ours = PassInputs(start.g, start.u.clone(), start.v.clone(), 0.9, start.nesterov)
-            lower_bounds = None if lower_bound is None else expected.thresholds * lower_bound
-            assert_same_choice(kernels.accumulate_and_select_(ours, budget, lower_bounds), expected)
-            assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
+            for lower_bound in lower_bounds:
+                with case(n, BUDGETS[number], lower_bound):
+                    ours = PassInputs(start.g, start.u.clone(), start.v.clone(), 0.9, start.nesterov)
+                    bounds = None if lower_bound is None else expected.thresholds * lower_bound
+                    assert_same_choice(kernels.accumulate_and_select_(ours, budget, bounds), expected)
+                    assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
 
 
 def test_a_good_floor_is_not_missed_and_a_high_one_is(kernels):
@@ -139,46 +149,53 @@ def test_a_good_floor_is_not_missed_and_a_high_one_is(kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form", ["plain", "nesterov", "residual"])
-def test_accumulate(kernels, dtype, form):
-    for n in SIZES:
+def test_accumulate(kernels, dtype):
+    for n, form in product(SIZES, ("plain", "nesterov", "residual")):
         g = random(n, 20).to(dtype)
         u = None if form == "residual" else random(n, 21)
         theirs = PassInputs((g,), u, random(n, 22), 0.9, form == "nesterov")
         ours = PassInputs((g,), None if u is None else u.clone(), theirs.v.clone(), 0.9, form == "nesterov")
-        for _ in range(3):
-            assert int(kernels.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == n
-        assert same(ours.v, theirs.v) and (u is None or same(ours.u, theirs.u))
+        with case(n, form):
+            for _ in range(3):
+                assert int(kernels.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == n
+            assert same(ours.v, theirs.v) and (u is None or same(ours.u, theirs.u))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38])
-def test_nonfinite_elements_count_as_zero(kernels, bad):
-    for n in (1, 16, 33, 5000):
+@cache
+def spoiled(n, where, bad):
+    """A budget, inputs with `bad` at `where` and at the end, what the reference leaves of them and its choice."""
+    g = random(n, 30)
+    g[where] = bad
+    g[n - 1] = bad
+    start = PassInputs((g,), random(n, 31), random(n, 32), 0.9)
+    theirs = PassInputs((g.clone(),), start.u.clone(), start.v.clone(), 0.9)
+    budget = budget_for(n, 0.1, 3)
+    return budget, start, theirs, REFERENCE.accumulate_and_select_(theirs, budget, None)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_nonfinite_elements_count_as_zero(kernels):
+    for n, bad in product((1, 16, 33, 5000), (float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38)):
         for where in {0, 1 % n, n // 2, n - 1, *(i for i in range(16, 33) if i < n)}:
-            g = random(n, 30)
-            g[where] = bad
-            g[n - 1] = bad
-            budget = budget_for(n, 0.1, 3)
-            theirs = PassInputs((g,), random(n, 31), random(n, 32), 0.9)
-            ours = PassInputs((g.clone(),), theirs.u.clone(), theirs.v.clone(), 0.9)
-            expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
-            assert int(expected.first_nonfinite) == where
-            lower_bounds = expected.thresholds * 0.9
-            assert_same_choice(kernels.accumulate_and_select_(ours, budget, lower_bounds), expected)
-            assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
-            assert torch.isfinite(ours.v).all()
+            budget, start, theirs, expected = spoiled(n, where, bad)
+            with case(n, bad, where):
+                assert int(expected.first_nonfinite) == where
+                ours = PassInputs(tuple(g.clone() for g in start.g), start.u.clone(), start.v.clone(), 0.9)
+                lower_bounds = expected.thresholds * 0.9
+                assert_same_choice(kernels.accumulate_and_select_(ours, budget, lower_bounds), expected)
+                assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
+                assert torch.isfinite(ours.v).all()
 
 
-@pytest.mark.parametrize("form", ["plain", "nesterov", "residual"])
-def test_no_number_of_usable_gradients_overflows_the_state(kernels, form):
+def test_no_number_of_usable_gradients_overflows_the_state(kernels):
     """At these bounds the largest usable gradient changes nothing more, and below them sums are no larger."""
     g = torch.full((40,), torch.nextafter(torch.tensor(TOO_LARGE), torch.tensor(0.0)))
     u, v = torch.full((40,), 2.0**90), torch.full((40,), 2.0**116)
-    for momentum in (0.0, 0.9, 1 - 2.0**-24, 1.0):
-        for sign in (1, -1):
-            ours = PassInputs(
-                (sign * g,), None if form == "residual" else sign * u, sign * v, momentum, form == "nesterov"
-            )
+    forms, factors = ("plain", "nesterov", "residual"), (0.0, 0.9, 1 - 2.0**-24, 1.0)
+    for form, momentum, sign in product(forms, factors, (1, -1)):
+        own_u = None if form == "residual" else sign * u
+        ours = PassInputs((sign * g,), own_u, sign * v, momentum, form == "nesterov")
+        with case(form, momentum, sign):
             assert int(kernels.accumulate_(ours)) == 40
             assert torch.equal(ours.v, sign * v)
             assert ours.u is None or bool((ours.u.abs() <= u).all())
@@ -197,9 +214,9 @@ def test_gradients_in_pieces(kernels):
     assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_merge_mean(kernels, ranks):
-    for n, capacity in ((1, 1), (300, 100), (70001, 500), (200_000, 20)):
+def test_merge_mean(kernels):
+    few, many = [(1, 1), (300, 100)], [(70001, 500), (200_000, 20)]
+    for ranks, (n, capacity) in (*product((1, 2, 3, 7), few), *product((1, 3), many)):
         parts = []
         for rank in range(ranks):
             v = random(n, 60 + rank)
@@ -208,7 +225,7 @@ def test_merge_mean(kernels, ranks):
             parts.append(as_selection(order[:count].sort().values, v, capacity))
         indices, values = kernels.merge_mean(parts, ranks, n)
         expected = REFERENCE.merge_mean(parts, ranks, n)
-        assert same(indices, expected[0]) and same(values, expected[1])
+        assert same(indices, expected[0]) and same(values, expected[1]), (ranks, n)
         dense = torch.zeros(n, dtype=torch.float64)
         for part in parts:
             count = int(part.count)
@@ -239,16 +256,14 @@ def test_subtract_at(kernels, dtype):
     assert ours[4] == random(1, 81).to(dtype) - (values[8] * 0.5).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_decay(kernels, dtype, nesterov):
-    for n in (0, 1, 17, 5000):
+def test_decay(kernels):
+    for dtype, nesterov, n in product((torch.float32, torch.bfloat16), (False, True), (0, 1, 17, 5000)):
         ours = [random(n, 90).to(dtype), random(n, 91).to(dtype)]
         theirs = [tensor.clone() for tensor in ours]
         for _ in range(3):
             kernels.decay_(*ours, 0.1, 1e-4, 0.9, nesterov)
             REFERENCE.decay_(*theirs, 0.1, 1e-4, 0.9, nesterov)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), (dtype, nesterov, n)
 
 
 def test_floors_follow_the_thresholds(kernels):

@@ -2,8 +2,11 @@
 are promised they are the same.
 """
 
+from itertools import product
+
 import pytest
 import torch
+from cases import case
 from kernels.tiers import NAMES, tier
 
 from dgc.kernels.lowrank.native import NativeLowRank
@@ -34,7 +37,7 @@ def products(kernels):
     return NativeLowRank(kernels) if isinstance(kernels, Native) else TorchLowRank(kernels)
 
 
-class Case:
+class Given:
     def __init__(self, B, n, m, R, r):
         generator = torch.Generator().manual_seed(n * m + R)
 
@@ -49,7 +52,7 @@ class Case:
         return torch.full((B, self.X[even].shape[1], m if even else n), torch.nan)
 
 
-def product(M, X, even):
+def multiplied(M, X, even):
     return torch.bmm(X.double(), M.double() if even else M.double().mT)
 
 
@@ -57,88 +60,92 @@ def assert_close(own, wanted, terms):
     assert float((own.double() - wanted).abs().max()) <= 1e-6 * terms * max(1.0, float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("even", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_pass_is_subtraction_addition_and_product(products, shape, even):
-    case = Case(*shape)
-    expected = case.M.double() - torch.bmm(case.U.double().mT, case.W.double()) + case.g.double()
-    M, Y = case.M.clone(), case.Y(even)
-    found = products.refresh_(M, (case.U, case.W), [g.reshape(-1) for g in case.g], case.X[even], even, Y)
-    assert int(found) == M.numel()
-    assert_close(M, expected, shape[3])
-    assert_close(Y, product(M, case.X[even], even), M[0].numel() ** 0.5)
-    again = case.Y(even)
-    products.multiply(M, case.X[even], even, again)
-    assert torch.equal(Y, again)
+def test_one_pass_is_subtraction_addition_and_product(products):
+    for shape, even in product(SHAPES, (True, False)):
+        with case(shape, even):
+            given = Given(*shape)
+            expected = given.M.double() - torch.bmm(given.U.double().mT, given.W.double()) + given.g.double()
+            M, Y = given.M.clone(), given.Y(even)
+            pieces = [g.reshape(-1) for g in given.g]
+            found = products.refresh_(M, (given.U, given.W), pieces, given.X[even], even, Y)
+            assert int(found) == M.numel()
+            assert_close(M, expected, shape[3])
+            assert_close(Y, multiplied(M, given.X[even], even), M[0].numel() ** 0.5)
+            again = given.Y(even)
+            products.multiply(M, given.X[even], even, again)
+            assert torch.equal(Y, again)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_subtracted_has_the_same_bits_alone(products, shape):
+def test_what_is_subtracted_has_the_same_bits_alone(products):
     """An error state that is saved goes on exactly as one that is kept."""
-    case = Case(*shape)
-    alone, together = case.M.clone(), case.M.clone()
-    products.subtract_(alone, case.U, case.W)
-    alone += case.g
-    g = [g.reshape(-1) for g in case.g]
-    products.refresh_(together, (case.U, case.W), g, case.X[False], False, case.Y(False))
-    assert torch.equal(alone, together)
+    for shape in SHAPES:
+        given = Given(*shape)
+        alone, together = given.M.clone(), given.M.clone()
+        products.subtract_(alone, given.U, given.W)
+        alone += given.g
+        g = [g.reshape(-1) for g in given.g]
+        products.refresh_(together, (given.U, given.W), g, given.X[False], False, given.Y(False))
+        assert torch.equal(alone, together), shape
 
 
 def test_nothing_was_taken(products):
-    case = Case(2, 9, 40, 1, 2)
-    M, Y = case.M.clone(), case.Y(True)
-    products.refresh_(M, None, [g.reshape(-1) for g in case.g], case.X[True], True, Y)
-    assert torch.equal(M, case.M + case.g)
-    assert_close(Y, product(M, case.X[True], True), 20)
+    given = Given(2, 9, 40, 1, 2)
+    M, Y = given.M.clone(), given.Y(True)
+    products.refresh_(M, None, [g.reshape(-1) for g in given.g], given.X[True], True, Y)
+    assert torch.equal(M, given.M + given.g)
+    assert_close(Y, multiplied(M, given.X[True], True), 20)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, TOO_LARGE, -3e38])
-@pytest.mark.parametrize("place", [0, 5, 129 * 515, 129 * 515 * 2 - 1])
-@pytest.mark.parametrize("even", [True, False])
-def test_what_is_not_finite_counts_as_zero_and_is_found(products, bad, place, even):
-    case = Case(2, 129, 515, 1, 6)
-    case.g.view(-1)[place] = bad
-    case.g.view(-1)[place + 1 :][:7] = bad
-    M, Y = case.M.clone(), case.Y(even)
-    found = products.refresh_(M, None, [g.reshape(-1) for g in case.g], case.X[even], even, Y)
-    assert int(found) == place
-    assert torch.equal(M, case.M + torch.where(case.g.abs() < TOO_LARGE, case.g, 0.0))
-    assert bool(Y.isfinite().all())
+def test_what_is_not_finite_counts_as_zero_and_is_found(products):
+    bads, places = (torch.nan, torch.inf, -torch.inf, TOO_LARGE, -3e38), (0, 5, 129 * 515, 129 * 515 * 2 - 1)
+    given = Given(2, 129, 515, 1, 6)
+    spots = [*product(bads, places[:1]), *product(bads[:1], places[1:])]
+    for (bad, place), even in product(spots, (True, False)):
+        g = given.g.clone()
+        g.view(-1)[place] = bad
+        g.view(-1)[place + 1 :][:7] = bad
+        M, Y = given.M.clone(), given.Y(even)
+        found = products.refresh_(M, None, [piece.reshape(-1) for piece in g], given.X[even], even, Y)
+        with case(bad, place, even):
+            assert int(found) == place
+            assert torch.equal(M, given.M + torch.where(g.abs() < TOO_LARGE, g, 0.0))
+            assert bool(Y.isfinite().all())
 
 
 def test_pieces_that_are_no_matrices_leave_padding(products):
     """A bucket as one square: pieces of any length, and zeros behind them."""
-    case = Case(1, 10, 10, 2, 1)
-    g = case.g.view(-1)[:93]
-    M, Y = case.M.clone(), case.Y(True)
-    found = products.refresh_(M, (case.U, case.W), list(g.split([50, 40, 3])), case.X[True], True, Y)
-    expected = case.M - torch.bmm(case.U.mT, case.W)
+    given = Given(1, 10, 10, 2, 1)
+    g = given.g.view(-1)[:93]
+    M, Y = given.M.clone(), given.Y(True)
+    found = products.refresh_(M, (given.U, given.W), list(g.split([50, 40, 3])), given.X[True], True, Y)
+    expected = given.M - torch.bmm(given.U.mT, given.W)
     assert int(found) == 93
     assert_close(M.view(-1)[:93], (expected.view(-1)[:93] + g).double(), 4)
     assert not M.view(-1)[93:].any()
-    assert_close(Y, product(M, case.X[True], True), 10)
+    assert_close(Y, multiplied(M, given.X[True], True), 10)
 
 
 def test_half_precision_gradients(products):
-    case = Case(3, 6, 35, 1, 1)
-    g = case.g.to(torch.bfloat16)
-    M = case.M.clone()
-    products.refresh_(M, None, [piece.reshape(-1) for piece in g], case.X[True], True, case.Y(True))
-    assert torch.equal(M, case.M + g.float())
+    given = Given(3, 6, 35, 1, 1)
+    g = given.g.to(torch.bfloat16)
+    M = given.M.clone()
+    products.refresh_(M, None, [piece.reshape(-1) for piece in g], given.X[True], True, given.Y(True))
+    assert torch.equal(M, given.M + g.float())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_outer_products_have_the_same_bits_everywhere(products, shape):
+def test_outer_products_have_the_same_bits_everywhere(products):
     """Replicas are made of them. Factors need not be contiguous."""
-    case = Case(*shape)
-    buffer = torch.full((case.M.numel() + 3,), torch.nan)
-    out = list(buffer[3:].view(case.M.shape))
-    products.outer(case.U.mT.contiguous().mT, case.W, out)
-    expected = torch.zeros_like(case.M)
-    for k in range(shape[3]):
-        expected += case.U[:, k, :, None] * case.W[:, k, None, :]
-    if isinstance(products, NativeLowRank):
-        assert torch.equal(torch.stack(out), expected)
-    else:
-        assert_close(torch.stack(out), expected.double(), shape[3])
-    assert bool(buffer[:3].isnan().all())
+    for shape in SHAPES:
+        with case(shape):
+            given = Given(*shape)
+            buffer = torch.full((given.M.numel() + 3,), torch.nan)
+            out = list(buffer[3:].view(given.M.shape))
+            products.outer(given.U.mT.contiguous().mT, given.W, out)
+            expected = torch.zeros_like(given.M)
+            for k in range(shape[3]):
+                expected += given.U[:, k, :, None] * given.W[:, k, None, :]
+            if isinstance(products, NativeLowRank):
+                assert torch.equal(torch.stack(out), expected)
+            else:
+                assert_close(torch.stack(out), expected.double(), shape[3])
+            assert bool(buffer[:3].isnan().all())

@@ -9,7 +9,8 @@ from functools import cache
 
 import pytest
 import torch
-from kernels.tiers import tier
+from cases import case
+from kernels.tiers import NAMES, tier
 
 from dgc.kernels import build, library
 from dgc.kernels.library import KernelsMissing, supported_isas
@@ -21,10 +22,7 @@ REFERENCE = Reference()
 ISAS = supported_isas()
 
 
-TIERS = [*(f"native-{isa}-{threads}" for isa in ISAS for threads in (1, 3)), f"native-{ISAS[-1]}-2"]
-
-
-@pytest.fixture(params=TIERS)
+@pytest.fixture(params=NAMES[1:])
 def native(request):
     with tier(request.param) as kernels:
         yield kernels
@@ -54,7 +52,7 @@ def assert_same(ours: TopKResult, expected: TopKResult):
         assert a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
-class Case:
+class Given:
     """A pass over random numbers and what the reference makes of it, computed once for all tiers."""
 
     def __init__(self, budget, bad=()):
@@ -80,41 +78,49 @@ class Case:
 @cache
 def large():
     """Several units of a segment end up in different threads."""
-    return Case(budget_of((300_001, 300), (5, 5), (0, 0), (400_000, 4000), (17, 0), (299_980, 1)))
+    return Given(budget_of((300_001, 300), (5, 5), (0, 0), (400_000, 4000), (17, 0), (299_980, 1)))
 
 
 @cache
 def tiny():
-    return Case(budget_of(*((i % 40, min(i % 40, i % 5)) for i in range(1000))))
+    return Given(budget_of(*((i % 40, min(i % 40, i % 5)) for i in range(1000))))
 
 
 @cache
 def spoiled(lane, bad):
-    return Case(budget_of((34, 3), (36, 5)), [(lane, bad)])
+    return Given(budget_of((34, 3), (36, 5)), [(lane, bad)])
 
 
 def test_floors_that_fit_and_others(native):
-    case = large()
-    thresholds = case.expected.thresholds
-    assert case.missed(native) == 0
-    assert case.missed(native, thresholds * 0.98) == 0
+    given = large()
+    thresholds = given.expected.thresholds
+    assert given.missed(native) == 0
+    assert given.missed(native, thresholds * 0.98) == 0
     # of the six segments one is empty and one sends nothing: no lower bound is too high or too low for these
-    assert case.missed(native, thresholds + 1e-3) == 4
-    assert case.missed(native, torch.full_like(thresholds, 1e-30)) == 3
+    assert given.missed(native, thresholds + 1e-3) == 4
+    assert given.missed(native, torch.full_like(thresholds, 1e-30)) == 3
     for nonsense in (float("inf"), float("nan"), -1.0, 0.0):
-        assert case.missed(native, torch.full_like(thresholds, nonsense)) == 0
+        assert given.missed(native, torch.full_like(thresholds, nonsense)) == 0
 
 
-@pytest.mark.parametrize("levels", [1, 2, 3])
-def test_more_equal_magnitudes_than_any_list_holds(native, levels):
+@cache
+def levels():
+    """Buffers of one, two and three magnitudes, without zeros and with: each with its plan and its choice."""
+    n, budget = 50_001, budget_of((20_000, 20), (30_001, 300))
+    buffers = []
+    for count in (1, 2, 3):
+        v = (torch.arange(n) * 7919 % count + 1.0) * (1 - 2 * (torch.arange(n) % 2)) * 0.37
+        some = v.clone()
+        some[::3] = 0
+        some[1::97] = -0.0
+        buffers += [v, some]
+    return [(v, budget, REFERENCE.select(v, budget)) for v in buffers]
+
+
+def test_more_equal_magnitudes_than_any_list_holds(native):
     """A sample tells of a level, but far more elements share it than candidates fit: magnitudes are counted."""
-    n = 50_001
-    v = (torch.arange(n) * 7919 % levels + 1.0) * (1 - 2 * (torch.arange(n) % 2)) * 0.37
-    budget = budget_of((20_000, 20), (30_001, 300))
-    assert_same(native.select(v, budget), REFERENCE.select(v, budget))
-    v[::3] = 0
-    v[1::97] = -0.0
-    assert_same(native.select(v, budget), REFERENCE.select(v, budget))
+    for v, budget, expected in levels():
+        assert_same(native.select(v, budget), expected)
 
 
 def test_counting_finds_the_last_bit(native):
@@ -148,30 +154,33 @@ def test_fewer_nonzero_than_asked_for(native):
 
 
 def test_many_tiny_ranges(native):
-    case = tiny()
-    for lower_bounds in (None, case.expected.thresholds * 0.9, case.expected.thresholds * 1.1):
-        case.missed(native, lower_bounds)
+    given = tiny()
+    for lower_bounds in (None, given.expected.thresholds * 0.9, given.expected.thresholds * 1.1):
+        given.missed(native, lower_bounds)
 
 
-@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 50_003])
-def test_all_and_nothing(native, n):
-    v = random(n, 10)
-    for k in (0, n):
-        budget = budget_of((n, k))
-        assert_same(native.select(v, budget), REFERENCE.select(v, budget))
+def test_all_and_nothing(native):
+    for n in (0, 1, 15, 16, 17, 50_003):
+        v = random(n, 10)
+        for k in (0, n):
+            budget = budget_of((n, k))
+            with case(n, k):
+                assert_same(native.select(v, budget), REFERENCE.select(v, budget))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38])
 @pytest.mark.usefixtures("no_type_checks")
-def test_nonfinite_in_every_lane(native, bad):
+def test_nonfinite_in_every_lane(native):
+    others = (float("inf"), -float("inf"), TOO_LARGE, -3e38)
     for lane in range(70):
-        case = spoiled(lane, bad)
-        assert int(case.expected.first_nonfinite) == lane
-        case.missed(native, case.expected.thresholds * 0.9)
-        assert int(native.accumulate_(case.accumulation())) == lane
-        without_u = [PassInputs((case.g,), None, case.v.clone()) for _ in range(2)]
-        assert int(native.accumulate_(without_u[0])) == int(REFERENCE.accumulate_(without_u[1])) == lane
-        assert torch.equal(bits(without_u[0].v), bits(without_u[1].v))
+        for bad in (float("nan"), others[lane % 4]):
+            given = spoiled(lane, bad)
+            with case(bad, "in lane", lane):
+                assert int(given.expected.first_nonfinite) == lane
+                given.missed(native, given.expected.thresholds * 0.9)
+                assert int(native.accumulate_(given.accumulation())) == lane
+                without_u = [PassInputs((given.g,), None, given.v.clone()) for _ in range(2)]
+                assert int(native.accumulate_(without_u[0])) == int(REFERENCE.accumulate_(without_u[1])) == lane
+                assert torch.equal(bits(without_u[0].v), bits(without_u[1].v))
 
 
 def test_nonfinite_far_apart(native):

@@ -87,7 +87,7 @@ def test_tail(kernels):
 
 def test_every_lane_counts(kernels):
     """Ranges of n elements, each with one that is not zero, in a place of its own."""
-    for n in range(1, 40):
+    for n in (*range(1, 19), 31, 32, 33, 39):
         v, bounds = torch.eye(n).view(-1) * -3, torch.arange(0, n * n + 1, n)
         found = kernels.moments(v, bounds)
         for result, each in ((found.sums, -3), (found.magnitudes, 3), (found.squares, 9), (found.largest, 3)):
@@ -97,13 +97,13 @@ def test_every_lane_counts(kernels):
         assert not kernels.tail(v, bounds, torch.full((n,), 3.0000002)).counts.any()
 
 
-@pytest.mark.parametrize("value", [3e38, -3e38, 1e-45, -1e-40])
-def test_squares_neither_overflow_nor_vanish(kernels, value):
-    v, wide = torch.full((1000,), value), float(torch.tensor(value))
-    found = kernels.moments(v, torch.tensor([0, 1000]))
-    assert_near(found.sums, 1000 * wide, 1000 * abs(wide))
-    assert_near(found.squares, 1000 * wide * wide)
-    assert float(found.largest) == abs(wide)
+def test_squares_neither_overflow_nor_vanish(kernels):
+    for value in (3e38, -3e38, 1e-45, -1e-40):
+        v, wide = torch.full((1000,), value), float(torch.tensor(value))
+        found = kernels.moments(v, torch.tensor([0, 1000]))
+        assert_near(found.sums, 1000 * wide, 1000 * abs(wide))
+        assert_near(found.squares, 1000 * wide * wide)
+        assert float(found.largest) == abs(wide), value
 
 
 def test_ranges_whose_floor_is_inf_are_not_read(kernels):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,14 +81,13 @@ def accumulated(kernels, pieces, u, v, momentum=0.9, nesterov=False, budget=None
 # --- accumulate_ -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 500])
-def test_accumulate(kernels, n, nesterov):
-    g, u, v = random(n, 1), random(n, 2), random(n, 3)
-    ours = accumulated(kernels, (g,), u, v, 0.9, nesterov)
-    theirs = accumulated(REFERENCE, (g,), u, v, 0.9, nesterov)
-    assert all(map(same_bits, ours, theirs))
-    assert kernels.launches == 1
+def test_accumulate():
+    for n, nesterov in ((0, False), (1, True), (63, False), (64, True), (65, False), (65, True), (200, True)):
+        kernels, g, u, v = Triton(TILE, SLOTS), random(n, 1), random(n, 2), random(n, 3)
+        ours = accumulated(kernels, (g,), u, v, 0.9, nesterov)
+        theirs = accumulated(REFERENCE, (g,), u, v, 0.9, nesterov)
+        assert all(map(same_bits, ours, theirs)), (n, nesterov)
+        assert kernels.launches == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -124,11 +124,12 @@ def test_denormals_and_negative_zeros_survive(kernels):
 # --- select ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n, k", [(1, 0), (1, 1), (63, 6), (64, 64), (65, 30), (200, 1), (200, 199)])
-def test_select(kernels, n, k):
-    v, budget = random(n, n), budget_of([n], [k])
-    assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
-    assert kernels.launches == 9
+def test_select():
+    for n, k in ((1, 0), (1, 1), (64, 64), (65, 30), (150, 149)):
+        kernels, v, budget = Triton(TILE, SLOTS), random(n, n), budget_of([n], [k])
+        with case(n, k):
+            assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
+            assert kernels.launches == 9
 
 
 def test_select_of_nothing(kernels):
@@ -137,7 +138,7 @@ def test_select_of_nothing(kernels):
 
 
 RANGES = {
-    "straddling": ([70, 1, 120, 59], [7, 1, 12, 6]),
+    "straddling": ([70, 1, 80, 59], [7, 1, 12, 6]),
     "tiny": ([1, 2, 3] * 4, [1, 1, 2] * 4),
     "empty": ([0, 50, 0, 0, 80, 0], [0, 5, 0, 0, 9, 0]),
     "none wanted": ([100, 100], [0, 3]),
@@ -185,7 +186,7 @@ def test_awkward_values(kernels, awkward_bucket):
 # --- accumulate_and_select_ ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.9, 1.0, 1.1])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1.1])
 def test_floors_never_change_the_choice(awkward_bucket, scale):
     """Too low, right, too high. A segment that is mostly zeros has a threshold, and so a lower bound, of 0."""
     g, budget, expected = awkward_bucket
@@ -272,8 +273,8 @@ STATISTICS = {
     **{name: (sizes, 1.0) for name, (sizes, _) in RANGES.items()},
     "nothing": ([0], 1.0),
     "one tile": ([64], 1.0),
-    "huge": ([65, 64, 200], 1e37),
-    "denormal": ([65, 64, 200], 1e-40),
+    "huge": ([65, 64, 70], 1e37),
+    "denormal": ([65, 64, 70], 1e-40),
 }
 
 
@@ -294,9 +295,9 @@ def test_moments(kernels, name):
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-@pytest.mark.parametrize("lower_bound", [0.0, 1.0, 9.0])
-def test_tail(kernels, name, lower_bound):
+def test_tail(kernels, name):
     """The lower bound of the first range is a magnitude in it, which is counted; that of the last range is inf."""
+    lower_bound = {"straddling": 0.0, "empty": 9.0}.get(name, 1.0)
     sizes, scale = STATISTICS[name]
     bounds = budget_of(sizes, [0] * len(sizes)).bounds
     v = random(sum(sizes), 9) * scale
@@ -329,9 +330,18 @@ def test_statistics_of_more_tiles_than_a_block(kernels, monkeypatch):
 # --- what the step before sent ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("form", ["plain", "nesterov", "residual"])
-@pytest.mark.parametrize("ks", [[0, 0], [5, 9], [100, 150]])
+@pytest.mark.parametrize(
+    ("ks", "form", "masked"),
+    [
+        ([0, 0], "nesterov", True),
+        ([5, 9], "plain", True),
+        ([5, 9], "plain", False),
+        ([5, 9], "nesterov", True),
+        ([5, 9], "residual", False),
+        ([100, 150], "residual", True),
+        ([100, 150], "nesterov", False),
+    ],
+)
 def test_what_was_sent_is_taken_out(kernels, ks, form, masked):
     """Alone, and by a pass, to which it adds one launch; also where fewer were sent than planned."""
     budget, lower_bounds = budget_of([100, 150], ks), torch.ones(2, device=DEVICE)
@@ -466,12 +476,14 @@ def quantized(quantizers, v, bounds, each):
     return coded
 
 
-@pytest.mark.parametrize("sizes", [[0], [1], [64], [33, 0, 130, 64, 1, 0, 70, 0]])
-def test_quantizers(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "scales"), [([0], [1.0]), ([1], [1.0]), ([33, 0, 70, 64, 1, 0, 66, 0], [1.0, 1e37, 1e-40])]
+)
+def test_quantizers(sizes, scales):
     bounds, n = budget_of(sizes, [0] * len(sizes)).bounds, sum(sizes)
     each = random(len(sizes), 4).abs()
     each[1:3] = torch.tensor([0.0, float("inf")], device=DEVICE)[: len(sizes) - 1]
-    for scale in (1.0, 1e37, 1e-40):
+    for scale in scales:
         v = random(n, 9) * scale
         v[::7] = -0.0
         ours, theirs = (quantized(q, v, bounds, scale * each) for q in (TritonQuantizers(TILE), TorchQuantizers()))

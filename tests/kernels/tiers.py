@@ -10,11 +10,16 @@ from dgc.kernels.library import supported_isas
 from dgc.kernels.selection.native import Native
 from dgc.kernels.selection.reference import Reference
 
-# every instruction set, and the best of them with one thread and with two
-NAMES = (
-    "reference",
-    *(f"native-{isa}-{i % 2 + 1}" for i, isa in enumerate(supported_isas())),
-    f"native-{supported_isas()[-1]}-{len(supported_isas()) % 2 + 1}",
+# every instruction set, with one, two and three threads, and the best of them with one and with three
+NAMES = tuple(
+    dict.fromkeys(
+        (
+            "reference",
+            *(f"native-{isa}-{threads}" for threads, isa in enumerate(supported_isas(), 1)),
+            f"native-{supported_isas()[-1]}-1",
+            f"native-{supported_isas()[-1]}-3",
+        )
+    )
 )
 
 

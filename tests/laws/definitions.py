@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from table import Row
+from laws.table import Row
 
 from dgc import paper
 from dgc.bucket import Bucket

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from table import Row, sparse_bytes
+from laws.table import Row, sparse_bytes
 
 from dgc.bucket import Bucket
 from dgc.compression import (

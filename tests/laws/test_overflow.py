@@ -1,17 +1,12 @@
 """Gradients near the end of fp32's range: dropped like NaN, or a finite mean; never an exception, and no trace."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from laws.definitions import DEFINITIONS
+from laws.quantized import QUANTIZED
+from laws.table import TABLE, Row
 
-sys.path.insert(0, str(Path(__file__).parent))
-from definitions import DEFINITIONS  # noqa: E402
-from quantized import QUANTIZED  # noqa: E402
-from table import TABLE, Row  # noqa: E402
-
-from dgc.testing import Fleet, gradients  # noqa: E402
+from dgc.testing import Fleet, gradients
 
 SIZE = 3
 
@@ -23,7 +18,7 @@ def test_enormous_gradients_leave_no_trace(row: Row) -> None:
         for huge, who in ((3e38, [1]), (-3e38, [0, 1, 2])):
             fleet = Fleet(make, SIZE)
             fleet.step([gradients(rank, 0) for rank in range(SIZE)])
-            for step in range(1, 5):
+            for step in range(1, 3):
                 own = [gradients(rank, step) for rank in range(SIZE)]
                 before = fleet.errors()
                 for rank in who:
@@ -38,7 +33,7 @@ def test_enormous_gradients_leave_no_trace(row: Row) -> None:
                         counted = torch.cat([torch.where(g.abs() < 1e38, g, 0.0).view(-1) for g in given])
                         assert torch.equal(new.float(), old.float() + counted)
                 assert all(bool(torch.isfinite(error).all()) for error in fleet.errors())
-            for step in range(5, 8):
+            for step in range(3, 5):
                 means = fleet.step([gradients(rank, step) for rank in range(SIZE)])
                 assert fleet.nonfinite == [None] * SIZE
                 assert bool(torch.isfinite(means[0]).all()) and bool(means[0].any())

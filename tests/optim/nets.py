@@ -15,7 +15,7 @@ SIZES = [1, 2, 3]
 
 
 class Net(nn.Module):
-    """Two layers, and one that `forward` uses only when asked."""
+    """Two layers, and one that `forward` uses only on request."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def loss_of(model, step, rank=0, **options):
 
 
 def joint_loss(model, step, size, **options):
-    """On all ranks' batches as one: the mean of the ranks' losses."""
+    """The mean of the losses of all ranks, computed in one process."""
     return sum(loss_of(model, step, rank, **options) for rank in range(size)) / size
 
 
@@ -71,7 +71,7 @@ def assert_same(a, b, exactly=False):
 
 
 def run(size, body, models=None):
-    """`body(model, transport)` on every rank; the models, after a check that they are equal bit by bit."""
+    """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them."""
     models = models or [net() for _ in range(size)]
     LockstepWorld(size).run(lambda t: body(models[t.rank], t))
     for model in models[1:]:

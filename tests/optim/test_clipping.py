@@ -1,23 +1,18 @@
-"""gradient_clipping of a memory also limits what travels dense through the compressor's fallback."""
-
-import sys
-from pathlib import Path
+"""gradient_clipping of a memory also limits gradients that the compressor exchanges dense."""
 
 import pytest
 import torch
+from optim.nets import alone
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone  # noqa: E402
-
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule  # noqa: E402
-from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, DGCSGDMemory  # noqa: E402
-from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
+from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
 
 
 def moved(transport, compression, gradients):
-    """How far one step at learning rate 1 moves a matrix and two vectors, one of which is empty."""
+    """The change of a matrix and two vectors, one of them empty, in one step at learning rate 1."""
     shapes = {"weight": (10, 10), "bias": (100,), "empty": (0,)}
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
     inner = DGCSGD(model.parameters(), lr=1.0, momentum=0.9)
@@ -48,7 +43,7 @@ def test_a_bias_moves_no_further_than_the_limit():
 
 
 def test_the_mean_of_a_dense_tensor_is_clipped():
-    """After averaging, tensor by tensor, alike on every rank."""
+    """After averaging, per tensor, equally on every rank."""
     own = [normal(rank) for rank in range(3)]
     mean = sum(g["bias"] for g in own) / 3
     norm = mean.norm()

@@ -1,14 +1,8 @@
-"""DistributedOptimizer over a lockstep world: what it computes, and the habits of training scripts."""
-
-import sys
-from pathlib import Path
+"""DistributedOptimizer over a lockstep world: its results, in the ways in which training scripts use it."""
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import (  # noqa: E402
+from optim.nets import (
     SIZES,
     ZEROS,
     alone,
@@ -23,9 +17,10 @@ from nets import (  # noqa: E402
     values,
     wrap,
 )
+from torch import nn
 
-from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, Route, Rule  # noqa: E402
-from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
+from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, Route, Rule
+from dgc.optim import DGCSGD, DistributedOptimizer
 
 # --- dense is single-process training on the whole batch -------------------------------------------
 
@@ -328,7 +323,7 @@ def test_step_after_synchronize_warns():
 
 @pytest.mark.parametrize("zero", ["own", "model"])
 def test_a_step_that_was_left_out_after_synchronize(zero):
-    """As a loss scaler leaves it out on overflow: the next step exchanges again, without a warning."""
+    """A loss scaler skips step() on overflow: the next step exchanges again, without a warning."""
 
     def body(model, transport):
         optimizer = wrap(model, transport)
@@ -415,7 +410,7 @@ def test_a_horovod_compression():
 
 
 def test_dgc_learns():
-    """A quadratic, on which two ranks pull apart."""
+    """A quadratic with a different minimum on each of two ranks."""
 
     def train(compression):
         models = [nn.Linear(20, 10, bias=False) for _ in range(2)]

@@ -1,23 +1,19 @@
-"""What training scripts do to parameters and optimizers besides stepping, at two ranks."""
+"""Uses of parameters and optimizers in training scripts besides stepping, on two ranks."""
 
 import copy
 import io
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc, dgc_sgd, joint_loss, loss_of, momentum_sgd, net, run, wrap
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc, dgc_sgd, joint_loss, loss_of, momentum_sgd, net, run, wrap  # noqa: E402
-
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule  # noqa: E402
-from dgc.memory import ResidualMemory  # noqa: E402
-from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
-from dgc.optim.options import as_route  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
+from dgc.memory import ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.optim.options import as_route
 
 KINDS = {"dense": DenseCompressor, "dgc": lambda: dgc(0.2), "dgc dense": lambda: dgc(1.0)}
 every_kind = pytest.mark.parametrize("compression", KINDS.values(), ids=KINDS)
@@ -29,11 +25,11 @@ def step(model, optimizer, number, rank, **options):
     optimizer.step()
 
 
-# --- frozen and thawing ----------------------------------------------------------------------------
+# --- freezing and unfreezing -----------------------------------------------------------------------
 
 
 @every_kind
-def test_thawed_parameters_are_refused_on_every_rank_until_wrapped_again(compression):
+def test_unfrozen_parameters_are_refused_on_every_rank_until_wrapped_again(compression):
     errors = []
 
     def body(model, transport):
@@ -43,10 +39,10 @@ def test_thawed_parameters_are_refused_on_every_rank_until_wrapped_again(compres
         model.first.requires_grad_(True)
         optimizer.zero_grad()
         loss_of(model, 1, transport.rank).backward()
-        with pytest.raises(ValueError, match=r"needs a gradient now.*close\(\) it and wrap") as error:
+        with pytest.raises(ValueError, match=r"requires a gradient now.*close\(\) it and wrap") as error:
             optimizer.step()
         errors.append(str(error.value))
-        optimizer.synchronize()  # what was on its way is taken in, and dropped with the gradients
+        optimizer.synchronize()  # completes the exchange, whose gradients are dropped
         optimizer.close()
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
         for number in range(2, 5):
@@ -58,7 +54,7 @@ def test_thawed_parameters_are_refused_on_every_rank_until_wrapped_again(compres
 
 
 @every_kind
-def test_parameters_that_freeze_later_stay_and_may_thaw(compression):
+def test_parameters_that_are_frozen_later_stay_and_may_be_unfrozen(compression):
     def body(model, transport):
         make = lambda m: dgc_sgd(m, weight_decay=0.1)  # noqa: E731
         optimizer = wrap(model, transport, make, compression=compression())
@@ -103,7 +99,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
 def test_shared_parameters_compressed(ratio):
-    """One gradient, exchanged once; at ratio 1 it is one process on both ranks' data."""
+    """One gradient, exchanged once. At ratio 1 this equals one process with the data of both ranks."""
     torch.manual_seed(0)
     reference = Shared()
     models = [copy.deepcopy(reference) for _ in range(2)]
@@ -134,7 +130,7 @@ def test_shared_parameters_compressed(ratio):
 @every_kind
 @pytest.mark.parametrize("passes", [1, 2])
 def test_sparse_embedding_gradients(compression, passes):
-    """sparse=True gives what sparse=False gives, through the same buckets."""
+    """sparse=True gives the same result as sparse=False, through the same buckets."""
     words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
 
     def train(sparse):
@@ -200,7 +196,7 @@ def test_a_group_is_added_by_wrapping_again():
 
 @every_kind
 def test_closures_and_clipping(compression):
-    """A closure's gradients are exchanged like any others, and clipping acts on the mean."""
+    """Gradients of a closure are exchanged as usual, and clipping acts on the mean."""
 
     def body(model, transport):
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
@@ -247,7 +243,7 @@ def test_synchronizing_twice_is_synchronizing_once(compression):
 
 
 @every_kind
-def test_copies_of_the_optimizer_say_what_to_do(compression):
+def test_copying_the_optimizer_is_an_error_with_a_cure(compression):
     optimizer = wrap(net(), alone(), dgc_sgd, compression=compression())
     for copied in (copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())):
         with pytest.raises(TypeError, match="cannot be copied or pickled: save state_dict"):
@@ -256,7 +252,7 @@ def test_copies_of_the_optimizer_say_what_to_do(compression):
 
 @every_kind
 def test_copies_of_the_model_are_free_of_hooks(compression):
-    """An average of weights keeps a deep copy; whole models are saved."""
+    """A model with hooks can be deep-copied, for an average of weights, and saved whole."""
 
     def body(model, transport):
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
@@ -275,7 +271,7 @@ def test_copies_of_the_model_are_free_of_hooks(compression):
 
 @every_kind
 def test_state_moves_to_a_new_optimizer(compression):
-    """What takes the place of a copy: the same training bit for bit."""
+    """The replacement for a copy: training continues bit for bit."""
 
     def body(model, transport):
         def build(owner):
@@ -296,7 +292,7 @@ def test_state_moves_to_a_new_optimizer(compression):
     run(2, body)
 
 
-# --- what belongs to one optimizer alone -----------------------------------------------------------
+# --- what only one optimizer may use ---------------------------------------------------------------
 
 
 def test_the_same_parameters_twice():
@@ -314,7 +310,7 @@ def test_the_same_parameters_twice():
 def test_one_compressor_for_two_optimizers():
     shared = DGCCompressor(0.1, ResidualMemory())
     wrap(net(), alone(), compression=shared)
-    with pytest.raises(ValueError, match="this DGCCompressor holds the error state of another"):
+    with pytest.raises(ValueError, match="this DGCCompressor has the error state of another"):
         wrap(net(), alone(), compression=Route([Rule(shared)]))
     stateless = DenseCompressor()
     wrap(net(), alone(), compression=stateless)

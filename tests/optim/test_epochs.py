@@ -1,23 +1,19 @@
-"""Who tells a compressor with a ratio warm-up which epoch it is: the training loop, or a count of steps."""
+"""The epoch of a compressor with a ratio warm-up: set by the training loop, or counted by steps."""
 
 import copy
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, net, run, wrap
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc, dgc_sgd, loss_of, net, run, wrap  # noqa: E402
-
-from dgc.compression import PowerSGDCompressor  # noqa: E402
+from dgc.compression import PowerSGDCompressor
 
 WARM = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
 
 
 def advance(model, optimizer, steps, rank=0):
-    """The ratio that each step was sent at."""
+    """The compress_ratio of each step."""
     ratios = []
     for step in steps:
         optimizer.zero_grad()
@@ -33,7 +29,7 @@ def counting(model, transport, steps_per_epoch=2, **options):
     )
 
 
-def test_a_forgotten_begin_epoch_is_told_once():
+def test_a_missing_begin_epoch_warns_once():
     def forgets(model, transport):
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1, **WARM))
         with warnings.catch_warnings(record=True) as caught:
@@ -45,12 +41,12 @@ def test_a_forgotten_begin_epoch_is_told_once():
     assert all(word in said for word in ("warmup_epochs=3", "begin_epoch(epoch)", "steps_per_epoch", "0.5"))
 
 
-def test_nothing_is_told_where_all_is_well():
-    """Warnings are errors here. The original's loop calls the compressor itself."""
-    for tell in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0)):
+def test_correct_use_does_not_warn():
+    """Warnings are errors in tests. The loop of the original DGC code calls the compressor itself."""
+    for begin in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0)):
         model, compression = net(), dgc(0.1, **WARM)
         optimizer = wrap(model, alone(), dgc_sgd, compression=compression)
-        tell(optimizer, compression)
+        begin(optimizer, compression)
         advance(model, optimizer, range(2))
     model = net()
     advance(model, wrap(model, alone(), dgc_sgd, compression=dgc(0.1)), range(2))
@@ -71,7 +67,7 @@ def test_steps_are_counted_into_epochs():
     assert_same(run(2, body)[0], run(2, by_hand)[0], exactly=True)
 
 
-def test_a_step_counts_once_however_it_is_made():
+def test_every_kind_of_step_counts_once():
     model = net()
     optimizer = counting(model, alone(), backward_passes_per_step=2)
     for p in model.parameters():  # as hvd.broadcast_optimizer_state: no step
@@ -98,8 +94,8 @@ def test_a_dropped_step_counts():
     assert advance(model, optimizer, range(3)) == [0.5, 0.3, 0.3]
 
 
-def test_a_resumed_run_goes_on_with_the_ratio():
-    """Also in mid-epoch, at an epoch's end, and where an epoch now has another number of steps."""
+def test_a_resumed_run_continues_with_the_ratio():
+    """Also mid-epoch, at the end of an epoch, and with another number of steps per epoch."""
     for done, per_epoch, expected in ((3, 2, [0.3, 0.2, 0.2, 0.1]), (4, 2, [0.2, 0.2, 0.1]), (3, 4, [0.3, 0.2])):
         model, again = net(), net()
         optimizer = counting(model, alone())
@@ -125,7 +121,7 @@ def test_a_state_that_was_saved_without_counting():
     with pytest.raises(ValueError, match="saved without steps_per_epoch"):
         counting(net(), alone()).load_compression_state_dict(state)
     counted = counting(net(), alone()).compression_state_dict()
-    by_hand.load_compression_state_dict(counted)  # begin_epoch says where it is
+    by_hand.load_compression_state_dict(counted)  # begin_epoch sets the position
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -137,7 +133,7 @@ def test_what_steps_per_epoch_refuses():
             counting(net(), None, wrong)  # before the transport is started
 
 
-def test_other_methods_hear_of_epochs_too():
+def test_other_methods_get_epochs_too():
     model = net()
     compression = PowerSGDCompressor(1, min_compression_rate=0, high_rank=2)
     optimizer = wrap(model, alone(), compression=compression, steps_per_epoch=2)

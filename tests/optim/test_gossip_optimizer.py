@@ -1,4 +1,4 @@
-"""What a GossipOptimizer makes of gradients that are sparse, empty or not finite."""
+"""GossipOptimizer with gradients that are sparse, empty or not finite."""
 
 import pytest
 import torch

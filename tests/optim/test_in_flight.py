@@ -1,17 +1,12 @@
-"""Gradients may not change between backward and step(): what was sent of them no longer is what they are."""
-
-import sys
-from pathlib import Path
+"""Gradients must not change between backward and step(), because they may have been sent already."""
 
 import pytest
 import torch
+from optim.nets import assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, wrap
 from torch.nn.utils import clip_grad_norm_
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, PowerSGDCompressor, QSGDCompressor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, wrap  # noqa: E402
 
 RECIPE = r"call optimizer\.synchronize\(\) first, then clip, then step\(\) inside optimizer\.skip_synchronize\(\)"
 SMALL = 1e-4  # MB: several buckets, of which some start during backward
@@ -80,7 +75,7 @@ def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused():
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_the_documented_recipe_and_partial_sums_may_be_clipped(name):
-    """A sum of gradients that still grows (backward_passes_per_step) is this rank's own: nothing of it is sent."""
+    """An incomplete sum of gradients (backward_passes_per_step) may change: nothing of it has been sent."""
 
     def body(model, transport):
         options = {"compression": COMPRESSORS[name](), "bucket_mb": SMALL, "backward_passes_per_step": 2}
@@ -101,7 +96,7 @@ def test_the_documented_recipe_and_partial_sums_may_be_clipped(name):
         assert_same(models[0], before)
 
 
-def test_a_gradient_that_no_backward_made_is_the_callers():
+def test_a_gradient_that_backward_did_not_compute_may_change():
     def body(model, transport):
         optimizer = wrap(model, transport, compression=DenseCompressor(), bucket_mb=SMALL)
         optimizer.zero_grad()

@@ -1,15 +1,10 @@
 """DistributedOptimizer and parameters of all kinds: unused, frozen, tied, sparse, of other precision or layout."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import (  # noqa: E402
+from optim.nets import (
     ZEROS,
     alone,
     assert_same,
@@ -23,10 +18,11 @@ from nets import (  # noqa: E402
     run,
     wrap,
 )
+from torch import nn
 
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.compression import BF16Compressor, DenseCompressor  # noqa: E402
-from dgc.optim import DistributedOptimizer  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import BF16Compressor, DenseCompressor
+from dgc.optim import DistributedOptimizer
 
 
 @pytest.mark.parametrize("zero", ["own", "model"])
@@ -47,7 +43,7 @@ def test_a_parameter_that_one_rank_does_not_use(zero):
     assert_same(run(2, body)[0], reference)
 
 
-def test_a_parameter_that_nobody_uses_stays():
+def test_a_parameter_that_no_rank_uses_stays():
     def body(model, transport):
         optimizer = wrap(model, transport)
         for step in range(3):
@@ -76,14 +72,14 @@ def test_frozen_parameters_take_no_part():
     assert not torch.equal(model.last.weight, net().last.weight)
 
 
-def test_a_parameter_that_thaws_after_wrapping_is_refused_until_wrapped_again():
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_until_wrapped_again():
     model = net()
     model.first.requires_grad_(False)
     world = LockstepWorld(1)
     optimizer = wrap(model, world.transports[0])
     model.first.requires_grad_(True)
     loss_of(model, 0).backward()
-    with pytest.raises(ValueError, match="needs a gradient now"):
+    with pytest.raises(ValueError, match="requires a gradient now"):
         optimizer.step()
     optimizer.close()
     optimizer = wrap(model, world.transports[0])

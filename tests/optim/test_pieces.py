@@ -1,20 +1,15 @@
-"""Gradients that are read where backward left them, in place of being copied into buckets."""
-
-import sys
-from pathlib import Path
+"""Gradients that are read in place, without a copy into the bucket."""
 
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc_sgd, loss_of, net, run, wrap
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc_sgd, loss_of, net, run, wrap  # noqa: E402
-
-from dgc.compression import DGCCompressor  # noqa: E402
-from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory  # noqa: E402
+from dgc.compression import DGCCompressor
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 
 
 def buffers(optimizer):
-    """Of the compressed buckets, those that have memory of their own."""
+    """The compressed buckets that have allocated a flat buffer."""
     planned = [p for p in optimizer.exchange.planned if isinstance(p.compressor, DGCCompressor)]
     assert planned
     return [p for p in planned if "_flat" in p.bucket.__dict__]
@@ -33,11 +28,11 @@ def test_a_compressed_bucket_has_no_memory_of_its_own():
     assert buffers(optimizer)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("clipping", [None, 0.5])
-@pytest.mark.parametrize("ratio", [0.05, 1.0])
-def test_where_gradients_lie_plays_no_part(passes, clipping, ratio):
-    """In pieces, in the buckets, or some here and some there: the same parameters bit for bit."""
+@pytest.mark.parametrize(
+    ("passes", "clipping", "ratio"), [(1, None, 0.05), (2, 0.5, 0.05), (1, 0.5, 1.0), (2, None, 1.0)]
+)
+def test_the_place_of_gradients_does_not_change_the_result(passes, clipping, ratio):
+    """In place, in the buckets, or mixed: the same parameters bit for bit."""
 
     def train(prepare):
         def body(model, transport):
@@ -73,7 +68,7 @@ def test_where_gradients_lie_plays_no_part(passes, clipping, ratio):
 
 
 def test_gradients_laid_out_in_another_way_are_copied():
-    """A hook may leave a transposed gradient behind; its elements still go to their own places."""
+    """A hook may replace a gradient by a transposed one. Its elements must keep their positions."""
     results = []
     for transpose in (False, True):
 
@@ -92,7 +87,7 @@ def test_gradients_laid_out_in_another_way_are_copied():
 
 
 def by_step_and_by_synchronize(body):
-    """The models after `body(optimizer, model, rank, step)`, which is step() or synchronize() and then a step."""
+    """The models after `body(optimizer, model, rank, step)`, which calls step(), alone or after synchronize()."""
 
     def direct(optimizer):
         optimizer.step()
@@ -107,7 +102,7 @@ def by_step_and_by_synchronize(body):
 
 @pytest.mark.parametrize("memory", [ResidualMemory, NoMemory])
 def test_momentum_of_the_optimizers_own_applies_to_sparse_means(memory):
-    """Where the memory does not correct momentum, DGCSGD is SGD: a sparse mean is a gradient like others."""
+    """If the memory does not correct momentum, DGCSGD equals SGD, and a sparse mean is treated as dense."""
 
     def train(finish):
         def body(model, transport):
@@ -125,7 +120,7 @@ def test_momentum_of_the_optimizers_own_applies_to_sparse_means(memory):
 
 
 def test_a_memory_format_that_changes_after_wrapping():
-    """The bucket keeps its order of elements; the parameters' own no longer is the same."""
+    """The bucket keeps its order of elements, which then differs from that of the parameters."""
 
     def train(finish):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Which gradients share a bucket, and where they lie in it."""
+"""Assignment of gradients to buckets, and their layout."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def names(planned):
 
 
 def plan(named, elements, route=None):
-    """Buckets of so many fp32 elements."""
+    """Plan buckets of at most `elements` fp32 elements."""
     return plan_buckets(named, route or (lambda segment: DENSE), 4 * elements / MEGABYTE, "x")
 
 
@@ -95,6 +95,11 @@ def test_layout(tensor, stride):
     assert view.shape == tensor.shape
     view.fill_(1.0)
     assert bucket.flat.sum() == tensor.numel()
+
+
+def test_an_empty_tensor_takes_no_place():
+    bucket = make_bucket("b", [("a", torch.zeros(2)), ("empty", torch.zeros(0, 3)), ("c", torch.zeros(4))])
+    assert [segment.offset for segment in bucket.segments] == [0, 2, 2] and bucket.numel == 6
 
 
 def test_description_tells_names_shapes_types_and_compressors():

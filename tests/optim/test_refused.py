@@ -1,14 +1,8 @@
-"""What DistributedOptimizer refuses or warns of, and that momentum has one owner."""
-
-import sys
-from pathlib import Path
+"""What DistributedOptimizer refuses or warns about, and that momentum is applied once."""
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import (  # noqa: E402
+from optim.nets import (
     alone,
     dgc,
     dgc_sgd,
@@ -19,13 +13,14 @@ from nets import (  # noqa: E402
     run,
     wrap,
 )
+from torch import nn
 
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.comm.requests import AllReduce  # noqa: E402
-from dgc.compression import DenseCompressor, DenseResult, DGCCompressor  # noqa: E402
-from dgc.compression.protocol import StatelessCompressor  # noqa: E402
-from dgc.memory import ResidualMemory  # noqa: E402
-from dgc.optim import DGCSGD, DistributedOptimizer  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.requests import AllReduce
+from dgc.compression import DenseCompressor, DenseResult, DGCCompressor
+from dgc.compression.protocol import StatelessCompressor
+from dgc.memory import ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
 
 
 def test_parameters_without_a_name():
@@ -36,7 +31,7 @@ def test_parameters_without_a_name():
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_parameters_in_place_of_named_parameters():
-    """Before anything is started: no transport is needed to find it."""
+    """The error is raised before anything is started and needs no transport."""
     model = net()
     for wrong in (
         model.parameters(),
@@ -49,7 +44,7 @@ def test_parameters_in_place_of_named_parameters():
 
 
 class Own(StatelessCompressor):
-    """A user's compressor; speak: its reduce."""
+    """A compressor of the user. speak: its reduce."""
 
     def __init__(self, speak):
         self.speak = speak
@@ -64,7 +59,7 @@ def no_result(bucket):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_compressor_of_ones_own_that_is_no_generator():
+def test_a_custom_compressor_that_is_no_generator():
     for speak, words in (
         (lambda bucket: None, "reduce of Own must be a generator.*yields.*not NoneType"),
         (lambda bucket: DenseResult(), "reduce of Own must be a generator.*not DenseResult"),
@@ -79,9 +74,8 @@ def test_a_compressor_of_ones_own_that_is_no_generator():
         with pytest.raises(ValueError, match=words):
             run(2, body)
     model = net()
-    optimizer = wrap(
-        model, alone(), compression=Own(DenseCompressor().reduce)
-    )  # a function that hands on a generator
+    # a function that returns a generator
+    optimizer = wrap(model, alone(), compression=Own(DenseCompressor().reduce))
     loss_of(model, 0).backward()
     optimizer.step()
 
@@ -136,7 +130,7 @@ def test_momentum_has_one_owner(case):
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.1}], ids=str)
 def test_parameters_that_travel_dense_get_momentum_once(options):
-    """Beside compressed ones, with gradients that do not depend on these."""
+    """Next to compressed parameters, with gradients that do not depend on these."""
 
     def body(model, transport):
         compression = dgc(0.05, nesterov=options.get("nesterov", False))
@@ -181,7 +175,7 @@ def test_a_memory_without_momentum_goes_with_any_optimizer(make):
 
 
 def test_sgd_without_momentum_warns_of_dense_parameters():
-    with pytest.warns(UserWarning, match="travel dense"):
+    with pytest.warns(UserWarning, match="exchanged dense"):
         wrap(net(), alone(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), compression=dgc())
 
 
@@ -213,7 +207,7 @@ def test_horovods_constants(op, scale):
     torch.testing.assert_close(model.seen, reference.first.weight.grad)
 
 
-def test_groups_are_told_to_have_no_effect():
+def test_groups_warn_that_they_have_no_effect():
     with pytest.warns(UserWarning, match="bucket_mb"):
         wrap(net(), alone(), num_groups=2)
 

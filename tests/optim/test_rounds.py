@@ -1,15 +1,10 @@
-"""In what order the rounds of several buckets are launched and waited for."""
-
-import sys
-from pathlib import Path
+"""The order in which the rounds of several buckets are launched and waited for."""
 
 import torch
+from optim.nets import alone, dgc_sgd, loss_of, net, wrap
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, dgc_sgd, loss_of, net, wrap  # noqa: E402
-
-from dgc.comm import AllReduce  # noqa: E402
-from dgc.compression.protocol import DenseResult, StatelessCompressor  # noqa: E402
+from dgc.comm import AllReduce
+from dgc.compression.protocol import DenseResult, StatelessCompressor
 
 
 class ThreeRounds(StatelessCompressor):
@@ -21,7 +16,7 @@ class ThreeRounds(StatelessCompressor):
 
 
 class Slow:
-    """A transport whose replies are never there before they are waited for, and that tells what happened."""
+    """A transport whose replies never arrive before `wait`, and that records its calls."""
 
     def __init__(self):
         self._transport, self.events = alone(), []
@@ -58,14 +53,14 @@ def events_of(transport):
     return names, transport.events
 
 
-def test_while_one_bucket_waits_the_others_rounds_are_on_their_way():
-    """A round each in turn: every bucket's second round leaves before anybody waits for a third."""
+def test_while_one_bucket_waits_rounds_of_the_others_are_in_flight():
+    """One round of each bucket in turn: all second rounds are launched before a third one is waited for."""
     names, events = events_of(Slow())
     for name, other in zip(names, names[1:], strict=False):
         assert events.index(("launch", f"{other}.1")) < events.index(("wait", f"{name}.2"))
 
 
-def test_replies_that_are_there_are_taken_up_in_backward():
+def test_available_replies_are_used_during_backward():
     transport = Prompt()
     model = net()
     optimizer = wrap(model, transport, dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)

@@ -1,16 +1,11 @@
 """Loss scaling and autocast: both recipes of a GradScaler, on ranks of which one overflows."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, values, wrap
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import alone, assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, values, wrap  # noqa: E402
-
-from dgc.compression import BF16Compressor, DenseCompressor  # noqa: E402
+from dgc.compression import BF16Compressor, DenseCompressor
 
 COMPRESSIONS = {
     "dense": DenseCompressor,
@@ -99,7 +94,7 @@ def test_an_overflow_of_one_rank_halves_the_scale_of_all(compression, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_fp16_autocast_finds_its_scale(recipe):
-    """From a scale at which every step overflows fp16."""
+    """The first scale is so large that every step overflows fp16."""
 
     def body(model, transport):
         scaler = new_scaler(init_scale=2.0**30, growth_interval=1000)
@@ -136,8 +131,8 @@ def test_bf16_autocast_needs_no_scaler(compression):
     run(2, body)
 
 
-def test_horovods_recipe_without_telling_us_of_the_scaler():
-    """Dense, as in Horovod: it works, since a dropped step shows NaN to every scaler."""
+def test_horovods_recipe_without_passing_the_scaler():
+    """Dense, as in Horovod: it works because every scaler finds NaN after a dropped step."""
 
     def body(model, transport):
         scaler = new_scaler(growth_interval=1000)
@@ -158,7 +153,7 @@ def scaled_backward(scaler, optimizer, model):
     scaler.scale(loss_of(model, 0)).backward()
 
 
-def test_a_scaler_that_we_were_not_told_of_is_refused_in_the_plain_recipe():
+def test_a_scaler_that_was_not_passed_is_refused_in_the_plain_recipe():
     model, scaler = net(), new_scaler()
     optimizer = wrap(model, alone())
     scaled_backward(scaler, optimizer, model)
@@ -179,7 +174,7 @@ def test_unscaling_before_averaging_is_refused():
     optimizer = wrap(model, alone(), grad_scaler=scaler)
     scaled_backward(scaler, optimizer, model)
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="gradients are averaged first"):
+    with pytest.raises(RuntimeError, match="first average the gradients"):
         scaler.step(optimizer)
 
 
@@ -189,12 +184,12 @@ def test_parameters_in_fp16_have_no_scaler():
         wrap(model, alone(), grad_scaler=new_scaler())
 
 
-def test_a_scaler_drops_steps_so_it_goes_not_with_raise():
+def test_a_scaler_drops_steps_and_cannot_be_used_with_raise():
     with pytest.raises(ValueError, match="it needs nonfinite='skip'"):
         wrap(net(), alone(), grad_scaler=new_scaler(), nonfinite="raise")
 
 
-def test_a_disabled_scaler_is_none():
+def test_a_disabled_scaler_counts_as_none():
     model, reference, scaler = net(), net(), torch.amp.GradScaler("cpu", enabled=False)
     optimizer, other = wrap(model, alone(), grad_scaler=scaler), momentum_sgd(reference)
     scaled_backward(scaler, optimizer, model)

@@ -1,14 +1,13 @@
-"""Every setting must be the same on every rank before training starts."""
+"""All ranks must have the same settings before training starts."""
 
 import functools
 import re
-import sys
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 import pytest
 import torch
+from optim.nets import wrap
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
@@ -28,9 +27,6 @@ from dgc.optim import DGCSGD, DistributedOptimizer, GossipOptimizer
 from dgc.optim.agreement import describe
 from dgc.selection import Sampled
 from dgc.wire import CastValues, PackedIndices
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import wrap  # noqa: E402
 
 
 class OfAUser(StatelessCompressor):
@@ -100,21 +96,21 @@ def inner(model):
 
 def test_the_setting_that_differs_is_named_on_every_rank():
     for path, first, last, make in CASES:
-        told = []
+        messages = []
 
-        def body(transport, first=first, last=last, make=make, told=told):
+        def body(transport, first=first, last=last, make=make, messages=messages):
             value = last if transport.rank == transport.size - 1 else first
             with pytest.raises(ValueError, match="every rank needs the same settings") as caught:
                 wrap(nn.Linear(3, 3), transport, inner, **make(value))
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
 
         LockstepWorld(3).run(body)
-        assert len(told) == 3 and len(set(told)) == 1
-        assert told[0].startswith(f"{path} is {first!r} on rank 0 and {last!r} on rank 2"), told[0]
+        assert len(messages) == 3 and len(set(messages)) == 1
+        assert messages[0].startswith(f"{path} is {first!r} on rank 0 and {last!r} on rank 2"), messages[0]
 
 
 def test_other_kinds_of_settings():
-    def told(*settings):
+    def fault(*settings):
         def body(transport):
             wrap(nn.Linear(3, 3), transport, inner, compression=settings[transport.rank])
 
@@ -122,11 +118,12 @@ def test_other_kinds_of_settings():
             LockstepWorld(2).run(body)
         return str(caught.value)
 
-    assert "compression is dgc.compression.dense.DenseCompressor" in told(DenseCompressor(), ThresholdCompressor())
-    assert "compression.rank is 1 on rank 0 and 2" in told(PowerSGDCompressor(1), PowerSGDCompressor(2))
-    indices = told(dgc(), dgc(indices=PackedIndices()))
+    classes = fault(DenseCompressor(), ThresholdCompressor())
+    assert "compression is dgc.compression.dense.DenseCompressor" in classes
+    assert "compression.rank is 1 on rank 0 and 2" in fault(PowerSGDCompressor(1), PowerSGDCompressor(2))
+    indices = fault(dgc(), dgc(indices=PackedIndices()))
     assert "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind" in indices
-    assert "compression.table is tensor of shape (1,), torch.float32" in told(OfAUser(1), OfAUser(1, (2.0,)))
+    assert "compression.table is tensor of shape (1,), torch.float32" in fault(OfAUser(1), OfAUser(1, (2.0,)))
 
 
 def test_gossip_algorithms_too():
@@ -148,8 +145,8 @@ def test_gossip_algorithms_too():
         LockstepWorld(2).run(body)
 
 
-def test_what_is_a_ranks_own_may_differ():
-    """Learning rates, generators of random numbers, parameters before a broadcast, numbers of devices."""
+def test_values_of_a_rank_may_differ():
+    """Learning rates, random number generators, parameters before a broadcast, numbers of devices."""
 
     def body(transport):
         rank = transport.rank
@@ -185,9 +182,9 @@ class Kind(Enum):
 
 
 def test_description():
-    told = describe(a=Settings({"x": (1.0, 2.0)}, functools.partial(sorted, reverse=True)), b=Slotted(), c=Kind.A)
+    texts = describe(a=Settings({"x": (1.0, 2.0)}, functools.partial(sorted, reverse=True)), b=Slotted(), c=Kind.A)
     here = __name__
-    assert told == {
+    assert texts == {
         "a": f"{here}.Settings",
         "a.numbers": "builtins.dict",
         "a.numbers['x']": "builtins.tuple",

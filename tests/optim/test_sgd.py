@@ -28,7 +28,7 @@ def layouts():
 
 
 def pair(**options):
-    """The same parameters twice, once under each optimizer."""
+    """The same parameters twice, once for each optimizer."""
     own = [torch.nn.Parameter(t) for t in layouts().values()]
     others = [torch.nn.Parameter(t) for t in layouts().values()]
     return own, others, DGCSGD(own, **options)
@@ -71,10 +71,10 @@ def test_equals_torchs_sgd(options):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_corrected_gradients_with_weight_decay_are_momentum_sgd(nesterov):
-    """Momentum of a sum is the sum of momenta: of the gradient, before, and of the decay, here."""
+    """Momentum is linear: momentum of the gradient, applied before, plus momentum of the weight decay."""
     options = {"momentum": 0.9, "nesterov": nesterov}
     own, others, optimizer = pair(lr=0.05, weight_decay=0.1, **options)
-    optimizer.leave_momentum_of(own)
+    optimizer.skip_momentum_of(own)
     reference = torch.optim.SGD(others, lr=0.05, weight_decay=0.1, **options)
     momenta = [torch.zeros_like(p) for p in own]
     for step in range(6):
@@ -91,7 +91,7 @@ def test_corrected_gradients_with_weight_decay_are_momentum_sgd(nesterov):
 
 def test_corrected_gradients_without_decay_keep_no_state():
     own, _, optimizer = pair(lr=0.1, momentum=0.9)
-    optimizer.leave_momentum_of(own[:3])
+    optimizer.skip_momentum_of(own[:3])
     before = [p.detach().clone() for p in own]
     give(own, 0)
     optimizer.step()
@@ -104,10 +104,10 @@ def test_corrected_gradients_without_decay_keep_no_state():
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_decoupled_decay(corrected):
-    """SGDW: p (1 - lr wd) and then a step that knows no decay."""
+    """SGDW: p (1 - lr wd), followed by a step without decay."""
     own, others, optimizer = pair(lr=0.1, momentum=0.9, weight_decay=0.2, decoupled_weight_decay=True)
     if corrected:
-        optimizer.leave_momentum_of(own)
+        optimizer.skip_momentum_of(own)
     reference = torch.optim.SGD(others, lr=0.1, momentum=0.0 if corrected else 0.9)
     for step in range(4):
         give(own, step)
@@ -138,8 +138,8 @@ def block_order(p):
 def test_sparse_updates_equal_dense_ones(layout, decay):
     p, q = (torch.nn.Parameter(layouts()[layout]) for _ in range(2))
     first, second = (DGCSGD([x], lr=0.1, momentum=0.9, **decay) for x in (p, q))
-    first.leave_momentum_of([p])
-    second.leave_momentum_of([q])
+    first.skip_momentum_of([p])
+    second.skip_momentum_of([q])
     for step in range(3):
         flat, gradient = block_order(p)
         count = max(1, flat.numel() // 3)
@@ -150,20 +150,29 @@ def test_sparse_updates_equal_dense_ones(layout, decay):
         first.step(sparse=[update_of(p, indices, values)])
         second.step()
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    # what lies around the parameter in memory is left alone
+    # memory around the parameter does not change
     whole = [torch.empty(0).set_(x.detach().untyped_storage()) for x in (p, q)]
     torch.testing.assert_close(*whole, rtol=1e-6, atol=1e-7)
 
 
+def test_a_sparse_update_takes_the_rate_of_each_parameters_group():
+    p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = DGCSGD([{"params": [p]}, {"params": [q], "lr": 0.5}], lr=0.25)
+    optimizer.skip_momentum_of([p, q])
+    update = SparseUpdate((p, q), torch.tensor([0, 3, 6]), torch.tensor([1, 5]), torch.tensor([1.0, 2.0]))
+    optimizer.step(sparse=[update])
+    assert p.tolist() == [0.0, -0.25, 0.0] and q.tolist() == [0.0, 0.0, -1.0]
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_decay_with_a_buffer_of_another_memory_format(nesterov):
-    """torch.optim loads a checkpoint's buffers with the strides that they had there."""
+    """torch.optim loads the buffers of a checkpoint with their saved strides."""
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
         p = torch.nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
         optimizer = DGCSGD([p], lr=0.1, momentum=0.9, weight_decay=0.5, nesterov=nesterov)
-        optimizer.leave_momentum_of([p])
+        optimizer.skip_momentum_of([p])
         buffer = torch.randn(4, 3, 5, 5).contiguous(memory_format=memory_format)
         optimizer.state[p]["momentum_buffer"] = buffer
         for _ in range(2):
@@ -176,7 +185,7 @@ def test_decay_with_a_buffer_of_another_memory_format(nesterov):
 def test_an_empty_sparse_update_still_decays():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = DGCSGD([p], lr=0.1, weight_decay=0.5)
-    optimizer.leave_momentum_of([p])
+    optimizer.skip_momentum_of([p])
     optimizer.step(sparse=[update_of(p, torch.empty(0, dtype=torch.int64), torch.empty(0))])
     torch.testing.assert_close(p.detach(), torch.full((3,), 0.95))
 

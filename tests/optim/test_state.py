@@ -1,14 +1,8 @@
 """The state of a DistributedOptimizer: saved, loaded, broadcast."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from nets import (  # noqa: E402
+from optim.nets import (
     alone,
     assert_same,
     dgc,
@@ -18,9 +12,10 @@ from nets import (  # noqa: E402
     run,
     wrap,
 )
+from torch import nn
 
-from dgc.comm.lockstep import LockstepWorld  # noqa: E402
-from dgc.optim import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+from dgc.comm.lockstep import LockstepWorld
+from dgc.optim import broadcast_optimizer_state, broadcast_parameters
 
 
 def test_begin_epoch_returns_the_ratio_in_force():
@@ -46,7 +41,7 @@ def test_error_norm():
 
 @pytest.mark.parametrize("other_bucket_mb", [25.0, 2e-4, 1e-5])
 def test_saved_runs_continue_bit_by_bit(other_bucket_mb, tmp_path):
-    """Also into other buckets: exact selection looks at each tensor alone."""
+    """Also into other buckets: exact selection acts on each tensor separately."""
 
     def advance(model, optimizer, transport, steps):
         optimizer.begin_epoch(1)
@@ -84,7 +79,7 @@ def test_compression_state_of_another_run():
 
 
 def horovods_broadcast_optimizer_state(optimizer):
-    """What hvd.broadcast_optimizer_state does to an optimizer without state."""
+    """hvd.broadcast_optimizer_state calls step() on an optimizer without state."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad:
@@ -96,7 +91,7 @@ def test_making_state_on_zeros_moves_no_weight():
     def body(model, transport):
         compression = dgc(0.1)
         optimizer = wrap(model, transport, lambda m: dgc_sgd(m, weight_decay=0.1), compression=compression)
-        if transport.rank == 0:  # nobody else steps: nothing may be exchanged
+        if transport.rank == 0:  # no other rank steps: nothing may be exchanged
             horovods_broadcast_optimizer_state(optimizer)
         assert_same(model, net(), exactly=True)
         loss_of(model, 0, transport.rank).backward()

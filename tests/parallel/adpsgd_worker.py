@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dgc.comm import Meter, all_gather_object, all_reduce, barrier
+from dgc.comm import TrafficMeter, all_gather_object, all_reduce, barrier
 from dgc.comm.horovod import HorovodTransport
 from dgc.comm.mpi.channel import MPIChannel
 from dgc.gossip.adpsgd.adpsgd import ADPSGD
@@ -24,10 +24,10 @@ from dgc.gossip.adpsgd.protocol import GossipError
 Finding = dict[str, Any]
 
 
-def begun(transport: Any, numel: int, **options: Any) -> tuple[ADPSGD, torch.Tensor, Meter]:
-    z, meter = torch.zeros(numel), Meter()
+def begun(transport: Any, numel: int, **options: Any) -> tuple[ADPSGD, torch.Tensor, TrafficMeter]:
+    z, meter = torch.zeros(numel), TrafficMeter()
     gossip = ADPSGD(**options)
-    gossip.begin(z, MPIChannel(), meter)
+    gossip.start_on_channel(z, MPIChannel(), meter)
     return gossip, z, meter
 
 
@@ -58,14 +58,14 @@ def least_squares(transport: Any) -> Finding:
             gossip.update(step)
             taken += 1
             time.sleep(0.001 * (1 + rank % 2))
-        gossip.settle()
+        gossip.synchronize_messages()
         everyone = all_gather_object(transport, (gossip.progress, taken))
         totals.append([everyone, sum(steps for _, steps in everyone)])
         distances.append(distance(transport, z))
         mean = all_reduce(transport, z.clone(), "mean", "model")
         losses.append(float(((A.reshape(-1, 20) @ (mean - wanted)) ** 2).mean()))
         gossip.resume()
-    gossip.settle()
+    gossip.synchronize_messages()
     state = gossip.state_dict()
     gossip.close()
     return {
@@ -82,7 +82,7 @@ def least_squares(transport: Any) -> Finding:
 def mean_is_kept(transport: Any) -> Finding:
     """Free-running averages without a step, of models that differ: the sum stays and they come together."""
     gossip, z, _ = begun(transport, 1001, averagings_per_step=None)
-    gossip.settle()
+    gossip.synchronize_messages()
     generator = torch.Generator().manual_seed(transport.rank)
     own = {**gossip.state_dict(), "x": torch.randn(1001, generator=generator)}
     gossip.load_state_dict(own)
@@ -90,7 +90,7 @@ def mean_is_kept(transport: Any) -> Finding:
     for _ in range(3):
         gossip.resume()
         time.sleep(0.15)
-        gossip.settle()
+        gossip.synchronize_messages()
     after = all_reduce(transport, z.clone(), "sum", "after")
     gossip.close()
     return {"moved": float((after - before).abs().max()), "distance": float((z - after / transport.size).norm())}
@@ -110,15 +110,15 @@ def one_is_slow(transport: Any) -> Finding:
             gossip.update(lambda z=z: z.add_(1))
             time.sleep(pause)
             times.append(time.perf_counter() - start)
-        gossip.settle()
+        gossip.synchronize_messages()
         gossip.close()
         found[name] = 1000 * sorted(times)[len(times) // 2]
         found[name + "_steps"] = len(times)
     return found
 
 
-def apart_at_settling(transport: Any) -> Finding:
-    """Each rank is the first to settle once; the others train on for a while."""
+def synchronized_one_by_one(transport: Any) -> Finding:
+    """Each rank is once the first to synchronize messages; the others train on for a while."""
     gossip, z, _ = begun(transport, 100)
     waited = []
     for first in range(transport.size):
@@ -127,10 +127,10 @@ def apart_at_settling(transport: Any) -> Finding:
             gossip.update(lambda: z.add_(1))
             time.sleep(0.005)
         start = time.perf_counter()
-        gossip.settle()
+        gossip.synchronize_messages()
         waited.append(time.perf_counter() - start)
         gossip.resume()  # at once: the next cycle's messages may meet ranks that are still in this one
-    gossip.settle()
+    gossip.synchronize_messages()
     gossip.close()
     total = all_reduce(transport, z.double(), "sum", "total")
     steps = transport.size * (3 + 30 * (transport.size - 1))
@@ -147,7 +147,7 @@ def clean_ends(transport: Any) -> Finding:
             gossip.begin_step()
             gossip.update(lambda z=z: z.add_(1))
             time.sleep(0.0005 * ((transport.rank + i) % transport.size))
-        gossip.settle()
+        gossip.synchronize_messages()
         gossip.close()
         total = all_reduce(transport, z.double(), "sum", "total")
         exact.append(abs(float(total.mean()) - gossip.progress) < 1e-2)
@@ -164,7 +164,7 @@ def idle(transport: Any) -> Finding:
     time.sleep(3)
     passed = time.perf_counter() - start
     spent, whole = cpu_seconds(thread.native_id) - before, time.process_time() - whole
-    gossip.settle()
+    gossip.synchronize_messages()
     gossip.close()
     return {"gossip": spent / passed, "others": (whole - spent) / passed}
 
@@ -173,7 +173,7 @@ def cpu_seconds(thread: int | None) -> float:
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
 
-def falls_silent(transport: Any, folder: Path, stop: Callable[[ADPSGD], None]) -> None:
+def times_out(transport: Any, folder: Path, stop: Callable[[ADPSGD], None]) -> None:
     """The last rank stops in mid-run. Does not return: what the others raise is left behind first."""
     gossip, z, _ = begun(transport, 100, timeout=1.5)
     stops = time.monotonic() + 0.5
@@ -206,7 +206,7 @@ def is_stopped(gossip: ADPSGD) -> None:
 
 
 SCENARIOS = {
-    f.__name__: f for f in (least_squares, mean_is_kept, one_is_slow, apart_at_settling, clean_ends, idle)
+    f.__name__: f for f in (least_squares, mean_is_kept, one_is_slow, synchronized_one_by_one, clean_ends, idle)
 }
 SILENT = {f.__name__: f for f in (sleeps, is_stopped)}
 
@@ -215,7 +215,7 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     transport = HorovodTransport()
     if names[0] in SILENT:
-        falls_silent(transport, folder, SILENT[names[0]])
+        times_out(transport, folder, SILENT[names[0]])
     found = {name: SCENARIOS[name](transport) for name in names}
     (folder / f"rank{transport.rank}.json").write_text(json.dumps(found))
 

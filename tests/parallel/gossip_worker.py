@@ -24,7 +24,16 @@ from dgc import gossip  # noqa: E402
 from dgc.comm import all_gather_object, all_reduce  # noqa: E402
 from dgc.comm.horovod import connect  # noqa: E402
 from dgc.compression import DenseCompressor  # noqa: E402
-from dgc.gossip import DPSGD, OSGP, SGP, Gossip, Half, Int8, Topology, n_peer_exponential  # noqa: E402
+from dgc.gossip import (  # noqa: E402
+    DPSGD,
+    OSGP,
+    SGP,
+    Gossip,
+    HalfPrecisionMessage,
+    Int8Message,
+    Topology,
+    n_peer_exponential,
+)
 from dgc.optim import DistributedOptimizer  # noqa: E402
 
 Finding = dict[str, Any]
@@ -57,7 +66,7 @@ def complete_graph(transport: Any) -> Finding:
     own = Trained(transport, SGP(complete))
     for _ in range(15):
         own.step()
-    own.optimizer.settle()
+    own.optimizer.synchronize_messages()
 
     other = Trained(transport, SGP())  # for its model and data
     optimizer = DistributedOptimizer(
@@ -77,7 +86,7 @@ def log2_rounds(transport: Any) -> Finding:
     wanted, apart = mean_of(transport, own.z), own.z.clone()
     for _ in range(transport.size.bit_length() - 1):
         own.only_gossip()
-    own.optimizer.settle()
+    own.optimizer.synchronize_messages()
     return {"before": off(apart, wanted), "after": off(own.z, wanted)}
 
 
@@ -85,17 +94,17 @@ def without_gradients() -> dict[str, Callable[[], Gossip]]:
     return {
         "sgp": SGP,
         "sgp, star": lambda: SGP(gossip.star),
-        "sgp, fp16": lambda: SGP(message=Half()),
-        "sgp, int8": lambda: SGP(both_ways, message=Int8(16)),
+        "sgp, fp16": lambda: SGP(message=HalfPrecisionMessage()),
+        "sgp, int8": lambda: SGP(both_ways, message=Int8Message(16)),
         "osgp": OSGP,
         "osgp, star": lambda: OSGP(gossip.star),
         "osgp, 2 steps": lambda: OSGP(synch_freq=2),
-        "osgp, 2 steps, int8": lambda: OSGP(both_ways, synch_freq=2, message=Int8(16)),
+        "osgp, 2 steps, int8": lambda: OSGP(both_ways, synch_freq=2, message=Int8Message(16)),
     }
 
 
 def mass(transport: Any) -> Finding:
-    """Sums over the ranks of x and w with what is on its way, in mid-run and after settling."""
+    """Sums over the ranks of x and w, with messages in flight, in mid-run and after synchronization."""
     found = {}
     for name, make in without_gradients().items():
         own = Trained(transport, make()).scatter()
@@ -103,15 +112,15 @@ def mass(transport: Any) -> Finding:
         for step in range(17):
             own.only_gossip()
             time.sleep(0.001 * ((transport.rank + step) % 3))  # ranks are ahead of each other in turns
-        between = own.numerator()
+        between = own.biased_parameters()
         state = own.algorithm.state_dict()
-        weights = state["w"] + sum(heard["w"] for heard in state["heard"].values())
-        own.optimizer.settle()
+        weights = state["w"] + sum(share["w"] for share in state["received"].values())
+        own.optimizer.synchronize_messages()
         found[name] = {
-            "on its way": len(state["heard"]),
+            "received": len(state["received"]),
             "x": off(mean_of(transport, between), wanted),
             "w": float(all_reduce(transport, weights.view(1), "sum", "weights")),
-            "x settled": off(mean_of(transport, own.numerator()), wanted),
+            "x synchronized": off(mean_of(transport, own.biased_parameters()), wanted),
         }
     return found
 
@@ -134,7 +143,7 @@ def switches(transport: Any) -> Finding:
             for p in own.model.parameters():
                 p.grad = torch.full_like(p, float(transport.rank))
             own.optimizer.step()
-        end = mean_of(transport, own.numerator())
+        end = mean_of(transport, own.biased_parameters())
         found[name] = off(end, start - 15 * LR * (transport.size - 1) / 2)
         own.optimizer.close()
     return found
@@ -146,7 +155,7 @@ def resume(transport: Any) -> Finding:
     rows: dict[str, Callable[[], Gossip]] = {
         "sgp": SGP,
         "osgp": OSGP,
-        "osgp, star, fp16": lambda: OSGP(gossip.star, message=Half()),
+        "osgp, star, fp16": lambda: OSGP(gossip.star, message=HalfPrecisionMessage()),
     }
     for name, make in rows.items():
         own = Trained(transport, make())
@@ -155,14 +164,14 @@ def resume(transport: Any) -> Finding:
         file = io.BytesIO()
         torch.save(own.optimizer.compression_state_dict(), file)
         file.seek(0)
-        on_its_way = len(own.algorithm.state_dict()["heard"])
+        received = len(own.algorithm.state_dict()["received"])
         other = Trained(transport, make()).scatter(3)
         other.optimizer.load_compression_state_dict(torch.load(file, weights_only=True))
         for trained in (own, other):
             for _ in range(7):
                 trained.step()
             trained.optimizer.close()
-        found[name] = {"on its way": on_its_way, "same": torch.equal(own.z, other.z)}
+        found[name] = {"received": received, "same": torch.equal(own.z, other.z)}
     return found
 
 
@@ -171,8 +180,8 @@ def like_lockstep(transport: Any) -> Finding:
     rows: dict[str, Callable[[], Gossip]] = {
         "sgp": SGP,
         "sgp, grid": lambda: SGP(gossip.grid),
-        "sgp, int8": lambda: SGP(both_ways, message=Int8(16)),
-        "sgp, bf16, blocking": lambda: SGP(message=Half("bf16"), blocking=True),
+        "sgp, int8": lambda: SGP(both_ways, message=Int8Message(16)),
+        "sgp, bf16, blocking": lambda: SGP(message=HalfPrecisionMessage("bf16"), blocking=True),
         "osgp": OSGP,
         "osgp, star": lambda: OSGP(gossip.star),
         "dpsgd": lambda: DPSGD(gossip.full),
@@ -182,7 +191,7 @@ def like_lockstep(transport: Any) -> Finding:
         own = Trained(transport, make())
         for _ in range(8):
             own.step()
-        own.optimizer.settle()
+        own.optimizer.synchronize_messages()
         return digest(own.z)
 
     real = {name: all_gather_object(transport, body(transport, make)) for name, make in rows.items()}
@@ -217,8 +226,8 @@ def one_is_slow(transport: Any) -> Finding:
     for _ in range(40):
         own.only_gossip()
         time.sleep(0.025 if transport.rank == 0 else 0.005)
-    own.optimizer.settle()
-    return {"x": off(mean_of(transport, own.numerator()), wanted)}
+    own.optimizer.synchronize_messages()
+    return {"x": off(mean_of(transport, own.biased_parameters()), wanted)}
 
 
 SCENARIOS = {

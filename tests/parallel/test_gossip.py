@@ -37,12 +37,12 @@ def test_oracles(ranks: int, tmp_path: Path) -> None:
         assert own["complete_graph"]["model"] == found[0]["complete_graph"]["model"]
         assert own["complete_graph"]["difference"] < ROUNDING
         for name, sums in own["mass"].items():
-            assert sums["on its way"] > 0 or not name.startswith("osgp"), name
-            assert sums["x"] < ROUNDING and sums["x settled"] < ROUNDING, name
+            assert sums["received"] > 0 or not name.startswith("osgp"), name
+            assert sums["x"] < ROUNDING and sums["x synchronized"] < ROUNDING, name
             assert sums["w"] == pytest.approx(ranks, abs=1e-9), name
         assert all(moved < ROUNDING for moved in own["switches"].values()), own["switches"]
         assert all(row["same"] for row in own["resume"].values()), own["resume"]
-        assert own["resume"]["osgp"]["on its way"] > 0
+        assert own["resume"]["osgp"]["received"] > 0
         if "log2_rounds" in own:
             assert own["log2_rounds"]["before"] > 0.3 and own["log2_rounds"]["after"] < ROUNDING
         if "one_is_slow" in own:
@@ -94,6 +94,6 @@ def test_a_rank_that_dies_ends_the_run(how: str, tmp_path: Path, monkeypatch: py
     assert "Traceback" not in done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
     if how == "SIGSTOP":
-        assert len(told) == 1 and "not answer at all" in told[0]
+        assert len(told) == 1 and "not respond at all" in told[0]
     else:
         assert "process rank 1" in done.stderr and "signal 9" in done.stderr and len(told) <= 1

@@ -1,10 +1,8 @@
 """The README's change to a Horovod script, made and run as it stands there."""
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from ranks import REPOSITORY, mpirun  # noqa: E402
+from parallel.ranks import REPOSITORY, mpirun
 
 BODY = """
     optimizer.zero_grad()

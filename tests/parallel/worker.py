@@ -18,9 +18,9 @@ from dgc.comm import (
     AllToAll,
     Broadcast,
     Exchange,
-    Meter,
     ReduceScatter,
     RunningConversation,
+    TrafficMeter,
     all_gather_object,
     broadcast_object,
 )
@@ -67,7 +67,7 @@ def requests(transport: Any) -> Finding:
     rank, size = transport.rank, transport.size
     world = LockstepWorld(size)
     expected = world.converse("all", [conversation(r, size) for r in range(size)])[rank]
-    meter = Meter()
+    meter = TrafficMeter()
     for _ in range(2):  # a name is used again
         replies = RunningConversation("all", conversation(rank, size), transport, meter).finish()
     return {

@@ -1,11 +1,11 @@
-"""Runs train.py on damaged configs, command lines and run directories, in this process, and judges each end.
+"""Runs train.py on damaged configs, command lines and run directories, in this process, and checks each result.
 
     python tests/proof/mutations.py KIND SEED COUNT [METHOD]
         KIND: config, words, checkpoint, saved_config; METHOD: one of small_runs.METHODS
 
-Good ends: it trains, because the damage was none (a tensor with NaN, inf, another dtype or shape is damage), or it
-is refused with exit status 2, a message and no traceback, and every file of the run directory is as it was. Prints
-each bad end and exits with their number.
+A case is good if the run trains because the change is valid (a tensor with NaN, inf, another dtype or shape is
+never valid), or if it ends with exit status 2, a message, no traceback, and unchanged files in the run directory.
+Prints each bad case and exits with their number.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,8 @@ from small_runs import METHODS
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import fingerprint
-from dgc_training.faults.failure import ending_all_ranks
 
-SECONDS = 60  # a case that takes longer hangs
+SECONDS = 60  # time limit of a case
 QUICK = {
     "num_epochs": "2",
     "batch_size": "400",
@@ -47,34 +45,32 @@ VALUES += [[1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowher
 VALUES += ["\u00e9\u0000", 10**30]
 
 
-class Hanging(BaseException):
-    """The alarm clock."""
+class TimeLimit(BaseException):
+    """The case has reached its time limit."""
 
 
 def call(words: list[str]) -> tuple[int, str]:
-    """Exit status and all that was told."""
+    """Runs train.py. Returns the exit status and the output."""
 
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    def ring(signum: int, frame: Any) -> None:
-        raise Hanging
+    def stop(signum: int, frame: Any) -> None:
+        raise TimeLimit
 
-    told = io.StringIO()
-    train.connect = lambda **_: LockstepWorld(1).transports[0]  # type: ignore[assignment]
-    train.ending_all_ranks = partial(ending_all_ranks, leave)  # type: ignore[assignment]
-    signal.signal(signal.SIGALRM, ring)
+    output = io.StringIO()
+    signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), warnings.catch_warnings():
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            status = train.main(words)
+            status = train.main(words, connect=lambda **_: LockstepWorld(1).transports[0], leave=leave)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     finally:
         signal.alarm(0)
         torch.use_deterministic_algorithms(False)
-    return status, told.getvalue()
+    return status, output.getvalue()
 
 
 def hashes(directory: Path) -> dict[str, str]:
@@ -97,7 +93,7 @@ def flip(content: bytes, draw: random.Random) -> bytes:
 
 
 def mutate_tree(tree: Any, draw: random.Random) -> str:
-    """Renames a key, changes a value or drops one, somewhere; what was done."""
+    """Renames a key, changes a value or drops one. Returns a description."""
     places = []
 
     def walk(node: Any, path: str) -> None:
@@ -121,7 +117,7 @@ def mutate_tree(tree: Any, draw: random.Random) -> str:
 
 
 def mutate_text(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Cuts, flips a bit, repeats or drops a line, or replaces all."""
+    """Truncates, flips a bit, repeats, drops or indents a line, or replaces all."""
     lines = content.splitlines(keepends=True)
     where = draw.randrange(len(lines))
     match draw.randrange(6):
@@ -138,19 +134,19 @@ def mutate_text(content: bytes, draw: random.Random) -> tuple[bytes, str]:
     return draw.choice([b"", b"\x00" * 40, b"[]", b"{}", b"null", b"- a\n", b"&a [*a]", os.urandom(80)]), "foreign"
 
 
-class Bench:
-    """A finished good run of a method, and cases made from copies of it."""
+class Reference:
+    """A finished run of a method. Cases are copies of it."""
 
     def __init__(self, folder: Path, method: str) -> None:
         files, words = METHODS[method]
         self.folder, self.words = folder, ["configs/digits/cnn.py", *files, *overrides(), *words]
         self.good = folder / "good"
-        status, told = call(["--configs", *self.words, "--devices", "cpu", "--run-dir", str(self.good)])
-        assert status == 0, told
+        status, output = call(["--configs", *self.words, "--devices", "cpu", "--run-dir", str(self.good)])
+        assert status == 0, output
         self.text = (self.good / "config.yaml").read_bytes()
 
     def copy(self, finished: bool = False) -> Path:
-        """A run that stopped in mid-epoch, or the finished one."""
+        """Copies the run, as it was in mid-epoch or finished."""
         directory = self.folder / "run"
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(self.good, directory)
@@ -163,24 +159,24 @@ class Bench:
         return ["--configs", *configs, "--devices", "cpu", "--run-dir", str(directory)]
 
 
-def config(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
-    """A damaged config file, for a new run or for one that is there."""
-    path = bench.folder / "mutated.yaml"
+def config(reference: Reference, draw: random.Random) -> tuple[str, Path, list[str]]:
+    """A damaged config file, for a new or an existing run."""
+    path = reference.folder / "mutated.yaml"
     if draw.random() < 0.7:
-        tree = yaml.safe_load(bench.text)
+        tree = yaml.safe_load(reference.text)
         what = mutate_tree(tree, draw)
         path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     else:
-        content, what = mutate_text(bench.text, draw)
+        content, what = mutate_text(reference.text, draw)
         path.write_bytes(content)
-    directory = bench.copy() if draw.random() < 0.3 else bench.folder / "new"
-    return what, directory, bench.resume(directory, path)
+    directory = reference.copy() if draw.random() < 0.3 else reference.folder / "new"
+    return what, directory, reference.resume(directory, path)
 
 
-def words(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
+def words(reference: Reference, draw: random.Random) -> tuple[str, Path, list[str]]:
     """A damaged command line."""
-    directory = bench.copy() if draw.random() < 0.3 else bench.folder / "new"
-    good = bench.resume(directory)
+    directory = reference.copy() if draw.random() < 0.3 else reference.folder / "new"
+    good = reference.resume(directory)
     where = draw.randrange(len(good))
     value = str(draw.choice(VALUES)).replace("\0", "")
     keys = ["train.optimizer.lr", "train.batch_size", "train.compression.compress_ratio", "seed", "model", "train"]
@@ -199,14 +195,14 @@ def words(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
             strays = ["--evaluat", "-x", "--", "", "--devices", "--suffix", "--configs", "é", "="]
             changed = [*good, draw.choice(strays)]
     if "--run-dir" not in changed or str(directory) not in changed:
-        changed = [*changed, "--run-dir", str(directory)]  # nothing may be written elsewhere
-    differing = [word for word in changed if word not in good] or ["a word less"]
+        changed = [*changed, "--run-dir", str(directory)]  # no case may write elsewhere
+    differing = [word for word in changed if word not in good] or ["one word removed"]
     return f"words {differing}", directory, changed
 
 
-def checkpoint(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
-    """A damaged file below checkpoints/; a foreign one may come with a manifest that vouches for it."""
-    directory = bench.copy()
+def checkpoint(reference: Reference, draw: random.Random) -> tuple[str, Path, list[str]]:
+    """A damaged file below checkpoints/. The manifest may contain its new length and checksum."""
+    directory = reference.copy()
     folder = directory / "checkpoints" / "e0001s00002"
     name = draw.choice([*2 * ["shared.pt", "rank0.pt"], "manifest.json", "../latest.json"])
     path = folder / name
@@ -219,8 +215,8 @@ def checkpoint(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]
             tree = json.loads(content)
             what = mutate_tree(tree, draw)
             path.write_text(json.dumps(tree))
-        return f"{name}: {what}", directory, bench.resume(directory)
-    kinds = ["truncated", "flipped", "foreign", "missing", "other size", *4 * ["poisoned"], *3 * ["mutated"]]
+        return f"{name}: {what}", directory, reference.resume(directory)
+    kinds = ["truncated", "flipped", "foreign", "missing", "other size", *4 * ["bad tensor"], *3 * ["mutated"]]
     kind = draw.choice(kinds)
     if kind == "truncated":
         path.write_bytes(content[: draw.randrange(len(content))])
@@ -235,8 +231,8 @@ def checkpoint(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]
         tree = torch.load(path, weights_only=True)
         if kind == "other size":
             tree = _wider(tree)
-        elif kind == "poisoned":
-            kind = _poison(tree, draw)
+        elif kind == "bad tensor":
+            kind = _damage_tensor(tree, draw)
         else:
             kind = mutate_tree(tree, draw)
         torch.save(tree, path)
@@ -244,8 +240,8 @@ def checkpoint(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["files"][name] = fingerprint(path)
         (folder / "manifest.json").write_text(json.dumps(manifest))
-        kind += ", vouched for"
-    return f"{name}: {kind}", directory, bench.resume(directory)
+        kind += ", in the manifest"
+    return f"{name}: {kind}", directory, reference.resume(directory)
 
 
 def _wider(node: Any) -> Any:
@@ -254,8 +250,8 @@ def _wider(node: Any) -> Any:
     return torch.cat([node, node]) if isinstance(node, torch.Tensor) and node.dim() else node
 
 
-def _poison(tree: Any, draw: random.Random) -> str:
-    """Puts NaN, inf or another dtype into one tensor; what was done."""
+def _damage_tensor(tree: Any, draw: random.Random) -> str:
+    """Writes NaN or inf into one tensor, or changes its dtype or shape. Returns a description."""
     tensors: list[tuple[Any, Any, str]] = []
 
     def walk(node: Any, path: str) -> None:
@@ -277,51 +273,51 @@ def _poison(tree: Any, draw: random.Random) -> str:
     else:
         what = "float32" if tensor.dtype == torch.float64 else "float64"
         node[key] = tensor.to(torch.float32 if what == "float32" else torch.float64)
-    return f"{path} poisoned by {what}"
+    return f"{path} bad tensor: {what}"
 
 
-def saved_config(bench: Bench, draw: random.Random) -> tuple[str, Path, list[str]]:
-    """A damaged config.yaml in the run's own directory."""
-    directory = bench.copy()
-    content, what = mutate_text(bench.text, draw)
+def saved_config(reference: Reference, draw: random.Random) -> tuple[str, Path, list[str]]:
+    """A damaged config.yaml in the run directory."""
+    directory = reference.copy()
+    content, what = mutate_text(reference.text, draw)
     (directory / "config.yaml").write_bytes(content)
-    return f"config.yaml: {what}", directory, bench.resume(directory)
+    return f"config.yaml: {what}", directory, reference.resume(directory)
 
 
-KINDS: dict[str, Callable[[Bench, random.Random], tuple[str, Path, list[str]]]] = {
+KINDS: dict[str, Callable[[Reference, random.Random], tuple[str, Path, list[str]]]] = {
     kind.__name__: kind for kind in (config, words, checkpoint, saved_config)
 }
 
 
-def judge(bench: Bench, draw: random.Random, make: Callable[..., Any]) -> tuple[str, str | None]:
-    """What was done, and what is wrong with how it ended; None where that is good."""
-    shutil.rmtree(bench.folder / "new", ignore_errors=True)
-    what, directory, line = make(bench, draw)
+def run_case(reference: Reference, draw: random.Random, make: Callable[..., Any]) -> tuple[str, str | None]:
+    """Returns a description of the case, and the problem; None if the case is good."""
+    shutil.rmtree(reference.folder / "new", ignore_errors=True)
+    what, directory, line = make(reference, draw)
     before = hashes(directory)
     try:
-        status, told = call(line)
-    except Hanging:
-        return what, "hangs"
+        status, output = call(line)
+    except TimeLimit:
+        return what, "time limit"
     except BaseException as error:
-        return what, f"escapes: {type(error).__name__}: {error}"
+        return what, f"exception: {type(error).__name__}: {error}"
     if status == 0:
-        return what + " -> trains", "a poisoned state was taken" if "poisoned" in what else None
+        return what + " -> trains", "a bad tensor was loaded" if "bad tensor" in what else None
     after = hashes(directory)
     lost = [file for file in before if after.get(file) != before[file]]
     if lost:
-        return what, f"wrote over {lost}"
-    message = re.sub(r"\s+", " ", told.strip())[-300:]
-    if status != 2 or "Traceback" in told or not message:
-        return what, f"status {status}: {told.strip()[-1500:]}"
+        return what, f"changed {lost}"
+    message = re.sub(r"\s+", " ", output.strip())[-300:]
+    if status != 2 or "Traceback" in output or not message:
+        return what, f"status {status}: {output.strip()[-1500:]}"
     return f"{what} -> {message[:150]}", None
 
 
 def main(kind: str, seed: int, count: int, method: str = "dgc", verbose: bool = False) -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), method)
+        reference = Reference(Path(folder), method)
         for number in range(count):
-            what, problem = judge(bench, random.Random(f"{kind} {seed} {number}"), KINDS[kind])
+            what, problem = run_case(reference, random.Random(f"{kind} {seed} {number}"), KINDS[kind])
             if problem is not None:
                 bad += 1
                 print(f"--- {kind} {seed} {number}: {what}\n{problem}", flush=True)

@@ -1,4 +1,4 @@
-"""Starts small real runs at several ranks, ends them by signals, and compares what they leave."""
+"""Starts small runs on several ranks, ends them by signals, and compares their last checkpoints."""
 
 import json
 import os
@@ -42,11 +42,11 @@ WORDS = [
     "--configs.model.width=8",
 ]
 LAST = "e0004"
-TIMINGS = ("seconds", "training_seconds", "csv")  # keys of a checkpoint that no two runs share
+TIMINGS = ("seconds", "training_seconds", "csv")  # keys of a checkpoint that differ between runs
 
 
 class Run:
-    """`train.py` under mpirun in a directory of its own, as one process of its own session."""
+    """`train.py` under mpirun in a separate directory and session."""
 
     def __init__(self, directory: Path, ranks: int = 2, method: str = "dgc") -> None:
         files, words = METHODS[method]
@@ -71,32 +71,32 @@ class Run:
         return self.output.read_text(errors="replace")
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks that live, in the order of their start."""
+        """Process ids of the running ranks, in order of their start."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(word) for word in path.read_text().split()] if path.exists() else []
 
     def wait_for_training(self, timeout: float = 120) -> None:
-        """Returns once the loop begins, or the run has ended."""
+        """Returns when the training loop begins or the run has ended."""
         limit = time.monotonic() + timeout
         while self.process.poll() is None and " steps per epoch" not in self.text():
             assert time.monotonic() < limit, self.text()[-3000:]
             time.sleep(0.02)
 
     def end(self, timeout: float = 120) -> int:
-        """Waits for the launcher and for every rank; the launcher's exit status."""
+        """Waits for the launcher and all ranks. Returns the launcher's exit status."""
         pids = self.ranks()
         status = self.process.wait(timeout)
         limit = time.monotonic() + 10
         for pid in pids:
-            while _lives(pid):
-                # A launcher that was killed may leave ranks behind: a batch system would end them.
+            while _is_running(pid):
+                # Ranks may outlive a killed launcher. A batch system would end them.
                 if time.monotonic() > limit:
                     send(pid, signal.SIGKILL)
                 time.sleep(0.02)
         return status
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -104,7 +104,7 @@ def _lives(pid: int) -> bool:
 
 
 def send(pid: int, number: int) -> None:
-    """A signal to a process that may have ended by now."""
+    """Sends a signal to a process that may have ended already."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -112,7 +112,7 @@ def send(pid: int, number: int) -> None:
 
 
 def finish(directory: Path, ranks: int = 2, method: str = "dgc") -> None:
-    """Runs to the end, from wherever the directory's run stands."""
+    """Starts or resumes the run of the directory, and waits for its end."""
     run = Run(directory, ranks, method)
     assert run.end(300) == 0, run.text()[-3000:]
     assert "Traceback" not in run.text()
@@ -124,7 +124,7 @@ def latest(directory: Path) -> str | None:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Where two states differ in a single bit; how long a run took is its own."""
+    """The paths at which two states differ in any bit. Times are not compared."""
     if type(a) is not type(b):
         return [where]
     if isinstance(a, dict):
@@ -141,7 +141,7 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 def assert_same_end(directory: Path, reference: Path, ranks: int = 2) -> None:
-    """The last checkpoints of two finished runs hold the same bits."""
+    """Compares the last checkpoints of two finished runs bit for bit."""
     assert (directory / "run" / "summary.json").exists()
     for file in ("shared.pt", *(f"rank{rank}.pt" for rank in range(ranks))):
         ends = [read_tensors(side / "run" / "checkpoints" / LAST / file) for side in (directory, reference)]

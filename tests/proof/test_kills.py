@@ -1,4 +1,4 @@
-"""Killed at any moment, a run resumes and ends with the same bits as one that nobody disturbed.
+"""A run that is killed at any moment resumes and ends with the same bits as an uninterrupted run.
 
 Chunks can be run alone, each with its own seed: `pytest -m proof tests/proof/test_kills.py -k "sigkill and 3"`.
 """
@@ -6,18 +6,15 @@ Chunks can be run alone, each with its own seed: `pytest -m proof tests/proof/te
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from proof.small_runs import METHODS, Run, assert_same_end, finish, latest, send
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import Checkpoints, read_tensors
-from dgc_training.faults.interruption import SAVED
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import METHODS, Run, assert_same_end, finish, latest, send  # noqa: E402
+from dgc_training.faults.interruption import EXIT_SAVED
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
 KILLS = 10  # per chunk
@@ -25,20 +22,20 @@ KILLS = 10  # per chunk
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run at 2 ranks."""
+    """An uninterrupted run on 2 ranks."""
     directory = tmp_path_factory.mktemp("reference")
     finish(directory)
     return directory
 
 
 def targets(run: Run, draw: random.Random) -> list[int]:
-    """Who is hit: one rank, both, or the launcher."""
+    """The processes that receive the signal: one rank, both, or the launcher."""
     ranks = run.ranks()
     return draw.choice([ranks[:1], ranks[1:], ranks, [run.process.pid]])
 
 
 def kill_until(kills: int, directory: Path, reference: Path, draw: random.Random, method: str = "dgc") -> None:
-    """Starts and kills one run after another in a directory, then lets it finish and compares its end."""
+    """Starts and kills the run of a directory repeatedly. Then it finishes and is compared with the reference."""
     done = 0
     while done < kills:
         run = Run(directory, method=method)
@@ -70,13 +67,13 @@ def test_sigkill(reference: Path, tmp_path: Path, chunk: int) -> None:
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "dgc"])
 def test_sigkill_with_other_methods(tmp_path: Path, method: str) -> None:
-    finish(tmp_path / "undisturbed", method=method)
-    kill_until(4, tmp_path / "killed", tmp_path / "undisturbed", random.Random(method), method)
+    finish(tmp_path / "uninterrupted", method=method)
+    kill_until(4, tmp_path / "killed", tmp_path / "uninterrupted", random.Random(method), method)
 
 
 @pytest.mark.parametrize("chunk", range(2))
 def test_sigterm(reference: Path, tmp_path: Path, chunk: int) -> None:
-    """To one rank or to both; SIGUSR1 to the launcher as well. Each saves what it had done."""
+    """SIGTERM to one rank or both, or SIGUSR1 to the launcher. Each run saves a checkpoint."""
     draw = random.Random(100 + chunk)
     done = saved = 0
     while done < KILLS:
@@ -95,11 +92,11 @@ def test_sigterm(reference: Path, tmp_path: Path, chunk: int) -> None:
         done += 1
         text = run.text()
         assert "Traceback" not in text, text[-3000:]
-        # 0: it had finished; 143 and 138: it had not begun to train, or had just ended
-        assert status in (SAVED, 0, 143, 138), (status, text[-3000:])
-        if status == SAVED:
+        # 0: the run was finished; 143 and 138: training had not begun, or had just ended
+        assert status in (EXIT_SAVED, 0, 143, 138), (status, text[-3000:])
+        if status == EXIT_SAVED:
             saved += 1
-            assert f"Asked to end by {signal.Signals(number).name}: saved {latest(tmp_path)}." in text
+            assert f"Stopped by {signal.Signals(number).name}: saved {latest(tmp_path)}." in text
             assert latest(tmp_path) != before
         if (tmp_path / "run" / "summary.json").exists():
             assert_same_end(tmp_path, reference)
@@ -110,7 +107,7 @@ def test_sigterm(reference: Path, tmp_path: Path, chunk: int) -> None:
 
 
 def mean(states: list, where: str = "") -> dict:
-    """The mean over ranks of every tensor of nested states, in float64."""
+    """The mean over ranks of each tensor of nested states, in float64."""
     if isinstance(states[0], dict):
         return {
             key: value
@@ -127,7 +124,7 @@ def test_three_ranks_resumed_as_two_and_as_four(tmp_path: Path) -> None:
     first.wait_for_training()
     time.sleep(1.0)
     send(first.process.pid, signal.SIGUSR1)
-    assert first.end() in (SAVED, 0), first.text()[-3000:]
+    assert first.end() in (EXIT_SAVED, 0), first.text()[-3000:]
     directory, name = tmp_path / "run" / "checkpoints", latest(tmp_path)
     assert name is not None
     old = mean([read_tensors(directory / name / f"rank{rank}.pt")["compression"] for rank in range(3)])

@@ -1,4 +1,4 @@
-"""600 damaged inputs: each one trains or is refused with a message; none hangs, none costs the user a file."""
+"""600 damaged inputs: each run trains or ends with a message. None exceeds its time limit or changes a file."""
 
 import os
 import subprocess

@@ -1,9 +1,11 @@
 """The sampled threshold: its sample, its adaptation, and what that selects."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
+from cases import case
 from selection.shapes import SHAPES, laplace, plan_of, rng, wall
 
 from dgc.kernels.selection.reference import largest
@@ -71,20 +73,20 @@ def test_torchs_global_generator_is_left_alone():
 
 
 @pytest.mark.parametrize("n", [2001, 4096, 10_000, 65_536, 99_999, 300_001])
-@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.25])
-@pytest.mark.parametrize("sample_ratio", [0.01, 0.3])
-def test_strided_samples(n, ratio, sample_ratio):
+def test_strided_samples(n):
     """Enough of them, an odd stride, and a start that varies."""
     v = torch.arange(n, dtype=torch.float64)
-    wanted = max(math.ceil(n * sample_ratio), math.ceil(2 / ratio))
-    starts = set()
-    for seed in range(8):
-        samples = Sampled(sample_ratio=sample_ratio)._sample(v, ratio, rng(seed))
-        strides = samples.diff()
-        assert samples.numel() >= min(wanted, n)
-        assert (strides == strides[0]).all() and strides[0] % 2 == 1
-        starts.add(samples[0].item())
-    assert len(starts) > 1 or strides[0] == 1
+    for ratio, sample_ratio in product((0.001, 0.01, 0.25), (0.01, 0.3)):
+        wanted = max(math.ceil(n * sample_ratio), math.ceil(2 / ratio))
+        starts = set()
+        with case(ratio, sample_ratio):
+            for seed in range(8):
+                samples = Sampled(sample_ratio=sample_ratio)._sample(v, ratio, rng(seed))
+                strides = samples.diff()
+                assert samples.numel() >= min(wanted, n)
+                assert (strides == strides[0]).all() and strides[0] % 2 == 1
+                starts.add(samples[0].item())
+            assert len(starts) > 1 or strides[0] == 1
 
 
 @pytest.fixture

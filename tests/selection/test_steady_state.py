@@ -12,7 +12,7 @@ from dgc.wire import PackedIndices, RiceIndices
 from dgc_datasets import Digits
 from dgc_models import DigitsCNN
 
-WARM, STEPS = 20, 40
+WARM, STEPS = 20, 30
 
 
 class Counting(DGCSGDMemory):

@@ -1,4 +1,4 @@
-"""Ranks that do not agree: which one, and about what."""
+"""Reports of ranks with other weights, code or waits."""
 
 import threading
 
@@ -7,24 +7,23 @@ import torch
 from omegaconf import OmegaConf
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.faults.failure import Refused
-from dgc_training.faults.replicas import check_replicas, odd_ones
-from dgc_training.faults.watchdog import WatchedTransport, verdict
-from dgc_training.startup import code_version, setup
-from dgc_training.startup.code_version import code_difference, code_hashes
-from dgc_training.startup.setup import check_agreement
+from dgc_training.faults.failure import UsageError
+from dgc_training.faults.replicas import check_replicas, minority_ranks
+from dgc_training.faults.watchdog import WatchedTransport, find_stuck_rank
+from dgc_training.startup import agreement
+from dgc_training.startup.agreement import check_agreement, code_difference, code_hashes
 
 
 @pytest.mark.parametrize(
     ("sums", "odd"),
     [([1, 1], []), ([1, 2, 1], [1]), ([2, 1, 1], [0]), ([1, 2], [1]), ([1, 2, 2, 1], [1, 2]), ([1, None, 1], [1])],
 )
-def test_the_odd_ones_are_the_minority(sums, odd):
-    assert odd_ones(sums) == odd
+def test_minority_ranks(sums, odd):
+    assert minority_ranks(sums) == odd
 
 
 @pytest.mark.parametrize("changed", range(3))
-def test_the_rank_whose_weights_differ_is_named(changed):
+def test_the_rank_with_other_weights_is_reported(changed):
     def body(transport):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
         # Simulated ranks are threads of one process and share its random generator.
@@ -45,7 +44,7 @@ def test_two_ranks_have_no_majority():
     def body(transport):
         model = torch.nn.Linear(1, 1)
         torch.nn.init.constant_(model.weight, transport.rank)
-        with pytest.raises(RuntimeError, match=r"rank 1 differs .*\(no majority: rank 0's side"):
+        with pytest.raises(RuntimeError, match=r"rank 1 differs .*\(no majority: rank 0's value"):
             check_replicas(model, transport)
 
     LockstepWorld(2).run(body)
@@ -53,11 +52,11 @@ def test_two_ranks_have_no_majority():
 
 def test_every_file_of_the_product_is_hashed(tmp_path, monkeypatch):
     hashes = code_hashes()
-    some = {"train.py", "dgc_training/startup/code_version.py", "dgc_models/__init__.py", "dgc/bucket.py"}
+    some = {"train.py", "dgc_training/startup/agreement.py", "dgc_models/__init__.py", "dgc/bucket.py"}
     assert some <= hashes.keys()
     (tmp_path / "dgc_models").mkdir()
     (tmp_path / "dgc_models" / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(code_version, "FOLDERS", (tmp_path / "dgc_models",))
+    monkeypatch.setattr(agreement, "FOLDERS", (tmp_path / "dgc_models",))
     before = code_hashes()
     (tmp_path / "dgc_models" / "a.py").write_text("a = 2\n")
     assert code_difference(before, code_hashes()) == "dgc_models/a.py"
@@ -65,37 +64,37 @@ def test_every_file_of_the_product_is_hashed(tmp_path, monkeypatch):
     assert code_difference({}, {"x.py": "1"}) == "x.py (one of them has no such file)"
 
 
-def test_the_rank_that_runs_other_code_is_named(monkeypatch):
+def test_the_rank_with_other_code_is_reported(monkeypatch):
     tree = OmegaConf.create({"seed": 1})
     own = threading.local()
-    monkeypatch.setattr(setup, "code_hashes", lambda: own.hashes)
+    monkeypatch.setattr(agreement, "code_hashes", lambda: own.hashes)
 
     def body(transport):
         own.hashes = {"dgc/a.py": "1", "train.py": "2" if transport.rank == 2 else "1"}
-        with pytest.raises(Refused, match=r"rank 2 runs other code than rank 0: train\.py differs"):
+        with pytest.raises(UsageError, match=r"rank 2 runs other code than rank 0: train\.py differs"):
             check_agreement(tree, torch.device("cpu"), transport)
 
     LockstepWorld(3).run(body)
 
 
-def test_nobody_is_blamed_while_the_waits_are_short():
-    assert verdict([None, (3.0, "loss"), None], 5.0) is None
-    assert verdict([None, None], 5.0) is None
+def test_no_rank_is_stuck_while_waits_are_short():
+    assert find_stuck_rank([None, (3.0, "loss"), None], 5.0) is None
+    assert find_stuck_rank([None, None], 5.0) is None
 
 
-def test_who_waits_for_nothing_is_blamed():
-    rank, why = verdict([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 5.0)
+def test_the_rank_that_does_not_wait_is_stuck():
+    rank, why = find_stuck_rank([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 5.0)
     assert rank == 1 and why == "rank 1 did not join dgc0.1.0, for which the others have waited 6 s"
-    rank, why = verdict([(6.0, "a"), None, None], 5.0)
+    rank, why = find_stuck_rank([(6.0, "a"), None, None], 5.0)
     assert rank == 1 and why.startswith("ranks [1, 2] did not join a")
 
 
-def test_ranks_that_wait_for_different_things_are_told_apart():
-    rank, why = verdict([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 5.0)
+def test_ranks_that_wait_for_different_messages():
+    rank, why = find_stuck_rank([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 5.0)
     assert rank == 1 and "rank 0 for loss; rank 1 for replicas" in why
 
 
-def test_a_watched_transport_carries_and_knows_what_it_waits_for():
+def test_a_watched_transport_records_its_waits():
     seen = []
 
     class Slow:

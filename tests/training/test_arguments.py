@@ -1,4 +1,4 @@
-"""The command line of train.py: what its help says."""
+"""The help of train.py."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from dgc_training.config import load
 from dgc_training.config.layers import FLAGS, REPOSITORY
 
 
-def test_the_help_has_an_example_that_works_and_names_the_reference_of_all_keys(capsys):
+def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
     text = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what is kept, what a crash leaves, what a damaged file says."""
+"""Checkpoints on disk: which are kept, crashes while saving, and damaged files."""
 
 import json
 import os
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.files import Checkpoints, checkpoint_name, read_tensors, write_atomically
-from dgc_training.faults.failure import Refused
+from dgc_training.atomic_write import write_atomically
+from dgc_training.checkpoint.files import Checkpoints, checkpoint_name, read_tensors
+from dgc_training.faults.failure import UsageError
 
 
 def save(directory, names, size=2, best=()):
@@ -57,7 +58,7 @@ def test_nothing_to_find(tmp_path):
 
 
 def save_errors(directory, size):
-    """Rank r's error state is filled with r; returns nothing."""
+    """Saves a checkpoint. The error state of rank r is filled with r."""
 
     def body(transport):
         own = {"compression": {"velocities": {"w": torch.full((4,), float(transport.rank))}, "steps": 7}}
@@ -67,7 +68,7 @@ def save_errors(directory, size):
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (4, 1), (1, 4)])
-def test_another_number_of_ranks_shares_the_error_state(tmp_path, old, new):
+def test_another_number_of_ranks_redistributes_the_error_state(tmp_path, old, new):
     save_errors(tmp_path, old)
     loaded = load(tmp_path, "latest", size=new)
     assert all(part.size == old and part.shared["name"] == "e0001" for part in loaded)
@@ -76,14 +77,14 @@ def test_another_number_of_ranks_shares_the_error_state(tmp_path, old, new):
     torch.testing.assert_close(mean, torch.full((4,), (old - 1) / 2), rtol=1e-6, atol=0)
 
 
-def test_another_number_of_ranks_names_the_file_that_is_not_here(tmp_path):
+def test_another_number_of_ranks_reports_the_missing_file(tmp_path):
     save_errors(tmp_path, 3)
     (tmp_path / "e0001" / "rank2.pt").unlink()
-    with pytest.raises(Refused, match=r"rank2\.pt is missing on .* \(needed because 2 ranks resume 3\)"):
+    with pytest.raises(UsageError, match=r"rank2\.pt is missing on .* \(needed because 2 ranks resume 3\)"):
         load(tmp_path, "latest", size=2)
 
 
-def test_evaluation_needs_no_ranks_files(tmp_path):
+def test_evaluation_needs_only_the_shared_file(tmp_path):
     save(tmp_path, ["e0001"])
     (tmp_path / "e0001" / "rank1.pt").unlink()
 
@@ -100,21 +101,21 @@ def test_a_flipped_bit_is_found(tmp_path, file):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(Refused, match=rf"{file} is not the file that was written"):
+    with pytest.raises(UsageError, match=rf"{file} is not the file that was written"):
         load(tmp_path, "latest")
 
 
 @pytest.mark.parametrize("size", ["3", 1, 0, -1, "two", None, 2.5, 10**30])
-def test_a_manifest_that_does_not_fit_its_files_is_refused(tmp_path, size):
+def test_a_manifest_that_differs_from_its_files_is_an_error(tmp_path, size):
     save(tmp_path, ["e0001"])
     path = tmp_path / "e0001" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "size": size}))
-    with pytest.raises(Refused, match=r"manifest\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"manifest\.json cannot be read"):
         load(tmp_path, "latest")
 
 
-def test_the_latest_and_the_best_are_never_written_over(tmp_path):
-    """Other ranks can come to the same step again: a crash there must leave the latest as it is."""
+def test_the_latest_and_the_best_are_never_overwritten(tmp_path):
+    """Another number of ranks can reach the same step again. A crash then must keep the latest checkpoint."""
     save(tmp_path, ["e0001s00006"], size=2, best=["e0001s00006"])
     before = (tmp_path / "e0001s00006" / "shared.pt").stat().st_ino
     save(tmp_path, ["e0001s00006", "e0001s00008"], size=3)
@@ -128,7 +129,7 @@ def test_the_latest_and_the_best_are_never_written_over(tmp_path):
 
 
 @pytest.mark.parametrize("dies_at", range(5))
-def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch, dies_at):
+def test_a_crash_while_saving_keeps_the_previous_checkpoint(tmp_path, monkeypatch, dies_at):
     save(tmp_path, ["e0001"], size=1)
     calls = iter(range(100))
     replace = os.replace
@@ -152,7 +153,7 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch
     assert load(tmp_path, "latest", size=1)[0].shared["name"] == "e0002"
 
 
-def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(tmp_path):
+def test_a_rank_that_cannot_write_keeps_the_previous_checkpoint(tmp_path):
     save(tmp_path, ["e0001"])
 
     def body(transport):
@@ -177,7 +178,7 @@ def test_a_damaged_file_is_one_error_on_every_rank(tmp_path, file, damage):
         path.unlink()
 
     def body(transport):
-        with pytest.raises(Refused, match=rf"damaged: .*{file}"):
+        with pytest.raises(UsageError, match=rf"damaged: .*{file}"):
             Checkpoints(tmp_path, transport).load("e0001")
 
     LockstepWorld(2).run(body)
@@ -188,13 +189,13 @@ def test_a_damaged_pointer_is_one_error_on_every_rank(tmp_path, text):
     (tmp_path / "latest.json").write_text(text)
 
     def body(transport):
-        with pytest.raises(Refused, match="latest.json"):
+        with pytest.raises(UsageError, match="latest.json"):
             Checkpoints(tmp_path, transport).find("latest")
 
     LockstepWorld(2).run(body)
 
 
-def test_a_pointer_does_not_lead_out_of_the_directory(tmp_path):
+def test_a_pointer_cannot_leave_the_directory(tmp_path):
     save(tmp_path / "checkpoints", ["e0001"], size=1)
     (tmp_path / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": "../../e0001"}))
     assert load(tmp_path / "checkpoints", "latest", size=1)[0].name == "e0001"
@@ -211,7 +212,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path):
+def test_an_interrupted_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
 

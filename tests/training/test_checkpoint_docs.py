@@ -26,7 +26,7 @@ def keys(first: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_run_s_files_and_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_a_run_and_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = Path("runs/[digits.cnn+dgc.wm5].np4")
     words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--run-dir", str(run), "--devices", "cpu"]
@@ -63,7 +63,7 @@ def step(model: nn.Module, optimizer: DistributedOptimizer, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_loop_of_one_s_own(tmp_path: Path) -> None:
+def test_your_own_loop(tmp_path: Path) -> None:
     scope: dict[str, Any] = {}
     exec(LOOP, scope)
     exec(OTHER_SIZE, scope)

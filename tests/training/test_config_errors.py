@@ -103,7 +103,7 @@ def test_a_route_takes_the_method_before_it_and_no_other_after_it() -> None:
 def test_gossip_files_in_the_wrong_order_say_what_to_stack() -> None:
     for stack in (["ar.py", "fp16.py"], ["bf16.py"], ["choco.py", "int8.py"]):
         message = refusal(CNN, *(f"configs/gossip/{name}" for name in stack))
-        assert "no messages to make smaller; stack sgp, osgp or dpsgd" in message
+        assert "has no `message`: stack sgp, osgp or dpsgd" in message
     message = refusal(CNN, "configs/gossip/machines.py", "configs/topology/ring.py")
     assert "configs/gossip/machines and configs/average after it" in message
 

@@ -1,4 +1,4 @@
-"""The per-rank CSV: its form, its statistics, and what a resumed job makes of it."""
+"""The CSV file of a rank: its format, its statistics, and resumed jobs."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dgc_training.logging.rank_csv.log import CsvLog, Running, Since, accuracy
+from dgc_training.logging.rank_csv.log import CsvLog, Increments, Running, accuracy
 
 REFERENCE = (
     "Epoch,itr,BT(s),avg:BT(s),std:BT(s),NT(s),avg:NT(s),std:NT(s),DT(s),avg:DT(s),std:DT(s),"
@@ -21,7 +21,7 @@ OPENED: list[CsvLog] = []
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """A job that is killed closes nothing; this process has to."""
+    """Closes the files, which a killed job would leave open."""
     yield
     while OPENED:
         OPENED.pop().close()
@@ -45,15 +45,15 @@ def seconds(epoch: int, itr: int) -> float:
 
 
 def train(out: CsvLog, start: tuple[int, int], end: tuple[int, int]) -> CsvLog:
-    """Steps from `start` until before `end`, both (epoch, itr)."""
+    """Steps from `start` to before `end`, both (epoch, itr)."""
     for epoch in range(start[0], end[0] + 1):
         first, last = start[1] if epoch == start[0] else 0, end[1] if epoch == end[0] else STEPS
         for itr in range(first, last):
             loss = torch.tensor(10.0 - epoch - itr / 10)
-            gauges = {"payload_bytes": 100.0, "wire_bytes": 150.0, "wait(s)": 0.5, "weight": 0.5}
-            gauges["staleness"] = float(itr % 2)
+            metrics = {"payload_bytes": 100.0, "wire_bytes": 150.0, "wait(s)": 0.5, "weight": 0.5}
+            metrics["staleness"] = float(itr % 2)
             samples = 32 if itr < STEPS - 1 else 8
-            out.step(epoch, itr, seconds(epoch, itr), 0.25, loss, 25.0, 50.0, samples, gauges)
+            out.step(epoch, itr, seconds(epoch, itr), 0.25, loss, 25.0, 50.0, samples, metrics)
         if epoch < end[0]:
             out.end_epoch(epoch, 60.0 + epoch, 0.125)
     return out
@@ -76,7 +76,7 @@ def test_rows_and_columns(tmp_path):
 
 
 def test_statistics(tmp_path):
-    """Times run on over epochs without the first two steps of each; losses begin anew and are weighted."""
+    """Times cover all epochs without their first two steps. Losses cover one epoch, weighted by samples."""
     train(log(tmp_path), (0, 0), (2, 0)).close()
     table = rows(tmp_path)
     assert table[0]["avg:BT(s)"] == table[0]["std:BT(s)"] == "-1" and table[0]["BT(s)"] == "1"
@@ -96,8 +96,8 @@ def test_statistics(tmp_path):
 
 @pytest.mark.parametrize("at", [(0, 1), (0, 4), (0, STEPS), (1, 0), (1, 7), (1, STEPS)])
 @pytest.mark.parametrize("killed", ["", "1,2,0.5,0", "1,-1,0.5\n", "no row\n"])
-def test_a_resumed_job_writes_what_an_uninterrupted_one_does(tmp_path, at, killed):
-    """The state is taken before step `at`; the killed job went on to the end, and was writing a line."""
+def test_a_resumed_job_writes_the_same_rows(tmp_path, at, killed):
+    """The state is saved before step `at`. The killed job continues to the end and leaves an incomplete line."""
     train(log(tmp_path / "whole"), (0, 0), (2, 0)).close()
     first = train(log(tmp_path / "parts"), (0, 0), at)
     state = json.loads(json.dumps(first.state_dict()))
@@ -114,13 +114,13 @@ def test_a_resumed_job_writes_what_an_uninterrupted_one_does(tmp_path, at, kille
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
 
 
-def test_without_a_checkpoint_the_file_begins_anew(tmp_path):
+def test_without_a_checkpoint_a_new_file_is_begun(tmp_path):
     train(log(tmp_path), (0, 0), (1, 0))
     train(log(tmp_path), (0, 0), (0, 1))
     assert len(rows(tmp_path)) == 1
 
 
-def test_a_missing_or_foreign_file_is_begun_anew(tmp_path):
+def test_a_missing_or_foreign_file_is_replaced(tmp_path):
     state = train(log(tmp_path / "a"), (0, 0), (1, 0)).state_dict()
     foreign = tmp_path / "b" / "csv" / "out_r1_n4.csv"
     foreign.parent.mkdir(parents=True)
@@ -144,9 +144,9 @@ def test_an_epoch_without_validation(tmp_path):
     assert [rows(tmp_path)[-1][name] for name in ("itr", "val", "consensus")] == ["-1"] * 3
 
 
-def test_what_is_refused(tmp_path):
+def test_errors(tmp_path):
     out = log(tmp_path)
-    with pytest.raises(ValueError, match="no gauges: .'bites'.*wait"):
+    with pytest.raises(ValueError, match="no metrics .'bites'.*wait"):
         out.step(0, 0, 1.0, 0.0, 1.0, -1, -1, 32, {"bites": 1.0})
     state = train(out, (0, 0), (0, 1)).state_dict()
     with pytest.raises(ValueError, match="before the first row"):
@@ -157,7 +157,7 @@ def test_what_is_refused(tmp_path):
         log(tmp_path, every=0)
 
 
-def test_unknown_scores_stay_unknown_and_nan_is_told(tmp_path):
+def test_unknown_scores_and_nan(tmp_path):
     out = log(tmp_path)
     out.step(0, 0, 1.0, 0.0, torch.tensor(float("nan")), -1, -1, 32)
     (row,) = rows(tmp_path)
@@ -172,8 +172,8 @@ def test_running_is_stable_far_from_zero():
     assert running.mean == 1e9 + 10 and running.deviation == pytest.approx(30**0.5)
 
 
-def test_since():
-    since = Since({"bytes": 10.0})
+def test_increments():
+    since = Increments({"bytes": 10.0})
     assert since({"bytes": 15.0, "wait(s)": 2.0}) == {"bytes": 5.0, "wait(s)": 2.0}
     assert since({"bytes": 15.0, "wait(s)": 2.5}) == {"bytes": 0.0, "wait(s)": 0.5}
 

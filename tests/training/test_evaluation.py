@@ -40,7 +40,7 @@ def test_the_result_does_not_depend_on_the_ranks(samples, size):
         assert results["acc/test_top5"] >= top1
 
 
-def test_batch_norm_is_averaged_inside_and_each_rank_s_own_outside():
+def test_batch_norm_is_averaged_only_inside_the_context():
     def body(transport):
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
         for buffer in batch_norm_buffers(model).values():
@@ -61,7 +61,7 @@ def test_names_of_batch_norm_buffers():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_s_mode_is_restored(training):
+def test_the_mode_of_the_model_is_restored(training):
     model = nn.BatchNorm1d(2).train(training)
     loader = evaluation_loader(TensorDataset(torch.randn(1, 2), torch.zeros(1).long()), 1, rank=0, size=1)
 
@@ -72,7 +72,7 @@ def test_the_model_s_mode_is_restored(training):
     assert model.training is training
 
 
-def test_no_meters_is_no_result():
+def test_no_meters_give_no_results():
     def body(transport):
         return evaluate(nn.Identity(), {}, make_meters, transport, CPU)
 

@@ -1,5 +1,6 @@
-"""One rank fails: its message on top, and all ranks end with it."""
+"""After an error on one rank its message is printed, and all ranks end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+
+import train
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.config import load
+from dgc_training.startup.arguments import parse_arguments
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -34,53 +40,86 @@ def launch(command, cwd, timeout=100):
     )
 
 
-def run_block(body, **environment):
-    head = "from dgc_training.faults.failure import *\nfrom dgc_training.config import ConfigError\nimport os\n"
-    program = head + body
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+# --- the context manager ending_all_ranks --------------------------------------------------------------
+
+KILL = "os.kill(os.getpid(), signal.{}); time.sleep(9)"
+# Statements inside the context manager, and the rank and size of the process.
+BODIES = {
+    "error": ("raise ValueError('no shard')", 2, 4),
+    "UsageError": ("raise UsageError('not like this')", 0, 1),
+    "ConfigError": ("raise ConfigError('not like this')", 0, 1),
+    "SIGINT": (KILL.format("SIGINT"), 0, 1),
+    "SIGTERM": (KILL.format("SIGTERM"), 0, 1),
+    "SIGUSR1": (KILL.format("SIGUSR1"), 0, 1),
+    "no error": ("print('fine')", 0, 1),
+    "terminated before its message": (
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start(); raise ValueError('late')",
+        1,
+        2,
+    ),
+}
+# Each body runs in a fork of one process, because importing torch takes seconds.
+PROGRAM = """
+import json, os, signal, sys, threading, time
+from dgc_training.config import ConfigError
+from dgc_training.faults.failure import UsageError, ending_all_ranks
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
+for name, (body, rank, size) in json.loads(sys.argv[1]).items():
+    if (child := os.fork()) == 0:
+        for stream, descriptor in (("out", 1), ("err", 2)):
+            os.dup2(os.open(f"{sys.argv[2]}/{name}.{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
+        os.environ["OMPI_COMM_WORLD_RANK"], os.environ["OMPI_COMM_WORLD_SIZE"] = str(rank), str(size)
+        with ending_all_ranks():
+            exec(body)
+        sys.stdout.flush()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    with open(f"{sys.argv[2]}/{name}.status", "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(status)))
+"""
 
 
-def test_the_block_names_rank_host_and_error():
-    result = run_block(
-        "with ending_all_ranks():\n    raise ValueError('no shard')",
-        OMPI_COMM_WORLD_RANK="2",
-        OMPI_COMM_WORLD_SIZE="4",
-    )
-    first, second, *_ = result.stderr.splitlines()
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """(exit status, standard output, standard error) of each of BODIES, by name."""
+    folder = tmp_path_factory.mktemp("bodies")
+    done = launch([sys.executable, "-c", PROGRAM, json.dumps(BODIES), folder], folder)
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for name in BODIES:
+        status, out, err = ((folder / f"{name}.{part}").read_text() for part in ("status", "out", "err"))
+        found[name] = (int(status), out, err)
+    return found
+
+
+def test_an_error_has_rank_host_message_and_traceback(results):
+    status, _, errors = results["error"]
+    first, second, *_ = errors.splitlines()
     assert first.startswith("[rank 2 of 4 on ") and first.endswith("] ValueError: no shard")
-    assert second.startswith("Traceback") and result.returncode == 1
+    assert second.startswith("Traceback") and status == 1
 
 
-@pytest.mark.parametrize("error", ["Refused", "ConfigError"])
-def test_a_refusal_has_no_traceback(error):
-    result = run_block(f"with ending_all_ranks():\n    raise {error}('not like this')")
-    assert result.returncode == 2 and result.stderr == "not like this\n"
+def test_a_usage_error_has_no_traceback(results):
+    for name in ("UsageError", "ConfigError"):
+        assert results[name] == (2, "", "not like this\n")
 
 
-@pytest.mark.parametrize(
-    ("signum", "status", "name"),
-    [("SIGINT", 130, "Ctrl-C"), ("SIGTERM", 143, "SIGTERM"), ("SIGUSR1", 138, "SIGUSR1")],
-)
-def test_signals_end_cleanly(signum, status, name):
-    body = f"os.kill(os.getpid(), signal.{signum})\n    time.sleep(9)"
-    # a shell's background jobs begin with SIGINT ignored
-    begin = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
-    result = run_block(f"{begin}\nwith ending_all_ranks():\n    {body}")
-    assert result.returncode == status
-    assert "Traceback" not in result.stderr and f"Stopped by {name}" in result.stderr
+def test_signals_end_the_process_without_a_traceback(results):
+    for name, shown in (("SIGINT", "Ctrl-C"), ("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGUSR1")):
+        assert results[name][0] == 128 + signal.Signals[name]
+        assert "Traceback" not in results[name][2] and f"Stopped by {shown}" in results[name][2]
 
 
-def test_nothing_happens_where_nothing_fails():
-    result = run_block("with ending_all_ranks():\n    print('fine')")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "fine\n", "")
+def test_without_an_error_nothing_changes(results):
+    assert results["no error"] == (0, "fine\n", "")
 
+
+def test_a_rank_terminated_during_its_delay_prints_nothing(results):
+    assert results["terminated before its message"] == (143, "", "")
+
+
+# --- launched runs -------------------------------------------------------------------------------------
 
 FAILING_MODEL = """
 import os
@@ -101,11 +140,11 @@ class Failing(DigitsCNN):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
-def test_a_rank_that_raises_in_step_3_ends_all(tmp_path, monkeypatch, launcher):
+def test_an_error_of_one_rank_in_step_3_ends_all_ranks(tmp_path, monkeypatch, launcher):
     (tmp_path / "failing.py").write_text(FAILING_MODEL)
     (tmp_path / "broken.yaml").write_text("model: {_target_: failing.Failing}\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    start = [*MPIRUN, "-np", "3"] if launcher == "mpirun" else [BIN / "horovodrun", "--gloo", "-np", "3"]
+    start = [*MPIRUN, "-np", "2"] if launcher == "mpirun" else [BIN / "horovodrun", "--gloo", "-np", "2"]
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{BIN}:{os.environ['PATH']}")
     configs = ["--configs", "configs/digits/cnn.py", tmp_path / "broken.yaml"]
     started = time.monotonic()
@@ -115,12 +154,11 @@ def test_a_rank_that_raises_in_step_3_ends_all(tmp_path, monkeypatch, launcher):
     assert time.monotonic() - started < 120
     assert result.returncode != 0
     errors = [line for line in result.stderr.splitlines() if "[rank " in line]
-    assert "[rank 1 of 3 on " in errors[0] and errors[0].endswith("] ValueError: broken shard")
-    # Nobody else tells a story of its own.
-    assert len(errors) == 1
+    assert "[rank 1 of 2 on " in errors[0] and errors[0].endswith("] ValueError: broken shard")
+    assert len(errors) == 1, "the other rank prints nothing"
 
 
-def test_errors_of_the_command_line_are_told_once(tmp_path):
+def test_command_line_errors_are_printed_once(tmp_path):
     command = [
         *MPIRUN,
         "-np",
@@ -137,7 +175,7 @@ def test_errors_of_the_command_line_are_told_once(tmp_path):
 
 
 @pytest.mark.timeout(150)
-def test_sigterm_ends_a_run_and_the_same_command_goes_on(tmp_path):
+def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, capsys):
     command = [sys.executable, REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py", *FLAGS]
     command = [str(word) for word in [*command, "--configs.train.batch_size", "256"]]
     pipe = subprocess.PIPE
@@ -149,22 +187,14 @@ def test_sigterm_ends_a_run_and_the_same_command_goes_on(tmp_path):
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=60)
-    # 0 if the run was quicker than the signal.
+    # 0 if the run finished before the signal.
     assert process.returncode in (75, 0) and "Traceback" not in errors
-    assert process.returncode == 0 or "Asked to end by SIGTERM: saved e0001" in output
-    result = launch(command, tmp_path)
-    assert result.returncode == 0 and "resumed from checkpoint e000" in result.stdout
+    assert process.returncode == 0 or "Stopped by SIGTERM: saved e0001" in output
+    words = [*command[2:], "--run-dir", str(tmp_path / "runs" / "digits.cnn.np1")]
+    args, overrides = parse_arguments(words)
+    LockstepWorld(1).run(lambda transport: train.run(args, load(args.configs, overrides), transport))
+    assert "resumed from checkpoint e000" in capsys.readouterr().out
     assert (tmp_path / "runs/digits.cnn.np1/summary.json").exists()
-
-
-def test_a_rank_that_is_told_to_end_while_it_holds_its_message_back_is_quiet():
-    body = "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n    raise ValueError('late')"
-    result = run_block(
-        f"import signal, threading\nwith ending_all_ranks():\n{body}",
-        OMPI_COMM_WORLD_RANK="1",
-        OMPI_COMM_WORLD_SIZE="2",
-    )
-    assert result.returncode == 143 and result.stderr == ""
 
 
 STUCK_MODEL = """
@@ -177,33 +207,33 @@ class Stuck(DigitsCNN):
     def forward(self, images):
         Stuck.calls += 1
         if Stuck.calls == 3 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            self.read_a_shard_that_never_comes()
+            self.read_a_missing_shard()
         return super().forward(images)
 
-    def read_a_shard_that_never_comes(self):
+    def read_a_missing_shard(self):
         time.sleep(1000)
 """
 
 
 @pytest.mark.timeout(150)
-def test_a_rank_that_is_stuck_is_named_and_where(tmp_path, monkeypatch):
+def test_a_stuck_rank_is_reported_with_its_stack(tmp_path, monkeypatch):
     (tmp_path / "stuck.py").write_text(STUCK_MODEL)
     (tmp_path / "stuck.yaml").write_text("model: {_target_: stuck.Stuck}\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    configs = ["--configs", "configs/digits/cnn.py", tmp_path / "stuck.yaml", "--configs.train.timeout", "10"]
+    configs = ["--configs", "configs/digits/cnn.py", tmp_path / "stuck.yaml", "--configs.train.timeout", "15"]
     result = launch(
         [*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120
     )
     assert result.returncode == 1
-    told = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
-    assert len(told) == 1 and told[0].startswith("[rank 1 of 2 on ")
-    assert "rank 1 did not join" in told[0] and "the others have waited" in told[0]
-    assert "in read_a_shard_that_never_comes" in result.stderr
+    printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
+    assert "rank 1 did not join" in printed[0] and "the others have waited" in printed[0]
+    assert "in read_a_missing_shard" in result.stderr
 
 
 @pytest.mark.timeout(150)
-def test_a_stopped_process_is_named(tmp_path):
-    """A rank none of whose threads answers."""
+def test_a_stopped_process_is_reported(tmp_path):
+    """No thread of the rank responds."""
     program = """
 import os, signal, time
 from dgc.comm import barrier
@@ -223,12 +253,12 @@ with ending_all_ranks():
     started = time.monotonic()
     result = launch([*MPIRUN, "-np", "2", sys.executable, "-c", program], tmp_path, timeout=100)
     assert result.returncode != 0 and time.monotonic() - started < 90
-    told = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
-    assert told[0].startswith("[rank 0 of 2 on ") and "rank 1 does not answer at all" in told[0]
-    assert len(told) == 1 and "Traceback" not in result.stderr
+    printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    assert printed[0].startswith("[rank 0 of 2 on ") and "rank 1 does not respond at all" in printed[0]
+    assert len(printed) == 1 and "Traceback" not in result.stderr
 
 
-def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path, monkeypatch):
+def test_a_missing_file_on_one_rank_ends_all_ranks_with_its_message(tmp_path, monkeypatch):
     (tmp_path / "shards.py").write_text("""
 import os
 from dgc_datasets import Digits
@@ -243,14 +273,14 @@ def make(path: str) -> Digits:
     words = ["--configs", "configs/digits/cnn.py", tmp_path / "shards.yaml", "--configs.model.num_classes", "10"]
     result = launch([*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *words, *FLAGS], tmp_path)
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    told = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
-    assert len(told) == 1 and told[0].startswith("[rank 1 of 2 on ")
-    assert "dataset (shards.make): FileNotFoundError" in told[0] and "shard1" in told[0]
+    printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
+    assert "dataset (shards.make): FileNotFoundError" in printed[0] and "shard1" in printed[0]
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.timeout(120)
-def test_torchrun_is_refused_with_one_message(tmp_path):
+def test_torchrun_gives_one_error(tmp_path):
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", REPOSITORY / "train.py"]
     result = launch([*words, "--configs", "configs/digits/cnn.py", *FLAGS], tmp_path)
     assert result.returncode != 0 and list(tmp_path.iterdir()) == []
@@ -258,8 +288,8 @@ def test_torchrun_is_refused_with_one_message(tmp_path):
     assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr
 
 
-def test_a_python_without_torch_is_told_what_to_do(tmp_path):
-    """`-I -S`: without the environment's packages, as the system's Python is."""
+def test_a_python_without_torch_gives_the_remedy(tmp_path):
+    """`-I -S` hides the packages of the environment."""
     program = f"import runpy, sys; sys.path.insert(0, '{REPOSITORY}'); runpy.run_path('{REPOSITORY}/train.py')"
     result = launch([sys.executable, "-I", "-S", "-c", program], tmp_path)
     assert result.stderr.startswith(f"train.py: {sys.executable} has no torch. Run ") and result.returncode == 2
@@ -278,8 +308,8 @@ class Mine(DigitsCNN):
 """
 
 
-def test_packages_of_a_user_win_over_the_repositorys(tmp_path):
-    """In a run, and in the processes that load its data."""
+def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path):
+    """In the run and in its data workers."""
     for name in ("benchmarks", "configs", "datasets", "models", "scripts", "training"):
         (tmp_path / "path" / name).mkdir(parents=True)
         (tmp_path / "path" / name / "__init__.py").write_text("OWNER = 'user'\n")

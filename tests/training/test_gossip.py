@@ -1,4 +1,4 @@
-"""train.py with gossip on simulated ranks: every config, resuming, logs, what is refused."""
+"""train.py with gossip on simulated ranks: every config, resuming, logs, errors."""
 
 import csv
 import json
@@ -14,6 +14,7 @@ import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import read_tensors
 from dgc_training.config import ConfigError, load
+from dgc_training.faults.interruption import Interruption
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.setup import require_complete
 
@@ -84,7 +85,7 @@ class Killed(Exception):
 
 
 def killed(monkeypatch, stack, directory, *words):
-    """A run that ends without a word after the checkpoint of step 3 of its second epoch."""
+    """Runs until an exception after the checkpoint of step 3 of the second epoch."""
     steps = train.Log.step
 
     def dying(log, loss, samples):
@@ -98,12 +99,12 @@ def killed(monkeypatch, stack, directory, *words):
             run(stack, directory, *EVERY_3, *words)
 
 
-# a file that a killed run leaves open is a warning here, where its process goes on
+# without CSV files: one that stays open would be a warning in this process
 EVERY_3 = ["--configs.train.checkpoint_every=3", "--configs.train.csv=False"]
 
 
 @pytest.mark.parametrize("first", ["all_reduce_first", "two_peers_first"])
-def test_switches_in_mid_run(first, tmp_path):
+def test_the_topology_changes_during_a_run(first, tmp_path):
     stack = [SGP, f"configs/topology/{first}.py"]
     words = ["--configs.train.csv=False", "--configs.train.num_epochs=4"]
     words += ["--run-dir", str(tmp_path / "run")]
@@ -129,7 +130,7 @@ def test_switches_in_mid_run(first, tmp_path):
 
 
 @pytest.mark.parametrize("way", [SGP, OSGP, "configs/gossip/dpsgd.py"])
-def test_resumed_in_mid_epoch_it_ends_bit_identical(way, tmp_path, monkeypatch):
+def test_a_run_resumed_in_mid_epoch_ends_bit_identical(way, tmp_path, monkeypatch):
     run([way], tmp_path / "straight", *EVERY_3)
     killed(monkeypatch, [way], tmp_path / "killed")
     run([way], tmp_path / "killed", *EVERY_3)
@@ -144,7 +145,7 @@ def flattened(state, where=""):
     return {where: state} if isinstance(state, torch.Tensor) else {}
 
 
-def test_ranks_save_models_of_their_own_and_their_mean(tmp_path):
+def test_ranks_save_their_models_and_the_mean(tmp_path):
     run([OSGP], tmp_path / "run")
     shared, *own = saved(tmp_path / "run")
     (name,) = [key for key in own[0]["compression"] if key.startswith("OSGP")]
@@ -158,24 +159,24 @@ def test_ranks_save_models_of_their_own_and_their_mean(tmp_path):
 
 
 @pytest.mark.parametrize("way", [SGP, OSGP])
-def test_another_number_of_ranks_goes_on(way, tmp_path, monkeypatch):
+def test_resuming_on_another_number_of_ranks(way, tmp_path, monkeypatch):
     killed(monkeypatch, [way], tmp_path / "run")
     with pytest.warns(UserWarning, match="saved by 2 ranks and is resumed by 3"):
         summary = run([way], tmp_path / "run", *EVERY_3, size=3)
     assert summary["epochs"] == 2
 
 
-def test_a_signal_saves_some_steps_later_on_all_ranks(tmp_path, monkeypatch):
-    asked = []
-    begin = train.Interruption.begin_step
+def test_a_signal_stops_all_ranks_some_steps_later(tmp_path, monkeypatch):
+    steps = []
+    begin = Interruption.begin_step
 
     def begin_step(interruption):
         if interruption.transport.rank == 1:
-            asked.append(1)
-            interruption.asked = signal.SIGUSR1 if len(asked) == 3 else interruption.asked
+            steps.append(1)
+            interruption.received = signal.SIGUSR1 if len(steps) == 3 else interruption.received
         begin(interruption)
 
-    monkeypatch.setattr(train.Interruption, "begin_step", begin_step)
+    monkeypatch.setattr(Interruption, "begin_step", begin_step)
     args, overrides = parse_arguments(
         ["--configs", CNN, SGP, "--devices", "cpu", *QUICK, "--run-dir", str(tmp_path / "run"),
          "--configs.train.batch_size=20"]
@@ -185,7 +186,7 @@ def test_a_signal_saves_some_steps_later_on_all_ranks(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "checkpoints" / "e0000s00019").exists()
 
 
-# --- what is refused ---------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,22 +194,18 @@ def test_a_signal_saves_some_steps_later_on_all_ranks(tmp_path, monkeypatch):
     [
         (["configs/topology/ring.py"], [], "stack a file of configs/gossip before it"),
         (["configs/dgc/wm5.py", SGP], [], "DGCCompressor; leave out the one or the other"),
-        (
-            [SGP, "configs/dgc/wm5.py"],
-            [],
-            "configs/gossip/__init__.py needs dgc.compression.DenseCompressor; leave",
-        ),
-        (["configs/average/local_sgd.py", "configs/dgc/wm5.py"], [], "no gradients to compress; take one of"),
+        ([SGP, "configs/dgc/wm5.py"], [], "gossip/__init__.py needs dgc.compression.DenseCompressor; leave"),
+        (["configs/average/local_sgd.py", "configs/dgc/wm5.py"], [], "no gradients to compress; remove one of"),
         ([SGP], ["--configs.train.check_replicas_every=4"], "train.check_replicas_every is 4"),
         ([SGP], ["--configs.train.gossip.peers=2"], "takes no keyword 'peers'"),
         ([SGP, "configs/topology/star.py"], ["--configs.train.gossip.graph.hub=7"], "star with 2 ranks: hub"),
         ([SGP, "configs/topology/bipartite_linear.py"], ["3"], "needs an even number of ranks, not 3"),
-        (["configs/gossip/dpsgd.py", "configs/topology/star.py"], ["4"], "adds up to"),
-        (["configs/gossip/adpsgd.py"], [], r"connect\(point_to_point=True\) does"),
+        (["configs/gossip/dpsgd.py", "configs/topology/star.py"], ["4"], "the shares that rank 0 receives sum to"),
+        (["configs/gossip/adpsgd.py"], [], r"connect\(point_to_point=True\)"),
         (["configs/gossip/adpsgd.py"], ["--configs.train.checkpoint_every=5"], "train.checkpoint_every null"),
     ],
 )
-def test_one_clear_error(stack, words, match, tmp_path):
+def test_errors(stack, words, match, tmp_path):
     size = int(words.pop()) if words and words[-1].isdigit() else 2
     with pytest.raises(ConfigError, match=match):
         run(stack, tmp_path / "run", *words, size=size)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and end: any rank may get one, all stop after the same step."""
+"""Signals that stop a run: any rank may receive one, and all ranks stop after the same step."""
 
 import os
 import signal
@@ -12,38 +12,38 @@ import pytest
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
-from dgc_training.faults.interruption import SAVED, Interruption
+from dgc_training.faults.interruption import EXIT_SAVED, Interruption
 from dgc_training.startup.arguments import parse_arguments
 
 
-@pytest.mark.parametrize("asked", [(3, 0, 0), (0, 0, 5), (2, 4, 3)])
-def test_all_ranks_stop_after_the_same_step(asked):
-    """asked: the step in which each rank gets the signal; 0: never."""
+@pytest.mark.parametrize("received", [(3, 0, 0), (0, 0, 5), (2, 4, 3)])
+def test_all_ranks_stop_after_the_same_step(received):
+    """received: the step in which each rank receives the signal; 0: never."""
 
     def body(transport):
         with Interruption(transport) as interruption:
             for step in range(1, 10):
                 interruption.begin_step()
-                if step == asked[transport.rank]:
-                    interruption.asked = signal.SIGUSR1
+                if step == received[transport.rank]:
+                    interruption.received = signal.SIGUSR1
                 if interruption.end_step() is not None:
                     return step
         return None
 
-    first = min(step for step in asked if step)
+    first = min(step for step in received if step)
     assert LockstepWorld(3).run(body) == [first + 1] * 3
 
 
-def test_nobody_asks():
+def test_without_a_signal():
     def body(transport):
         with Interruption(transport) as interruption:
-            return interruption.now()
+            return interruption.check()
 
     assert LockstepWorld(2).run(body) == [None, None]
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_run_that_is_asked_to_end_after_an_epochs_last_step_resumes_with_its_evaluation(
+def test_a_run_stopped_after_the_last_step_of_an_epoch_resumes_with_its_evaluation(
     tmp_path, monkeypatch, capsys
 ):
     words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(tmp_path / "run")]
@@ -55,30 +55,30 @@ def test_a_run_that_is_asked_to_end_after_an_epochs_last_step_resumes_with_its_e
 
     with monkeypatch.context() as patch:
         patch.setattr(Interruption, "end_step", lambda self: signal.SIGUSR1)
-        assert status() == [SAVED]
+        assert status() == [EXIT_SAVED]
     capsys.readouterr()
     assert status() == [0]
-    told = capsys.readouterr().out.splitlines()
-    heads = [line.split() for line in told if line.split()[:2] == ["epoch", "loss"]]
-    assert [len(head) for head in heads] == [3, 6], "the first epoch had no step left that could be measured"
-    assert any(line.split()[:2] == ["1/2", "nan"] for line in told)
+    output = capsys.readouterr().out.splitlines()
+    heads = [line.split() for line in output if line.split()[:2] == ["epoch", "loss"]]
+    assert [len(head) for head in heads] == [3, 6], "no step of the first epoch was measured"
+    assert any(line.split()[:2] == ["1/2", "nan"] for line in output)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_real_signal_only_asks_and_the_handlers_come_back(number):
+def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored(number):
     before = signal.getsignal(number)
     with Interruption(LockstepWorld(1).transports[0]) as interruption:
-        assert interruption.now() is None
+        assert interruption.check() is None
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # the launcher passes on what the batch system sends to all
+        os.kill(os.getpid(), number)  # the launcher forwards the signal that the batch system sends to all
         limit = time.monotonic() + 5
-        while interruption.now() is None and time.monotonic() < limit:
+        while interruption.check() is None and time.monotonic() < limit:
             time.sleep(0.01)
-        assert interruption.now() == number
+        assert interruption.check() == number
     assert signal.getsignal(number) == before
 
 
-def test_a_second_sigterm_ends_at_once_even_inside_a_call_that_does_not_return():
+def test_a_second_sigterm_ends_at_once_even_inside_a_blocking_call():
     program = """
 import ctypes, os, threading, time
 from dgc.comm.lockstep import LockstepWorld

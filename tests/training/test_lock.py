@@ -12,12 +12,13 @@ import pytest
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
-from dgc_training.faults.failure import Refused
+from dgc_training.faults.failure import UsageError
 from dgc_training.startup import lock
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.lock import RunLock, remove_temporary_files
 
 REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("no_type_checks")
 BRIEF = ["num_epochs=1", "batch_size=180", "warmup_lr_epochs=0"]
 
 
@@ -41,8 +42,8 @@ def held_by_another_process(directory: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_run_in_the_directory_is_refused_until_the_first_is_gone(tmp_path, capsys):
-    """However the first ends, SIGKILL included. Evaluation needs no lock."""
+def test_a_second_run_in_the_directory_is_an_error_until_the_first_has_ended(tmp_path, capsys):
+    """Also if the first run is killed. Evaluation needs no lock."""
     directory = tmp_path / "run"
     run(directory)
     assert not (directory / lock.NAME).exists()
@@ -50,7 +51,7 @@ def test_a_second_run_in_the_directory_is_refused_until_the_first_is_gone(tmp_pa
     with held_by_another_process(directory) as holder:
         message = rf"{directory} is in use by process {holder.pid} on \S+\. Wait .* --suffix or --run-dir"
         for words in ([], ["--no-resume"]):
-            with pytest.raises(Refused, match=message):
+            with pytest.raises(UsageError, match=message):
                 run(directory, *words)
         after = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
         assert after.pop(directory / lock.NAME).decode().startswith(f"process {holder.pid} on ")
@@ -64,12 +65,12 @@ def test_a_second_run_in_the_directory_is_refused_until_the_first_is_gone(tmp_pa
     assert not list(tmp_path.rglob(lock.NAME))
 
 
-def test_a_lock_is_of_the_directory_that_is_there_now(tmp_path):
-    """A waiting process may have opened a lock file that its holder then moved away."""
+def test_a_lock_applies_to_the_current_directory_of_this_name(tmp_path):
+    """The holder may move a lock file after a waiting process has opened it."""
     first = RunLock(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "aside")
     second = RunLock(tmp_path / "run")
-    with pytest.raises(Refused):
+    with pytest.raises(UsageError):
         RunLock(tmp_path / "run")
     first.release()
     assert (tmp_path / "run" / lock.NAME).exists()
@@ -86,7 +87,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
         RunLock(tmp_path).release()
 
 
-def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
+def test_only_temporary_files_of_killed_processes_are_removed(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass
     (tmp_path / "checkpoints").mkdir()
@@ -99,7 +100,7 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
     assert not any(path.exists() for path in left) and all(path.exists() for path in others)
 
 
-def test_a_run_removes_them_at_its_start(tmp_path):
+def test_a_run_removes_temporary_files_at_its_start(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass
     left = tmp_path / "run" / "checkpoints" / f".latest.json.{dead.pid}.tmp"

@@ -28,6 +28,6 @@ def test_sums_of_all_ranks_can_be_set():
     assert meter.compute() == 25.0
 
 
-def test_k_below_one_is_refused():
+def test_k_below_one_is_an_error():
     with pytest.raises(ValueError, match="at least 1"):
         TopKClassMeter(0)

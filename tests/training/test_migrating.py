@@ -106,7 +106,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_items_are_the_constructor_s_keywords() -> None:
+def test_items_are_the_keywords_of_the_constructor() -> None:
     node = Config("torch.optim.SGD", lr=1.0, _partial_=True)
     assert dict(node.items()) == {"lr": 1.0} and list(node.keys()) == ["lr"] and list(node.values()) == [1.0]
     for key, value in node.items():
@@ -121,7 +121,7 @@ def test_items_are_the_constructor_s_keywords() -> None:
     assert other._target_ == copy._target_ == "torch.optim.SGD" and copy._partial_ is True
 
 
-def test_files_in_the_original_s_form_load(place: Path) -> None:
+def test_files_in_the_original_form_load(place: Path) -> None:
     plain = load(["configs/images/small.py"])
     assert plain.train.optimizer._target_ == "torch.optim.SGD" and plain.train.optimizer.momentum == 0.8
     assert type(instantiate(plain.train.compression)) is DenseCompressor
@@ -140,7 +140,7 @@ def test_files_in_the_original_s_form_load(place: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_files_in_the_original_s_form_train(place: Path) -> None:
+def test_files_in_the_original_form_train(place: Path) -> None:
     write_cifar(place / "data")
     stack = ["configs/images/small.py", "configs/images/nesterov.py", "configs/dgc/dense_first.py"]
     args, overrides = parse_arguments(
@@ -152,7 +152,7 @@ def test_files_in_the_original_s_form_train(place: Path) -> None:
     assert 0 < summary["wire_over_dense"] < 1 / 1.5 and "hits/test_3" in summary["final"]
 
 
-def test_the_names_that_stand_for_others_exist() -> None:
+def test_replacement_names_exist() -> None:
     rows = table("there | here | what differs, and why |\n|---|---|---|\n| `GossipDataParallel", "migrating.md")
     here = re.findall("`([A-Za-z_]+)(?:`|\\()", " ".join(row[1] for row in rows))
     names = {name for name in here if name not in ("GossipOptimizer", "graph_from_epoch")}
@@ -161,7 +161,7 @@ def test_the_names_that_stand_for_others_exist() -> None:
     assert not [name for name in line.split(", ") if not hasattr(dgc.compression.aggregate, name)]
 
 
-def test_a_root_base_still_cannot_delete_a_declared_key(place: Path) -> None:
+def test_a_root_base_cannot_delete_a_declared_key(place: Path) -> None:
     with (place / "configs/__init__.py").open("a") as file:
         file.write("del configs.deterministic\n")
     with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):

@@ -1,4 +1,4 @@
-"""Batch norm's own parameter group."""
+"""The parameter group of batch norm."""
 
 import pytest
 import torch

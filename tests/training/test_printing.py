@@ -1,4 +1,4 @@
-"""What a run prints: bytes compared like with like, changed settings, a table that fits, no colour in files."""
+"""The output of a run: comparison of bytes, changed settings, width of the table, no colour in files."""
 
 import os
 import pty
@@ -10,11 +10,11 @@ import pytest
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.state import Progress
+from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
+from dgc_training.logging.changed_settings import changed_settings
+from dgc_training.logging.console import Console
 from dgc_training.logging.formatting import against_dense, human_bytes, plural
-from dgc_training.logging.overview import overview
-from dgc_training.logging.screen import Screen
 from dgc_training.logging.summary import summarize, table
 from dgc_training.logging.terminal import wants_colour
 from dgc_training.startup.arguments import parse_arguments
@@ -34,7 +34,7 @@ VALUES = {
 }
 
 
-def test_amounts():
+def test_formatting():
     assert [human_bytes(n) for n in (0, 907, 2820, 999_600, 1_360_764, 15_020_000, 3e12)] == [
         *("0 B", "907 B", "2.82 kB", "1.00 MB", "1.36 MB", "15.0 MB", "3.00 TB"),
     ]
@@ -44,24 +44,27 @@ def test_amounts():
         (100 / 215, f"215 times fewer than {dense}"),
         (99, f"as many as {dense}"),
         (200, f"2 times the bytes of {dense}"),
-        (0, "nothing travelled"),
+        (0, "nothing was sent"),
     ):
         assert against_dense(wire, 100) == words
 
 
 def test_the_summary_compares_wire_with_wire():
-    """Where nobody is there to send to, nothing is compared."""
-    progress = Progress(epoch=1, samples=10, payload_bytes=8_060_000, wire_bytes=15e6, dense_wire_bytes=150e6)
-    told = table(summarize("run", progress, ranks=4, metric=None))
-    assert "payload per rank     8.06 MB" in told
-    assert "wire bytes per rank  15.0 MB, 10 times fewer than a dense" in told and "150 MB" in told
-    alone = summarize("run", Progress(epoch=1, samples=10, payload_bytes=163_000_000), ranks=1, metric=None)
-    told = table(alone)
-    assert "0 B (1 process: nothing travels)" in told and "163" not in told and alone["wire_over_dense"] is None
+    """A single process sends nothing and has no comparison."""
+    sent = {"payload_bytes": 8_060_000, "wire_bytes": 15e6, "dense_wire_bytes": 150e6}
+    progress = TrainingProgress(epoch=1, samples=10, **sent)
+    output = table(summarize("run", progress, ranks=4, metric=None))
+    assert "payload per rank     8.06 MB" in output
+    assert "wire bytes per rank  15.0 MB, 10 times fewer than a dense" in output and "150 MB" in output
+    progress = TrainingProgress(epoch=1, samples=10, payload_bytes=163_000_000)
+    alone = summarize("run", progress, ranks=1, metric=None)
+    output = table(alone)
+    assert "0 B (1 process: nothing is sent)" in output and "163" not in output
+    assert alone["wire_over_dense"] is None
 
 
-def test_the_overview_has_what_differs_and_fits():
-    lines = overview(load(STACK, ["--configs.train.num_epochs=7", "--configs.seed=3"])).splitlines()
+def test_changed_settings_fit_the_line():
+    lines = changed_settings(load(STACK, ["--configs.train.num_epochs=7", "--configs.seed=3"])).splitlines()
     words = " ".join(" ".join(lines).split())
     assert "train.num_epochs 7" in words and "seed 3" in words and "fp16_values=True" in words
     assert "CosineAnnealingLR(T_max=2)" in words
@@ -71,13 +74,13 @@ def test_the_overview_has_what_differs_and_fits():
 
 
 def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys):
-    screen = Screen(0, 100, 12, "acc/test_top1")
+    screen = Console(0, 100, 12, "acc/test_top1")
     screen.step(0, 1, "")
     screen.end_epoch(100, VALUES, best=True)
     screen.end_epoch(100, VALUES, best=False)
-    told = capsys.readouterr()
-    head, best, row = told.out.splitlines()
-    assert "\x1b" not in told.out and not told.err and best == row and len(head) == len(row) <= 80
+    output = capsys.readouterr()
+    head, best, row = output.out.splitlines()
+    assert "\x1b" not in output.out and not output.err and best == row and len(head) == len(row) <= 80
     assert dict(zip(head.split(), row.replace(" kB", "kB").split(), strict=True)) == {
         "epoch": "100/100",
         "loss": "1.2500",
@@ -90,7 +93,7 @@ def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys):
     }
 
 
-def test_colour_is_for_terminals_that_want_it(monkeypatch):
+def test_colour_only_in_terminals_that_support_it(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert wants_colour("/dev/pts/0") and not wants_colour(None)
@@ -101,19 +104,19 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch):
     assert not wants_colour("/dev/pts/0")
 
 
-def test_the_bar_is_on_the_stream_of_the_rows_and_gone_before_them(capsys, monkeypatch):
-    """mpirun passes the two streams on independently: a bar on the other one would wipe out rows."""
-    monkeypatch.setattr("dgc_training.logging.screen.terminal_of", lambda descriptor: "/dev/pts/0")
-    monkeypatch.setattr("dgc_training.logging.screen.columns", lambda terminal: 70)
+def test_the_bar_uses_the_stream_of_the_rows_and_is_removed_before_them(capsys, monkeypatch):
+    """mpirun forwards the two streams independently. A bar on the other stream would overwrite rows."""
+    monkeypatch.setattr("dgc_training.logging.console.terminal_of", lambda descriptor: "/dev/pts/0")
+    monkeypatch.setattr("dgc_training.logging.console.columns", lambda terminal: 70)
     monkeypatch.setenv("NO_COLOR", "1")
-    screen = Screen(0, 3, 12, "acc/test_top1")
+    screen = Console(0, 3, 12, "acc/test_top1")
     screen.step(0, 1, "loss 0.5")
     screen.end_epoch(1, VALUES, best=True)
-    told = capsys.readouterr()
-    _, bar, blank, head, row = told.out.replace("\n", "\r").rstrip("\r").split("\r")
+    output = capsys.readouterr()
+    _, bar, blank, head, row = output.out.replace("\n", "\r").rstrip("\r").split("\r")
     assert bar.startswith("epoch 1/3") and "/12" in bar and len(bar) <= 70 and not blank.strip()
-    assert head.startswith("epoch ") and row.startswith("  1/3") and not told.err
-    silent = Screen(1, 3, 12, "acc/test_top1")
+    assert head.startswith("epoch ") and row.startswith("  1/3") and not output.err
+    silent = Console(1, 3, 12, "acc/test_top1")
     silent.step(0, 1, "")
     silent.end_epoch(1, VALUES, best=True)
     assert capsys.readouterr() == ("", "")
@@ -123,8 +126,8 @@ TELL = "from dgc_training.logging.terminal import terminal_of; print(terminal_of
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_a_terminal_is_found_behind_the_launcher_too(launched):
-    """Open MPI gives each rank a pseudo-terminal of its own: what counts is where mpirun writes to."""
+def test_the_terminal_is_found_under_mpirun(launched):
+    """Open MPI gives each rank a pseudo-terminal. The output of mpirun decides."""
     command, environment = prepare(1, ["-c", TELL])
     command = command if launched else [sys.executable, "-c", TELL]
     environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -134,8 +137,8 @@ def test_a_terminal_is_found_behind_the_launcher_too(launched):
     in_file = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     tagged = [command[0], "--tag-output", *command[1:]]
     if launched:
-        told = subprocess.run(tagged, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=60).stdout
-        assert told.count(b"None") == 2 and name.encode() not in told
+        output = subprocess.run(tagged, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=60).stdout
+        assert output.count(b"None") == 2 and name.encode() not in output
     os.close(slave)
     os.close(master)
     assert on_terminal.stdout.decode().split() == ["None", name]
@@ -152,18 +155,18 @@ def printed(capsys, tmp_path, *words, size):
 
 
 def test_one_process_sends_nothing(capsys, tmp_path):
-    told = printed(capsys, tmp_path, "configs/digits/cnn.py", size=1)
-    assert "1 rank on cpu" in told and told.count("1 process: nothing travels") == 2 and "MB" not in told
+    output = printed(capsys, tmp_path, "configs/digits/cnn.py", size=1)
+    assert "1 rank on cpu" in output and output.count("1 process: nothing is sent") == 2 and "MB" not in output
 
 
-def test_a_warm_up_that_goes_dense_says_so(capsys, tmp_path):
-    told = printed(capsys, tmp_path, *STACK, size=4)
-    assert "at compress_ratio 0.2512 sparse messages cost more" in told
-    assert "100% of the gradient went dense" in told
-    assert max(len(line) for line in told.splitlines() if str(tmp_path) not in line) <= 80
+def test_a_dense_warmup_is_explained(capsys, tmp_path):
+    output = printed(capsys, tmp_path, *STACK, size=4)
+    assert "at compress_ratio 0.2512 sparse messages cost more" in output
+    assert "100% of the gradient went dense" in output
+    assert max(len(line) for line in output.splitlines() if str(tmp_path) not in line) <= 80
 
 
-def test_gossip_that_sends_more_than_dense_says_how_much_more(capsys, tmp_path):
+def test_gossip_that_sends_more_than_dense(capsys, tmp_path):
     stack = ["configs/digits/cnn.py", "configs/gossip/dpsgd.py", "configs/topology/full.py"]
     assert "2 times the bytes of a dense fp32 all-reduce" in printed(capsys, tmp_path, *stack, size=4)
 
@@ -174,7 +177,7 @@ def test_the_demonstration_compares_both_runs():
         sent = {"wire_bytes": wire, "dense_wire_bytes": 3e8, "wire_over_dense": wire / 3e8}
         return {"final": found, **sent, "seconds": 9.5}
 
-    told = comparison({"dense": run(99.5, 3e8), "DGC": run(99.0, 2e7)})
-    rows = [line.split() for line in told.splitlines()[1:3]]
+    output = comparison({"dense": run(99.5, 3e8), "DGC": run(99.0, 2e7)})
+    rows = [line.split() for line in output.splitlines()[1:3]]
     assert rows == [["dense", "99.50%", "300", "MB", "100", "9.5"], ["DGC", "99.00%", "20.0", "MB", "6.67", "9.5"]]
-    assert "15 times fewer" in told and "-0.50 points" in told
+    assert "15 times fewer" in output and "-0.50 points" in output

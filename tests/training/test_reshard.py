@@ -1,4 +1,4 @@
-"""Error state dealt out to another number of ranks: the mean stays, nobody begins with more than there was."""
+"""Error state redistributed to another number of ranks: the mean is unchanged, and no state is scaled up."""
 
 from fractions import Fraction
 
@@ -25,7 +25,7 @@ def test_rows_sum_to_one_and_columns_to_new_over_old(old, new):
 
 
 def train(transport, memory, states=None, steps=4):
-    """Some steps on data of the rank's own; the compression's state afterwards."""
+    """The state of the compression after some steps on different data of each rank."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
     momentum = 0.0 if memory is ResidualMemory else 0.9
@@ -72,7 +72,13 @@ def test_the_mean_is_preserved_to_rounding(memory, old, new):
     LockstepWorld(new).run(lambda transport: train(transport, memory, before))
 
 
-def test_what_is_the_same_everywhere_stays_bit_for_bit():
+def test_a_blend_is_rounded_once():
+    states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
+    expected = sum(state["v"].double() for state in states.values()) / 8
+    assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
+
+
+def test_values_equal_on_all_ranks_are_kept_bit_for_bit():
     q = torch.rand(50)
     states = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
     mixed = blend(states, shares(3, 2, 0))
@@ -90,6 +96,6 @@ def test_what_is_the_same_everywhere_stays_bit_for_bit():
         ({"a": torch.tensor([1])}, {"a": torch.tensor([2])}),
     ],
 )
-def test_what_cannot_be_summed_is_named(first, second):
+def test_values_that_cannot_be_summed_are_reported(first, second):
     with pytest.raises(ValueError, match=r"^state"):
         blend({0: first, 1: second}, shares(2, 1, 0))

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dgc_training.startup.runs import config_differences, move_aside, run_name
+from dgc_training.startup.config_differences import config_differences
+from dgc_training.startup.run_directory import move_aside
+from dgc_training.startup.run_name import run_name
 
 R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
 NAMES = [
@@ -42,7 +44,7 @@ def test_names(configs, suffix, size, name):
     assert run_name(configs, suffix, size) == name
 
 
-def test_a_file_has_one_name_however_it_is_written(tmp_path):
+def test_all_spellings_of_a_path_give_one_name(tmp_path):
     for path in (
         "./configs/cifar/resnet20.py",
         "x/../configs/cifar/resnet20.py",
@@ -52,7 +54,7 @@ def test_a_file_has_one_name_however_it_is_written(tmp_path):
     assert run_name(["cifar/resnet20.py"], size=8, base=tmp_path / "configs") == "cifar.resnet20.np8"
 
 
-def test_differences_name_the_keys():
+def test_differences_have_the_keys():
     old = "train: {num_epochs: 3, log_every: 10, betas: [1, 2]}\nseed: 1\nmodel: null\n"
     new = "train: {num_epochs: 4, log_every: 99, betas: [1, 3]}\nmodel: {_target_: m}\nextra: 1\n"
     assert config_differences(old, old) == []

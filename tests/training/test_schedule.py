@@ -1,4 +1,4 @@
-"""The learning rate at every step, against the formulas; saved and loaded anywhere, it goes on the same."""
+"""The learning rate of every step, compared with the formulas, also after resuming at any step."""
 
 import io
 
@@ -37,7 +37,7 @@ def make(scheduler=None, size=4, passes=2, warmup=3, per_epoch=True, lr=0.1):
 
 
 def rates(schedule, epochs, start=(0, 0)):
-    """The rate in force at each step, from `start` on."""
+    """The rate of each step, from `start` on."""
     seen = []
     for epoch in range(start[0], epochs):
         for step in range(start[1] if epoch == start[0] else 0, STEPS):
@@ -66,7 +66,7 @@ def test_no_warmup_and_no_scheduler():
     assert set(rates(make(warmup=0), epochs=3)) == {0.1 * 2 * 4}
 
 
-def test_the_scheduler_starts_counting_after_the_warmup():
+def test_the_scheduler_starts_after_the_warmup():
     seen = rates(make(lambda o: MultiStepLR(o, [2, 4])), epochs=10)
     by_epoch = seen[::STEPS]
     scaled = 0.1 * 2 * 4
@@ -82,7 +82,7 @@ def test_cosine_per_step_reaches_zero_at_its_end():
     assert sorted(seen[3 * STEPS :], reverse=True) == seen[3 * STEPS :]
 
 
-def test_a_scheduler_that_starts_low_keeps_its_start():
+def test_a_scheduler_keeps_its_low_starting_rate():
     seen = rates(
         make(lambda o: LinearLR(o, start_factor=0.25, total_iters=3), warmup=0, size=1, passes=1), epochs=5
     )
@@ -105,7 +105,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("per_epoch", [True, False])
-def test_resumed_anywhere_it_goes_on_the_same(name, per_epoch):
+def test_a_resumed_schedule_continues_identically(name, per_epoch):
     undisturbed = rates(make(SCHEDULERS[name], per_epoch=per_epoch), epochs=8)
     # In warm-up, at its end, right after a milestone (the checkpoint after epoch 4), and in mid-epoch.
     for at in (2, 3 * STEPS - 1, 3 * STEPS, 3 * STEPS + 1, 4 * STEPS, 5 * STEPS, 5 * STEPS + 3):
@@ -127,7 +127,7 @@ def test_resumed_anywhere_it_goes_on_the_same(name, per_epoch):
 
 
 @pytest.mark.parametrize("name", ["none", "multistep", "cosine"])
-def test_resumed_on_other_ranks_the_rate_is_theirs(name):
+def test_the_rate_is_rescaled_on_another_number_of_ranks(name):
     first = make(SCHEDULERS[name], size=4)
     rates(first, epochs=5)
     second = make(SCHEDULERS[name], size=2)
@@ -137,8 +137,8 @@ def test_resumed_on_other_ranks_the_rate_is_theirs(name):
     assert rates(second, epochs=8, start=(5, 0)) == [pytest.approx(rate) for rate in expected]
 
 
-def test_an_epoch_that_begins_again_does_not_step_the_scheduler_again():
-    """On more ranks a run can go on at the first step of an epoch of which it has done a step."""
+def test_a_repeated_first_step_does_not_step_the_scheduler():
+    """On more ranks a run can resume at the first step of an epoch that it has already begun."""
     first = make(SCHEDULERS["multistep"])
     rates(first, epochs=5)
     first.begin_step(5, 0)
@@ -149,7 +149,7 @@ def test_an_epoch_that_begins_again_does_not_step_the_scheduler_again():
     assert rates(second, epochs=8, start=(5, 0)) == undisturbed
 
 
-def test_unusable_schedulers_are_refused():
+def test_unsupported_schedulers_are_errors():
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
         make(lambda o: ReduceLROnPlateau(o))
     with pytest.raises(ValueError, match="not a learning-rate scheduler"):

@@ -25,6 +25,15 @@ SOME = {name: FORMATS[name] for name in ("fp32 int64", "fp16 int32", "bf16 packe
 CODEC = TorchCodec()
 
 
+def formats_for(number):
+    """Of a case of this number all formats of indices, with those of values in turn; of the first all pairs."""
+    if number == 0:
+        return FORMATS
+    values = list(VALUES)
+    names = [f"{values[(number + i) % len(values)]} {indices}" for i, indices in enumerate(INDICES)]
+    return {name: FORMATS[name] for name in names}
+
+
 def selection_of(indices, values=None, capacity=None, seed=0):
     """Ascending indices, and values (normal ones where none are given), filled up to the capacity."""
     count = len(indices)

@@ -4,7 +4,10 @@ import pytest
 import torch
 from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, seal_, selection_of
 
+from dgc.kernels.codec.protocol import Terms
+from dgc.kernels.codec.reference import TorchCodec
 from dgc.wire import PayloadError
+from dgc.wire.sealed import seal, unseal
 
 NUMEL = 5000
 every_format = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
@@ -37,6 +40,17 @@ def test_every_flipped_bit_is_noticed(form):
             other[byte] ^= 1 << bit
             with pytest.raises(PayloadError, match="rank 0 "):
                 decode(form, [other], budget, NUMEL)
+
+
+def test_every_flipped_bit_of_sealed_codes_is_noticed():
+    codec, terms, numel = TorchCodec(), Terms(1 / 32, 7), torch.tensor(40)
+    payload = seal(codec, torch.arange(5, dtype=torch.uint8), numel, torch.tensor([0, 40]), terms)
+    for byte in range(payload.numel()):
+        for bit in range(8):
+            other = payload.clone()
+            other[byte] ^= 1 << bit
+            with pytest.raises(PayloadError, match="rank 1 "):
+                unseal(codec, [payload, other], 5, 1, terms, "codes")
 
 
 @every_format

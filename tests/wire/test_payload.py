@@ -5,14 +5,25 @@ from zlib import crc32
 
 import pytest
 import torch
-from wire.payloads import FORMATS, SOME, VALUES, budget_of, clustered, decode, encode, scattered, selection_of
+from cases import case
+from wire.payloads import (
+    FORMATS,
+    SOME,
+    VALUES,
+    budget_of,
+    clustered,
+    decode,
+    encode,
+    formats_for,
+    scattered,
+    selection_of,
+)
 
 from dgc.wire import CastValues, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 
 NUMEL = 5000
 PAIR_BYTES = {"fp32 int64": 12, "fp32 int32": 8, "fp16 int64": 10, "fp16 int32": 6, "bf16 int32": 6}
 
-every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
@@ -32,27 +43,27 @@ def check_round_trip(form, selection, budget, numel):
 
 
 @pytest.mark.parametrize("name", PAIR_BYTES)
-@pytest.mark.parametrize("capacity", [0, 1, 2, 3, 7, 64, 101, 1000])
-def test_planned_size_of_plain_formats(name, capacity):
-    exact = 24 + capacity * PAIR_BYTES[name]
-    planned = FORMATS[name].nbytes(budget_of(capacity, 0, NUMEL), NUMEL)
-    assert exact <= planned < exact + 8 and planned % 8 == 0
+def test_planned_size_of_plain_formats(name):
+    for capacity in (0, 1, 2, 3, 7, 64, 101, 1000):
+        exact = 24 + capacity * PAIR_BYTES[name]
+        planned = FORMATS[name].nbytes(budget_of(capacity, 0, NUMEL), NUMEL)
+        assert exact <= planned < exact + 8 and planned % 8 == 0, capacity
 
 
-@every_format
-@pytest.mark.parametrize(
-    ("count", "capacity"),
-    [(0, 0), (0, 1), (1, 1), (0, 5), (3, 5), (5, 5), (127, 127), (128, 128), (129, 129), (63, 101), (1000, 1001)],
-)
-def test_round_trip(form, count, capacity):
-    selection = selection_of(scattered(NUMEL, count), capacity=capacity)
-    sent = check_round_trip(form, selection, budget_of(capacity, 0, 7, 7, 3000, NUMEL), NUMEL)
-    assert int(sent.count) >= 0.95 * count
+COUNTS = [(0, 0), (0, 1), (1, 1), (0, 5), (3, 5), (127, 127), (128, 128), (129, 129), (63, 101), (1000, 1001)]
 
 
-@every_format
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_round_trip(form):
+    for count, capacity in COUNTS:
+        selection = selection_of(scattered(NUMEL, count), capacity=capacity)
+        with case(count, "of", capacity):
+            sent = check_round_trip(form, selection, budget_of(capacity, 0, 7, 7, 3000, NUMEL), NUMEL)
+            assert int(sent.count) >= 0.95 * count
+
+
 @pytest.mark.usefixtures("no_type_checks")
-def test_supports_of_every_shape(form):
+def test_supports_of_every_shape():
     numel = 20_000
     everything = torch.arange(numel)
     shapes = [
@@ -67,10 +78,12 @@ def test_supports_of_every_shape(form):
         torch.cat([everything[:300], everything[-300:]]),
         *(scattered(numel, count, seed) for seed in range(2) for count in (2, 200, 6000, 14_000)),
     ]
-    for indices in shapes:
+    for number, indices in enumerate(shapes):
         for capacity in (indices.numel(), min(numel, indices.numel() + 600)):
             budget = budget_of(capacity, 0, 9000, numel)
-            check_round_trip(form, selection_of(indices, capacity=capacity), budget, numel)
+            for name, form in formats_for(number).items():
+                with case(name, "shape", number, "of", capacity):
+                    check_round_trip(form, selection_of(indices, capacity=capacity), budget, numel)
 
 
 @pytest.mark.parametrize("indices", [PlainIndices(), PlainIndices("int32"), PackedIndices(), RiceIndices()])
@@ -83,15 +96,16 @@ def test_indices_and_fp32_values_come_back_exactly(indices):
 
 
 @some_formats
-@pytest.mark.parametrize("capacity", [1, 3, 8, 13])
-def test_payloads_that_lie_behind_one_another_decode(form, capacity):
+def test_payloads_that_lie_behind_one_another_decode(form):
     """As an all-gather returns them: slices of one buffer."""
-    budget = budget_of(capacity, 0, NUMEL)
-    sent = [encode(form, selection_of(scattered(NUMEL, capacity, s), seed=s), budget, NUMEL) for s in range(3)]
-    gathered = torch.cat([done.payload for done in sent]).chunk(3)
-    selections, _ = decode(form, list(gathered), budget, NUMEL)
-    for got, done in zip(selections, sent, strict=True):
-        assert torch.equal(got.indices, done.sent.indices) and torch.equal(got.values, done.sent.values)
+    for capacity in (1, 3, 8, 13):
+        budget = budget_of(capacity, 0, NUMEL)
+        sent = [encode(form, selection_of(scattered(NUMEL, capacity, s), seed=s), budget, NUMEL) for s in range(3)]
+        gathered = torch.cat([done.payload for done in sent]).chunk(3)
+        selections, _ = decode(form, list(gathered), budget, NUMEL)
+        for got, done in zip(selections, sent, strict=True):
+            assert torch.equal(got.indices, done.sent.indices), capacity
+            assert torch.equal(got.values, done.sent.values), capacity
 
 
 @some_formats
@@ -136,13 +150,13 @@ def test_packed_bytes_by_hand():
 
 
 @some_formats
-@pytest.mark.parametrize(("first", "number"), [(0, 1), (6, 1), (7, 3), (2999, 3), (3000, 4), (4999, 4), (5000, 0)])
-def test_the_first_tensor_that_is_not_finite_is_named(form, first, number):
+def test_the_first_tensor_that_is_not_finite_is_named(form):
     budget = budget_of(4, 0, 7, 7, 3000, NUMEL)
     selection = selection_of(scattered(NUMEL, 4))
     good = encode(form, selection, budget, NUMEL).payload
-    bad = encode(form, selection, budget, NUMEL, first).payload
-    assert decode(form, [good, bad], budget, NUMEL)[1] == [0, number]
+    for first, number in ((0, 1), (6, 1), (7, 3), (2999, 3), (3000, 4), (4999, 4), (5000, 0)):
+        bad = encode(form, selection, budget, NUMEL, first).payload
+        assert decode(form, [good, bad], budget, NUMEL)[1] == [0, number], first
 
 
 # --- values ----------------------------------------------------------------------------------------
@@ -163,11 +177,12 @@ def sent_values(name, values, *bounds, result=torch.float32):
 
 
 @pytest.mark.parametrize("name", ROUNDING)
-@pytest.mark.parametrize("unit", [1.0, 1e30, 1e-30, 1e38, 1e-37, 2.0**-120])
-def test_casting_is_as_exact_at_every_magnitude(name, unit):
-    values = (torch.randn(300, generator=torch.Generator().manual_seed(1)).clamp(-3, 3) * unit).tolist()
-    error = (sent_values(name, values) - torch.tensor(values)).abs()
-    assert (error <= torch.tensor(values).abs() * ROUNDING[name] + unit * 3e-8 * (name != "fp32")).all()
+def test_casting_is_as_exact_at_every_magnitude(name):
+    for unit in (1.0, 1e30, 1e-30, 1e38, 1e-37, 2.0**-120):
+        values = (torch.randn(300, generator=torch.Generator().manual_seed(1)).clamp(-3, 3) * unit).tolist()
+        error = (sent_values(name, values) - torch.tensor(values)).abs()
+        bound = torch.tensor(values).abs() * ROUNDING[name] + unit * 3e-8 * (name != "fp32")
+        assert (error <= bound).all(), unit
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -180,11 +195,11 @@ def test_the_ends_of_the_range(name):
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("result", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_values_stay_in_the_gradients_range(name, result):
+def test_values_stay_in_the_gradients_range(name):
     """A mean that is to be written into fp16 gradients must not be inf there, whatever the wire holds."""
-    got = sent_values(name, [LARGEST, -1e6, 2.0, 65504.0], 0, 1, 2, 4, result=result)
-    assert got.to(result).isfinite().all()
+    for result in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        got = sent_values(name, [LARGEST, -1e6, 2.0, 65504.0], 0, 1, 2, 4, result=result)
+        assert got.to(result).isfinite().all(), result
 
 
 def test_int8_errs_by_half_a_step_of_each_tensor():

@@ -1,4 +1,4 @@
-"""Collectives in one process: compute the replies from the requests of all ranks, in rank order."""
+"""Collectives in one process: the replies are computed from the requests of all ranks, in rank order."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,38 +18,38 @@ from dgc.comm.requests import (
     Request,
 )
 
-ADVICE = "; give every rank the same settings, and call begin_epoch(epoch) with the same epoch on every rank"
+HINT = "; give every rank the same settings, and call begin_epoch(epoch) with the same epoch on every rank"
 
 
 class LockstepError(RuntimeError):
-    """Ranks disagree about a message, or a message is missing."""
+    """The requests of ranks do not match, or a request is missing."""
 
 
 @torch.no_grad()
-def spoil(launched: Iterable[Request]) -> None:
-    """Fill launched floating-point tensors with NaN: they belong to the transport, which may overwrite them."""
+def invalidate(launched: Iterable[Request]) -> None:
+    """Fill launched floating-point tensors with NaN, because a transport may overwrite them."""
     for request in launched:
         for tensor in request.sends.values() if isinstance(request, Exchange) else (request.tensor,):
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
 
 
-def check_agreement(name: str, together: Mapping[int, Request], shapes: bool = True) -> None:
+def check_agreement(name: str, requests: Mapping[int, Request], shapes: bool = True) -> None:
     """Check that the ranks' requests match.
 
-    Kind and group must be equal on all ranks. With `shapes`, dtype, operation and root must be equal, too, and
-    shape where the kind requires it. Different groups may differ in these.
+    Kind and group must be equal. With `shapes`, dtype, operation and root must be equal as well, and the shape if
+    the kind requires it. These may differ between groups.
 
     Raises:
         LockstepError: A request differs. The message names both ranks.
     """
-    (first, wanted), *others = ((rank, _described(request, shapes)) for rank, request in together.items())
-    for rank, found in others:
-        if found != wanted:
-            raise LockstepError(f"{name}: rank {rank} sent {found}, rank {first} sent {wanted}{ADVICE}")
+    (first, expected), *others = ((rank, _signature(request, shapes)) for rank, request in requests.items())
+    for rank, signature in others:
+        if signature != expected:
+            raise LockstepError(f"{name}: rank {rank} sent {signature}, rank {first} sent {expected}{HINT}")
 
 
-def _described(request: Request, shapes: bool) -> tuple[object, ...]:
+def _signature(request: Request, shapes: bool) -> tuple[object, ...]:
     """The properties that must be equal on all ranks."""
     kind = (type(request).__name__, request.group)
     if not shapes:
@@ -77,38 +77,38 @@ def reduce_in_order(tensors: Sequence[Tensor], op: Op) -> Tensor:
     return total / len(tensors) if op == "mean" else total
 
 
-def carry(together: Sequence[Any]) -> list[Reply]:
+def execute(requests: Sequence[Any]) -> list[Reply]:
     """Return the replies to one request of each rank, ordered by rank in the group."""
-    size = len(together)
-    match together[0]:
+    size = len(requests)
+    match requests[0]:
         case AllReduce(_, op):
-            total = reduce_in_order([r.tensor for r in together], op)
-            return [total.clone() for _ in together]
+            total = reduce_in_order([r.tensor for r in requests], op)
+            return [total.clone() for _ in requests]
         case AllGather():
-            return [tuple(r.tensor.clone() for r in together) for _ in together]
+            return [tuple(r.tensor.clone() for r in requests) for _ in requests]
         case ReduceScatter(_, op):
-            total = reduce_in_order([r.tensor for r in together], op)
+            total = reduce_in_order([r.tensor for r in requests], op)
             if total.numel() % size:
                 raise LockstepError(f"{total.numel()} elements cannot be scattered over {size} ranks")
             return [share.clone() for share in total.chunk(size)]
         case Broadcast(_, root):
-            return [together[root].tensor.clone() for _ in together]
+            return [requests[root].tensor.clone() for _ in requests]
         case AllToAll():
-            shares = [r.tensor.split(list(r.splits)) for r in together]
+            shares = [r.tensor.split(list(r.splits)) for r in requests]
             return [tuple(shares[source][to].clone() for source in range(size)) for to in range(size)]
         case Exchange():
-            for to, request in enumerate(together):
+            for to, request in enumerate(requests):
                 for source in range(size):
-                    if (to in together[source].sends) != (source in request.receives):
+                    if (to in requests[source].sends) != (source in request.receives):
                         raise LockstepError(f"rank {source}'s sends and rank {to}'s receives do not match")
-            for to, request in enumerate(together):
-                for source, into in request.receives.items():
-                    sent = together[source].sends[to]
-                    if (into.shape, into.dtype) != (sent.shape, sent.dtype):
+            for to, request in enumerate(requests):
+                for source, buffer in request.receives.items():
+                    sent = requests[source].sends[to]
+                    if (buffer.shape, buffer.dtype) != (sent.shape, sent.dtype):
                         raise LockstepError(
                             f"rank {source} sends {tuple(sent.shape)} {sent.dtype} to rank {to}, which expects "
-                            f"{tuple(into.shape)} {into.dtype}"
+                            f"{tuple(buffer.shape)} {buffer.dtype}"
                         )
-                    into.copy_(sent)
-            return [request.receives for request in together]
-    raise AssertionError(together[0])
+                    buffer.copy_(sent)
+            return [request.receives for request in requests]
+    raise AssertionError(requests[0])

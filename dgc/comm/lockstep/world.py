@@ -1,9 +1,9 @@
 """N simulated ranks in one process, for tests and simulation. Requests are combined in rank order.
 
-There are two ways to run it. `LockstepWorld.converse` runs one generator per rank in a single thread and launches
-each round in a shuffled order of ranks. `LockstepWorld.run` runs one function per rank, each in its own thread, so
-training loops that use a `Transport` work unchanged. One rank runs at a time. When it must wait for a message, the
-next rank that can continue runs. The order is always the same.
+`LockstepWorld.converse` runs one generator per rank in a single thread and launches each round in a shuffled order
+of ranks. `LockstepWorld.run` runs one function per rank, each in its own thread, so training loops that use a
+`Transport` work unchanged. One rank runs at a time. When it must wait for a message, the next rank that can
+continue runs. The order is always the same.
 """
 
 import random
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.lockstep.rendezvous import ADVICE, carry, check_agreement, spoil
+from dgc.comm.lockstep.rendezvous import HINT, check_agreement, execute, invalidate
 from dgc.comm.lockstep.rendezvous import LockstepError as LockstepError
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation, Group, Reply, Request, T
 
 
 @dataclass
-class _Meeting:
+class _Rendezvous:
     """The requests that ranks have launched under one name, and the replies once all ranks have launched."""
 
     requests: dict[int, tuple[Request, ...]] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class _Meeting:
 
 @dataclass(frozen=True)
 class LockstepFlight:
-    meeting: _Meeting
+    rendezvous: _Rendezvous
     name: str
 
 
@@ -77,17 +77,17 @@ class LockstepWorld:
     def __init__(self, size: int, local_size: int | None = None, seed: int = 0):
         self.size, self.local_size = size, local_size or size
         if size % self.local_size:
-            raise ValueError(f"{size} ranks do not fill machines of {self.local_size}")
+            raise ValueError(f"local_size must divide the number of ranks, {size}, but it is {self.local_size}")
         self.transports = [LockstepTransport(self, rank) for rank in range(size)]
-        self.meters = [Meter() for _ in range(size)]
+        self.meters = [TrafficMeter() for _ in range(size)]
         self._random = random.Random(seed)
-        self._meetings: dict[str, list[_Meeting]] = {}
+        self._open: dict[str, list[_Rendezvous]] = {}
         self._lock = threading.RLock()
         self._turns = [threading.Condition(self._lock) for _ in range(size)]
         self._turn: int | None = None  # the rank that runs now, inside `run`
         self._failed: int | None = None
         self._ended: set[int] = set()
-        self._waiting: dict[int, _Meeting] = {}
+        self._waiting: dict[int, _Rendezvous] = {}
 
     def members(self, group: Group, rank: int) -> list[int]:
         if group == "world":
@@ -98,24 +98,25 @@ class LockstepWorld:
         return list(range(rank % self.local_size, self.size, self.local_size))
 
     def converse(self, name: str, conversations: Sequence[Conversation[T]]) -> list[T]:
-        """Run one conversation per rank to its end. Returns the results by rank."""
+        """Run one conversation per rank to its end. Return the results by rank."""
         order = list(range(self.size))
         self._random.shuffle(order)
-        talks: dict[int, RunningConversation[T]] = {}
+        running: dict[int, RunningConversation[T]] = {}
         for rank in order:
-            talks[rank] = RunningConversation(name, conversations[rank], self.transports[rank], self.meters[rank])
-        while not all(talk.done for talk in talks.values()):
-            before = [(talk.rounds, talk.done) for talk in talks.values()]
+            transport, meter = self.transports[rank], self.meters[rank]
+            running[rank] = RunningConversation(name, conversations[rank], transport, meter)
+        while not all(r.done for r in running.values()):
+            before = [(r.rounds, r.done) for r in running.values()]
             self._random.shuffle(order)
             for rank in order:
-                talks[rank].advance()
-            if before == [(talk.rounds, talk.done) for talk in talks.values()]:
-                ended = sorted(rank for rank, talk in talks.items() if talk.done)
+                running[rank].advance()
+            if before == [(r.rounds, r.done) for r in running.values()]:
+                ended = sorted(rank for rank, r in running.items() if r.done)
                 raise LockstepError(f"{name}: ranks {ended} ended, the others wait for another round")
-        return [talks[rank].finish() for rank in range(self.size)]
+        return [running[rank].finish() for rank in range(self.size)]
 
     def run(self, body: Callable[[LockstepTransport], T]) -> list[T]:
-        """Run `body` once per rank, each in a thread. Returns the results by rank; the first error ends all."""
+        """Run `body` once per rank, each in a thread. Return the results by rank. An error ends all ranks."""
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
 
@@ -134,7 +135,7 @@ class LockstepWorld:
         self._turn, self._failed = 0, None
         self._ended.clear()
         self._waiting.clear()
-        self._meetings.clear()
+        self._open.clear()
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -150,7 +151,7 @@ class LockstepWorld:
             self._turns[rank].wait()
 
     def _pass_turn(self, rank: int) -> None:
-        """Let the next rank run that can continue: it has the replies it waits for, or an error to raise."""
+        """Let the next rank run that can continue, because its replies are available or it must raise an error."""
         after = ((rank + i) % self.size for i in range(1, self.size + 1))
         running = [r for r in after if r not in self._ended]
         free = (r for r in running if r not in self._waiting or self._waiting[r].replies is not None)
@@ -158,52 +159,52 @@ class LockstepWorld:
         self._turn = first if self._failed is not None else next(free, first)
         self._turns[self._turn].notify()
 
-    def launch(self, rank: int, name: str, requests: tuple[Request, ...]) -> _Meeting:
+    def launch(self, rank: int, name: str, requests: tuple[Request, ...]) -> _Rendezvous:
         with self._lock:
-            queue = self._meetings.setdefault(name, [])
-            meeting = next((m for m in queue if rank not in m.requests), None)
-            if meeting is None:
-                meeting = _Meeting()
-                queue.append(meeting)
-            meeting.requests[rank] = requests
-            if len(meeting.requests) == self.size:
-                queue.remove(meeting)
-                meeting.replies = self._meet(name, [meeting.requests[r] for r in range(self.size)])
-            return meeting
+            queue = self._open.setdefault(name, [])
+            rendezvous = next((m for m in queue if rank not in m.requests), None)
+            if rendezvous is None:
+                rendezvous = _Rendezvous()
+                queue.append(rendezvous)
+            rendezvous.requests[rank] = requests
+            if len(rendezvous.requests) == self.size:
+                queue.remove(rendezvous)
+                rendezvous.replies = self._execute(name, [rendezvous.requests[r] for r in range(self.size)])
+            return rendezvous
 
     def poll(self, rank: int, flight: LockstepFlight) -> bool:
-        """Whether the replies are there. If not, the other ranks run first, so that a polling loop ends."""
+        """Whether the replies are available. If not, the other ranks run first, so that a polling loop ends."""
         with self._lock:
-            if flight.meeting.replies is None and self._turn is not None:
+            if flight.rendezvous.replies is None and self._turn is not None:
                 self._pass_turn(rank)
                 self._await_turn(rank)
                 if self._failed is not None:
                     raise LockstepError(f"{flight.name}: rank {self._failed} has failed")
-            return flight.meeting.replies is not None
+            return flight.rendezvous.replies is not None
 
     def wait(self, rank: int, flight: LockstepFlight) -> tuple[Reply, ...]:
-        meeting = flight.meeting
+        rendezvous = flight.rendezvous
         with self._lock:
-            if meeting.replies is None and self._turn is not None:
-                self._waiting[rank] = meeting
+            if rendezvous.replies is None and self._turn is not None:
+                self._waiting[rank] = rendezvous
                 self._pass_turn(rank)
                 self._await_turn(rank)
                 del self._waiting[rank]
-            if meeting.replies is None:
-                missing = sorted(set(range(self.size)) - set(meeting.requests))
+            if rendezvous.replies is None:
+                missing = sorted(set(range(self.size)) - set(rendezvous.requests))
                 raise LockstepError(f"{flight.name}: rank {rank} waits for ranks {missing}")
-            return meeting.replies[rank]
+            return rendezvous.replies[rank]
 
-    def _meet(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
+    def _execute(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
         if len({len(r) for r in requests}) > 1:
             numbers = [len(r) for r in requests]
-            raise LockstepError(f"{name}: ranks sent different numbers of requests: {numbers}{ADVICE}")
+            raise LockstepError(f"{name}: ranks sent different numbers of requests: {numbers}{HINT}")
         replies: list[list[Reply]] = [[] for _ in range(self.size)]
-        for together in zip(*requests, strict=True):
-            check_agreement(name, dict(enumerate(together)), shapes=False)
-            for members in {tuple(self.members(together[0].group, rank)) for rank in range(self.size)}:
-                check_agreement(name, {rank: together[rank] for rank in members})
-                for rank, reply in zip(members, carry([together[rank] for rank in members]), strict=True):
+        for matching in zip(*requests, strict=True):
+            check_agreement(name, dict(enumerate(matching)), shapes=False)
+            for members in {tuple(self.members(matching[0].group, rank)) for rank in range(self.size)}:
+                check_agreement(name, {rank: matching[rank] for rank in members})
+                for rank, reply in zip(members, execute([matching[rank] for rank in members]), strict=True):
                     replies[rank].append(reply)
-        spoil(request for own in requests for request in own)
+        invalidate(request for of_rank in requests for request in of_rank)
         return [tuple(r) for r in replies]

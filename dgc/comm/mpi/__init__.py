@@ -1,1 +1,1 @@
-"""Messages between two ranks over MPI."""
+"""Point-to-point messages over MPI."""

@@ -1,6 +1,6 @@
 """A `Channel` over the MPI that Horovod uses, with a separate communicator and polling.
 
-Horovod calls MPI from its own thread at any time. After the start, nothing here blocks inside MPI, so the two
+Horovod calls MPI from its own thread at any time. After construction, no method blocks inside MPI, so the two
 threads cannot block each other.
 """
 
@@ -21,7 +21,7 @@ class MPIChannel:
     def __init__(self) -> None:
         MPI = running_mpi()
         self._communicator = MPI.COMM_WORLD.Dup()
-        # errors are raised here; MPI's default ends the process without a message
+        # raise errors: by default MPI ends the process without a message
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
         self._any = MPI.ANY_SOURCE
         self.rank: int = self._communicator.Get_rank()

@@ -19,11 +19,13 @@ from dgc.comm.mpi.runtime import running_mpi
 from dgc.comm.requests import Exchange, Group, Reply, Request, as_bytes
 from dgc.comm.transport import Transport
 
-LIMIT = 2**31 - 1  # most elements of a message; MPI counts them in a C int
+MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
 
 
 @runtime_checkable
-class Grouped(Transport, Protocol):
+class GroupedTransport(Transport, Protocol):
+    """A transport that lists the members of its groups."""
+
     def members(self, group: Group) -> list[int]:
         """World ranks of this rank's group of that kind."""
         ...
@@ -35,10 +37,10 @@ class PointToPointFlight:
 
     inner: Any
     replies: tuple[Reply, ...]
-    receptions: list[Any]
+    receives: list[Any]
 
 
-class PointToPoint:
+class PointToPointTransport:
     """A transport that sends Exchange requests over MPI and all others over `inner`. Construction is collective.
 
     Args:
@@ -48,7 +50,7 @@ class PointToPoint:
         ValueError: `inner` does not run on MPI, or MPI has no threads, or the rank numbers differ.
     """
 
-    def __init__(self, inner: Grouped):
+    def __init__(self, inner: GroupedTransport):
         MPI = running_mpi()
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
@@ -56,12 +58,12 @@ class PointToPoint:
         self._MPI, self._communicator = MPI, MPI.COMM_WORLD.Dup()
         if (self._communicator.rank, self._communicator.size) != (self.rank, self.size):
             raise ValueError(
-                f"rank {self.rank} of {self.size} is rank {self._communicator.rank} of {self._communicator.size} "
-                "to MPI: start all ranks with one mpirun"
+                f"rank {self.rank} of {self.size} is MPI rank {self._communicator.rank} of "
+                f"{self._communicator.size}: start all ranks with one mpirun"
             )
-        self._tags: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        self._max_tag: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self._names: dict[int, str] = {}
-        self._sent: list[tuple[Any, Tensor]] = []  # not known to be complete; MPI reads the tensor until then
+        self._pending_sends: list[tuple[Any, Tensor]] = []  # MPI may still read their tensors
 
     def group_size(self, group: Group) -> int:
         return self.inner.group_size(group)
@@ -76,50 +78,52 @@ class PointToPoint:
         if not any(isinstance(request, Exchange) for request in requests):
             return PointToPointFlight(self.inner.launch(name, requests), (), [])
         flight = PointToPointFlight(None, tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
-        self._sent = [(sending, tensor) for sending, tensor in self._sent if not sending.Test()]
+        self._pending_sends = [(sending, tensor) for sending, tensor in self._pending_sends if not sending.Test()]
         for i, request in enumerate(requests):
             if not isinstance(request, Exchange):
-                raise ValueError(f"{name}: an Exchange travels with other exchanges alone")
+                raise ValueError(f"{name}: an Exchange cannot be launched together with requests of other kinds")
             tag, members = self._tag(f"{name}.{i}"), self.inner.members(request.group)
-            empty = {source: counted(into, self._MPI) for source, into in request.receives.items()}
-            full = {to: counted(tensor, self._MPI) for to, tensor in request.sends.items()}
-            for source, buffer in empty.items():
-                flight.receptions.append(self._communicator.Irecv(buffer, members[source], tag))
-            for to, buffer in full.items():
-                self._sent.append((self._communicator.Isend(buffer, members[to], tag), request.sends[to]))
+            receives = {source: mpi_buffer(tensor, self._MPI) for source, tensor in request.receives.items()}
+            sends = {to: mpi_buffer(tensor, self._MPI) for to, tensor in request.sends.items()}
+            for source, buffer in receives.items():
+                flight.receives.append(self._communicator.Irecv(buffer, members[source], tag))
+            for to, buffer in sends.items():
+                self._pending_sends.append((self._communicator.Isend(buffer, members[to], tag), request.sends[to]))
         return flight
 
     def poll(self, flight: PointToPointFlight) -> bool:
         if flight.inner is not None:
             return self.inner.poll(flight.inner)
-        return bool(self._MPI.Request.Testall(flight.receptions))
+        return bool(self._MPI.Request.Testall(flight.receives))
 
     def wait(self, flight: PointToPointFlight) -> tuple[Reply, ...]:
         if flight.inner is not None:
             return self.inner.wait(flight.inner)
-        self._MPI.Request.Waitall(flight.receptions)
+        self._MPI.Request.Waitall(flight.receives)
         return flight.replies
 
     def _tag(self, name: str) -> int:
-        tag = crc32(name.encode()) % self._tags
+        tag = crc32(name.encode()) % self._max_tag
         if self._names.setdefault(tag, name) != name:
-            raise ValueError(f"messages {name!r} and {self._names[tag]!r} would have one MPI tag: rename one")
+            raise ValueError(
+                f"messages {name!r} and {self._names[tag]!r} have the same MPI tag: rename one of them"
+            )
         return tag
 
 
-def counted(tensor: Tensor, MPI: Any) -> list[Any]:
+def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:
     """Return MPI's buffer description of a contiguous tensor.
 
-    MPI counts 4-byte units if the number of bytes is a multiple of 4, which allows larger messages, else bytes.
+    The unit is 4 bytes if the number of bytes is a multiple of 4, which allows larger messages, and else 1 byte.
 
     Raises:
         ValueError: The tensor is too large for one message.
     """
     content = as_bytes(tensor).numpy()
-    each, kind = (1, MPI.BYTE) if content.size % 4 else (4, MPI.INT32_T)
-    if content.size > each * LIMIT:
+    unit, datatype = (1, MPI.BYTE) if content.size % 4 else (4, MPI.INT32_T)
+    if content.size > unit * MAX_COUNT:
         raise ValueError(
-            f"a message of {content.size} bytes: MPI carries at most {LIMIT}, or {4 * LIMIT} if 4 divides them. "
-            "Gossip about a smaller model, or with messages of fewer bytes"
+            f"a message of {content.size} bytes is too large: MPI carries at most {MAX_COUNT}, or "
+            f"{4 * MAX_COUNT} if the number is a multiple of 4. Use a smaller model or message format"
         )
-    return [content, content.size // each, kind]
+    return [content, content.size // unit, datatype]

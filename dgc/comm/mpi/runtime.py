@@ -13,15 +13,17 @@ def running_mpi() -> Any:
     try:
         import mpi4py
     except ModuleNotFoundError as error:
-        raise ValueError(f"messages between two ranks need mpi4py, which is not installed ({error})") from None
+        raise ValueError(
+            f"point-to-point messages need mpi4py, which is not installed ({error}): pip install mpi4py"
+        ) from None
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        raise ValueError(f"messages between two ranks need MPI, and this run uses none (Gloo?): {cure}")
+        raise ValueError(f"point-to-point messages need MPI, but this run does not use it (Gloo?): {cure}")
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise ValueError(
             "MPI was started without MPI_THREAD_MULTIPLE: unset HOROVOD_MPI_THREADS_DISABLE, and start Horovod "
-            "before whatever else starts MPI"
+            "before anything else starts MPI"
         )
     return MPI

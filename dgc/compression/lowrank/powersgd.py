@@ -16,88 +16,57 @@ K = 2 except in `residual`. Other tensors, and vectors, are sent uncompressed in
 Payload of a bucket in bytes: w times (the sum over compressed tensors of rho n or rho m in each half step, and the
 elements of the other tensors) and 8 for a flag, w = 4, or 2 with wire="fp16".
 
-Differences from the paper: The error refers to this rank's own gradient. The paper has M - P Q^T with the mean Q;
-there only the mean of e over the ranks is bounded, and each e grows with the differences between the ranks' data.
-In both cases, applied updates plus errors equal the sum of all gradients. Undetermined directions are random.
+Differences from the paper: The error refers to this rank's own gradient. The paper has e = M - P Q^T, with the
+mean Q. Then only the mean of e over the ranks is bounded, and each e grows with the differences between the ranks'
+data. In both cases, updates plus errors equal the sum of all gradients. Undetermined directions are random.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, prod
-from typing import Literal, get_args
+from typing import Any
 
 import torch
-from jaxtyping import Float32
 from torch import Tensor
 
-import dgc.kernels as kernels
-from dgc.bucket import Bucket
+from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.compression.dense import DenseCompressor
 from dgc.compression.finite import first_blame, overflow
 from dgc.compression.lowrank.accordion import Accordion
-from dgc.compression.lowrank.lowrank import Batch, Taken, accumulate_
-from dgc.compression.lowrank.lowrank_compressor import LowRankCompressor
-from dgc.compression.lowrank.lowrank_state import Factors, Own
+from dgc.compression.lowrank.matrices import CompressionRule, Factor, Products, append_, factor_views, square_norms
 from dgc.compression.lowrank.orthogonal import check_orthogonalization, orthonormalize_each
-from dgc.compression.protocol import DenseResult, Result
+from dgc.compression.lowrank.state import BucketState, DeferredUpdate, Factors, empty_checkpoint, load_errors
+from dgc.compression.protocol import Compressor, DenseResult, Result
+from dgc.memory.protocol import MomentumCorrection
 from dgc.wire import CastValues
 
-Mode = Literal["residual", "paper", "square"]
-Side = Literal["P", "Q"]
-Factor = tuple[Tensor, ...]  # P or Q, by batch
+MODES = ("residual", "paper", "square")
 
 
-def correct_(
-    Y: Float32[Tensor, "B r y"],
-    X: Float32[Tensor, "B r x"],
-    U: Float32[Tensor, "B R n"],
-    W: Float32[Tensor, "B R m"],
-    even: bool,
-) -> None:
-    """Corrects Y for U W^T, which is not yet subtracted from M: Y -= W (U^T X), or U (W^T X)."""
-    along, across = (U, W) if even else (W, U)
-    Y.baddbmm_(X.bmm(along.mT), across, alpha=-1)
-
-
+@dataclass(eq=False)
 class _Step:
-    """Products (U, W) of one step by batch: `own` is subtracted from this rank's M, `mean` is over the ranks."""
+    """Intermediate values of one step of a bucket.
 
-    def __init__(self) -> None:
-        self.own: list[tuple[Tensor, Tensor]] = []
-        self.mean: list[tuple[Tensor, Tensor]] = []
-        # rounding errors of the uncompressed tensors
-        self.kept = torch.empty(0, dtype=torch.float32)
-        self.numbers: list[int] = []
-        self.largest: list[float] = []
+    sent: this rank's update. mean: U and W of the mean update, by batch. nonfinite: message for NaN or inf in a
+    gradient. largest: largest magnitude in the reply to each half step.
+    """
 
-    def add(self, X: Factor, Y: Factor, Y_mean: Factor, even: bool) -> None:
-        for products, other in ((self.own, Y), (self.mean, Y_mean)):
-            new = list(zip(X, other, strict=True) if even else zip(other, X, strict=True))
-            if products:
-                new = [
-                    (torch.cat([a, U], 1), torch.cat([b, W], 1))
-                    for (a, b), (U, W) in zip(products, new, strict=True)
-                ]
-            products[:] = new
-
-    @property
-    def finite(self) -> bool:
-        return all(map(isfinite, self.largest))
-
-    def square_norms(self, b: int) -> Tensor:
-        """[B, 2]: the squared norm of the mean of each matrix in a batch, and 1 for the step."""
-        U, W = self.mean[b]
-        squares = (U.bmm(U.mT) * W.bmm(W.mT)).sum(dim=(1, 2), dtype=torch.float64)
-        return torch.stack([squares, torch.ones_like(squares)], dim=1)
+    sent: DeferredUpdate = field(default_factory=DeferredUpdate)
+    mean: Products = field(default_factory=list)
+    nonfinite: str | None = None
+    largest: list[float] = field(default_factory=list)
 
 
-class PowerSGDCompressor(LowRankCompressor):
+class PowerSGDCompressor:
     """PowerSGD with error feedback (Vogels et al. 2019, arXiv 1905.13727; 2020, arXiv 2008.01425, Algorithm 2).
 
     Args:
-        rank (int), seed (int): rank r of the factors; seed of the first ones.
+        rank (int): rank r of the factors.
         min_compression_rate (float): send a tensor uncompressed unless compression saves more; 0: always compress.
-        mode (str): "residual", "paper" or "square". num_iters_per_step (int): half steps per step in "residual".
+        num_iters_per_step (int): half steps per step, K, in mode "residual".
+        mode (str): "residual", "paper" or "square", as above.
         warm_start (bool): begin with the factors of the last step. False: with random factors.
         error_feedback (bool): keep what a step does not send and add it to the next gradient.
         epsilon (float), orthogonalization (str): see `dgc.compression.lowrank.orthogonal`.
@@ -105,6 +74,7 @@ class PowerSGDCompressor(LowRankCompressor):
         wire (str): "fp32", or "fp16" to send all numbers in 2 bytes. The residual includes the rounding errors.
         high_rank (int, optional): adapt the rank from `rank` to this; see `Accordion`. Needs begin_epoch.
         rank_change (float), rank_every (int): for high_rank, relative change of the norm, and interval in epochs.
+        seed (int): seed of the random factors.
 
     Raises:
         ValueError: if an argument is out of range or does not fit the mode.
@@ -112,6 +82,9 @@ class PowerSGDCompressor(LowRankCompressor):
     Example:
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), PowerSGDCompressor(rank=4))
     """
+
+    correction: MomentumCorrection | None = None
+    fallback: Compressor = DenseCompressor()
 
     def __init__(
         self,
@@ -130,8 +103,8 @@ class PowerSGDCompressor(LowRankCompressor):
         rank_every: int = 1,
         seed: int = 0,
     ):
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, not {mode!r}")
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         if num_iters_per_step < 1:
             raise ValueError(f"num_iters_per_step must be at least 1, not {num_iters_per_step}")
         if mode != "residual" and num_iters_per_step != 1:
@@ -141,119 +114,147 @@ class PowerSGDCompressor(LowRankCompressor):
         if high_rank is not None and mode == "square":
             raise ValueError("high_rank is chosen for each tensor, and mode='square' has one matrix for all")
         check_orthogonalization(orthogonalization, epsilon)
-        super().__init__(
-            rank,
-            num_iters_per_step if mode == "residual" else 2,
-            min_compression_rate,
-            mode == "square",
-            start_compressing_after_num_steps,
-            error_feedback,
-            None if high_rank is None else Accordion(rank, high_rank, rank_change, rank_every),
-            seed,
-        )
-        self.mode, self.warm_start, self.num_iters_per_step = mode, warm_start, num_iters_per_step
-        self.epsilon, self.orthogonalization = epsilon, orthogonalization
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1, not {rank}")
+        if not min_compression_rate >= 0 or start_compressing_after_num_steps < 0:
+            raise ValueError("min_compression_rate and start_compressing_after_num_steps must be at least 0")
+        self.rank, self.min_compression_rate, self.seed = rank, min_compression_rate, seed
+        self.mode, self.num_iters_per_step, self.warm_start = mode, num_iters_per_step, warm_start
+        self.error_feedback, self.epsilon, self.orthogonalization = error_feedback, epsilon, orthogonalization
+        self.start_compressing_after_num_steps = start = start_compressing_after_num_steps
+        self._accordion = None if high_rank is None else Accordion(rank, high_rank, rank_change, rank_every)
+        K, square = num_iters_per_step if mode == "residual" else 2, mode == "square"
+        self._rule = CompressionRule(rank, K, min_compression_rate, square, start, self._accordion)
         self._wire = CastValues(wire)
+        self._states: dict[str, BucketState] = {}
+        self._size = 1
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        own = self._due(bucket)
-        layout, old = own.layout, own.factors
-        own.before, taken, own.taken = old, own.taken, None
-        if not self.error_feedback:
-            own.v.zero_()
-            taken = None
-        step = _Step()
-        P, Q = yield from (self._residual if self.mode == "residual" else self._paper)(own, taken, step)
+        state = self._states[bucket.name]
+        if state.factors.steps == self.start_compressing_after_num_steps:
+            state = self._states[bucket.name] = state.updated(self._rule)
+        step, old, residual = _Step(), state.factors, self.mode == "residual"
+        state.begin_step(self.error_feedback)
+        P, Q = yield from (self._residual if residual else self._paper)(state, step)
         sums = old.sums
         if self._accordion is not None:
-            sums = tuple(s + step.square_norms(b) for b, s in enumerate(sums))
-        h = old.half_steps + (self.num_iters_per_step if self.mode == "residual" and layout.batches else 0)
-        own.factors = Factors(P, Q, sums, h, old.steps + 1)
-        own.taken = Taken(step.own, step.kept)
+            sums = tuple(s + square_norms(U, W) for s, (U, W) in zip(sums, step.mean, strict=True))
+        h = old.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
+        state.factors, state.deferred = Factors(P, Q, sums, h, old.steps + 1), step.sent
         for b, (U, W) in enumerate(step.mean):
-            layout.write_product(b, U, W)
+            state.layout.write_product(b, U, W)
         # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
         R = max((U.shape[1] for U, _ in step.mean), default=1)
         in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)
-        return DenseResult(first_blame(bucket, step.numbers) or (None if in_range else overflow(bucket)))
+        return DenseResult(step.nonfinite or (None if in_range else overflow(bucket)))
 
-    def _residual(self, own: Own, taken: Taken | None, step: _Step) -> Conversation[tuple[Factor, Factor]]:
-        P, Q, h = own.factors.P, own.factors.Q, own.factors.half_steps
-        for k in range(self.num_iters_per_step if own.layout.batches else 1):
-            even = (h + k) % 2 == 0
-            X = P if even else Q
+    def _residual(self, state: BucketState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
+        factors = {"P": state.factors.P, "Q": state.factors.Q}
+        for k in range(self.num_iters_per_step if state.layout.batches else 1):
+            even = (state.factors.half_steps + k) % 2 == 0
+            given, wanted = ("P", "Q") if even else ("Q", "P")
+            X = factors[given]
             if k == 0 and not self.warm_start:
-                X = self._orthonormal(own, self._random(own, "P" if even else "Q"), "P" if even else "Q")
-            Y, Y_mean = yield from self._half_step(own, taken, step, X, even, first=k == 0)
-            step.add(X, Y, Y_mean, even)
-            if even:
-                Q = self._orthonormal(own, Y_mean, "Q", k, step.finite)
-            else:
-                P = self._orthonormal(own, Y_mean, "P", k, step.finite)
-        return P, Q
+                X = self._orthonormal(state, step, state.random(given), given)
+            Y = yield from self._half_step(state, step, X, even, first=k == 0)
+            factors[wanted] = self._orthonormal(state, step, Y, wanted, k)
+        return factors["P"], factors["Q"]
 
-    def _paper(self, own: Own, taken: Taken | None, step: _Step) -> Conversation[tuple[Factor, Factor]]:
-        Q = own.factors.Q if self.warm_start else self._random(own, "Q")
-        _, P = yield from self._half_step(own, taken, step, Q, even=False, first=True)
-        if not own.layout.batches:
-            return P, Q
-        P = self._orthonormal(own, P, "P", 0, step.finite)
-        Q_own, Q = yield from self._half_step(own, taken, step, P, even=True, first=False)
-        step.add(P, Q_own, Q, even=True)
+    def _paper(self, state: BucketState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
+        Q = state.factors.Q if self.warm_start else state.random("Q")
+        P = yield from self._half_step(state, step, Q, even=False, first=True, subtract=False)
+        if state.layout.batches:
+            P = self._orthonormal(state, step, P, "P")
+            Q = yield from self._half_step(state, step, P, even=True, first=False)
         return P, Q
 
     def _half_step(
-        self, own: Own, taken: Taken | None, step: _Step, X: Factor, even: bool, first: bool
-    ) -> Conversation[tuple[Factor, Factor]]:
-        """Returns (Y as sent by this rank, its mean over the ranks). The first half step reads the gradients."""
-        layout, v = own.layout, own.v
-        shapes = [(batch.count, batch.rank, batch.m if even else batch.n) for batch in layout.batches]
-        flat = torch.empty(sum(map(prod, shapes)), dtype=torch.float32, device=v.device)
-        Y = _views(flat, shapes)
+        self, state: BucketState, step: _Step, X: Factor, even: bool, first: bool, subtract: bool = True
+    ) -> Conversation[Factor]:
+        """Returns the mean of Y = M^T X over the ranks if even, else of Y = M X.
 
-        message, requests = [], []
+        first: read the gradients; send the uncompressed tensors and a flag too. subtract: X and Y join the update.
+        """
+        layout, bucket = state.layout, state.layout.bucket
+        shapes = [batch.factor_shape("Q" if even else "P") for batch in layout.batches]
+        flat = torch.empty(sum(map(prod, shapes)), dtype=torch.float32, device=bucket.device)
+        Y = factor_views(flat, shapes)
+        dense, requests = [], []
         if first:
-            nonfinite = accumulate_(layout, v, taken, X, even, Y)
-            whole = v[layout.begin_dense :]
-            message = [self._wire.quantize(whole, self._size, layout.bucket.dtype)]
-            step.kept = whole - message[0]
-            requests = [AllGather(nonfinite.view(1))]
+            position = state.accumulate_(X, even, Y)
+            own = state.v[layout.begin_dense :]
+            dense = [self._wire.quantize(own, self._size, bucket.dtype)]
+            step.sent.rounding_errors = own - dense[0]
+            requests = [AllGather(position.view(1))]
         else:
-            for b, batch in enumerate(layout.batches):
-                kernels.of(v).lowrank.multiply(batch.of(v), X[b], even, Y[b])
-                if step.own:
-                    correct_(Y[b], X[b], *step.own[b], even)
+            state.multiply(step.sent.products, X, even, Y)
         wire = self._wire.quantize(flat, self._size)
         # cat copies, because the transport owns the message
-        replies = yield (AllReduce(torch.cat([wire, *message])), *requests)
+        replies = yield (AllReduce(torch.cat([wire, *dense])), *requests)
         mean = replies[0].float()
+        Y_mean = factor_views(mean[: flat.numel()], shapes)
         if first:
-            step.numbers = [layout.number_of(int(position)) for position in torch.cat(replies[1]).tolist()]
+            step.nonfinite = first_blame(bucket, map(layout.number_of, torch.cat(replies[1]).tolist()))
             layout.write_dense(mean[flat.numel() :])
         if mean.numel():
             step.largest.append(float(mean.abs().max()))
-        sent = Y if wire is flat else _views(wire.float(), shapes)
-        return sent, _views(mean[: flat.numel()], shapes)
+        if subtract:
+            append_(step.sent.products, X, Y if wire is flat else factor_views(wire.float(), shapes), even)
+            append_(step.mean, X, Y_mean, even)
+        return Y_mean
 
-    def _orthonormal(self, own: Own, Y: Factor, side: Side, k: int = 0, finite: bool = True) -> Factor:
-        noises = [partial(self._noise, own, batch, side, k) for batch in own.layout.batches]
-        if not finite:  # the result reports it; no rank may fail here
+    def _orthonormal(self, state: BucketState, step: _Step, Y: Factor, side: str, k: int = 0) -> Factor:
+        """Orthonormal rows with the span of Y. k: the half step, which determines the random rows."""
+        if not all(map(isfinite, step.largest)):  # the result reports it; no rank may fail here
             Y = tuple(y.nan_to_num(0.0, 0.0, 0.0) for y in Y)
+        noises = [partial(state.random_factor, batch, side, k) for batch in state.layout.batches]
         return tuple(orthonormalize_each(Y, self.orthogonalization, self.epsilon, noises))
 
-    def _random(self, own: Own, side: Side) -> Factor:
-        return tuple(self._noise(own, batch, side, -1) for batch in own.layout.batches)
+    def rollback(self, bucket: Bucket) -> None:
+        self._states[bucket.name].rollback()
 
-    def _noise(self, own: Own, batch: Batch, side: Side, k: int) -> Float32[Tensor, "B r d"]:
-        """Random factors of a batch for the k-th half step of this step, the same on all ranks."""
-        length = batch.m if side == "Q" else batch.n
-        keys = [f"{key} {side} {own.factors.steps} {k}" for key in own.keys(batch)]
-        factors = [self._draw(key, batch.rank, length) for key in keys]
-        if side == "Q":
-            factors = own.in_memory_order(batch, factors)
-        return torch.stack(factors).to(own.v.device)
+    def accepts(self, segment: Segment) -> bool:
+        return True
 
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        self._size = size
+        self._states[bucket.name] = BucketState(self._rule.layout(bucket, 0), self.seed)
 
-def _views(flat: Float32[Tensor, "F"], shapes: Sequence[tuple[int, int, int]]) -> Factor:
-    parts = flat.split([prod(shape) for shape in shapes])
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+    def begin_epoch(self, epoch: int) -> None:
+        if self._accordion is not None and self._accordion.ends_interval(epoch):
+            for name, state in self._states.items():
+                self._accordion.choose(state.pop_sums())
+                self._states[name] = state.updated(self._rule)
+
+    @property
+    def compress_ratio(self) -> float:
+        layouts = [state.layout for state in self._states.values()]
+        numel = sum(layout.bucket.numel for layout in layouts)
+        return sum(map(self._rule.floats_sent, layouts)) / numel if numel else 1.0
+
+    def floats_per_step(self, bucket: Bucket) -> float:
+        """Numbers sent by a rank per compressed step of a bucket, averaged over two steps."""
+        return self._rule.floats_sent(self._rule.layout(bucket, self.start_compressing_after_num_steps))
+
+    def errors(self) -> Iterator[Tensor]:
+        """Copies of the errors, in the order of the buckets."""
+        return (state.error() for state in self._states.values() if self.error_feedback)
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = empty_checkpoint()
+        for state in self._states.values():
+            state.save(saved, self.error_feedback)
+        if self._accordion is not None:
+            saved["accordion"] = self._accordion.state_dict()
+        return saved
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        buckets = [own.layout.bucket for own in self._states.values()]
+        errors = load_errors(state, buckets, self.error_feedback)
+        if bool(state["accordion"]) != (self._accordion is not None):
+            raise ValueError("state of a compressor with another high_rank: one of the two has none")
+        if self._accordion is not None:
+            self._accordion.load_state_dict(state["accordion"])
+        for bucket in buckets:
+            layout = self._rule.layout(bucket, state["steps"])
+            self._states[bucket.name] = BucketState(layout, self.seed, state, errors[bucket])

@@ -1,1 +1,1 @@
-"""Asynchronous averaging in pairs."""
+"""Asynchronous averaging of pairs of ranks."""

@@ -1,6 +1,6 @@
-"""Sends and receives the messages of a `Member` over a `Channel`, and detects silent ranks.
+"""Sends and receives the messages of an `AveragingProtocol` over a `Channel`, and detects lost ranks.
 
-It never waits and reads no clock.
+No method waits or reads a clock.
 """
 
 from typing import Any
@@ -8,62 +8,63 @@ from typing import Any
 from torch import Tensor
 
 from dgc.comm.channel import Channel
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Exchange
-from dgc.gossip.adpsgd.protocol import GossipError, Kind, Member, Outgoing
+from dgc.gossip.adpsgd.protocol import AveragingProtocol, GossipError, Kind, Outgoing
 
-SIGNS_OF_LIFE = 4  # ALIVE messages per timeout
-NEWS = 0.1  # seconds without an average after which an active rank sends ASK
+HEARTBEATS_PER_TIMEOUT = 4
+COUNTS_INTERVAL = 0.1  # seconds without an average after which an active rank requests step counts
 
 
-class Link:
-    """Connects a `Member` to a `Channel`.
-
-    Args:
-        member (Member): state and protocol of this rank.
-        channel (Channel): point-to-point messages.
-        timeout (float): seconds of silence after which a rank counts as lost.
+class MessageLink:
+    """Connects an `AveragingProtocol` to a `Channel`.
 
     Rank 0 monitors all ranks, and they monitor rank 0. A rank that waits for a reply also monitors the rank that
-    owes it. A silent but healthy rank is therefore never reported as lost, and every lost rank is detected by some
+    owes it. An idle but healthy rank is therefore never reported as lost, and every lost rank is detected by some
     rank, which informs all others.
+
+    Args:
+        protocol (AveragingProtocol): state of this rank.
+        channel (Channel): point-to-point messages.
+        timeout (float): seconds without a message after which a rank counts as lost.
     """
 
-    def __init__(self, member: Member, channel: Channel, timeout: float):
-        self.member, self.channel, self.timeout = member, channel, timeout
-        self.meter = Meter()
-        self._incoming = member.buffer()
-        self._receiving: Any = None
-        self._sending: list[tuple[Any, Tensor]] = []
-        self._heard: dict[int, float] = {}
-        self._stuck: list[tuple[Any, Tensor]] = []
-        self._aborts = False
+    def __init__(self, protocol: AveragingProtocol, channel: Channel, timeout: float):
+        self.protocol, self.channel, self.timeout = protocol, channel, timeout
+        self.meter = TrafficMeter()
+        self._buffer = protocol.buffer()
+        self._receive: Any = None
+        self._sends: list[tuple[Any, Tensor]] = []
+        self._abandoned_sends: list[tuple[Any, Tensor]] = []
+        self._last_received: dict[int, float] = {}
+        self._aborting = False
         self._tag = 0
 
     def begin(self, tag: int, now: float) -> None:
-        """Starts a cycle with its own tag. Messages of ranks that are in a later cycle are not received."""
+        """Begins a cycle with its own tag. Messages of ranks that are in a later cycle are not received."""
         self._tag = tag
-        self._heard = dict.fromkeys(range(self.member.size), now)
-        self._shown = self._pumped = self._begun = now
-        self._listen()
+        self._last_received = dict.fromkeys(range(self.protocol.size), now)
+        self._last_heartbeat = self._last_poll = self._last_request = now
+        self._start_receive()
 
     @property
     def is_over(self) -> bool:
         """Whether the cycle is over and all of its messages have been sent."""
-        return self.member.over and not self._sending
+        return self.protocol.is_over and not self._sends
 
     @property
     def is_aborting(self) -> bool:
         """Whether messages about a failure are still being sent."""
-        return self._aborts and bool(self._sending)
+        return self._aborting and bool(self._sends)
 
     @property
     def is_idle(self) -> bool:
-        """Whether only ALIVE messages can arrive until this rank starts an exchange."""
-        member = self.member
-        return member.is_active and member.waits_for is None and not member.settling and not self._sending
+        """Whether only HEARTBEAT messages can arrive until this rank starts an exchange."""
+        protocol = self.protocol
+        is_waiting = protocol.awaited_rank is not None or protocol.is_draining or bool(self._sends)
+        return protocol.is_active and not is_waiting
 
-    def pump(self, now: float) -> bool:
+    def poll(self, now: float) -> bool:
         """Receives and sends without waiting. Returns whether there was any message.
 
         now: seconds on any monotonic clock.
@@ -71,69 +72,72 @@ class Link:
         Raises:
             GossipError: if a rank is lost.
         """
-        self._excuse(now - self._pumped)
-        self._pumped = now
-        moved = self.flush()
-        while self._receiving is not None and self.channel.test(self._receiving):
-            moved, self._receiving = True, None
-            self._heard[int(self._incoming[1])] = now
-            self._send(self.member.receive(self._incoming))
-            self._listen()
-        if not self._sending:
-            news = self.member.news() or (self.member.ask() if now - self._begun >= NEWS else [])
-            if self.member.waits_for is not None and news:
-                self._heard[self.member.waits_for] = self._begun = now
-            self._send(news)
-            moved = moved or bool(news)
-        if not self.member.over:
-            self._show_life(now)
-            self._check_silence(now)
-        return moved
+        self._extend_deadlines(now - self._last_poll)
+        self._last_poll = now
+        progressed = self.complete_sends()
+        while self._receive is not None and self.channel.test(self._receive):
+            progressed, self._receive = True, None
+            self._last_received[int(self._buffer[1])] = now
+            self._send(self.protocol.receive(self._buffer))
+            self._start_receive()
+        if not self._sends:
+            messages = self.protocol.next_messages()
+            if not messages and now - self._last_request >= COUNTS_INTERVAL:
+                messages = self.protocol.request_counts()
+            if self.protocol.awaited_rank is not None and messages:
+                self._last_received[self.protocol.awaited_rank] = self._last_request = now
+            self._send(messages)
+            progressed = progressed or bool(messages)
+        if not self.protocol.is_over:
+            self._send_heartbeats(now)
+            self._check_timeouts(now)
+        return progressed
 
-    def flush(self) -> bool:
+    def complete_sends(self) -> bool:
         """Removes completed sends. Returns whether there were any."""
-        left = [(handle, message) for handle, message in self._sending if not self._has_gone(handle, message)]
-        moved = len(left) < len(self._sending)
-        self._sending = left
-        return moved
+        pending = [(handle, message) for handle, message in self._sends if not self._is_sent(handle, message)]
+        progressed = len(pending) < len(self._sends)
+        self._sends = pending
+        return progressed
 
     def abort(self, fault: int) -> None:
-        """Informs all other ranks that the rank `fault` is lost."""
+        """Informs all other ranks that rank `fault` is lost."""
         # Messages to a lost rank may never complete. They are kept, because the network still reads them.
-        self._stuck, self._sending, self._aborts = self._sending, [], True
-        others = [rank for rank in range(self.member.size) if rank not in (self.member.rank, fault)]
-        self._send([self.member.short(Kind.ABORT, to, fault) for to in others])
+        self._abandoned_sends, self._sends, self._aborting = self._sends, [], True
+        others = [rank for rank in range(self.protocol.size) if rank not in (self.protocol.rank, fault)]
+        self._send([self.protocol.header_only(Kind.ABORT, to, fault) for to in others])
 
-    def _has_gone(self, handle: Any, message: Tensor) -> bool:
-        gone = self.channel.test(handle)
-        if gone:
-            self.member.sent(message)
-        return gone
+    def _is_sent(self, handle: Any, message: Tensor) -> bool:
+        is_sent = self.channel.test(handle)
+        if is_sent:
+            self.protocol.release(message)
+        return is_sent
 
-    def _send(self, news: list[Outgoing]) -> None:
-        for out in news:
-            self.meter.count(Exchange({out.to: out.message}, {}), self.member.rank, self.member.size)
-            self._sending.append((self.channel.isend(out.to, out.message, self._tag), out.message))
+    def _send(self, messages: list[Outgoing]) -> None:
+        for out in messages:
+            self.meter.count(Exchange({out.to: out.message}, {}), self.protocol.rank, self.protocol.size)
+            self._sends.append((self.channel.isend(out.to, out.message, self._tag), out.message))
 
-    def _listen(self) -> None:
-        if self.member.listens:
-            self._receiving = self.channel.irecv(self._incoming, self._tag)
+    def _start_receive(self) -> None:
+        if self.protocol.can_receive:
+            self._receive = self.channel.irecv(self._buffer, self._tag)
 
-    def _show_life(self, now: float) -> None:
-        if now - self._shown >= self.timeout / SIGNS_OF_LIFE:
-            self._shown = now
-            self._send([self.member.short(Kind.ALIVE, to) for to in self.member.watchers])
+    def _send_heartbeats(self, now: float) -> None:
+        if now - self._last_heartbeat >= self.timeout / HEARTBEATS_PER_TIMEOUT:
+            self._last_heartbeat = now
+            self._send([self.protocol.header_only(Kind.HEARTBEAT, to) for to in self.protocol.heartbeat_receivers])
 
-    def _excuse(self, pause: float) -> None:
+    def _extend_deadlines(self, pause: float) -> None:
         """Extends the time limits by a pause of this rank, in which it could not receive."""
-        if pause >= self.timeout / SIGNS_OF_LIFE:
-            self._heard = {rank: heard + pause for rank, heard in self._heard.items()}
+        if pause >= self.timeout / HEARTBEATS_PER_TIMEOUT:
+            self._last_received = {rank: time + pause for rank, time in self._last_received.items()}
 
-    def _check_silence(self, now: float) -> None:
-        for rank in sorted(self.member.watched):
-            if now - self._heard[rank] > self.timeout:
+    def _check_timeouts(self, now: float) -> None:
+        for rank in sorted(self.protocol.monitored_ranks):
+            if now - self._last_received[rank] > self.timeout:
                 self.abort(rank)
                 raise GossipError(
-                    f"gossip has ended: rank {rank} has been silent for {self.timeout:g} seconds. It ended, hangs "
-                    "or has lost the network. If it only took long between settle() and resume(), raise timeout"
+                    f"gossip has ended: rank {rank} timed out: it sent no message for {self.timeout:g} seconds. "
+                    "It ended, hangs or has lost the network. If only the time between synchronize_messages() and "
+                    "resume() was long, raise timeout"
                 )

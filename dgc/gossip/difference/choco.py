@@ -1,7 +1,7 @@
 """CHOCO-SGD: gossip with compressed differences (Koloskova, Stich, Jaggi: ICML 2019, arXiv 1902.00340,
 Algorithm 2; for deep learning Koloskova, Lin, Stich, Jaggi: ICLR 2020, arXiv 1907.09356).
 
-The neighbours of rank i have a public copy xhat_i of its model x_i, which the messages of rank i update. With W
+Each neighbour of rank i has a public copy xhat_i of the model x_i, which the messages of rank i update. With W
 symmetric, rows summing to one, and Q from `dgc.gossip.difference.operators`:
 
     x_i = x_i - lr O(g(x_i))                           for the direction O of any optimizer
@@ -28,13 +28,14 @@ from torch import Tensor
 
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
-from dgc.gossip.difference.neighbours import Neighbours, two_way_ring
+from dgc.gossip.difference.base import DifferenceGossip
 from dgc.gossip.difference.operators import Quantizer, TopK
+from dgc.gossip.topology.graphs import two_way_ring
 from dgc.gossip.topology.mixing import Mixing, Shares, metropolis
 from dgc.gossip.topology.topology import Graph, Peers, Topology
 from dgc.memory.state import check_tensor
 
-NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)
+NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)  # for compress_ratio before the model is known
 
 
 def digest(topology: Topology, mixing: Mixing) -> int:
@@ -42,15 +43,15 @@ def digest(topology: Topology, mixing: Mixing) -> int:
     return crc32(repr([sorted(mixing(topology, rank, 0).items()) for rank in range(topology.size)]).encode())
 
 
-class CHOCO(Neighbours):
+class CHOCO(DifferenceGossip):
     """CHOCO-SGD (Koloskova et al. 2019, arXiv 1902.00340, Algorithm 2; 2020, arXiv 1907.09356).
 
     Args:
-        graph (callable): makes the topology for a number of ranks. Symmetric and the same in all rounds.
+        graph (callable): returns the topology for a number of ranks. Symmetric and the same in all rounds.
         mixing (Mixing): weights W, symmetric with rows that sum to one.
         quantizer (Quantizer, optional): compression operator Q; default `TopK()`.
-        gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. A value that is too
-            large drives models apart; a value that is too small lets them drift apart.
+        gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. With a value that is too
+            large, models diverge; with one that is too small, averaging is slower than the local steps.
 
     Raises:
         ValueError: if gamma is out of range.
@@ -70,7 +71,7 @@ class CHOCO(Neighbours):
         gamma: float | None = None,
     ):
         if gamma is not None and not 0 < gamma <= 1:
-            raise ValueError(f"gamma is a step size in (0, 1], or None, not {gamma}")
+            raise ValueError(f"gamma must be a step size in (0, 1], or None, not {gamma}")
         super().__init__(graph, mixing)
         self.quantizer = quantizer or TopK()
         self.gamma = self.quantizer.gamma if gamma is None else gamma
@@ -79,8 +80,8 @@ class CHOCO(Neighbours):
     def _prepare(self) -> None:
         self._coder = self.quantizer.plan(self.model.segments, self.z.device)
         self.xhat, self.d = self.z.clone(), torch.zeros_like(self.z)
-        self._have_met = True
-        self._graph = 0 if self.topology is None else digest(self.topology, self.mixing)
+        self._copies_valid = True
+        self._digest = 0 if self.topology is None else digest(self.topology, self.mixing)
 
     def _nbytes(self) -> int:
         return self._coder.nbytes
@@ -88,8 +89,8 @@ class CHOCO(Neighbours):
     @torch.no_grad()
     def _average(self) -> Conversation[None]:
         peers, weights = self.neighbours(0)
-        if not self._have_met:
-            yield from self._introduce(peers, weights)
+        if not self._copies_valid:
+            yield from self._send_models(peers, weights)
         payload, q = self._coder.encode(self.z - self.xhat)
         q(self.xhat, 1.0)
         q(self.d, -sum(weights[peer] for peer in peers))
@@ -100,15 +101,15 @@ class CHOCO(Neighbours):
             self._coder.decode(replies[source], source)(self.d, weights[source])
         self.z.add_(self.d, alpha=self.gamma)
 
-    def _introduce(self, peers: Peers, weights: Shares) -> Conversation[None]:
-        """Sends the whole models once."""
+    def _send_models(self, peers: Peers, weights: Shares) -> Conversation[None]:
+        """Sends whole models to make the public copies valid."""
         self.xhat.copy_(self.z)
         self.d.zero_()
         empty = {source: torch.empty_like(self.z) for source in peers}
         (replies,) = yield (Exchange({peer: self.z.clone() for peer in peers}, empty),)
         for source in peers:
             self.d.add_(replies[source] - self.xhat, alpha=weights[source])
-        self._have_met = True
+        self._copies_valid = True
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -116,22 +117,27 @@ class CHOCO(Neighbours):
         super().restart()
         self.xhat.copy_(self.z)
         self.d.zero_()
-        self._have_met = True
+        self._copies_valid = True
 
     def errors(self) -> Iterable[Tensor]:
         yield self.z - self.xhat
 
     def _state(self) -> dict[str, Any]:
-        return {"xhat": self.xhat.clone(), "d": self.d.clone(), "have_met": self._have_met, "graph": self._graph}
+        return {
+            "xhat": self.xhat.clone(),
+            "d": self.d.clone(),
+            "copies_valid": self._copies_valid,
+            "graph": self._digest,
+        }
 
-    def _meet(self) -> None:
-        self._have_met = False
+    def _reset_neighbours(self) -> None:
+        self._copies_valid = False
 
     def _load(self, state: dict[str, Any]) -> None:
-        if state["graph"] != self._graph:
-            raise ValueError("state of another graph or mixing: d is a sum over other neighbours")
+        if state["graph"] != self._digest:
+            raise ValueError("state of another graph or mixing, in which d is a sum over other neighbours")
         for name in ("xhat", "d"):
             check_tensor(name, state[name], self.z.shape)
         self.xhat.copy_(state["xhat"])
         self.d.copy_(state["d"])
-        self._have_met = state["have_met"]
+        self._copies_valid = state["copies_valid"]

@@ -1,13 +1,13 @@
 """Compression operators Q for differences of models. Each has a payload of fixed size.
 
 TopK    the ceil(ratio d) elements of largest magnitude of each tensor of d, in the format of `dgc.wire`
-Sign    (|v|_1 / d) sign(v) of each tensor; an element of 0 is sent as a negative one
+Sign    (|v|_1 / d) sign(v) of each tensor of d elements; 0 is sent as a negative element
 
-Bytes: TopK 24, and for each element 4 and those of a value, rounded up to 8 in all; Sign 4 + 4 ceil(d/32) for
-each tensor.
+Bytes: TopK 24, and for each element 4 and the bytes of a value, the sum rounded up to a multiple of 8; Sign
+4 + 4 ceil(d/32) for each tensor.
 
-gamma is a consensus step size for each operator in `choco`. On rings of 2 to 16 ranks, models converge to each
-other at twice TopK's ratio and mostly diverge at 4 times.
+gamma is the default consensus step size of `choco` for an operator. On rings of 2 to 16 ranks, models converge to
+each other with twice the ratio of TopK, and mostly diverge with 4 times the ratio.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ FP32 = 4  # bytes
 
 Vector = Float32[Tensor, "n"]
 Bytes = UInt8[Tensor, "nbytes"]
-Addend = Callable[[Vector, float], object]  # adds Q(v), times a factor, to a vector
+AddScaled = Callable[[Vector, float], object]  # adds Q(v), times a factor, to a vector
 
 
 @runtime_checkable
@@ -39,11 +39,11 @@ class Coder(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def encode(self, v: Vector) -> tuple[Bytes, Addend]:
+    def encode(self, v: Vector) -> tuple[Bytes, AddScaled]:
         """Returns the payload and its decoded value."""
         ...
 
-    def decode(self, payload: Bytes, source: int) -> Addend:
+    def decode(self, payload: Bytes, source: int) -> AddScaled:
         """Decodes a payload. Raises PayloadError, which names the rank `source`, if the payload is not valid."""
         ...
 
@@ -68,6 +68,10 @@ class TopK:
 
     Raises:
         ValueError: if an argument is out of range.
+
+    Example:
+        >>> TopK(0.01).gamma
+        0.02
     """
 
     ratio: float = 0.1
@@ -75,7 +79,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio is a fraction in (0, 1], not {self.ratio}")
+            raise ValueError(f"ratio must be a fraction in (0, 1], not {self.ratio}")
         CastValues(self.values)
 
     @property
@@ -100,31 +104,35 @@ class _Sparse:
     def nbytes(self) -> int:
         return self.form.nbytes(self.selection.per_tensor, self._numel)
 
-    def encode(self, v: Vector) -> tuple[Bytes, Addend]:
+    def encode(self, v: Vector) -> tuple[Bytes, AddScaled]:
         budget = self.selection.per_tensor
         chosen = kernels.of(v).selection.select(v, budget)
         encoded = self.form.encode(
             kernels.of(v).codec, chosen.elements, budget, self._numel, chosen.first_nonfinite
         )
-        return encoded.payload, _adding(encoded.sent)
+        return encoded.payload, _add_sparse(encoded.sent)
 
-    def decode(self, payload: Bytes, source: int) -> Addend:
+    def decode(self, payload: Bytes, source: int) -> AddScaled:
         try:
             (selection,), _ = self.form.decode(
                 kernels.of(payload).codec, (payload,), self.selection.per_tensor, self._numel
             )
         except PayloadError as error:  # its message counts payloads, not ranks
             raise PayloadError(f"rank {source}{str(error).removeprefix('rank 0')}") from error
-        return _adding(selection)
+        return _add_sparse(selection)
 
 
-def _adding(sent: SparseVector) -> Addend:
+def _add_sparse(sent: SparseVector) -> AddScaled:
     return lambda target, factor: target.index_add_(0, sent.indices, sent.values, alpha=factor)
 
 
 @dataclass(frozen=True)
 class Sign:
-    """Signs, scaled by the mean magnitude of each tensor."""
+    """Signs, scaled by the mean magnitude of each tensor: 1 bit per element.
+
+    Example:
+        >>> CHOCO(quantizer=Sign())
+    """
 
     gamma = 0.3
 
@@ -139,14 +147,14 @@ class _Signs:
     bounds: Int64[Tensor, "bounds"]
     nbytes: int
 
-    def encode(self, v: Vector) -> tuple[Bytes, Addend]:
+    def encode(self, v: Vector) -> tuple[Bytes, AddScaled]:
         sums = kernels.of(v).selection.moments(v, self.bounds).magnitudes
         scales = (sums / self.bounds.diff().clamp(min=1)).float()
         codes, _ = kernels.of(v).quantize.sign_encode(v, self.bounds, torch.zeros_like(scales), -scales, scales)
         payload = torch.cat([as_bytes(scales), codes])
         return payload, self.decode(payload, 0)
 
-    def decode(self, payload: Bytes, source: int) -> Addend:
+    def decode(self, payload: Bytes, source: int) -> AddScaled:
         scales = payload[: FP32 * (self.bounds.numel() - 1)].clone().view(torch.float32)
         q = torch.zeros(int(self.bounds[-1]), dtype=torch.float32, device=payload.device)
         codes = payload[FP32 * scales.numel() :].clone()

@@ -2,21 +2,21 @@
 arXiv 2008.01425).
 
 For each matrix X [n, m] of the model, D = X_j - X_i on the edge of ranks i and j. Both ends have the same factor.
-Half steps alternate:
+HalfPrecisionMessage steps alternate:
 
     even    X_i V and X_j V [n, r] are exchanged;      Y = D V;      X_i = X_i + W_ij Y V^T;      U = orth(Y)
     odd     X_i^T U and X_j^T U [m, r] are exchanged;  Y = D^T U;    X_i = X_i + W_ij U Y^T;      V = orth(Y)
 
 X_j moves by the same amount in the opposite direction, so the mean is preserved. Each half step acts on the part
-of D within r directions, which are those of a power iteration on D that continues from step to step. There is no
-error state: the unsent part of D is still in D in the next step. Vectors are sent whole, as are matrices that are
-smaller than their factors.
+of D in r directions, those of a power iteration on D that continues from step to step. There is no error state:
+the unsent part of D is still in D in the next step. Vectors, and matrices smaller than their factors, are sent
+uncompressed.
 
 Differences from the paper: There are 2 half steps per step by default, after the optimizer's step. Each edge
 alternates by itself, so graphs may change from round to round. Small noise, the same at both ends, keeps `orth`
-from losing directions if D is, or once was, zero. All edges begin with the same V.
+from losing directions if D is or was zero. All edges begin with the same V.
 
-Payload per step and neighbour in bytes: 4 for each element that is sent whole, and for each other matrix 4 r n or
+Payload per step and neighbour in bytes: 4 for each uncompressed element, and for each other matrix 4 r n or
 4 r m in each half step, r = min(rank, n, m).
 """
 
@@ -30,15 +30,16 @@ from torch import Tensor
 
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
-from dgc.gossip.cross_machine import Slice
-from dgc.gossip.difference.neighbours import Neighbours, two_way_ring
+from dgc.gossip.cross_machine import ModelSlice
+from dgc.gossip.difference.base import DifferenceGossip
+from dgc.gossip.topology.graphs import two_way_ring
 from dgc.gossip.topology.mixing import Mixing, metropolis
 from dgc.gossip.topology.topology import Graph, Topology
 from dgc.memory.state import check_tensor
 
 NOISE = 1e-6  # of a factor's norm
 
-Tall = Float32[Tensor, "n r"]
+Factor = Float32[Tensor, "n r"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Matrix:
 
 
 def as_matrix(segment: Segment, rank: int, half_steps: int) -> Matrix | None:
-    """The matrix of a tensor, or None if the tensor is sent whole."""
+    """The matrix of a tensor, or None if the tensor is sent uncompressed."""
     dimensions = [(stride, size) for stride, size in zip(segment.stride, segment.shape, strict=True) if size > 1]
     if len(dimensions) < 2:
         return None
@@ -73,11 +74,11 @@ def as_matrix(segment: Segment, rank: int, half_steps: int) -> Matrix | None:
 class Edge:
     """State of an edge. factors: V of each matrix before an even half step, U before an odd one."""
 
-    factors: list[Tall]
+    factors: list[Factor]
     even: bool = True
 
 
-def orthonormal(Y: Tall, noise: Tall) -> Tall:
+def orthonormal(Y: Factor, noise: Factor) -> Factor:
     """An orthonormal basis of Y's columns, or of the noise's columns if Y is zero."""
     largest = Y.abs().max().clamp(min=1e-30)  # squares of tiny numbers would underflow in a norm
     Y = Y / largest
@@ -92,19 +93,20 @@ def all_peers(topology: Topology | None) -> list[set[int]]:
     return [{peer for t in rounds for peer in topology.in_peers(rank, t)} for rank in range(topology.size)]
 
 
-class PowerGossip(Neighbours):
+class PowerGossip(DifferenceGossip):
     """Low-rank gossip with differences of models (Vogels et al. 2020, arXiv 2008.01425).
 
     Args:
-        graph (callable): makes the topology for a number of ranks. Symmetric.
+        graph (callable): returns the topology for a number of ranks. Symmetric.
         mixing (Mixing): weights W, symmetric with rows that sum to one.
-        rank (int): rank r of the factors.
+        rank (int): rank r of the factors. A larger rank sends more bytes and averages faster.
         num_iters_per_step (int): half steps per step. Each is one exchange that a rank waits for.
-        seed (int): seed of the first factors, the same on every rank.
+        seed (int): seed of the initial factors, the same on every rank.
 
     Raises:
         ValueError: if rank or num_iters_per_step is less than 1, or by `start` if no tensor is a large enough
-        matrix. TopologyError: by `start`, if the graph or the weights are not valid.
+            matrix.
+        TopologyError: by `start`, if the graph or the weights are not valid.
 
     Example:
         >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), PowerGossip(rank=2))
@@ -119,27 +121,29 @@ class PowerGossip(Neighbours):
         seed: int = 0,
     ):
         if rank < 1 or num_iters_per_step < 1:
-            raise ValueError(f"rank and num_iters_per_step are at least 1, not {rank} and {num_iters_per_step}")
+            raise ValueError(
+                f"rank and num_iters_per_step must be at least 1, not {rank} and {num_iters_per_step}"
+            )
         super().__init__(graph, mixing)
         self.factor_rank, self.num_iters_per_step, self.seed = rank, num_iters_per_step, seed
 
     def _prepare(self) -> None:
-        if isinstance(self.model, Slice):
+        if isinstance(self.model, ModelSlice):
             raise ValueError(
-                "PowerGossip compresses matrices, and slices of a model, which Machines gossips about, have no "
-                "matrices: use SGP, or CHOCO, which compresses slices too"
+                "PowerGossip compresses matrices, but HierarchicalGossip averages slices of a model, which have no"
+                " matrices: use SGP, or CHOCO, which also compresses slices"
             )
-        found = [(s, as_matrix(s, self.factor_rank, self.num_iters_per_step)) for s in self.model.segments]
-        self.matrices = [matrix for _, matrix in found if matrix is not None]
+        tensors = [(s, as_matrix(s, self.factor_rank, self.num_iters_per_step)) for s in self.model.segments]
+        self.matrices = [matrix for _, matrix in tensors if matrix is not None]
         if not self.matrices:
             raise ValueError(
-                f"PowerGossip of rank {self.factor_rank} would send all of these {len(found)} tensors whole: none "
-                "of them is a matrix that is large enough. Use DPSGD, or CHOCO, which compresses vectors too"
+                f"PowerGossip of rank {self.factor_rank} would send all {len(tensors)} tensors uncompressed: none "
+                "of them is a matrix that is large enough. Use DPSGD, or CHOCO, which also compresses vectors"
             )
-        whole = [(s.offset, s.offset + s.numel) for s, matrix in found if matrix is None]
-        self._whole = [self.z[first:end] for first, end in whole]
+        bounds = [(s.offset, s.offset + s.numel) for s, matrix in tensors if matrix is None]
+        self._uncompressed = [self.z[start:end] for start, end in bounds]
         generator = torch.Generator().manual_seed(self.seed)
-        self._noise = {
+        self._random_factors = {
             even: [
                 torch.linalg.qr(
                     torch.randn(matrix.sizes(even)[0], matrix.r, generator=generator, dtype=torch.float32)
@@ -149,55 +153,57 @@ class PowerGossip(Neighbours):
             for even in (True, False)
         }
         self._edges: dict[int, Edge] = {}
-        everybodys = all_peers(self.topology)
-        self._peers, self._rows = everybodys[self.rank], max(map(len, everybodys))
+        peers_of_all = all_peers(self.topology)
+        self._peers, self._max_edges = peers_of_all[self.rank], max(map(len, peers_of_all))
 
     def _nbytes(self) -> float:
         factors = sum(matrix.r * (matrix.n + matrix.m) for matrix in self.matrices) / 2
-        return 4 * (sum(part.numel() for part in self._whole) + self.num_iters_per_step * factors)
+        return 4 * (sum(part.numel() for part in self._uncompressed) + self.num_iters_per_step * factors)
 
     @torch.no_grad()
     def _average(self) -> Conversation[None]:
         peers, weights = self.neighbours(self.round)
         self.round += 1
-        edges = {peer: self._edges.setdefault(peer, Edge(list(self._noise[True]))) for peer in peers}
+        edges = {peer: self._edges.setdefault(peer, Edge(list(self._random_factors[True]))) for peer in peers}
         for h in range(self.num_iters_per_step):
-            whole = self._whole if h == 0 else []
-            own = {peer: self._products(edge, whole) for peer, edge in edges.items()}
+            uncompressed = self._uncompressed if h == 0 else []
+            own = {peer: self._products(edge, uncompressed) for peer, edge in edges.items()}
             sends = {peer: message.clone() for peer, message in own.items()}
             empty = {peer: torch.empty_like(message) for peer, message in own.items()}
             (replies,) = yield (Exchange(sends, empty),)
             for peer, edge in edges.items():
                 sign = 1.0 if self.rank < peer else -1.0
-                self._move(edge, replies[peer] - own[peer], weights[peer], whole, sign)
+                self._apply_difference(edge, replies[peer] - own[peer], weights[peer], uncompressed, sign)
 
-    def _products(self, edge: Edge, whole: Sequence[Tensor]) -> Float32[Tensor, "length"]:
-        parts = [*whole]
+    def _products(self, edge: Edge, uncompressed: Sequence[Tensor]) -> Float32[Tensor, "length"]:
+        parts = [*uncompressed]
         for matrix, factor in zip(self.matrices, edge.factors, strict=True):
             X = matrix.of(self.z)
             parts.append(((X if edge.even else X.T) @ factor).view(-1))
         return torch.cat(parts)
 
-    def _move(self, edge: Edge, difference: Tensor, weight: float, whole: Sequence[Tensor], sign: float) -> None:
+    def _apply_difference(
+        self, edge: Edge, difference: Tensor, weight: float, uncompressed: Sequence[Tensor], sign: float
+    ) -> None:
         """Moves the matrices towards the neighbour's.
 
         difference: the neighbour's message minus this rank's. sign: makes Y the same at both ends.
         """
         lengths = [matrix.sizes(edge.even)[1] * matrix.r for matrix in self.matrices]
-        parts = difference.split([*(part.numel() for part in whole), *lengths])
-        for part, d in zip(whole, parts, strict=False):
+        parts = difference.split([*(part.numel() for part in uncompressed), *lengths])
+        for part, d in zip(uncompressed, parts, strict=False):
             part.add_(d, alpha=weight)
-        products = parts[len(whole) :]
+        products = parts[len(uncompressed) :]
         for i, (matrix, Y, factor) in enumerate(zip(self.matrices, products, edge.factors, strict=True)):
             Y = Y.view(-1, matrix.r)
             left, right = (Y, factor) if edge.even else (factor, Y)
             matrix.of(self.z).addmm_(left, right.T, alpha=weight)
-            edge.factors[i] = orthonormal(Y * sign, self._noise[not edge.even][i])
+            edge.factors[i] = orthonormal(Y * sign, self._random_factors[not edge.even][i])
         edge.even = not edge.even
 
     def _state(self) -> dict[str, Any]:
         """One row per edge, of equal length on all ranks, so that another number of ranks can sum such states."""
-        rows = self.z.new_zeros(self._rows, self._row_length)
+        rows = self.z.new_zeros(self._max_edges, self._row_length)
         for row, (peer, edge) in zip(rows, self._edges.items(), strict=False):
             factors = torch.cat([factor.reshape(-1) for factor in edge.factors])
             row[0], row[1] = peer + 1, edge.even
@@ -209,14 +215,14 @@ class PowerGossip(Neighbours):
         """The peer, from 1; whether an even half step is next; space for the larger factor of each matrix."""
         return 2 + sum(max(matrix.n, matrix.m) * matrix.r for matrix in self.matrices)
 
-    def _meet(self) -> None:
+    def _reset_neighbours(self) -> None:
         self._edges = {}
 
     def _load(self, state: dict[str, Any]) -> None:
         check_tensor("edges", state["edges"])
         rows = state["edges"].to(self.z)
         if rows.dim() != 2 or rows.shape[1] != self._row_length:
-            raise ValueError("state of another model, or of another rank of PowerGossip")
+            raise ValueError("state of another model, or of PowerGossip with another rank")
         self._edges = {}
         for row in rows:
             peer = int(row[0]) - 1

@@ -1,4 +1,4 @@
-"""Averages of any tensor by gossip, without training. In each round a rank exchanges with a few others.
+"""Averages of any tensor by gossip, without training. In each round a rank exchanges with a few peers.
 
 With P the mixing matrix of a round (`dgc.gossip.topology.mixing`), value x and push-sum weight w, initially 1, on
 rank i:
@@ -20,13 +20,13 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from dgc.comm.requests import Conversation, Exchange, as_bytes
-from dgc.gossip.pushsum.messages import WEIGHT, bytes_of_weight, weight_of
+from dgc.gossip.pushsum.messages import WEIGHT_NBYTES, weight_from_bytes, weight_to_bytes
 from dgc.gossip.topology.mixing import Mixing, uniform
 from dgc.gossip.topology.topology import Topology
 
 
 class PushSum(NamedTuple):
-    """State of push-sum on one rank. x: the numerator, any shape and floating-point dtype. w: fp64 scalar."""
+    """State of push-sum on one rank. x: the biased value, any shape and floating-point dtype. w: fp64 scalar."""
 
     x: Tensor
     w: Float64[Tensor, ""]
@@ -37,34 +37,34 @@ class PushSum(NamedTuple):
         return self.x / self.w.to(self.x.device, self.x.dtype)
 
 
-def begin(x: Tensor) -> PushSum:
-    check_real(x)
+def initial_state(x: Tensor) -> PushSum:
+    check_floating_point(x)
     return PushSum(x, torch.ones((), dtype=torch.float64))
 
 
-def check_real(x: Tensor) -> None:
+def check_floating_point(x: Tensor) -> None:
     if not x.is_floating_point():
-        raise ValueError(f"gossip averages real numbers, not {x.dtype}: shares of them would be rounded")
+        raise ValueError(f"gossip averages floating-point numbers, not {x.dtype}: their shares would be rounded")
 
 
 def push_sum_round(
-    own: PushSum, rank: int, round: int, topology: Topology, mixing: Mixing = uniform
+    state: PushSum, rank: int, round: int, topology: Topology, mixing: Mixing = uniform
 ) -> Conversation[PushSum]:
-    """One round of push-sum. `own` is not changed. Values are added in rank order, including this rank's.
+    """One round of push-sum. `state` is not changed. Values are added in rank order, including this rank's.
 
     Args:
-        own (PushSum): this rank's state.
+        state (PushSum): this rank's state.
         rank (int): this rank.
         round (int): number of the round.
         topology (Topology): graph.
         mixing (Mixing): shares; default `uniform`.
     """
     shares = mixing(topology, rank, round)
-    sent = {to: PushSum(own.x * share, own.w * share) for to, share in shares.items()}
+    sent = {to: PushSum(state.x * share, state.w * share) for to, share in shares.items()}
     packed = {to: _pack(part) for to, part in sent.items()}
     sends = {to: message for to, message in packed.items() if to != rank}
-    heard = yield from _exchange(sends, packed[rank], topology, rank, round)
-    parts = {source: _unpack(message, own.x) for source, message in heard.items()} | {rank: sent[rank]}
+    received = yield from _exchange(sends, packed[rank], topology, rank, round)
+    parts = {source: _unpack(message, state.x) for source, message in received.items()} | {rank: sent[rank]}
     first, *rest = (parts[source] for source in sorted(parts))
     x, w = first.x.clone(), first.w.clone()
     for part in rest:
@@ -89,26 +89,26 @@ def push_sum_average(
     Raises:
         ValueError: if x is not of a floating-point dtype.
     """
-    own = begin(x)
+    state = initial_state(x)
     for round in range(first, first + rounds):
-        own = yield from push_sum_round(own, rank, round, topology, mixing)
-    return own.z
+        state = yield from push_sum_round(state, rank, round, topology, mixing)
+    return state.z
 
 
 def push_pull_average(
     x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform, first: int = 0
 ) -> Conversation[Tensor]:
-    """Returns x after some rounds. It converges to the mean if `check_mixing(topology, mixing, doubly=True)`
-    passes.
+    """Returns x after some rounds of push-pull. It converges to the mean if
+    `check_mixing(topology, mixing, doubly_stochastic=True)` passes.
 
     Args and errors are those of `push_sum_average`.
     """
-    check_real(x)
+    check_floating_point(x)
     for round in range(first, first + rounds):
         shares = mixing(topology, rank, round)
         sends = {to: (x * share).reshape(-1) for to, share in shares.items() if to != rank}
-        heard = yield from _exchange(sends, x.reshape(-1), topology, rank, round)
-        parts = {source: message.view(x.shape) for source, message in heard.items()} | {rank: x * shares[rank]}
+        received = yield from _exchange(sends, x.reshape(-1), topology, rank, round)
+        parts = {source: message.view(x.shape) for source, message in received.items()} | {rank: x * shares[rank]}
         parts_in_order = [parts[source] for source in sorted(parts)]
         x = parts_in_order[0].clone()
         for part in parts_in_order[1:]:
@@ -119,16 +119,16 @@ def push_pull_average(
 def _exchange(
     sends: dict[int, Tensor], empty: Tensor, topology: Topology, rank: int, round: int
 ) -> Conversation[dict[int, Tensor]]:
-    """empty: a tensor like the received ones."""
+    """Returns the received tensors by sender. empty: a tensor of their shape and dtype."""
     peers = topology.in_peers(rank, round)
     replies = yield (Exchange(sends, {source: torch.empty_like(empty) for source in peers}),)
-    heard: dict[int, Tensor] = replies[0]
-    return heard
+    received: dict[int, Tensor] = replies[0]
+    return received
 
 
 def _pack(part: PushSum) -> Tensor:
-    return torch.cat([as_bytes(part.x.contiguous()), bytes_of_weight(part.w).to(part.x.device)])
+    return torch.cat([as_bytes(part.x.contiguous()), weight_to_bytes(part.w).to(part.x.device)])
 
 
 def _unpack(message: Tensor, like: Tensor) -> PushSum:
-    return PushSum(message[:-WEIGHT].clone().view(like.dtype).view(like.shape), weight_of(message))
+    return PushSum(message[:-WEIGHT_NBYTES].clone().view(like.dtype).view(like.shape), weight_from_bytes(message))

@@ -19,5 +19,5 @@ class DPSGD(SGP):
 
     weighted = False
 
-    def _weight(self, w: float) -> float:
+    def _divisor(self, w: float) -> float:
         return 1.0

@@ -9,7 +9,7 @@ Differences from the paper: Messages are added before the next forward pass. A r
 is complete, so all ranks do the same number of rounds, but possibly at different steps. The optimizer's step is
 not scaled by w.
 
-Payload as of SGP, in steps in which a round begins.
+Payload: as for SGP, in steps in which a round begins.
 """
 
 from collections.abc import Mapping
@@ -28,9 +28,11 @@ class OSGP(SGP):
 
     Args:
         graph, mixing, message, graph_from_epoch: see `SGP`.
-        synch_freq (int): largest number of steps without a neighbour's message before a rank waits for it.
+        synch_freq (int): largest number of steps without a neighbour's message before a rank waits for it. 0 keeps
+            models closest to each other; more steps hide longer delays.
         biased (bool): set z = x, without division by the weights (an ablation of the paper).
-        overlap (bool): send during forward and backward; False sends after the step.
+        overlap (bool): send during forward and backward; False sends after the step, so that messages use the
+            newest model but their delay is not hidden.
 
     Raises:
         ValueError: if synch_freq is negative.
@@ -57,12 +59,12 @@ class OSGP(SGP):
         self.synch_freq, self.biased, self.overlap = synch_freq, biased, overlap
 
     @torch.no_grad()
-    def _keep(self, share: float) -> None:
+    def _scale(self, share: float) -> None:
         if self.biased:
             self.z.mul_(share)
             self.model.scatter()
         else:
-            super()._keep(share)
+            super()._scale(share)
 
-    def _weight(self, w: float) -> float:
+    def _divisor(self, w: float) -> float:
         return 1.0 if self.biased else w

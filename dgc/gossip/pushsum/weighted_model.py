@@ -1,6 +1,6 @@
-"""State of push-sum on one rank: a numerator x, a weight w, and the model z = x / w in the parameters.
+"""State of push-sum on one rank: biased parameters x, a weight w, and the model z = x / w in the parameters.
 
-x is not stored. It equals z w plus the received shares that are not yet added.
+x is not stored. It equals z w plus the received shares that are not added yet.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dgc.gossip.formats import Vector
 from dgc.gossip.model import FlatModel
-from dgc.gossip.pushsum.messages import Heard, heard_of, state_of
+from dgc.gossip.pushsum.messages import ReceivedShare, shares_from_state, shares_to_state
 from dgc.memory.state import check_tensor
 
 
@@ -25,9 +25,9 @@ class WeightedModel:
 
     def __init__(self) -> None:
         self.w = 1.0
-        self._heard: dict[int, Heard] | None = None  # received shares by sender, not yet added
+        self._received: dict[int, ReceivedShare] | None = None  # shares by sender, not added yet
 
-    def _move(self, step: Callable[[], object]) -> None:
+    def _step(self, step: Callable[[], object]) -> None:
         """Runs the optimizer's step on z and moves x by the same difference."""
         if self.w == 1:
             step()
@@ -39,32 +39,33 @@ class WeightedModel:
         self.z.sub_(before).div_(self.w).add_(before)
         self.model.scatter()
 
-    def _keep(self, share: float) -> None:
+    def _scale(self, share: float) -> None:
         """Multiplies x and w by share. z does not change."""
         self.w *= share
 
     @torch.no_grad()
-    def _take_in(self) -> None:
+    def _add_received(self) -> None:
         """Adds the received shares in rank order, so that ranks with the same shares get the same result."""
-        assert self._heard is not None
-        heard, self._heard = self._heard, None
-        w = self.w + sum(heard[source].w for source in sorted(heard))
-        if self.rank not in heard:
-            heard[self.rank] = Heard(self.z.mul_(self.w), self.w)
-        first, *rest = (heard[source].x for source in sorted(heard))
-        for x in rest:
-            first.add_(x)
-        self.w = self._weight(w)
-        torch.div(first, self.w, out=self.z)
+        assert self._received is not None
+        shares, self._received = self._received, None
+        w = self.w + sum(shares[source].w for source in sorted(shares))
+        if self.rank not in shares:
+            shares[self.rank] = ReceivedShare(self.z.mul_(self.w), self.w)
+        x, *others = (shares[source].x for source in sorted(shares))
+        for other in others:
+            x.add_(other)
+        self.w = self._divisor(w)
+        torch.div(x, self.w, out=self.z)
         self.model.scatter()
 
-    def _weight(self, w: float) -> float:
+    def _divisor(self, w: float) -> float:
+        """The divisor of x after a round, and the new weight. w: the sum of all shares of w."""
         return w
 
-    def numerator(self) -> Tensor:
+    def biased_parameters(self) -> Tensor:
         x = self.z * self.w
-        for heard in (self._heard or {}).values():
-            x += heard.x
+        for share in (self._received or {}).values():
+            x += share.x
         return x
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class WeightedModel:
             "x": self.z * self.w,
             "size": self.size,
             "w": torch.tensor(self.w, dtype=torch.float64),
-            "heard": state_of(self._heard or {}, self.rank, self.size),
+            "received": shares_to_state(self._received or {}, self.rank, self.size),
         }
 
     @torch.no_grad()
@@ -82,9 +83,9 @@ class WeightedModel:
         for name in ("z", "x"):
             check_tensor(name, state[name], self.z.shape)
         check_tensor("w", state["w"], (), torch.float64)
-        heard = heard_of(state["heard"], self.rank, self.size, self.z)
+        received = shares_from_state(state["received"], self.rank, self.size, self.z)
         self.w = float(state["w"])
         # a state that is summed over several ranks has a valid sum of x, but not of z
         self.z.copy_(state["z"] if state["size"] == self.size else state["x"] / self.w)
         self.model.scatter()
-        self._heard = heard or None
+        self._received = received or None

@@ -1,10 +1,10 @@
-"""Other graphs: static graphs, random pairs, machines, and weight matrices given by the user."""
+"""Other graphs: static graphs, random pairs, hierarchies of machines, and graphs of weight matrices."""
 
 import random
 from collections.abc import Sequence
 from math import isqrt
 
-from dgc.gossip.topology.sgp_graphs import n_peer_exponential, powers
+from dgc.gossip.topology.sgp_graphs import n_peer_exponential, powers, ring
 from dgc.gossip.topology.topology import Peers, Topology, TopologyError
 
 
@@ -15,6 +15,18 @@ def full(size: int) -> Topology:
         size (int): number of ranks.
     """
     return Topology("full", size, 1, lambda rank, _: (r for r in range(size) if r != rank))
+
+
+def two_way_ring(size: int) -> Topology:
+    """A ring in which each rank exchanges with both neighbours. With two ranks, there is one neighbour.
+
+    Args:
+        size (int): number of ranks, at least 2.
+
+    Raises:
+        TopologyError: if size is less than 2.
+    """
+    return ring(size, min(2, size - 1))
 
 
 def static_exponential(size: int) -> Topology:
@@ -39,15 +51,15 @@ def star(size: int, hub: int = 0) -> Topology:
         TopologyError: if hub is not a rank.
     """
     if not 0 <= hub < size:
-        raise TopologyError(f"star with {size} ranks: hub must be one of them, not {hub}")
+        raise TopologyError(f"star with {size} ranks: hub must be a rank from 0 to {size - 1}, not {hub}")
     return Topology("star", size, 1, lambda rank, _: (r for r in range(size) if r != rank and hub in (r, rank)))
 
 
 def grid(size: int) -> Topology:
-    """A rectangle in which each rank exchanges with its neighbours. Opposite edges are not joined.
+    """A rectangle in which each rank exchanges with its neighbours. Opposite sides are not connected.
 
     Args:
-        size (int): number of ranks. The rectangle is as nearly square as `size` divides.
+        size (int): number of ranks. The rectangle is as close to a square as the divisors of `size` allow.
     """
     rows = next(r for r in range(isqrt(size), 0, -1) if size % r == 0)
     columns = size // rows
@@ -75,8 +87,8 @@ def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
     def out(rank: int, t: int) -> Peers:
         order = list(range(size))
         random.Random(f"{seed} {t}").shuffle(order)
-        place = order.index(rank) ^ 1
-        return (order[place],) if place < size else ()
+        index = order.index(rank) ^ 1
+        return (order[index],) if index < size else ()
 
     return Topology("random_matching", size, rounds, out, "Try another seed, or more rounds")
 
@@ -95,7 +107,7 @@ def hierarchical(size: int, local_size: int) -> Topology:
         TopologyError: if local_size is less than 1 or does not divide size.
     """
     if local_size < 1 or size % local_size:
-        raise TopologyError(f"hierarchical with {size} ranks: they do not fill machines of {local_size}")
+        raise TopologyError(f"hierarchical with {size} ranks: local_size must divide them, but it is {local_size}")
     machines = size // local_size
     if machines == 1:
         return full(size)
@@ -114,7 +126,7 @@ def hierarchical(size: int, local_size: int) -> Topology:
 
 
 def from_weights(matrices: Sequence[Sequence[Sequence[float]]]) -> Topology:
-    """The edges of weight matrices given by the user. Use it together with `mixing.given`.
+    """The edges of weight matrices. Use it together with `mixing_from_weights`.
 
     Args:
         matrices (sequence of matrices): one square matrix for each round. P[i][j] is the share of rank j's value
@@ -127,7 +139,7 @@ def from_weights(matrices: Sequence[Sequence[Sequence[float]]]) -> Topology:
         raise TopologyError("from_weights needs at least one matrix")
     size = len(matrices[0])
     if any(len(P) != size or any(len(row) != size for row in P) for P in matrices):
-        raise TopologyError(f"from_weights: every matrix must have {size} rows and columns, as the first has rows")
+        raise TopologyError(f"from_weights: every matrix must have {size} rows and columns, like the first")
 
     def out(rank: int, t: int) -> Peers:
         return tuple(i for i in range(size) if i != rank and matrices[t][i][rank] != 0)

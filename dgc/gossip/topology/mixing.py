@@ -25,7 +25,7 @@ def uniform(topology: Topology, rank: int, round: int) -> Shares:
 
 
 def metropolis(topology: Topology, rank: int, round: int) -> Shares:
-    """Metropolis weights (Xiao, Boyd, Kim 2007): 1 / (1 + the larger number of peers of the two) to each peer.
+    """Metropolis weights (Xiao, Boyd, Kim 2007): the share of an edge is 1 / (1 + the larger degree of its ends).
 
     The rank keeps the rest. Rows sum to one on every symmetric graph, even if the number of peers differs between
     ranks.
@@ -36,21 +36,21 @@ def metropolis(topology: Topology, rank: int, round: int) -> Shares:
     peers = topology.out_peers(rank, round)
     if sorted(peers) != list(topology.in_peers(rank, round)):
         raise topology.error(
-            f"Metropolis weights need a symmetric graph, and round {round} is none for rank {rank}"
+            f"Metropolis weights need a symmetric graph, but round {round} is not symmetric at rank {rank}"
         )
     shares = {peer: 1 / (1 + max(len(peers), len(topology.out_peers(peer, round)))) for peer in peers}
     return {rank: 1 - sum(shares.values()), **shares}
 
 
-def given(matrices: Sequence[Sequence[Sequence[float]]]) -> Mixing:
-    """Mixing weights given by the user, for `graphs.from_weights`.
+def mixing_from_weights(matrices: Sequence[Sequence[Sequence[float]]]) -> Mixing:
+    """Mixing weights from matrices, for the topology of `from_weights` with the same matrices.
 
     Args:
         matrices (sequence of matrices): one for each round; P[i][j] is the share that rank j sends to rank i.
 
     Example:
         >>> ring = [[0.5, 0.5, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]
-        >>> sgp = SGP(graph=lambda size: from_weights([ring]), mixing=given([ring]))
+        >>> sgp = SGP(graph=lambda size: from_weights([ring]), mixing=mixing_from_weights([ring]))
     """
 
     def mixing(topology: Topology, rank: int, round: int) -> Shares:
@@ -60,7 +60,7 @@ def given(matrices: Sequence[Sequence[Sequence[float]]]) -> Mixing:
     return mixing
 
 
-def matrix(topology: Topology, mixing: Mixing, round: int) -> Float64[Tensor, "n n"]:
+def mixing_matrix(topology: Topology, mixing: Mixing, round: int) -> Float64[Tensor, "n n"]:
     """P[i, j]: the share of rank j's value that rank i receives."""
     columns = [[0.0] * topology.size for _ in range(topology.size)]
     for rank, column in enumerate(columns):
@@ -69,29 +69,29 @@ def matrix(topology: Topology, mixing: Mixing, round: int) -> Float64[Tensor, "n
     return torch.tensor(columns, dtype=torch.float64).T
 
 
-def check_mixing(topology: Topology, mixing: Mixing, doubly: bool = False) -> None:
+def check_mixing(topology: Topology, mixing: Mixing, doubly_stochastic: bool = False) -> None:
     """Validates mixing weights.
 
     Args:
         topology (Topology): graph.
         mixing (Mixing): weights, as a function of (topology, rank, round).
-        doubly (bool): require rows to sum to one as well.
+        doubly_stochastic (bool): require rows to sum to one as well.
 
     Raises:
-        TopologyError: if a share is negative, a rank keeps none of its value, or a sum differs from one.
+        TopologyError: if a share is negative, a rank keeps no share of its value, or a sum differs from one.
     """
     for t in range(topology.period):
-        away, kept = [0.0] * topology.size, [0.0] * topology.size
+        sent, received = [0.0] * topology.size, [0.0] * topology.size
         for rank in range(topology.size):
             shares = mixing(topology, rank, t)
             if min(shares.values()) < 0 or not shares.get(rank, 0.0) > 0:
-                raise topology.error(f"in round {t} a share is negative, or a rank keeps nothing of its own")
-            away[rank] = sum(shares.values())
+                raise topology.error(f"in round {t} rank {rank} sends a negative share, or keeps nothing")
+            sent[rank] = sum(shares.values())
             for peer, share in shares.items():
-                kept[peer] += share
-        for sums, what in ((away, "gives away"), (kept, "gets"))[: 2 if doubly else 1]:
+                received[peer] += share
+        for sums, verb in ((sent, "sends"), (received, "receives"))[: 2 if doubly_stochastic else 1]:
             worst = max(range(topology.size), key=lambda rank: abs(sums[rank] - 1))
             if abs(sums[worst] - 1) > ROUNDING:
                 raise topology.error(
-                    f"in round {t} what rank {worst} {what} adds up to {sums[worst]:.6g} shares, not to 1"
+                    f"in round {t} the shares that rank {worst} {verb} sum to {sums[worst]:.6g}, not to 1"
                 )

@@ -1,8 +1,8 @@
 """The graphs of Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792).
 
-With n ranks, rank r cycles through a book of peers r + offset (mod n), `peers` of them in each round:
+With n ranks, rank r cycles through a schedule of peers r + offset (mod n), `peers` of them in each round:
 
-    n_peer_exponential    +j (m+1)^i for j = 1 .. m, i = 0, 1, ..: one i in each round, m = peers; with n = (m+1)^p
+    n_peer_exponential    +j (m+1)^i for j = 1 .. m, i = 0, 1, ..: one i in each round, m = peers. With n = (m+1)^p
                           every rank has the exact mean after p rounds
     exponential           +2^i, -2^i for i = 0, 1, ..
     bipartite_exponential +1, -1, then +(1 + 2^i), -(1 + 2^i) for i = 1, 2, ..
@@ -21,20 +21,20 @@ Differences from both versions: Logarithms are computed with integers, so 3^5 ra
 in which a rank would send to itself or to one rank twice is rejected.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from dgc.gossip.topology.topology import Topology, TopologyError, from_books
+from dgc.gossip.topology.topology import Topology, TopologyError, from_schedules
 
 Order = Literal["paper", "later"]
 
 
-def powers(base: int, most: int) -> list[int]:
-    """1, base, base^2 .. up to `most`."""
-    found = [1] if most >= 1 else []
-    while found and found[-1] * base <= most:
-        found.append(found[-1] * base)
-    return found
+def powers(base: int, limit: int) -> list[int]:
+    """1, base, base^2, .. up to `limit`."""
+    result = [1] if limit >= 1 else []
+    while result and result[-1] * base <= limit:
+        result.append(result[-1] * base)
+    return result
 
 
 def n_peer_exponential(size: int, peers: int = 1) -> Topology:
@@ -51,15 +51,15 @@ def n_peer_exponential(size: int, peers: int = 1) -> Topology:
         >>> n_peer_exponential(8).out_peers(0, 2)
         (4,)
     """
-    _at_least_two("n_peer_exponential", size)
+    _check_size("n_peer_exponential", size)
     if peers < 1:
-        raise TopologyError(f"peers must be at least 1, not {peers}")
+        raise TopologyError(f"n_peer_exponential: peers must be at least 1, not {peers}")
     offsets = [j * power for power in powers(peers + 1, size - 1) for j in range(1, peers + 1)]
-    books = [[(rank + offset) % size for offset in offsets] for rank in range(size)]
+    schedules = [[(rank + offset) % size for offset in offsets] for rank in range(size)]
     cure = (
-        "peers=1 works for every number of ranks, peers=m for powers of m + 1, and size - 1 for one round of all"
+        "peers=1 works for any number of ranks, peers=m for powers of m + 1, and peers=size-1 always, in one round"
     )
-    return from_books("n_peer_exponential", books, peers, cure=cure)
+    return from_schedules("n_peer_exponential", schedules, peers, cure=cure)
 
 
 def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
@@ -73,7 +73,7 @@ def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
     Raises:
         TopologyError: if an argument is out of range, or a rank would send to one rank twice.
     """
-    return _both_ways("exponential", size, peers, order, lambda n: powers(2, n - 1), False)
+    return _two_directions("exponential", size, peers, order, powers(2, size - 1), False)
 
 
 def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
@@ -86,8 +86,8 @@ def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> To
     Raises:
         TopologyError: if an argument is out of range, or a rank would send to one rank twice.
     """
-    steps: Callable[[int], list[int]] = lambda n: [1, *(1 + power for power in powers(2, n - 1)[1:])]  # noqa: E731
-    return _both_ways("bipartite_exponential", size, peers, order, steps, True)
+    offsets = [1, *(1 + power for power in powers(2, size - 1)[1:])]
+    return _two_directions("bipartite_exponential", size, peers, order, offsets, True)
 
 
 def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
@@ -95,15 +95,15 @@ def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
 
     Args and errors are those of `exponential`.
     """
-    return _both_ways("linear", size, peers, order, lambda n: range(1, n, 2), False)
+    return _two_directions("linear", size, peers, order, range(1, size, 2), False)
 
 
 def bipartite_linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The linear graph between ranks of opposite parity.
+    """The bipartite linear graph: the offsets of `linear`, between ranks of opposite parity.
 
     Args and errors are those of `bipartite_exponential`.
     """
-    return _both_ways("bipartite_linear", size, peers, order, lambda n: range(1, n, 2), True)
+    return _two_directions("bipartite_linear", size, peers, order, range(1, size, 2), True)
 
 
 def ring(size: int, peers: int = 1) -> Topology:
@@ -116,32 +116,33 @@ def ring(size: int, peers: int = 1) -> Topology:
     Raises:
         TopologyError: if size or peers is out of range.
     """
-    _at_least_two("ring", size)
-    books = [_once([(rank + 1) % size, (rank - 1) % size]) for rank in range(size)]
-    return from_books("ring", books, peers, dynamic=False)
+    _check_size("ring", size)
+    schedules = [_unique([(rank + 1) % size, (rank - 1) % size]) for rank in range(size)]
+    return from_schedules("ring", schedules, peers, dynamic=False)
 
 
-def _both_ways(
-    name: str, size: int, peers: int, order: str, steps: Callable[[int], Iterable[int]], bipartite: bool
+def _two_directions(
+    name: str, size: int, peers: int, order: str, offsets: Sequence[int], bipartite: bool
 ) -> Topology:
-    _at_least_two(name, size)
+    """Every offset in both directions."""
+    _check_size(name, size)
     if order not in get_args(Order):
         raise TopologyError(f"{name}: order must be one of {', '.join(get_args(Order))}, not {order!r}")
     if bipartite and size % 2:
-        raise TopologyError(f"{name} needs an even number of ranks, not {size}: odd ones pair with even ones")
-    books = []
+        raise TopologyError(f"{name} needs an even number of ranks, not {size}: odd ranks pair with even ranks")
+    schedules = []
     for rank in range(size):
         passive = bipartite and rank % 2 == 0 and order == "paper"
         signs = (-1, 1) if passive else (1, -1)
-        book = [(rank + sign * step) % size for step in steps(size) for sign in signs]
-        books.append(_once(book) if order == "paper" else book)
-    return from_books(name, books, peers)
+        schedule = [(rank + sign * offset) % size for offset in offsets for sign in signs]
+        schedules.append(_unique(schedule) if order == "paper" else schedule)
+    return from_schedules(name, schedules, peers)
 
 
-def _once(peers: Iterable[int]) -> list[int]:
+def _unique(peers: Iterable[int]) -> list[int]:
     return list(dict.fromkeys(peers))
 
 
-def _at_least_two(name: str, size: int) -> None:
+def _check_size(name: str, size: int) -> None:
     if size < 2:
         raise TopologyError(f"{name} needs at least 2 ranks, not {size}")

@@ -61,13 +61,13 @@ class Topology:
         t = round % self.period
         if t not in self._rounds:
             out = [tuple(self.out(rank, t)) for rank in range(self.size)]
-            heard: list[list[int]] = [[] for _ in range(self.size)]
+            senders: list[list[int]] = [[] for _ in range(self.size)]
             for rank, peers in enumerate(out):
                 for peer in peers:
                     if not 0 <= peer < self.size:
                         raise self.error(f"rank {rank} sends to rank {peer} of {self.size} in round {t}")
-                    heard[peer].append(rank)
-            self._rounds[t] = (*out, *map(tuple, heard))
+                    senders[peer].append(rank)
+            self._rounds[t] = (*out, *map(tuple, senders))
         return self._rounds[t]
 
     @property
@@ -76,8 +76,9 @@ class Topology:
         pairs = ((rank, t) for t in range(self.period) for rank in range(self.size))
         return all(sorted(self.out_peers(*pair)) == list(self.in_peers(*pair)) for pair in pairs)
 
-    def error(self, what: str) -> TopologyError:
-        return TopologyError(f"{self.name} with {self.size} ranks: {what}{'. ' if self.cure else ''}{self.cure}")
+    def error(self, fault: str) -> TopologyError:
+        """An error whose message names the graph and the cure."""
+        return TopologyError(f"{self.name} with {self.size} ranks: {fault}{'. ' if self.cure else ''}{self.cure}")
 
 
 def check(topology: Topology) -> None:
@@ -93,55 +94,55 @@ def check(topology: Topology) -> None:
                 raise topology.error(f"rank {rank} sends to one rank twice in round {t}: {list(peers)}")
             reached[rank].update(peers)
             reaching[rank].update(topology.in_peers(rank, t))
-    for edges, what in ((reached, "rank 0 never reaches"), (reaching, "rank 0 never hears of")):
-        missing = sorted(set(range(topology.size)) - _closure(edges))
+    for edges, fault in ((reached, "never reaches"), (reaching, "is never reached from")):
+        missing = sorted(set(range(topology.size)) - _reachable(edges))
         if missing:
-            raise topology.error(f"{what} ranks {missing}, in whatever round")
+            raise topology.error(f"rank 0 {fault} ranks {missing} in any number of rounds")
 
 
-def _closure(edges: Sequence[set[int]]) -> set[int]:
+def _reachable(edges: Sequence[set[int]]) -> set[int]:
     """The ranks that rank 0 reaches along the edges."""
-    seen, new = {0}, [0]
+    reached, new = {0}, [0]
     while new:
-        new = sorted({peer for rank in new for peer in edges[rank]} - seen)
-        seen.update(new)
-    return seen
+        new = sorted({peer for rank in new for peer in edges[rank]} - reached)
+        reached.update(new)
+    return reached
 
 
-def from_books(
-    name: str, books: Sequence[Sequence[int]], peers: int, dynamic: bool = True, cure: str = ""
+def from_schedules(
+    name: str, schedules: Sequence[Sequence[int]], peers: int, dynamic: bool = True, cure: str = ""
 ) -> Topology:
-    """A graph in which each rank cycles through its book of peers, `peers` entries per round.
+    """A graph in which each rank cycles through its peer schedule, `peers` entries per round.
 
     Args:
         name (str): name for error messages.
-        books (sequence of sequences): the peers of each rank, all of the same length.
-        peers (int): entries used per round, from 1 to the length of a book.
+        schedules (sequence of sequences): the peers of each rank, all of the same length.
+        peers (int): entries used per round, from 1 to the length of a schedule.
         dynamic (bool): False uses the first entries in every round.
         cure (str): advice that is appended to error messages.
 
     Raises:
-        TopologyError: if the books differ in length, peers is out of range, or the graph is not valid.
+        TopologyError: if the schedules differ in length, peers is out of range, or the graph is not valid.
     """
-    lengths = {len(book) for book in books}
-    shortest = min(lengths)
+    size, lengths = len(schedules), {len(schedule) for schedule in schedules}
+    length = min(lengths)
     if len(lengths) > 1:
-        raise TopologyError(f"{name} with {len(books)} ranks: books of {sorted(lengths)} entries")
-    if not 1 <= peers <= shortest:
-        text = f"a rank has {shortest} to talk to, so peers must be from 1 to that, not {peers}. {cure}"
-        raise TopologyError(f"{name} with {len(books)} ranks: {text}".rstrip())
+        raise TopologyError(f"{name} with {size} ranks: schedules of different lengths {sorted(lengths)}")
+    if not 1 <= peers <= length:
+        fault = f"peers must be from 1 to {length}, the length of a peer schedule, not {peers}. {cure}"
+        raise TopologyError(f"{name} with {size} ranks: {fault}".rstrip())
 
     def out(rank: int, t: int) -> Peers:
         first = t * peers if dynamic else 0
-        return tuple(books[rank][(first + j) % shortest] for j in range(peers))
+        return tuple(schedules[rank][(first + j) % length] for j in range(peers))
 
-    return Topology(name, len(books), shortest // gcd(shortest, peers) if dynamic else 1, out, cure)
-
-
-Graph = Callable[[int], Topology]  # makes the topology of a number of ranks
+    return Topology(name, size, length // gcd(length, peers) if dynamic else 1, out, cure)
 
 
-def made(graph: Graph, size: int) -> Topology:
+Graph = Callable[[int], Topology]  # returns the topology for a number of ranks
+
+
+def build_topology(graph: Graph, size: int) -> Topology:
     """Calls `graph(size)`. Raises TopologyError if the graph has another number of ranks."""
     topology = graph(size)
     if topology.size != size:

@@ -1,5 +1,6 @@
-"""The exchange of a step's gradients: backward's hooks fill buckets, full buckets start, `finish` waits for all.
+"""The exchange of the gradients of a step.
 
+Hooks fill the buckets during backward. The exchange of a full bucket starts at once. `finish` waits for all.
 Every rank exchanges every bucket in every step. A parameter without a gradient counts as zero.
 """
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result, conversation_of
 from dgc.optim.exchange.planning import PlannedBucket
@@ -22,8 +23,8 @@ from dgc.optim.exchange.streams import SideStream
 _wrapped = WeakIdKeyDictionary()  # parameters with hooks
 
 
-def refuse_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that no other exchange uses these parameters: two would average a gradient twice.
+def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that no other exchange uses these parameters, because it would average their gradients twice.
 
     Raises:
         ValueError: A parameter belongs to another DistributedOptimizer.
@@ -31,13 +32,13 @@ def refuse_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
     for name, p in named_parameters:
         if p in _wrapped:
             raise ValueError(
-                f"{name} belongs to another DistributedOptimizer already: close() that one before its parameters "
-                "are wrapped again"
+                f"{name} belongs to another DistributedOptimizer already: close() that one before wrapping its "
+                "parameters again"
             )
 
 
 class GradientExchange:
-    """Exchanges the gradients of one step after another in the same buckets.
+    """Exchanges the gradients of every step, always in the same buckets.
 
     A bucket starts when each of its parameters has received `passes` gradients, or at `finish`. Hooks may run in
     several threads (one per device), so a lock guards the state. A parameter's .grad may change between passes. It
@@ -57,7 +58,7 @@ class GradientExchange:
         planned: Sequence[PlannedBucket],
         passes: int,
         transport: Transport,
-        meter: Meter,
+        meter: TrafficMeter,
         loss_scale: LossScale,
         begin_step: Callable[[], None],
     ):
@@ -66,20 +67,20 @@ class GradientExchange:
         self.averaged = False  # whether .grad holds the results of `finish`, with nothing added since
         self._transport, self._loss_scale, self._begin_step = transport, loss_scale, begin_step
         self._lock = threading.RLock()
-        self._where = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
-        self._sides = {device: SideStream(device) for device in {plan.bucket.device for plan in planned}}
-        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._where]
-        _wrapped.update((p, True) for p in self._where)
-        self._begin()
+        self._slots = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
+        self._side_streams = {device: SideStream(device) for device in {plan.bucket.device for plan in planned}}
+        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._slots]
+        _wrapped.update((p, True) for p in self._slots)
+        self._reset()
 
-    def _begin(self) -> None:
-        self._left = dict.fromkeys(self._where, self.passes)
-        self._missing = [len(plan.parameters) for plan in self.planned]
+    def _reset(self) -> None:
+        self._passes_left = dict.fromkeys(self._slots, self.passes)
+        self._gradients_left = [len(plan.parameters) for plan in self.planned]
         self._running: dict[int, RunningConversation[Result]] = {}
-        self._final: dict[Tensor, tuple[Tensor, int]] = {}  # complete gradients and their versions
+        self._final_gradients: dict[Tensor, tuple[Tensor, int]] = {}  # complete gradients and their versions
 
     def __contains__(self, p: Tensor) -> bool:
-        return p in self._where
+        return p in self._slots
 
     @property
     def in_flight(self) -> bool:
@@ -88,33 +89,33 @@ class GradientExchange:
     def _hook(self, p: Tensor) -> None:
         with self._lock:
             self.had_backward, self.averaged = True, False
-            b, i = self._where[p]
-            if self._left[p] == 0:
+            b, i = self._slots[p]
+            if self._passes_left[p] == 0:
                 raise RuntimeError(
-                    f"{self.planned[b].bucket.segments[i].name} got more gradients than "
+                    f"{self.planned[b].bucket.segments[i].name} received more gradients than "
                     f"backward_passes_per_step={self.passes} since the last step() or synchronize()"
                 )
             with torch.no_grad():
                 self.planned[b].collect(i)
-            self._left[p] -= 1
-            if self._left[p] == 0:
-                self._note(p)
-                self._missing[b] -= 1
-                if self._missing[b] == 0:
+            self._passes_left[p] -= 1
+            if self._passes_left[p] == 0:
+                self._record_version(p)
+                self._gradients_left[b] -= 1
+                if self._gradients_left[b] == 0:
                     self._start(b)
             with torch.no_grad():
-                for other, talk in self._running.items():
-                    with self._side(other).beside_caller():
-                        talk.advance()
+                for other, running in self._running.items():
+                    with self._side_stream(other).concurrently():
+                        running.advance()
 
-    def _note(self, p: Tensor) -> None:
+    def _record_version(self, p: Tensor) -> None:
         assert p.grad is not None
-        self._final[p] = p.grad, p.grad._version
+        self._final_gradients[p] = p.grad, p.grad._version
 
-    def _refuse_changed(self, plan: PlannedBucket) -> None:
-        """Raise RuntimeError if a complete gradient has changed: what is sent would then depend on timing."""
+    def _check_unchanged(self, plan: PlannedBucket) -> None:
+        """Raise RuntimeError if a complete gradient has changed, as sent values would depend on timing."""
         for p, segment in zip(plan.parameters, plan.bucket.segments, strict=True):
-            final = self._final.get(p)
+            final = self._final_gradients.get(p)
             if final is not None and (p.grad is not final[0] or final[0]._version != final[1]):
                 raise RuntimeError(
                     f"the gradient of {segment.name} changed between backward and step() or synchronize(), while "
@@ -126,9 +127,9 @@ class GradientExchange:
         if not self._running:
             self._begin_step()
         plan = self.planned[b]
-        self._refuse_changed(plan)
+        self._check_unchanged(plan)
         self.meter.count_dense(plan.bucket.numel, self._transport.size)
-        with torch.no_grad(), self._side(b).behind_caller():
+        with torch.no_grad(), self._side_stream(b).after_caller():
             if self._loss_scale.enabled:
                 self._loss_scale.divide_(plan.bucket.flat)
             conversation = conversation_of(plan.compressor, plan.bucket)
@@ -136,36 +137,36 @@ class GradientExchange:
         if plan.bucket.is_flat:
             plan.attach()  # the gradients were copied: free the originals
             for p in plan.parameters:
-                self._note(p)
+                self._record_version(p)
 
-    def _side(self, b: int) -> SideStream:
-        return self._sides[self.planned[b].bucket.device]
+    def _side_stream(self, b: int) -> SideStream:
+        return self._side_streams[self.planned[b].bucket.device]
 
     def finish(self) -> list[Result]:
         """Start the buckets that backward did not fill and wait for all. Returns one result per bucket."""
         with self._lock, torch.no_grad():
             for plan in self.planned:
-                self._refuse_changed(plan)
+                self._check_unchanged(plan)
             for b, plan in enumerate(self.planned):
                 if b not in self._running:
                     for i in range(len(plan.parameters)):
                         plan.collect(i)
                     self._start(b)
-            # one round of every bucket in turn: while one bucket waits, the others' next rounds are in flight
-            left = list(range(len(self.planned)))
-            while left:
-                for b in left:
-                    with self._side(b).beside_caller():
+            # one round of each bucket in turn: while one bucket waits, the next rounds of the others are in flight
+            remaining = list(range(len(self.planned)))
+            while remaining:
+                for b in remaining:
+                    with self._side_stream(b).concurrently():
                         self._running[b].finish_round()
-                left = [b for b in left if not self._running[b].done]
+                remaining = [b for b in remaining if not self._running[b].done]
             results = [self._running[b].finish() for b in range(len(self.planned))]
-            for side in self._sides.values():
+            for side in self._side_streams.values():
                 side.join()
             for plan in self.planned:
                 if plan.bucket.is_flat:
                     plan.attach()
                 plan.bucket.release()
-            self._begin()
+            self._reset()
             self.averaged = True
             return results
 
@@ -176,7 +177,7 @@ class GradientExchange:
         """
         if self.in_flight:
             raise RuntimeError(
-                "zero_grad() between backward and step() or synchronize(): gradients are on their way"
+                "zero_grad() between backward and step() or synchronize(), while gradients are in flight"
             )
         for plan in self.planned:
             if set_to_none:
@@ -185,17 +186,17 @@ class GradientExchange:
             else:
                 plan.bucket.flat.zero_()
                 plan.attach()
-        self._begin()
+        self._reset()
         self.averaged = False
 
-    def refuse_thawed(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Raise ValueError for a trainable parameter outside all buckets: only local gradients would train it."""
+    def check_no_unfrozen(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError for a trainable parameter outside all buckets, which would get only local gradients."""
         for g, group in enumerate(param_groups):
             for i, p in enumerate(group["params"]):
                 if p.requires_grad and p not in self:
                     raise ValueError(
-                        f"parameter {i} of group {g}, of shape {tuple(p.shape)}, needs a gradient now but did not "
-                        "when DistributedOptimizer was built: close() it and wrap the optimizer again"
+                        f"parameter {i} of group {g}, of shape {tuple(p.shape)}, requires a gradient now but did "
+                        "not when DistributedOptimizer was built: close() it and wrap the optimizer again"
                     )
 
     def is_state_initialisation(self) -> bool:
@@ -206,7 +207,7 @@ class GradientExchange:
         """
         if self.had_backward:
             return False
-        gradients = [p.grad for p in self._where]
+        gradients = [p.grad for p in self._slots]
         foreign = [
             p.grad
             for plan in self.planned
@@ -218,5 +219,5 @@ class GradientExchange:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for p in self._where:
+        for p in self._slots:
             _wrapped.pop(p, None)

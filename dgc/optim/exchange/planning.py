@@ -11,6 +11,7 @@ from dgc.bucket import Bucket, Segment, lay_out, make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, SparseResult
+from dgc.optim.agreement import first_difference
 from dgc.optim.sgd import SparseUpdate
 
 MEGABYTE = 1024 * 1024
@@ -18,7 +19,7 @@ MEGABYTE = 1024 * 1024
 
 @dataclass(eq=False)
 class PlannedBucket:
-    """A bucket, its compressor and its parameters."""
+    """A bucket with its compressor and its parameters."""
 
     bucket: Bucket
     compressor: Compressor
@@ -66,14 +67,14 @@ class PlannedBucket:
     def takes_sparse_updates(self) -> bool:
         """Whether a step needs only the sparse mean.
 
-        This holds if momentum is already applied and the parameters still have the memory order of the bucket,
-        which `model.to(memory_format=...)` after wrapping changes.
+        This requires that momentum is already applied and that the parameters have the memory order of the bucket.
+        `model.to(memory_format=...)` after wrapping changes that order.
         """
         ordered = all(s.orders(p) for s, p in zip(self.bucket.segments, self.parameters, strict=True))
         return self.compressor.correction is not None and ordered
 
     def sparse_update(self, indices: Tensor, values: Tensor) -> SparseUpdate:
-        """Return a sparse gradient of the bucket as an update of its parameters."""
+        """Convert a sparse gradient of the bucket to an update of its parameters."""
         return SparseUpdate(self.parameters, self._bounds, indices, values)
 
     @cached_property
@@ -138,10 +139,7 @@ def check_agreement(planned: Sequence[PlannedBucket], transport: Transport) -> N
     own = describe(planned)
     for rank, other in enumerate(all_gather_object(transport, own, "plan")):
         if other != own:
-            difference = next(
-                (f"{a} there, {b} here" for a, b in zip(other, own, strict=False) if a != b),
-                f"{len(other)} gradients there, {len(own)} here",
-            )
+            difference = first_difference(other, own, "gradients")
             raise ValueError(
                 f"rank {rank} and rank {transport.rank} train different models or compress them "
                 f"differently: {difference}"

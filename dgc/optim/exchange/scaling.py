@@ -51,15 +51,15 @@ class LossScale:
             flat.mul_(self._on(flat.device))
 
     def check_before_averaging(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError if the scaler is unknown or has already unscaled the gradients."""
+        """Raise RuntimeError if there is no scaler, or it has already unscaled the gradients."""
         if not self.enabled:
             raise RuntimeError(
-                "a GradScaler steps this DistributedOptimizer, which was not told of it: pass it as grad_scaler="
+                "a GradScaler steps this DistributedOptimizer but was not passed to it: pass it as grad_scaler="
             )
         if self._is_unscaled(optimizer):
             raise RuntimeError(
-                "unscale_(optimizer) came before optimizer.synchronize(): gradients are averaged first, then "
-                "unscaled, then clipped, then stepped inside optimizer.skip_synchronize()"
+                "unscale_(optimizer) was called before optimizer.synchronize(): first average the gradients, then "
+                "unscale, then clip, then step inside optimizer.skip_synchronize()"
             )
 
     def check_before_step(self, optimizer: Optimizer) -> None:

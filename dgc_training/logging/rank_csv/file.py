@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from dgc_training.checkpoint.files import write_atomically
+from dgc_training.atomic_write import write_atomically
 
 TIMES = ("BT(s)", "NT(s)", "DT(s)")
 SCORES = ("Loss", "Prec@1", "Prec@5")
@@ -34,20 +34,20 @@ def open_file(path: Path, preamble: Sequence[str], last: Sequence[int] | None) -
         lines = path.read_text(errors="replace").split("\n")[:-1]
     kept = []
     if len(lines) >= PREAMBLE and lines[PREAMBLE - 1] == preamble[-1] and last is not None:
-        kept = [line for line in lines[PREAMBLE:] if _order(line) <= _rank(*last)]
+        kept = [line for line in lines[PREAMBLE:] if _sort_key(line) <= _position(*last)]
     text = "".join(f"{line}\n" for line in (*preamble, *kept))
     write_atomically(path, lambda temporary: temporary.write_text(text))
     return path.open("a")
 
 
-def _rank(epoch: int, itr: int) -> tuple[float, float]:
+def _position(epoch: int, itr: int) -> tuple[float, float]:
     return (epoch, math.inf if itr == END else itr)
 
 
-def _order(line: str) -> tuple[float, float]:
+def _sort_key(line: str) -> tuple[float, float]:
     """The sort key of a row. A line that is not a row sorts after all rows."""
     cells = line.split(",")
     try:
-        return _rank(int(cells[0]), int(cells[1])) if len(cells) == len(COLUMNS) else (math.inf, 0.0)
+        return _position(int(cells[0]), int(cells[1])) if len(cells) == len(COLUMNS) else (math.inf, 0.0)
     except ValueError:
         return (math.inf, 0.0)

@@ -33,11 +33,11 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from dgc_training.checkpoint.validation import check_form
+from dgc_training.checkpoint.validation import check_structure
 from dgc_training.logging.rank_csv.file import COLUMNS, END, LATEST, SCORES, SUMMED, TIMES, open_file
 
 UNKNOWN = -1.0
-NO_GAUGES: Mapping[str, float] = MappingProxyType({})
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass
@@ -85,19 +85,19 @@ class CsvLog:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         if every < 1 or ignore < 0:
-            raise ValueError(f"every is {every} and ignore {ignore}; at least 1 and 0 are possible")
+            raise ValueError(f"every is {every} and ignore is {ignore}; they must be at least 1 and 0")
         self.path = directory / "csv" / f"out_r{rank}_n{size}.csv"
         self.every, self.ignore = every, ignore
         self.preamble = ["BEGIN-TRAINING", f"World-Size,{size}", f"Num-DLWorkers,{num_workers}"]
         self.preamble += [f"Batch-Size,{batch_size}", ",".join(COLUMNS)]
         self.times = {name: Running() for name in TIMES}
         self.elapsed = 0.0
-        self.place = [-1, END]  # Epoch and itr of the last call
+        self.position = [-1, END]  # Epoch and itr of the last call
         self.written = [-1, END]  # Epoch and itr of the last row
         self.steps, self.samples = 0, 0  # of the epoch so far
         self.now: dict[str, float | Tensor] = dict.fromkeys((*TIMES, *SCORES), UNKNOWN)
         self.sums: dict[str, float | Tensor] = dict.fromkeys(SCORES, 0.0)
-        self.gauges = dict.fromkeys((*LATEST, *SUMMED), 0.0) | {"consensus": UNKNOWN, "weight": 1.0}
+        self.metrics = dict.fromkeys((*LATEST, *SUMMED), 0.0) | {"consensus": UNKNOWN, "weight": 1.0}
         self.file: TextIO | None = None
         self.resumed = False
         if state is not None:
@@ -113,7 +113,7 @@ class CsvLog:
         top1: float | Tensor,
         top5: float | Tensor,
         samples: int,
-        gauges: Mapping[str, float] = NO_GAUGES,
+        metrics: Mapping[str, float] = NO_METRICS,
     ) -> None:
         """Call after each step.
 
@@ -122,14 +122,14 @@ class CsvLog:
             batch_s, data_s: seconds of the step, and the part of them spent waiting for data.
             loss, top1, top5: scores of the step's `samples`; -1: unknown. A 0-d tensor on any device is read only
                 when a row is written.
-            gauges: any of consensus, weight, staleness (current values) and payload_bytes, wire_bytes, wait(s)
+            metrics: any of consensus, weight, staleness (current values) and payload_bytes, wire_bytes, wait(s)
                 (amounts of this step). ValueError for another name.
         """
-        if unknown := gauges.keys() - self.gauges.keys():
-            raise ValueError(f"no gauges: {sorted(unknown)}; there are {sorted(self.gauges)}")
-        if epoch != self.place[0] or self.place[1] == END:
+        if unknown := metrics.keys() - self.metrics.keys():
+            raise ValueError(f"there are no metrics {sorted(unknown)}; possible are {sorted(self.metrics)}")
+        if epoch != self.position[0] or self.position[1] == END:
             self.steps, self.samples, self.sums = 0, 0, dict.fromkeys(SCORES, 0.0)
-        self.place = [epoch, itr]
+        self.position = [epoch, itr]
         self.steps += 1
         self.samples += samples
         self.elapsed += batch_s
@@ -145,12 +145,12 @@ class CsvLog:
         if self.steps > self.ignore:
             for name, running in self.times.items():
                 running.add(seconds[name])
-        for name, amount in gauges.items():
-            self.gauges[name] = self.gauges[name] + amount if name in SUMMED else amount
+        for name, amount in metrics.items():
+            self.metrics[name] = self.metrics[name] + amount if name in SUMMED else amount
         if (self.steps - 1) % self.every == 0:
             self._training_row()
         # The distance was measured at this step and is unknown at the next ones.
-        self.gauges["consensus"] = UNKNOWN
+        self.metrics["consensus"] = UNKNOWN
 
     def end_epoch(self, epoch: int, val: float | None = None, consensus: float | None = None) -> None:
         """Writes the rows that end an epoch. Call it after validation and before the checkpoint, also if the job
@@ -160,36 +160,36 @@ class CsvLog:
             val: top-1 %; None without validation.
             consensus: the distance measured before validation; None if it was not measured.
         """
-        self.gauges["consensus"] = UNKNOWN if consensus is None else consensus
-        if self.steps and self.place[0] == epoch and self.place[1] != END and self.place != self.written:
+        self.metrics["consensus"] = UNKNOWN if consensus is None else consensus
+        if self.steps and self.position[0] == epoch and self.position[1] != END and self.position != self.written:
             self._training_row()
-        self.place = [epoch, END]
+        self.position = [epoch, END]
         self._row([UNKNOWN] * (2 * len(SCORES)), UNKNOWN if val is None else val)
-        self.gauges["consensus"] = UNKNOWN
+        self.metrics["consensus"] = UNKNOWN
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint, as plain numbers."""
         return {
             "times": {name: asdict(running) for name, running in self.times.items()},
             "elapsed": self.elapsed,
-            "place": list(self.place),
+            "place": list(self.position),
             "written": list(self.written),
             "steps": self.steps,
             "samples": self.samples,
             "now": {name: float(value) for name, value in self.now.items()},
             "sums": {name: float(value) for name, value in self.sums.items()},
-            "gauges": dict(self.gauges),
+            "metrics": dict(self.metrics),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Call before the first row. Raises ValueError if `state` is not a state of this class."""
         if self.file is not None:
-            raise ValueError("a state is loaded before the first row is written, not after it")
-        check_form(state, self.state_dict(), "csv")
+            raise ValueError("a state must be loaded before the first row is written")
+        check_structure(state, self.state_dict(), "csv")
         self.times = {name: Running(**values) for name, values in state["times"].items()}
         self.elapsed, self.steps, self.samples = state["elapsed"], state["steps"], state["samples"]
-        self.place, self.written = list(state["place"]), list(state["written"])
-        self.now, self.sums, self.gauges = dict(state["now"]), dict(state["sums"]), dict(state["gauges"])
+        self.position, self.written = list(state["place"]), list(state["written"])
+        self.now, self.sums, self.metrics = dict(state["now"]), dict(state["sums"]), dict(state["metrics"])
         self.resumed = True
 
     def close(self) -> None:
@@ -211,26 +211,26 @@ class CsvLog:
             for name in TIMES
             for value in (float(self.now[name]), self.times[name].mean, self.times[name].deviation)
         ]
-        gauges = [f"{self.gauges[name]:.7g}" for name in ("consensus", "weight")]
-        gauges += [f"{self.gauges[name]:.0f}" for name in ("payload_bytes", "wire_bytes")]
-        gauges += [f"{self.gauges['staleness']:g}", f"{self.gauges['wait(s)']:.6g}"]
+        metrics = [f"{self.metrics[name]:.7g}" for name in ("consensus", "weight")]
+        metrics += [f"{self.metrics[name]:.0f}" for name in ("payload_bytes", "wire_bytes")]
+        metrics += [f"{self.metrics['staleness']:g}", f"{self.metrics['wait(s)']:.6g}"]
         cells = [f"{value:.6g}" for value in (*times, *scores, val)]
-        line = ",".join([*map(str, self.place), *cells, *gauges, f"{self.elapsed:.3f}"])
+        line = ",".join([*map(str, self.position), *cells, *metrics, f"{self.elapsed:.3f}"])
         if self.file is None:
             self.file = open_file(self.path, self.preamble, self.written if self.resumed else None)
         self.file.write(line + "\n")
         # Flush each row, so that a killed run keeps its rows.
         self.file.flush()
-        self.written = list(self.place)
-        self.gauges |= dict.fromkeys(SUMMED, 0.0)
+        self.written = list(self.position)
+        self.metrics |= dict.fromkeys(SUMMED, 0.0)
 
 
-class Since:
+class Increments:
     """Turns growing totals, such as a meter's counters, into amounts since the last call.
 
-    since = Since({"wire_bytes": meter.wire_bytes})
+    increments = Increments({"wire_bytes": meter.wire_bytes})
     ...
-    csv.step(..., gauges=since({"wire_bytes": meter.wire_bytes}))
+    csv.step(..., metrics=increments({"wire_bytes": meter.wire_bytes}))
     """
 
     def __init__(self, totals: Mapping[str, float]) -> None:

@@ -10,7 +10,7 @@ from dgc.comm.trace import Trace
 T = TypeVar("T")
 
 
-class Clock:
+class PhaseTimer:
     """Adds up the host's seconds spent in named phases. With a `trace`, each phase is also drawn there."""
 
     def __init__(self, trace: Trace | None = None) -> None:
@@ -28,7 +28,7 @@ class Clock:
             if self.trace is not None:
                 self.trace.add(name, "training", started, ended)
 
-    def each(self, name: str, items: Iterable[T]) -> Iterator[T]:
+    def iterate(self, name: str, items: Iterable[T]) -> Iterator[T]:
         """Yields `items`, and counts the time spent fetching them as phase `name`."""
         iterator = iter(items)
         while True:

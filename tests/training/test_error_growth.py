@@ -1,4 +1,4 @@
-"""The alarm of a growing error state: silent on what is healthy, one warning for what is not."""
+"""The monitor of the error state: no warning for a healthy one, one warning for unbounded growth."""
 
 import math
 import warnings
@@ -10,52 +10,53 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import AtomoCompressor, DGCCompressor, SVDCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc_training.faults.error_growth import ErrorAlarm
+from dgc_training.faults.error_growth import ErrorGrowthMonitor
 
 
-def alarms(norms, ratio=0.01, steps=10):
-    alarm = ErrorAlarm()
-    return [text for norm in norms if (text := alarm.look(norm, ratio, steps))]
+def warnings_of(norms, ratio=0.01, steps=10):
+    monitor = ErrorGrowthMonitor()
+    return [text for norm in norms if (text := monitor.update(norm, ratio, steps))]
 
 
 def test_growth_that_levels_off_is_healthy():
     for time_constant in (20, 100, 300):
-        assert alarms([10 * (1 - math.exp(-10 * i / time_constant)) for i in range(1, 400)]) == []
+        assert warnings_of([10 * (1 - math.exp(-10 * i / time_constant)) for i in range(1, 400)]) == []
 
 
-def test_a_random_walk_within_the_life_of_a_coordinate_is_healthy():
-    assert alarms([math.sqrt(min(10 * i, 1000)) for i in range(1, 500)], ratio=0.001) == []
+def test_a_random_walk_until_coordinates_are_sent_is_healthy():
+    assert warnings_of([math.sqrt(min(10 * i, 1000)) for i in range(1, 500)], ratio=0.001) == []
 
 
 def test_a_new_ratio_starts_a_new_reference():
-    alarm = ErrorAlarm()
+    monitor = ErrorGrowthMonitor()
     for ratio, norm in ((0.25, 1.0), (0.063, 8.0), (0.016, 60.0), (0.001, 500.0)):
-        assert not any(alarm.look(norm * (1 + i / 1000), ratio, 10) for i in range(200))
+        assert not any(monitor.update(norm * (1 + i / 1000), ratio, 10) for i in range(200))
 
 
 @pytest.mark.parametrize("growth", [lambda i: 1.02**i, lambda i: float(i)])
-def test_growth_without_end_is_told_once(growth):
-    (text,) = alarms([growth(i) for i in range(1, 600)])
+def test_unbounded_growth_gives_one_warning(growth):
+    (text,) = warnings_of([growth(i) for i in range(1, 600)])
     assert "error state's norm has grown from" in text and "compress_ratio 0.01" in text
 
 
 def test_a_high_plateau_is_not_growth():
-    assert alarms([1.0] * 40 + [50.0] * 9 + [49.0] * 200) == []
+    assert warnings_of([1.0] * 40 + [50.0] * 9 + [49.0] * 200) == []
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_is_told_at_once(norm):
-    (text,) = alarms([1.0, norm, norm])
+def test_a_nonfinite_norm_gives_one_warning_at_once(norm):
+    (text,) = warnings_of([1.0, norm, norm])
     assert "not finite" in text
 
 
-def test_dense_training_has_no_error_to_watch():
-    assert alarms([float(i) for i in range(1, 600)], ratio=1.0) == []
+def test_dense_training_gives_no_warning():
+    assert warnings_of([float(i) for i in range(1, 600)], ratio=1.0) == []
 
 
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("lr", [pytest.param(0.05, marks=pytest.mark.proof), 1.5])
 def test_real_training(lr):
-    """A stable rate raises no alarm in 1000 steps of DGC; one that diverges does."""
+    """A stable learning rate gives no warning in 1000 steps of DGC. A diverging one gives a warning."""
 
     def body(transport):
         torch.manual_seed(1)
@@ -65,30 +66,30 @@ def test_real_training(lr):
         optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
         generator = torch.Generator().manual_seed(transport.rank)
         weights = torch.randn(40, 50, generator=torch.Generator().manual_seed(9))
-        alarm, told = ErrorAlarm(), []
+        monitor, found = ErrorGrowthMonitor(), []
         for step in range(1000):
             inputs = torch.randn(16, 50, generator=generator)
             optimizer.zero_grad()
             (model(inputs) - inputs @ weights.T).square().mean().backward()
             optimizer.step()
-            if step % 10 == 9 and (text := alarm.look(optimizer.error_norm(), 0.01, 10)):
-                told.append(text)
+            if step % 10 == 9 and (text := monitor.update(optimizer.error_norm(), 0.01, 10)):
+                found.append(text)
                 break
-        return told
+        return found
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for told in LockstepWorld(2).run(body):
-            assert bool(told) == (lr > 1)
+        for found in LockstepWorld(2).run(body):
+            assert bool(found) == (lr > 1)
 
 
 @pytest.mark.parametrize("make", [SVDCompressor, AtomoCompressor])
-def test_the_alarm_watches_low_rank_methods(make):
-    """At the ratio that they report: a ratio of 1 would switch it off."""
+def test_low_rank_methods_are_monitored(make):
+    """Their compress_ratio is below 1. A ratio of 1 would turn the monitor off."""
     model = torch.nn.Linear(40, 60)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     transport = LockstepWorld(1).transports[0]
     optimizer = DistributedOptimizer(inner, model.named_parameters(), make(2), transport=transport)
     assert optimizer.compress_ratio == 2 * (40 + 60) / (40 * 60)
-    (text,) = alarms([1.02**i for i in range(600)], ratio=optimizer.compress_ratio)
+    (text,) = warnings_of([1.02**i for i in range(600)], ratio=optimizer.compress_ratio)
     assert "compress_ratio 0.0833" in text

@@ -5,7 +5,7 @@ import sys
 import time
 
 # Names of rank and size by launcher: mpirun, horovodrun over Gloo, an MPI that srun or Hydra starts through PMI,
-# torchrun (which `dgc.comm.launch` refuses with one message), and srun alone. For SLURM the size is that of the
+# torchrun (which `dgc.comm.launch` refuses with one message), and srun alone. With SLURM the size is that of the
 # job step: the batch script also has SLURM_PROCID and SLURM_NTASKS but is not a rank, and srun may start fewer
 # tasks than the job allows.
 LAUNCHERS = (
@@ -36,15 +36,15 @@ def launched_size() -> int:
     return _launched()[1]
 
 
-def complain(message: str, patience: float = 15.0) -> int:
-    """Prints to stderr why nothing was started, and returns exit code 2.
+def print_error(message: str, delay: float = 15.0) -> int:
+    """Prints to stderr why nothing was started, and returns exit status 2.
 
     Usually every rank fails with the same message, and the launcher ends the others once rank 0 has exited. If
-    rank 0 does not fail (a file is missing on one machine), the others print after `patience` seconds.
+    rank 0 does not fail (a file is missing on one machine), the others print after `delay` seconds.
     """
     rank = launched_rank()
     if rank:
-        time.sleep(patience)
+        time.sleep(delay)
         message = f"[rank {rank}] {message}"
     print(message, file=sys.stderr, flush=True)
     return 2

@@ -13,12 +13,12 @@ from typing import Any
 from dgc_training.logging.formatting import human_bytes
 from dgc_training.logging.terminal import columns, terminal_of, wants_colour
 
-LINE_EVERY = 20.0  # seconds between two lines within an epoch
+SECONDS_PER_LINE = 20.0  # within an epoch, without a terminal
 BAR = "{desc} |{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
 BOLD, GREEN, RESET = "\x1b[1m", "\x1b[1;32m", "\x1b[0m"
 
 
-class Screen:
+class Console:
     """Prints the table and the progress bar, on rank 0 only.
 
     Args:
@@ -26,17 +26,17 @@ class Screen:
     """
 
     def __init__(self, rank: int, num_epochs: int, steps_per_epoch: int, result: str | None) -> None:
-        self.prints = rank == 0
+        self.is_on = rank == 0
         self.num_epochs, self.steps_per_epoch, self.result = num_epochs, steps_per_epoch, result
-        self.terminal = terminal_of(1) if self.prints else None
+        self.terminal = terminal_of(1) if self.is_on else None
         self.colour = wants_colour(self.terminal)
         self.bar: Any = None
         self.header: dict[str, int] = {}  # the columns printed last, and their widths
         self.last_line = time.perf_counter()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Prints one or more lines to standard output, above the progress bar."""
-        if self.prints:
+        if self.is_on:
             self.last_line = time.perf_counter()
             if self.bar is not None:
                 self.bar.clear()
@@ -44,12 +44,12 @@ class Screen:
 
     def step(self, epoch: int, step: int, state: str) -> None:
         """Call after each step. step: counted from 1. epoch: counted from 0. state: text to show; may be empty."""
-        if not self.prints:
+        if not self.is_on:
             return
         if self.terminal is not None:
             self._advance(epoch, step, state)
-        elif time.perf_counter() - self.last_line > LINE_EVERY:
-            self.say(f"  epoch {epoch + 1}/{self.num_epochs}, step {step}/{self.steps_per_epoch}: {state}")
+        elif time.perf_counter() - self.last_line > SECONDS_PER_LINE:
+            self.print(f"  epoch {epoch + 1}/{self.num_epochs}, step {step}/{self.steps_per_epoch}: {state}")
 
     def _advance(self, epoch: int, step: int, state: str) -> None:
         if self.bar is None:
@@ -88,16 +88,16 @@ class Screen:
                 cells["wire/step"] = human_bytes(values["bytes/wire_per_step"])
                 cells["wire/dense"] = f"{100 * values['bytes/wire_over_dense']:.3g}%"
             cells["samples/s"] = f"{values['time/samples_per_second']:.0f}"
-        least = {"epoch": len(f"{self.num_epochs}/{self.num_epochs}"), "loss": 6, "lr": 7}
-        widths = {name: max(len(name), least.get(name, 0)) for name in cells}
+        min_widths = {"epoch": len(f"{self.num_epochs}/{self.num_epochs}"), "loss": 6, "lr": 7}
+        widths = {name: max(len(name), min_widths.get(name, 0)) for name in cells}
         if self.header != widths:
-            self.say(self._styled(" ".join(f"{name:>{widths[name]}}" for name in cells), BOLD))
+            self.print(self._styled(" ".join(f"{name:>{widths[name]}}" for name in cells), BOLD))
             self.header = widths
         row = {name: f"{cell:>{widths[name]}}" for name, cell in cells.items()}
         if best and self.result is not None:
             name = self.result.rpartition("/")[2]
             row[name] = self._styled(row[name], GREEN)
-        self.say(" ".join(row.values()))
+        self.print(" ".join(row.values()))
 
     def _styled(self, text: str, style: str) -> str:
         return f"{style}{text}{RESET}" if self.colour else text

@@ -1,7 +1,7 @@
-"""Base class of gossip with differences (`choco`, `powergossip`).
+"""Base class of gossip with differences of models (`choco`, `powergossip`).
 
-Every step ends with an exchange with the neighbours, in both directions of every edge. It completes before the
-next forward pass.
+After every step, a rank exchanges with its neighbours, in both directions of every edge. The exchange completes
+before the next forward pass.
 
 Weights W are symmetric, and rows sum to one. If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is
 -e_ji, the mean over ranks is preserved for any compression of e.
@@ -15,35 +15,25 @@ import torch
 from torch import Tensor
 
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import Meter
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
-from dgc.gossip.protocol import NOT_BEGUN
+from dgc.gossip.protocol import MISSING_ZERO_GRAD
 from dgc.gossip.topology.mixing import ROUNDING, Mixing, Shares, check_mixing
-from dgc.gossip.topology.sgp_graphs import ring
-from dgc.gossip.topology.topology import Graph, Peers, Topology, made
+from dgc.gossip.topology.topology import Graph, Peers, Topology, build_topology
 from dgc.memory.state import check_tensor
 
 
-def two_way_ring(size: int) -> Topology:
-    """Both neighbours on a ring; with two ranks, the other one.
+class DifferenceGossip(ABC):
+    """Base class of gossip with differences of models.
 
     Args:
-        size (int): number of ranks, at least 2.
+        graph (callable): returns the topology for a number of ranks.
+        mixing (Mixing): weights W, symmetric with rows that sum to one.
 
     Raises:
-        TopologyError: if size is less than 2.
-    """
-    return ring(size, min(2, size - 1))
-
-
-class Neighbours(ABC):
-    """Base class of gossip with differences.
-
-    Args:
-        graph (callable): makes the topology for a number of ranks.
-        mixing (Mixing): weights W.
+        TopologyError: by `start`, if the graph or the weights are not valid.
     """
 
     needs_groups = False
@@ -54,31 +44,31 @@ class Neighbours(ABC):
         self.graph, self.mixing = graph, mixing
         self.compress_ratio = 1.0
         self.round = 0
-        self._running: RunningConversation[None] | None = None
+        self._conversation: RunningConversation[None] | None = None
 
-    def start(self, model: FlatModel, transport: Transport, meter: Meter, name: str = "gossip") -> None:
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         self.name, self.model, self.z = name, model, model.z
         self.rank, self.size = transport.rank, transport.size
         self._transport, self._meter = transport, meter
-        self.topology = None if self.size == 1 else made(self.graph, self.size)
+        self.topology = None if self.size == 1 else build_topology(self.graph, self.size)
         if self.topology is not None:
             self._check(self.topology)
         self._prepare()
         self.compress_ratio = min(1.0, self._nbytes() / (4 * self.z.numel()))
 
     def _check(self, topology: Topology) -> None:
-        who = f"{type(self).__name__} needs"
+        needs = f"{type(self).__name__} needs"
         cure = "use ring with peers=2, grid, star or full"
         if self.static and topology.period != 1:
-            raise topology.error(f"{who} the same neighbours in every round, and here they change: {cure}")
+            raise topology.error(f"{needs} the same neighbours in every round, but they change: {cure}")
         if not topology.is_symmetric:
             cure += "" if self.static else ", or a graph of pairs"
-            raise topology.error(f"{who} edges that go both ways, and here some do not: {cure}")
-        check_mixing(topology, self.mixing, doubly=True)
+            raise topology.error(f"{needs} edges in both directions, but some have only one: {cure}")
+        check_mixing(topology, self.mixing, doubly_stochastic=True)
         for t in range(topology.period):
             shares = [self.mixing(topology, rank, t) for rank in range(self.size)]
-            if any(abs(shares[j][i] - w) > ROUNDING for i, own in enumerate(shares) for j, w in own.items()):
-                raise topology.error(f"{who} one weight for both ends of an edge: use the mixing metropolis")
+            if any(abs(shares[j][i] - w) > ROUNDING for i, row in enumerate(shares) for j, w in row.items()):
+                raise topology.error(f"{needs} the same weight at both ends of an edge: use the mixing metropolis")
 
     def neighbours(self, round: int) -> tuple[Peers, Shares]:
         """This rank's neighbours, ascending, and its weights."""
@@ -103,67 +93,67 @@ class Neighbours(ABC):
         return None
 
     def begin_step(self) -> None:
-        self.settle()
+        self.synchronize_messages()
 
     def update(self, step: Callable[[], object], lr: float) -> None:
-        if self._running is not None:
-            raise RuntimeError(NOT_BEGUN)
+        if self._conversation is not None:
+            raise RuntimeError(MISSING_ZERO_GRAD)
         step()
         self.model.gather()
         if self.size > 1:
-            self._running = RunningConversation(self.name, self._average(), self._transport, self._meter)
+            self._conversation = RunningConversation(self.name, self._average(), self._transport, self._meter)
 
-    def settle(self) -> None:
-        if self._running is not None:
-            self._running.finish()
-            self._running = None
+    def synchronize_messages(self) -> None:
+        if self._conversation is not None:
+            self._conversation.finish()
+            self._conversation = None
             self.model.scatter()
 
-    def hold(self) -> None:
-        """Same as `settle`: no step lies between the end of a step and the effect of its messages."""
-        self.settle()
+    def flush(self) -> None:
+        """Same as `synchronize_messages`: messages of a step are always added before the next step."""
+        self.synchronize_messages()
 
     def restart(self) -> None:
-        assert self._running is None, "settle() comes first"
+        assert self._conversation is None, "synchronize_messages() must be called first"
 
     # --- state ------------------------------------------------------------------------------------
 
-    def numerator(self) -> Tensor:
-        assert self._running is None, "hold() comes first"
+    def biased_parameters(self) -> Tensor:
+        assert self._conversation is None, "flush() must be called first"
         return self.z.clone()
 
-    def gauges(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"weight": 1.0, "staleness": 0.0}
 
     def errors(self) -> Iterable[Tensor]:
         return ()
 
     def close(self) -> None:
-        self.settle()
+        self.synchronize_messages()
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._running is None, "hold() comes first"
+        assert self._conversation is None, "flush() must be called first"
         return {"z": self.z.clone(), "round": self.round, "size": self.size, **self._state()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != {"z", "round", "size", *self._state()}:
-            raise ValueError(f"state of another algorithm: {sorted(state)}")
+            raise ValueError(f"state of another algorithm: it has {sorted(state)}")
         check_tensor("z", state["z"], self.z.shape)
         if state["size"] == self.size:
             self._load(state)
         else:
-            self._meet()
+            self._reset_neighbours()
         self.z.copy_(state["z"])
         self.model.scatter()
-        self.round, self._running = state["round"], None
+        self.round, self._conversation = state["round"], None
 
     @abstractmethod
     def _state(self) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _meet(self) -> None:
-        """Resets the state of the neighbours, after a state of another number of ranks was loaded."""
+    def _reset_neighbours(self) -> None:
+        """Resets what is stored about neighbours, after a state of another number of ranks was loaded."""
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None:

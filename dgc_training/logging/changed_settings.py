@@ -13,7 +13,7 @@ from dgc_training.constructors import import_target
 WIDTH = 80
 
 
-def overview(tree: DictConfig) -> str:
+def changed_settings(tree: DictConfig) -> str:
     """One line per key, wrapped at 80 columns.
 
     A node with a `_target_` is written as a call, without arguments that equal its constructor's defaults.

@@ -1,4 +1,4 @@
-"""Collects the values of each training step for a rank's CSV file."""
+"""Measures each training step and writes it to the CSV file of a rank."""
 
 import time
 from collections.abc import Mapping
@@ -8,37 +8,38 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor
 
-from dgc.optim import Wrapper
-from dgc_training.logging.clock import Clock
-from dgc_training.logging.rank_csv.log import UNKNOWN, CsvLog, Since, accuracy
+from dgc_training.logging.phase_timer import PhaseTimer
+from dgc_training.logging.rank_csv.log import UNKNOWN, CsvLog, Increments, accuracy
+from dgc_training.synchronization import Synchronization
 
 
-class Rows:
+class StepRecorder:
     """Measures steps and writes them to the CSV file.
 
     Args:
         directory: the run directory.
         settings: the config's `train`.
         num_workers: data workers per rank, for the header of the file.
-        optimizer: its meter and gauges are written.
+        sync: the synchronization of the ranks, for the columns of the algorithm.
     """
 
-    def __init__(self, directory: Path, settings: DictConfig, num_workers: int, optimizer: Wrapper) -> None:
-        self.optimizer, self.metric = optimizer, settings.metric
+    def __init__(self, directory: Path, settings: DictConfig, num_workers: int, sync: Synchronization) -> None:
+        self.sync, self.metric = sync, settings.metric
+        self.meter, transport = sync.optimizer.meter, sync.optimizer.transport
         self.file = CsvLog(
             directory,
-            rank=optimizer.transport.rank,
-            size=optimizer.transport.size,
+            rank=transport.rank,
+            size=transport.size,
             batch_size=settings.batch_size * settings.num_batches_per_step,
             num_workers=num_workers,
             every=settings.log_every,
         )
 
-    def begin(self, clock: Clock) -> None:
+    def begin(self, timer: PhaseTimer) -> None:
         """Starts timing a step. The time before this call is not counted."""
-        self.clock = clock
+        self.timer = timer
         self.started = time.perf_counter()
-        self.since = Since(self._totals())
+        self.increments = Increments(self._totals())
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -46,10 +47,9 @@ class Rows:
         self.top: list[Any] = [0.0, 0.0]
 
     def _totals(self) -> dict[str, float]:
-        meter = self.optimizer.meter
-        data = self.clock.seconds.get("data", 0.0)
-        sent = {"payload_bytes": float(meter.payload_bytes), "wire_bytes": meter.wire_bytes}
-        return {**sent, "wait(s)": meter.seconds["wait"], "data": data}
+        data = self.timer.seconds.get("data", 0.0)
+        sent = {"payload_bytes": float(self.meter.payload_bytes), "wire_bytes": self.meter.wire_bytes}
+        return {**sent, "wait(s)": self.meter.seconds["wait"], "data": data}
 
     def batch(self, outputs: Tensor, targets: Tensor) -> None:
         """Call after each forward pass."""
@@ -63,19 +63,24 @@ class Rows:
     def step(self, epoch: int, itr: int, loss: Tensor) -> None:
         """Call after each step."""
         now, samples = time.perf_counter(), max(1, self.samples)
-        gauges = self.since(self._totals())
-        told = self.optimizer.gauges()
-        gauges |= {name: told[name] for name in ("weight", "staleness") if name in told}
-        waited = gauges.pop("data")
+        amounts = self.increments(self._totals())
+        data_seconds = amounts.pop("data")
         top1, top5 = (top / samples for top in self.top)
-        self.file.step(epoch, itr, now - self.started, waited, loss, top1, top5, samples, gauges)
+        metrics = {**amounts, **self.sync.csv_values()}
+        self.file.step(epoch, itr, now - self.started, data_seconds, loss, top1, top5, samples, metrics)
         self.started = now
         self._begin_step()
 
     def end_epoch(self, epoch: int, results: Mapping[str, float]) -> None:
         """Call after an epoch's evaluation and before its checkpoint."""
-        distance = self.optimizer.gauges().get("consensus_distance")
-        self.file.end_epoch(epoch, results.get(self.metric) if self.metric else None, distance)
+        result = results.get(self.metric) if self.metric else None
+        self.file.end_epoch(epoch, result, self.sync.consensus_distance())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.file.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.file.load_state_dict(state)
 
     def close(self) -> None:
         self.file.close()

@@ -1,0 +1,79 @@
+"""Builds the parts of a run from its config. Errors of constructors become ConfigErrors."""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+
+from dgc.comm import Transport
+from dgc.comm.launch import LaunchError
+from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
+from dgc_training.config import ConfigError, instantiate
+
+
+@contextmanager
+def config_errors() -> Iterator[None]:
+    """Context manager that turns a ValueError of any part into a ConfigError, which has no traceback."""
+    try:
+        yield
+    except (ConfigError, LaunchError):
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"the run cannot be built from this config: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return f"{kind}{error} ({'/'.join(Path(place.filename).parts[-2:])}:{place.lineno})"
+
+
+def build(node: Any, *args: Any) -> Any:
+    """Calls `instantiate`. Any error of the constructor becomes a ConfigError with key, cause and location."""
+    try:
+        return instantiate(node, *args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{node._get_full_key(None)} ({node._target_}): {_cause(error)}") from error
+
+
+def open_transport(settings: DictConfig, connect: Callable[..., Transport]) -> Transport:
+    """Calls `connect` with what the algorithm of the config's `train` needs."""
+    with config_errors():
+        gossip = build(settings.gossip)
+        return connect(
+            hierarchical=gossip is not None and gossip.needs_groups,
+            timeout=settings.timeout,
+            point_to_point=gossip is not None,
+        )
+
+
+def wrap_optimizer(optimizer: Optimizer, model: nn.Module, settings: DictConfig, transport: Transport) -> Wrapper:
+    """The distributed optimizer. It averages gradients over all ranks or, with gossip, models over a few ranks."""
+    if settings.gossip is not None:
+        gossip = build(settings.gossip)
+        in_steps = not settings.schedule_lr_per_epoch or settings.checkpoint_every is not None
+        if in_steps and not gossip.is_synchronous:
+            raise ValueError(
+                f"with {type(gossip).__name__} ranks have no steps in common, only epochs: "
+                "train.schedule_lr_per_epoch must be True and train.checkpoint_every null"
+            )
+        return GossipOptimizer(
+            optimizer, model.named_parameters(), gossip, transport=transport, nonfinite=settings.nonfinite
+        )
+    return DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=build(settings.compression),
+        backward_passes_per_step=settings.num_batches_per_step,
+        op="average",
+        bucket_mb=settings.bucket_mb,
+        nonfinite=settings.nonfinite,
+        transport=transport,
+    )

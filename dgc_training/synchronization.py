@@ -1,0 +1,97 @@
+"""How the ranks of a run stay together, step by step and epoch by epoch.
+
+- With gradient compression all ranks take the same steps at the same time.
+- With synchronous gossip all ranks take the same number of steps, but one may be some steps ahead of another.
+- With asynchronous gossip ranks have only epochs in common. An epoch ends once all ranks together have taken as
+  many steps as an epoch has.
+
+The training loop calls one `Synchronization` in all three cases. It also stops all ranks at the same point after a
+signal (`dgc_training.faults.interruption`).
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from omegaconf import DictConfig
+
+from dgc.optim import Wrapper
+from dgc_training.data import Passes, TrainBatches
+from dgc_training.faults.interruption import Interruption
+
+
+class Synchronization:
+    """Context manager around the training loop. The methods are collective, except for `metrics`.
+
+    Args:
+        optimizer: the distributed optimizer.
+        settings: the config's `train`.
+    """
+
+    def __init__(self, optimizer: Wrapper, settings: DictConfig) -> None:
+        self.optimizer = optimizer
+        self.size = optimizer.transport.size
+        self.interruption = Interruption(optimizer.transport, optimizer.max_step_lag)
+        self.stop_signal: signal.Signals | None = None  # equal on every rank
+        self._metric_group = "compression" if settings.gossip is None else "gossip"
+
+    @property
+    def max_step_lag(self) -> int | None:
+        """Steps that one rank may be ahead of another; None: any number."""
+        return self.optimizer.max_step_lag
+
+    def __enter__(self) -> "Synchronization":
+        self.interruption.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.interruption.__exit__(kind, error, trace)
+
+    def steps(self, batches: TrainBatches, epoch: int, start: int) -> Iterator[tuple[int, Passes]]:
+        """Yields (step, passes) of an epoch from step `start`, until it ends or a signal stops the run."""
+        total = self.size * batches.steps_per_epoch * (epoch + 1)
+        more_steps = self.optimizer.more_steps(total)
+        own_steps = None if more_steps is None else lambda: more_steps() and not self.interruption.received
+        for step, passes in batches.epoch(epoch, start, own_steps):
+            self.interruption.begin_step()
+            yield step, passes
+            if self.stop_signal is not None:
+                return
+
+    def end_step(self) -> None:
+        """Call after each step. Sets `stop_signal` if a signal was received."""
+        self.stop_signal = self.interruption.end_step()
+
+    def end_epoch(self) -> bool:
+        """Call after the last step of an epoch. Returns False if a signal stopped the run before."""
+        if self.stop_signal is None:
+            self.optimizer.synchronize_messages()
+            if self.max_step_lag is None:  # ranks without common steps check for signals only here
+                self.check_signals()
+        return self.stop_signal is None
+
+    def check_signals(self) -> None:
+        """Sets `stop_signal` if any rank has received a signal. Call it between epochs."""
+        self.stop_signal = self.interruption.check()
+
+    def averaged_model(self) -> AbstractContextManager[None]:
+        """Context manager in which every rank has the same model: the mean over the ranks if they differ."""
+        return self.optimizer.consensus()
+
+    # --- logs -------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """The optimizer's metrics of the last step, by TensorBoard tag."""
+        return {f"{self._metric_group}/{name}": value for name, value in self.optimizer.metrics().items()}
+
+    def csv_values(self) -> dict[str, float]:
+        """The CSV columns weight and staleness, if the algorithm has them."""
+        found = self.optimizer.metrics()
+        return {name: found[name] for name in ("weight", "staleness") if name in found}
+
+    def consensus_distance(self) -> float | None:
+        """Distance of this rank's model to the mean, as of the last `averaged_model`; None: not measured."""
+        return self.optimizer.metrics().get("consensus_distance")

@@ -1,0 +1,72 @@
+"""Faults of error feedback and momentum correction."""
+
+from tests.mutants.fault import Fault
+
+MEMORY = [
+    Fault(
+        "momentum-factor-masking-forgotten",
+        "dgc/memory/momentum.py",
+        "return PassInputs(bucket.gradients, u, v, self.momentum, self.nesterov, sent, self.momentum_masking)",
+        "return PassInputs(bucket.gradients, u, v, self.momentum, self.nesterov, sent)",
+        ["tests/memory/test_memory.py"],
+    ),
+    Fault(
+        "masking-forgotten-in-saved-states",
+        "dgc/memory/momentum.py",
+        "self._deferred, self._snapshots = DeferredUpdate(momentum_masking), Snapshots()",
+        "self._deferred, self._snapshots = DeferredUpdate(), Snapshots()",
+        ["tests/memory/test_memory.py"],
+    ),
+    Fault(
+        "non-finite-flag-lost-by-clipping",
+        "dgc/memory/momentum.py",
+        "return first",
+        "return None",
+        [
+            "tests/memory",
+            "tests/laws/test_laws.py::test_nonfinite_gradients_are_named_alike_on_every_rank[nan-3-dgc-clipped]",
+        ],
+    ),
+    Fault(
+        "momentum-not-loaded",
+        "dgc/memory/state.py",
+        "tensor.copy_(state[name])",
+        "tensor.add_(state[name] * 0)",
+        ["tests/memory/test_memory.py"],
+    ),
+    Fault(
+        "rounding-of-a-dense-step-lost",
+        "dgc/memory/residual.py",
+        "self._snapshots.subtract(self._residual, bucket, values)",
+        "self._snapshots.subtract(self._residual, bucket, self._residual[bucket])",
+        ["tests/memory/test_memory.py"],
+    ),
+    Fault(
+        "dropped-dense-step-not-rolled-back",
+        "dgc/memory/state.py",
+        "state.replace(bucket, whole)",
+        "state.replace(bucket, state[bucket])",
+        ["tests/memory/test_memory.py"],
+    ),
+    Fault(
+        "sent-elements-not-removed-from-the-error",
+        "dgc/memory/residual.py",
+        "sent=self._deferred.release(bucket))",
+        "sent=None)",
+        ["tests/memory/test_memory.py"],
+    ),
+    Fault(
+        "global-norm-summed-not-averaged",
+        "dgc/memory/clip.py",
+        "(mean,) = yield (AllReduce(squares),)",
+        '(mean,) = yield (AllReduce(squares, "sum"),)',
+        ["tests/memory"],
+    ),
+    Fault(
+        "short-gradients-stretched-to-the-limit",
+        "dgc/memory/clip.py",
+        "part.mul_((self.max_norm / (norm + 1e-6)).clamp(max=1.0))",
+        "part.mul_(self.max_norm / (norm + 1e-6))",
+        ["tests/memory"],
+    ),
+]

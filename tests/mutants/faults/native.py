@@ -1,0 +1,72 @@
+"""Faults of the kernels in C++: selection, codec, quantizers, low rank, statistics."""
+
+from tests.mutants.fault import Fault
+
+NATIVE = [
+    Fault(
+        "masking-not-asked-for",
+        "dgc/kernels/cpp/accumulate/pass_body.h",
+        "if (has_u && sent.masks) s.u[i] = 0.0f;",
+        "if (has_u) s.u[i] = 0.0f;",
+        ["tests/kernels/test_sent.py::test_accumulate"],
+    ),
+    Fault(
+        "threshold-of-the-next-element",
+        "dgc/kernels/cpp/selection/rank.cpp",
+        "uint32_t threshold = members[k - 1];",
+        "uint32_t threshold = members[k];",
+        ["tests/kernels/test_kernel_laws.py::test_select"],
+    ),
+    Fault(
+        "merged-sums-not-averaged",
+        "dgc/kernels/cpp/selection/merge.cpp",
+        "values[found++] = sums[at] / size;",
+        "values[found++] = sums[at];",
+        ["tests/kernels/test_kernel_laws.py::test_merge_mean"],
+    ),
+    Fault(
+        "rice-parameter-not-the-smallest",
+        "dgc/kernels/cpp/codec/rice.cpp",
+        "if (more - high > count) break;",
+        "if (more - high >= count) break;",
+        ["tests/kernels/test_codec.py::test_codecs_agree_bit_for_bit"],
+    ),
+    Fault(
+        "checksum-without-positions",
+        "dgc/kernels/cpp/codec/payload.cpp",
+        "static_cast<uint64_t>(2 * i + 1)",
+        "uint64_t{1}",
+        ["tests/kernels/test_codec.py::test_the_checksum_is_the_weighted_sum_of_the_words"],
+    ),
+    Fault(
+        "mean-magnitude-of-all-tensors-together",
+        "dgc/kernels/cpp/codec/values.cpp",
+        "static_cast<double>(end - begin)",
+        "static_cast<double>(count)",
+        ["tests/kernels/test_codec.py::test_codecs_agree_bit_for_bit"],
+    ),
+    Fault(
+        "negative-threshold-exclusive",
+        "dgc/kernels/cpp/quantize/quantize_body.h",
+        "mask_of(v[i] <= -threshold)",
+        "mask_of(v[i] < -threshold)",
+        [
+            "tests/kernels/test_quantizers.py::test_mxnet_s_layouts",
+            "tests/kernels/test_quantizers.py::test_small_integers",
+        ],
+    ),
+    Fault(
+        "low-rank-product-added-to-the-error",
+        "dgc/kernels/cpp/lowrank/lowrank_body.h",
+        "x[b] -= w.U[k * w.n + i + b] * along;",
+        "x[b] += w.U[k * w.n + i + b] * along;",
+        ["tests/kernels/test_lowrank.py::test_one_pass_is_subtraction_addition_and_product"],
+    ),
+    Fault(
+        "maximum-of-the-last-unit",
+        "dgc/kernels/cpp/selection/statistics.cpp",
+        "sum.largest = std::max(sum.largest, next.largest);",
+        "sum.largest = next.largest;",
+        ["tests/kernels/test_statistics.py::test_moments"],
+    ),
+]

@@ -1,0 +1,55 @@
+"""Faults of payload formats."""
+
+from tests.mutants.fault import Fault
+
+WIRE = [
+    Fault(
+        "checksum-of-a-payload-ignored",
+        "dgc/wire/payload.py",
+        "if not sealed:",
+        "if not (sealed or good):",
+        ["tests/wire/test_corruption.py::test_every_flipped_bit_is_noticed"],
+    ),
+    Fault(
+        "non-finite-flag-of-a-payload-ignored",
+        "dgc/wire/payload.py",
+        "return selections, known[1::7]",
+        "return selections, [0] * len(selections)",
+        ["tests/wire/test_payload.py::test_the_first_tensor_that_is_not_finite_is_named"],
+    ),
+    Fault(
+        "format-of-other-ranks-not-compared",
+        "dgc/wire/payload.py",
+        "if form != own[1]:",
+        "if form != own[1] and ratio != own[0]:",
+        ["tests/wire/test_terms.py"],
+    ),
+    Fault(
+        "checksum-of-sealed-codes-ignored",
+        "dgc/wire/sealed.py",
+        "if not sealed or count or not 0 <= number <= segments:",
+        "if count or not 0 <= number <= segments:",
+        ["tests/wire/test_corruption.py", "tests/wire/test_terms.py"],
+    ),
+    Fault(
+        "sum-over-ranks-overflows-the-wire",
+        "dgc/wire/values.py",
+        "limit = wire.max / (1 if summands == 1 else 2 * summands)",
+        "limit = wire.max / (1 if summands == 1 else 2)",
+        ["tests/wire/test_payload.py::test_a_sum_on_the_wire_stays_in_range"],
+    ),
+    Fault(
+        "no-reserve-in-a-planned-length",
+        "dgc/wire/lengths.py",
+        "likely = _ceil(mean + variance.sqrt())",
+        "likely = _ceil(mean)",
+        ["tests/wire/test_plans.py"],
+    ),
+    Fault(
+        "code-longer-than-plain-indices",
+        "dgc/wire/indices.py",
+        "return rice if rice.nbytes < plain.nbytes else plain",
+        "return rice",
+        ["tests/wire/test_plans.py"],
+    ),
+]

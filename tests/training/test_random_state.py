@@ -1,0 +1,29 @@
+"""The state of all random generators: saved and restored, they continue."""
+
+import io
+import random
+
+import numpy as np
+import torch
+
+from dgc_training.random_state import random_state, restore_random_state, seed_everything
+
+CPU = torch.device("cpu")
+
+
+def draw():
+    """Of normal variables too: of these, two generators keep every second one for later."""
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
+
+
+def test_all_generators_continue():
+    seed_everything(5)
+    first = draw()
+    file = io.BytesIO()
+    torch.save(random_state(CPU), file)
+    expected = [draw() for _ in range(3)]
+    seed_everything(5)
+    assert draw() == first
+    file.seek(0)
+    restore_random_state(torch.load(file, weights_only=True), CPU)
+    assert [draw() for _ in range(3)] == expected
