@@ -14,7 +14,7 @@ from small_data import write_cifar, write_imagenet
 
 from dgc_training.config import instantiate, load
 from dgc_training.config.layers import REPOSITORY
-from dgc_training.config.targets import import_target
+from dgc_training.constructors import import_target
 from dgc_training.schedule import Schedule, scale_learning_rate
 from dgc_training.startup.run_name import run_name
 from scripts.launch import environment

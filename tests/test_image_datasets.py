@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from dgc_datasets import CIFAR, ImageNet
 from dgc_datasets.prepare import prepare_once
 from dgc_training.config import ConfigError, instantiate, load
-from dgc_training.config.targets import import_target
+from dgc_training.constructors import import_target
 
 CIFAR10 = import_target("torchvision.datasets.CIFAR10")
 

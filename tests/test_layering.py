@@ -126,7 +126,9 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.__init__": ("dgc.comm", "dgc.optim"),
     "dgc_datasets": (),
     "dgc_models": (),
-    "dgc_training.config": ("dgc_datasets",),
+    "dgc_training.errors": (),
+    "dgc_training.constructors": ("dgc_datasets", "dgc_training.errors"),
+    "dgc_training.config": ("dgc_training.errors", "dgc_training.constructors"),
     "dgc_training": ("dgc.comm.__init__", "dgc_training.config"),
     "dgc_training.faults": ("dgc.comm", "dgc.comm.__init__", "dgc_training.config", "dgc_training"),
     "dgc_training.startup": (
@@ -151,6 +153,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc_training.logging": (
         "dgc.comm",
         "dgc.comm.__init__",
+        "dgc_training.constructors",
         "dgc_training.config",
         "dgc_training",
         "dgc_training.faults",

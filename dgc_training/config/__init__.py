@@ -17,20 +17,22 @@ is null. In Python an assigned `Config(Target)` always replaces the node.
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from dgc_training.config.check import Check
-from dgc_training.config.errors import ConfigError as ConfigError
-from dgc_training.config.errors import collecting, together
 from dgc_training.config.formulas import derived as derived
+from dgc_training.config.keys import Key as Key
 from dgc_training.config.layers import UNDER_CONSTRUCTION, find, parse
 from dgc_training.config.stack import Stack
-from dgc_training.config.targets import Key as Key
-from dgc_training.config.targets import instantiate as instantiate
 from dgc_training.config.tree import Config as Config
 from dgc_training.config.tree import assign_
+from dgc_training.constructors import instantiate as instantiate
+from dgc_training.errors import ConfigError as ConfigError
+from dgc_training.errors import collecting
+
+to_yaml = OmegaConf.to_yaml  # loads as the same tree. resolve=True writes values instead of formulas.
 
 if TYPE_CHECKING:
     configs: Config
@@ -38,11 +40,9 @@ else:
 
     def __getattr__(name: str) -> Config:
         """Looks up `configs` at each import, so that every load uses its own tree."""
-        if name != "configs":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        tree = UNDER_CONSTRUCTION.get()
+        tree = UNDER_CONSTRUCTION.get() if name == "configs" else None
         if tree is None:
-            raise AttributeError("`configs` exists only inside a config file, while `load` reads it")
+            raise AttributeError(f"no {name!r} in {__name__}; `configs` exists only while `load` runs")
         return tree
 
 
@@ -71,19 +71,9 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
         with collecting(problems):
             stack.apply(partial(assign_, key=key, value=value), f"command line, --configs.{key}")
     check = Check(stack, files, is_complete)
-    problems = [*check.problems, *problems]
-    if problems:
-        raise together(problems)
+    if problems := list(dict.fromkeys([*check.problems, *problems])):
+        heading = [f"{len(problems)} errors in the config:"] if len(problems) > 1 else []
+        raise ConfigError("\n  ".join(heading + problems))
     OmegaConf.set_readonly(check.result, True)
     OmegaConf.set_struct(check.result, True)
     return check.result
-
-
-def defaults() -> dict[str, Any]:
-    """The tree of the root base, configs/__init__.py, which is the first layer of every stack."""
-    return Stack().tree
-
-
-def to_yaml(tree: DictConfig, resolve: bool = False) -> str:
-    """The tree as YAML, which loads as the same tree. resolve=True writes computed values instead of formulas."""
-    return OmegaConf.to_yaml(tree, resolve=resolve)

@@ -8,12 +8,13 @@ from typing import Any
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dgc_training.config.errors import ConfigError, closest, short
 from dgc_training.config.formulas import is_formula
+from dgc_training.config.keys import ANYTHING, Key, key_of, keywords
 from dgc_training.config.layers import ROOT_BASE, bases_of, config_files, show
 from dgc_training.config.stack import Stack
-from dgc_training.config.targets import ANYTHING, SPECIAL, Key, import_target, key_of, keywords
-from dgc_training.config.tree import Keys, dotted, similar
+from dgc_training.config.tree import similar
+from dgc_training.constructors import SPECIAL, import_target
+from dgc_training.errors import ConfigError, closest, short
 
 
 class Check:
@@ -26,30 +27,30 @@ class Check:
     """
 
     def __init__(self, stack: Stack, files: Sequence[Path], is_complete: bool) -> None:
-        self.stack, self.files = stack, files
+        self.stack = stack
         self.result = OmegaConf.create(stack.tree)
         self.problems: list[str] = []
         self._wrong: set[str] = set()  # keys with a mistake. What follows from them is not reported again.
         self._missing: list[str] = []  # keys without a value that an experiment must set
-        self._formulas: list[tuple[Any, Any, str, Keys, Key]] = []
-        self._check_requirements(stack.tree.get("requires"))
-        self._check_mapping(self.result, stack.tree, (), Key(dict, section=True))
-        for formula in self._formulas:
+        self._formulas: list[tuple[Any, Any, str, str, Key]] = []
+        self._check_requirements(stack.tree["requires"], files)
+        self._check_mapping(self.result, stack.tree, "", stack.keys[""])
+        for formula in self._formulas:  # when all wrong values are known
             self._check_formula(*formula)
         if self._missing and is_complete:
             files = [file for file in config_files(ROOT_BASE.parent) if "configs.model = " in file.read_text()]
             first = f"name an experiment first: --configs {' or '.join(map(show, files))}"
             self.problems.append(f"no {', '.join(self._missing)} in this stack; {first}")
 
-    def _report(self, path: Keys, message: str) -> None:
-        self._wrong.add(dotted(path))
+    def _report(self, path: str, message: str) -> None:
+        self._wrong.add(path)
         self.problems.append(f"{self.stack.origin(path)}: {message}")
 
-    def _is_reported(self, *names: str) -> bool:
+    def _is_reported(self, *paths: str) -> bool:
         """Whether a mistake is reported for one of these keys or for a node that contains it."""
-        return any(f"{name}.".startswith(f"{wrong}.") for name in names for wrong in self._wrong)
+        return any(f"{path}.".startswith(f"{wrong}.") for path in paths for wrong in self._wrong)
 
-    def _check_requirements(self, requires: Any) -> None:
+    def _check_requirements(self, requires: Any, files: Sequence[Path]) -> None:
         """Checks `requires`, the values that stacked bases require: {dotted key: value}."""
         for key, wanted in requires.items() if isinstance(requires, dict) else ():
             try:
@@ -57,103 +58,97 @@ class Check:
             except OmegaConfBaseException:  # a formula without a value, which is reported, or no node
                 found = None
             if found != wanted:
-                by, origin = self.stack.origin(("requires", key)), self.stack.origin(tuple(key.split(".")))
-                late = [file for file in self.files if by in map(show, [*bases_of(file), file])]
-                right = [*dict.fromkeys(file for file in self.files if file not in late), *dict.fromkeys(late)]
+                by, origin = self.stack.origin(f"requires.{key}"), self.stack.origin(key)
+                late = [file for file in files if by in map(show, [*bases_of(file), file])]
+                right = list(dict.fromkeys([file for file in files if file not in late] + late))
                 cure = f"leave out the one or the other: {origin}, {' '.join(map(show, late)) or by}"
-                if late and right != self.files:
+                if late and right != files:
                     cure = f"the right order is --configs {' '.join(map(show, right))}"
                 self._wrong.add(key.removesuffix("._target_"))
                 self.problems.append(f"{key} is {found} ({origin}), but {by} needs {wanted} there; {cure}")
 
-    def _check_mapping(self, node: Any, raw: dict[str, Any], path: Keys, accepted: Key) -> None:
+    def _check_mapping(self, node: Any, raw: dict[str, Any], path: str, accepted: Key) -> None:
         """Checks the keys of a section, of a constructor or of a mapping with free names."""
-        keys = None
+        prefix = f"{path}." if path else ""
+        keys: dict[str, Key] | None = None  # None: every key is accepted
         if "_target_" in raw:
-            keys = self._keywords(node, path)
+            keys = self._keywords(node, prefix)
         elif accepted.section:
-            keys = {name[-1]: key for name, key in self.stack.keys.items() if name[:-1] == path}
+            keys = {at.removeprefix(prefix): key for at, key in self.stack.keys.items() if at.startswith(prefix)}
+            keys = {key: known for key, known in keys.items() if key and "." not in key}
             for key in (key for key in keys if key not in raw):
-                self._report((*path, key), f"removes {dotted((*path, key))}; set keys one by one, or to null")
+                self._report(prefix + key, f"removes {prefix}{key}; set keys one by one, or to null")
         for key, value in raw.items():
-            known = keys.get(key) if keys is not None else accepted.items or ANYTHING
+            at, known = prefix + key, accepted.items or ANYTHING if keys is None else keys.get(key)
             if known is None:
-                self._report((*path, key), self._unknown((*path, key), keys or (), raw.get("_target_")))
+                self._report(at, self._unknown(at, keys or (), raw.get("_target_")))
             elif value is None and accepted.section and known.must_be_set:
-                self._missing.append(dotted((*path, key)))
-                self._wrong.add(dotted((*path, key)))
+                self._missing.append(at)
+                self._wrong.add(at)
             else:
-                self._check_value(node, key, value, (*path, key), known)
+                near = closest(key, (name for name in raw if name != key), 0) if known is accepted.items else ""
+                self._check_value(node, key, value, at, known, near)
 
-    def _keywords(self, node: Any, path: Keys) -> dict[str, Key] | None:
+    def _keywords(self, node: Any, prefix: str) -> dict[str, Key] | None:
         """What the keywords of a node's constructor accept. None: every keyword, or the constructor is wrong."""
-        name = ""
         try:
-            known = keywords(import_target(name := str(node["_target_"])))
-        except (OmegaConfBaseException, ConfigError) as error:
-            if isinstance(error, ConfigError):  # otherwise a formula without a value, which is reported
-                self._report((*path, "_target_"), f"{dotted((*path, '_target_'))} is {name}: {error}")
-            return None
-        if known is None:
-            return None
-        kinds = {key: Key(parameter.annotation).kinds() for key, parameter in known.items()}
-        return {key: key_of(kinds[key]) for key in kinds} | {"_target_": Key(str), "_partial_": Key(bool)}
+            return keywords(import_target(name := str(node["_target_"])))
+        except ConfigError as error:
+            self._report(f"{prefix}_target_", f"{prefix}_target_ is {name}: {error}")
+        except OmegaConfBaseException:  # a formula without a value, which is reported
+            pass
+        return None
 
-    def _check_value(self, node: Any, key: Any, raw: Any, path: Keys, accepted: Key) -> None:
+    def _check_value(self, node: Any, key: Any, raw: Any, path: str, accepted: Key, near: str = "") -> None:
         """Checks one value and those below it. `key` is its key or its index in `node`."""
-        if self._is_reported(dotted(path)):
+        if self._is_reported(path):
             return
-        if is_formula(raw):  # checked last, when all wrong values are known
+        if is_formula(raw):
             self._formulas.append((node, key, raw, path, accepted))
         elif wanted := accepted.wanted(raw):
-            hint = "; a text that looks like something else is written '\"5\"'" if "text" in wanted else ""
-            self._report(path, f"{dotted(path)} is {short(repr(raw), 60)}, but it must be {wanted}{hint}")
+            hint = "; a text that looks like something else is written '\"5\"'" if "text" in wanted else near
+            self._report(path, f"{path} is {short(repr(raw), 60)}, but it must be {wanted}{hint}")
         elif isinstance(raw, dict):
             self._check_mapping(node[key], raw, path, accepted)
         elif isinstance(raw, list):
             for n, item in enumerate(raw):
-                self._check_value(node[key], n, item, (*path, str(n)), key_of(accepted.kinds() - {"list"}))
+                self._check_value(node[key], n, item, f"{path}.{n}", key_of(accepted.kinds() - {"list"}))
         elif isinstance(raw, float) and accepted.kinds() & {"int", "float"} == {"int"}:
             node[key] = int(raw)
 
-    def _check_formula(self, node: Any, key: Any, raw: str, path: Keys, accepted: Key) -> None:
+    def _check_formula(self, node: Any, key: Any, raw: str, path: str, accepted: Key) -> None:
         if self._is_reported(*re.findall(r"[\w.]+", raw)):
             return
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
-            self._report(path, f"{dotted(path)} is {short(raw)}: {self._reason(error)}")
+            reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+            if missing := re.fullmatch(r"Interpolation key '(.*)' not found", reason):
+                near = [f"; closest: {key}" for key in similar(missing[1], self.stack.tree)]
+                reason = f"there is no key {missing[1]!r}{''.join(near[:1])}"
+            elif "ecursi" in reason:
+                reason = "it refers back to itself, or is too long"
+            self._report(path, f"{path} is {short(raw)}: {short(reason, 160)}")
             return
         value = OmegaConf.to_container(value) if isinstance(value, Container) else value
         if wanted := accepted.wanted(value):
             given = f"{short(raw)}, which gives {short(repr(value))}"
-            self._report(path, f"{dotted(path)} is {given}, but it must be {wanted}")
+            self._report(path, f"{path} is {given}, but it must be {wanted}")
 
-    def _reason(self, error: Exception) -> str:
-        """The reason why a formula has no value."""
-        reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
-        if "ecursi" in reason:
-            return "it refers back to itself, or is too long"
-        if missing := re.fullmatch(r"Interpolation key '(.*)' not found", reason):
-            near = similar(missing[1], self.stack.tree)
-            return f"there is no key {missing[1]!r}{f'; closest: {near[0]}' if near else ''}"
-        return short(reason, 160)
-
-    def _unknown(self, path: Keys, keys: Iterable[str], target: str | None) -> str:
+    def _unknown(self, path: str, keys: Iterable[str], target: str | None) -> str:
         """The message for a key that its section or its constructor does not have."""
-        key, above = path[-1], dotted(path[:-1])
-        if target is None:
-            elsewhere = [] if closest(key, keys, 0) else similar(key, self.stack.tree, without=dotted(path))
-            near = f"; there is {', '.join(elsewhere)}" if elsewhere else closest(key, keys)
-            return f"unknown key {dotted(path)}{near}"
+        above, _, key = path.rpartition(".")
         near = closest(key, (name for name in keys if name not in SPECIAL))
-        message = f"{dotted(path)}: {target} takes no keyword {key!r}{near}"
+        if target is None:
+            elsewhere = "" if "closest" in near else ", ".join(similar(key, self.stack.tree, without=path))
+            return f"unknown key {path}{f'; there is {elsewhere}' if elsewhere else near}"
+        message = f"{path}: {target} takes no keyword {key!r}{near}"
         # Shipped folders that set another constructor there, except experiments, which set all the rest as well.
         texts = {file.parent.name: file.read_text() for file in sorted(ROOT_BASE.parent.glob("*/__init__.py"))}
         texts = {name: text for name, text in texts.items() if "configs.dataset = " not in text}
         if folders := [f"configs/{name}/..." for name in texts if f"configs.{above} = Config(" in texts[name]]:
             message += f"; to have another one there, stack a file of {' or '.join(folders)} after the experiment"
-        by = self.stack.origin((*path[:-1], "_target_"))
+        by = self.stack.origin(f"{above}._target_")
         if by.startswith("command line") and by != self.stack.origin(path):  # a keyword of another constructor
             message += f"; to set all of it anew: --configs.{above} '{{_target_: {target}, ...}}'"
         return message

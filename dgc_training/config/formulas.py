@@ -1,38 +1,22 @@
 """Values that are computed from other values when they are read, so that they follow later files and overrides.
 
 In addition to OmegaConf's `${train.optimizer.momentum}` there is one resolver, `${derive:"train.num_epochs - 5"}`.
-A formula has numbers, config keys, + - * / // % **, min(...), max(...) and brackets. It is computed from its
-syntax tree and never executed as code.
+A formula has numbers, config keys, + - * / // % **, min(...), max(...) and brackets.
 """
 
-import ast
 import math
-import operator
 import re
 from collections.abc import Callable
-from threading import Lock
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dgc_training.config.errors import short
+from dgc_training.errors import short
 
-
-def _power(base: Any, exponent: Any) -> Any:
-    """base ** exponent. 9**9**9 is an error, so that it does not exhaust the memory."""
-    if exponent * math.log2(abs(base) + 1) > 4096:  # bits
-        raise ValueError(f"{short(base)} ** {short(exponent)} is too large")
-    return base**exponent
-
-
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]]
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-_OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power}
-_OPERATORS |= {ast.USub: operator.neg, ast.UAdd: operator.pos}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
-# CPython before 3.12 has one recursion depth for all threads that build syntax trees (gh-106905).
-_PARSING = Lock()
-_ABSENT = object()
+NUMBER = r"(?:(?:0|[1-9]\d*(?:_\d+)*)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+_KEY = re.compile(r"\b(?!(?:True|False|None)\b)[^\W\d]\w*(?:\.\w+)*")
+_TOKEN = re.compile(rf"(?P<key>{_KEY.pattern})|(?P<number>{NUMBER})|[-+*/%(),\s]")
+_GLOBALS = {"__builtins__": {}, "min": min, "max": max}
 
 
 def derived(formula: str) -> str:
@@ -41,13 +25,9 @@ def derived(formula: str) -> str:
     The value of a single key, derived("train.optimizer.nesterov"), may have any type. In a formula, the values of
     keys must be numbers. Raises ValueError if the formula is not valid.
     """
-    try:
-        expression = _parse(formula)
-    except RecursionError:
-        raise ValueError(f"{short(repr(formula))} is too long") from None
-    if isinstance(expression, ast.Name | ast.Attribute):
-        return f"${{{ast.unparse(expression)}}}"
-    return f'${{derive:"{" ".join(formula.split())}"}}'
+    text = " ".join(formula.split())
+    _compute(text, lambda key: math.nan)
+    return f"${{{text}}}" if _KEY.fullmatch(text) else f'${{derive:"{text}"}}'
 
 
 def is_formula(value: Any) -> bool:
@@ -55,47 +35,52 @@ def is_formula(value: Any) -> bool:
     return isinstance(value, str) and ("${" in value or value == "???")
 
 
-def _parse(formula: str) -> ast.expr:
-    """The syntax tree of a formula. Its form is checked by computing it with NaN as the value of every key."""
+def number(text: str) -> int | float:
+    """The value of a text that matches `NUMBER`, perhaps with a sign."""
+    return float(text) if set(text) & set(".eEfF") else int(text)
+
+
+def _compute(formula: str, read: Callable[[str], Any]) -> Any:
+    """The value of a formula. `read` returns the value of a key. Raises ValueError if it is not arithmetic."""
+    if len(formula) > 1000:
+        raise ValueError(f"{short(repr(formula))} is too long")
+    values: dict[str, Any] = {}
+
+    def name(token: re.Match[str]) -> str:
+        """The name in `values` that stands for a number or a key."""
+        if token.lastgroup is None or token[0] in _GLOBALS:
+            return token[0]
+        values[f"_{len(values)}"] = read(token[0]) if token["key"] else number(token[0])
+        return f" _{len(values) - 1} "
+
     try:
-        with _PARSING:
-            expression = ast.parse(formula.strip(), mode="eval").body
-        _value(expression, lambda key: math.nan)
-    except (SyntaxError, TypeError, MemoryError):
-        raise ValueError(
-            f"{short(repr(formula))} is not made of config keys, numbers, + - * / // % **, min(...) and max(...)"
-        ) from None
-    return expression
-
-
-def _value(expression: ast.expr, read: Callable[[str], Any]) -> Any:
-    """Computes a formula. Raises TypeError if it is not arithmetic."""
-    match expression:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return number
-        case ast.Name() | ast.Attribute() if re.fullmatch(r"[\w.]+", key := ast.unparse(expression)):
-            return read(key)
-        case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
-            return _OPERATORS[type(symbol)](_value(left, read), _value(right, read))
-        case ast.UnaryOp(op=symbol, operand=operand) if type(symbol) in _OPERATORS:
-            return _OPERATORS[type(symbol)](_value(operand, read))
-        case ast.Call(func=ast.Name(id=name), args=[_, *_] as items, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name]([_value(item, read) for item in items])
-    raise TypeError("not arithmetic")
+        if _TOKEN.sub("", formula):
+            raise TypeError("not arithmetic")
+        # `eval` gets operators, brackets, min, max and the names in `values`, and nothing else.
+        code = compile(_TOKEN.sub(name, formula).strip(), "<formula>", "eval")
+        # With floats 9**9**9 is an error. With integers it would exhaust the memory.
+        eval(code, _GLOBALS, {key: float(value) for key, value in values.items()})
+        return eval(code, _GLOBALS, values) + 0
+    except OverflowError:
+        raise ValueError(f"{short(repr(formula))} is too large") from None
+    except (SyntaxError, TypeError):
+        known = "config keys, numbers, + - * / // % **, min(...) and max(...)"
+        raise ValueError(f"{short(repr(formula))} is not made of {known}") from None
 
 
 def _derive(formula: str, *, _root_: DictConfig) -> Any:
     """The resolver. OmegaConf reports any exception with the key of the formula."""
 
     def read(key: str) -> Any:
-        value = OmegaConf.select(_root_, key, default=_ABSENT)
-        if value is _ABSENT:
+        value = OmegaConf.select(_root_, key, default=_root_)
+        if value is _root_:
             raise ValueError(f"Interpolation key '{key}' not found")  # OmegaConf's message for ${key}
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{key} is {short(repr(value))}, not a number")
         return value
 
-    return _value(_parse(formula), read)
+    derived(formula)
+    return _compute(formula, read)
 
 
 OmegaConf.register_resolver("derive", _derive, replace=True, annotation_validation="off")

@@ -4,10 +4,9 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from dgc_training.config.errors import ConfigError, closest, short
-from dgc_training.config.targets import SPECIAL, Key, import_path
-
-Keys = tuple[str, ...]  # a path in the tree: ("train", "optimizer", "lr")
+from dgc_training.config.keys import Key
+from dgc_training.constructors import SPECIAL, import_path
+from dgc_training.errors import ConfigError, closest, short
 
 
 class Config(dict[str, Any]):
@@ -52,15 +51,13 @@ class Config(dict[str, Any]):
         del self[key]
 
     def items(self) -> Any:
-        """A copy of all (keyword, value) pairs. The node may change during iteration."""
+        """A copy of all (keyword, value) pairs, so that the node may change during iteration."""
         return {key: self[key] for key in self if key not in SPECIAL}.items()
 
     def keys(self) -> Any:
-        """The keywords."""
         return dict(self.items()).keys()
 
     def values(self) -> Any:
-        """The keywords' values."""
         return dict(self.items()).values()
 
     def update(self, *others: Any, **keys: Any) -> None:
@@ -132,21 +129,16 @@ def _child(node: Config | list[Any], key: str) -> tuple[Any, Any]:
     return int(key), node[int(key)]
 
 
-def leaves(node: dict[str, Any], prefix: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yields every (path, value), parents first. The value of a mapping is the mapping; lists are leaves."""
+def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value), parents first. The value of a mapping is the mapping; lists are leaves."""
     for key in node:
-        yield (*prefix, key), node[key]
+        yield f"{prefix}{key}", node[key]
         if isinstance(node[key], dict):
-            yield from leaves(node[key], (*prefix, key))
-
-
-def dotted(path: Keys) -> str:
-    """("train", "optimizer") -> "train.optimizer"."""
-    return ".".join(path)
+            yield from leaves(node[key], f"{prefix}{key}.")
 
 
 def similar(name: str, tree: dict[str, Any], without: str = "") -> list[str]:
     """The dotted key `name`, or up to three that end in it, or the closest one. `without` is left out."""
-    keys = [key for path, _ in leaves(tree) if not f"{(key := dotted(path))}.".startswith(f"{without}.")]
+    keys = [key for key, _ in leaves(tree) if not f"{key}.".startswith(f"{without}.")]
     same = [key for key in keys if name and f".{key}".endswith(f".{name}")]
     return [name] if name in same else same[:3] or difflib.get_close_matches(name, keys, n=1, cutoff=0.75)

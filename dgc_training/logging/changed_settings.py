@@ -6,8 +6,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dgc_training.config import defaults
-from dgc_training.config.targets import import_target, keywords
+from dgc_training.config.keys import keywords
+from dgc_training.config.stack import Stack
+from dgc_training.constructors import import_target
 
 WIDTH = 80
 
@@ -17,7 +18,7 @@ def changed_settings(tree: DictConfig) -> str:
 
     A node with a `_target_` is written as a call, without arguments that equal its constructor's defaults.
     """
-    found = list(_changed(OmegaConf.to_container(tree, resolve=True), defaults()))
+    found = list(_changed(OmegaConf.to_container(tree, resolve=True), Stack().tree))
     width = max((len(key) for key, _ in found), default=0)
     lines: list[str] = []
     for key, value in found:

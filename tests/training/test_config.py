@@ -11,7 +11,7 @@ from omegaconf.errors import ReadonlyConfigError
 
 from dgc_training.config import ConfigError, derived, instantiate, load, to_yaml
 from dgc_training.config.layers import REPOSITORY, config_files, literal
-from dgc_training.config.targets import import_path, import_target
+from dgc_training.constructors import import_path, import_target
 
 CNN, WM5, SGP = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/gossip/sgp.py"
 HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
@@ -77,6 +77,7 @@ def test_arithmetic() -> None:
         ("min(seed, 3) + max(1, 2.5)", 5.5),
         ("(seed - 40) * +2", 4),
         ("seed / a.b", 14.0),
+        ("max(1e1, 2.) + 1_0 ** 2", 110.0),
     ):
         tree = OmegaConf.create({"seed": 42, "a": {"b": 3}, "x": f'${{derive:"{formula}"}}'})
         assert tree.x == value and type(tree.x) is type(value), formula
@@ -84,7 +85,7 @@ def test_arithmetic() -> None:
 
 def test_a_formula_is_arithmetic_and_nothing_else() -> None:
     wrong = ("f(1)", "a[0]", "'a'", "a if b else c", "lambda: 1", "a.b()", "max()", "a <", "True", "min(a, key=b)")
-    for formula in (*wrong, "f(x).y", "(1).real", ""):
+    for formula in (*wrong, "f(x).y", "(1).real", "", "5a", "1if(2)else(3)", "(1, 2)", "2.5.5", "a b"):
         with pytest.raises(ValueError, match="is not made of config keys, numbers"):
             print(derived(formula), "is accepted")
 

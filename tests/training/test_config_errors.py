@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from dgc_training.config import Config, ConfigError, derived, load, to_yaml
-from dgc_training.config.__main__ import main
 from dgc_training.config.layers import REPOSITORY
 
 CNN, WM5 = "configs/digits/cnn.py", "configs/dgc/wm5.py"
@@ -145,7 +144,7 @@ def test_unknown_keys_on_the_command_line() -> None:
         ("train.meters.acc/{}_top1.kk 5", "dgc_training.meters.TopKClassMeter takes no keyword 'kk'"),
         (
             "train.meters.acc/{}_top9.k 5",
-            "acc/{}_top9 is {'k': 5}, but it must be a node that names its constructor",
+            "acc/{}_top9 is {'k': 5}, but it must be a node that names its constructor (_target_); closest: acc/{}_top5",
         ),
         ("model.num_class 5", "dgc_models.DigitsCNN takes no keyword 'num_class'; closest: num_classes"),
         ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),
@@ -370,15 +369,15 @@ def test_files_that_are_not_there_or_not_clear(file: Path) -> None:
     assert "no config file configs/digits/cn.py; closest: configs/digits/cnn.py" in refusal("configs/digits/cn.py")
     file.write_text("")
     python(file, "")
-    assert refusal(CNN, "mine") == "mine may mean mine.py or mine.yaml; write which"
+    assert refusal(CNN, "mine") == "mine may mean mine.py or mine.yaml; write which, or keep one"
     folder = file.parent / "folder"
     folder.mkdir()
     (folder / "x.yaml").write_text("")
     assert refusal("folder") == "there is no config file folder; closest: folder/x.yaml"
     (folder / "__init__.py").write_text("")
     (folder / "__init__.yaml").write_text("")
-    assert "folder has two bases" in refusal("folder/x.yaml")
-    assert refusal("folder") == "folder may mean folder/__init__.py or folder/__init__.yaml; write which"
+    assert "folder/__init__ may mean folder/__init__.py or folder/__init__.yaml" in refusal("folder/x.yaml")
+    assert "folder may mean folder/__init__.py or folder/__init__.yaml; write which" in refusal("folder")
     file.with_name("notes.txt").write_text("")
     assert "notes.txt is no config file" in refusal("notes.txt")
 
@@ -466,6 +465,24 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
     assert tree.train.optimizer.dampening == tree.train.optimizer.lr
 
 
+def test_without_an_annotation_the_default_decides(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(file.parent))
+    signature = "is_open=True, size=0, rate=0.5, mode='mean', first=None, rest=()"
+    file.with_name("unannotated.py").write_text(f"def criterion({signature}):\n    return size\n")
+    criterion = "_target_: unannotated.criterion"
+    for keyword, kind in (
+        ("is_open: 1", "true or false"),
+        ("size: big", "a whole number or a number"),
+        ("rate: [1]", "a number"),
+        ("mode: 3", "text"),
+    ):
+        file.write_text(f"train: {{criterion: {{{criterion}, {keyword}}}}}")
+        assert f"but it must be {kind}" in refusal(CNN, file), keyword
+    accepted = "is_open: null, size: 0.5, rate: 1, mode: sum, first: [1], rest: 5"
+    file.write_text(f"train: {{criterion: {{{criterion}, {accepted}}}}}")
+    assert load([CNN, file]).train.criterion.size == 0.5
+
+
 def test_long_values_are_cut() -> None:
     long = "+".join(["1"] * 2000)
     with pytest.raises(ValueError, match=r"^'1\+1.*\.\.\. is too long") as caught:
@@ -517,12 +534,6 @@ def test_values_are_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     text = "__import__('pathlib').Path('made').touch()"
     tree = load([REPOSITORY / CNN], ["--configs.train.metric", text])
     assert tree.train.metric == text and not list(tmp_path.iterdir())
-
-
-def test_the_command_prints_the_tree() -> None:
-    assert main([CNN, WM5, "--configs.seed", "3"]) == to_yaml(load([CNN, WM5], ["--configs.seed=3"]))
-    with pytest.raises(ConfigError):
-        main([])
 
 
 def test_config_nodes_are_mappings_with_attributes() -> None:
