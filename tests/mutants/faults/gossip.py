@@ -57,7 +57,7 @@ GOSSIP = [
         "dgc/gossip/pushsum/messages.py",
         "(rank + int(distance)) % size",
         "(rank - int(distance)) % size",
-        ["tests/gossip/test_training.py::test_it_goes_on_from_a_saved_state_bit_for_bit[4-osgp]"],
+        ["tests/gossip/test_training.py::test_it_goes_on_from_a_saved_state_bit_for_bit[4-osgp on a star]"],
     ),
     Fault(
         "rounding-of-a-message-lost",
