@@ -93,7 +93,7 @@ class Learner:
             kernel = kernels.of(v).selection
             inputs = PassInputs(g, u, v, MOMENTUM)
             selection = kernel.accumulate_and_select_(inputs, plan.per_tensor, None).elements
-            kernel.take_(selection, u, v)
+            kernel.remove_sent_(selection, u, v)
             count = int(selection.count)
             bucket.flat.zero_()[selection.indices[:count].long()] = selection.values[:count]
             for segment in bucket.segments:

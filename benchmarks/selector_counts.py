@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from benchmarks.selector_methods import SelectorStep
-from dgc.kernels import Budget, Kernels, Moments, PassInputs, SparseVector, Tail, TopKResult
+from dgc.kernels import Budget, Moments, PassInputs, SelectionKernels, SparseVector, Tail, TopKResult
 from dgc.selection import Plan, Selector
 
 
@@ -54,7 +54,7 @@ class Counting:
     over u and v. Not counted are samples, and segments that are read again because a lower bound did not fit.
     """
 
-    def __init__(self, kernel: Kernels, counts: Counts):
+    def __init__(self, kernel: SelectionKernels, counts: Counts):
         self.kernel, self.counts = kernel, counts
 
     def __getattr__(self, name: str) -> Any:

@@ -48,7 +48,7 @@ class Stateful:
         """Take out what was sent already, so that u and v can be read."""
         for b, (u, v, sent) in enumerate(zip(self.u, self.v, self.sent, strict=True)):
             if sent is not None:
-                kernels.of(v).selection.take_(sent, u, v)
+                kernels.of(v).selection.remove_sent_(sent, u, v)
             self.sent[b] = None
 
     def start_from(self, u: list[Tensor], v: list[Tensor]) -> None:

@@ -15,9 +15,9 @@ from dgc.kernels.codec.protocol import Codec as Codec
 from dgc.kernels.lowrank.protocol import LowRank as LowRank
 from dgc.kernels.quantize.protocol import Quantizers as Quantizers
 from dgc.kernels.selection.protocol import Budget as Budget
-from dgc.kernels.selection.protocol import Kernels as Kernels
 from dgc.kernels.selection.protocol import Moments as Moments
 from dgc.kernels.selection.protocol import PassInputs as PassInputs
+from dgc.kernels.selection.protocol import SelectionKernels as SelectionKernels
 from dgc.kernels.selection.protocol import SparseVector as SparseVector
 from dgc.kernels.selection.protocol import Tail as Tail
 from dgc.kernels.selection.protocol import TopKResult as TopKResult
@@ -30,7 +30,7 @@ _asked = os.environ.get("DGC_KERNELS", "auto")
 class Tier:
     """One implementation of every family of kernels."""
 
-    selection: Kernels
+    selection: SelectionKernels
     codec: Codec
     quantize: Quantizers
     lowrank: LowRank

@@ -45,7 +45,7 @@ class DGCSGDMemory:
 
     Example:
         memory = DGCSGDMemory(momentum=0.9, gradient_clipping=ClipByNorm(1.0))
-        compression = DGC(0.001, memory=memory)
+        compression = DGCCompressor(0.001, memory=memory)
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DGCSGDMemory:
         velocities: dict[str, Tensor] = {}
         for (bucket, u), v in zip(self._momentums.items(), self._velocities, strict=True):
             u, v = u.clone(), v.clone()
-            self._deferred.take_out_(bucket, u, v)
+            self._deferred.remove_sent_(bucket, u, v)
             momentums |= parts_of(bucket, u)
             velocities |= parts_of(bucket, v)
         return {"momentums": momentums, "velocities": velocities}

@@ -22,7 +22,7 @@ class ResidualMemory:
     """Error feedback without momentum (Mem-SGD, Stich et al. 2018): the unsent rest is added to the next gradient.
 
     Example:
-        compression = DGC(0.01, memory=ResidualMemory())
+        compression = DGCCompressor(0.01, memory=ResidualMemory())
     """
 
     correction: MomentumCorrection | None = None

@@ -71,15 +71,15 @@ class DeferredUpdate:
     def clear(self) -> None:
         self._sent.clear()
 
-    def take_out_(self, bucket: Bucket, u: Tensor | None, v: Tensor) -> None:
+    def remove_sent_(self, bucket: Bucket, u: Tensor | None, v: Tensor) -> None:
         """Remove the sent elements from copies of u and v. The state keeps them: the step may still be dropped."""
         if bucket.name in self._sent:
-            kernels.of(v).selection.take_(self._sent[bucket.name], u if self.masking else None, v)
+            kernels.of(v).selection.remove_sent_(self._sent[bucket.name], u if self.masking else None, v)
 
     def errors(self, velocities: FlatState) -> Iterator[Tensor]:
         for bucket, v in velocities.items():
             v = v.clone()
-            self.take_out_(bucket, None, v)
+            self.remove_sent_(bucket, None, v)
             yield v
 
 

@@ -68,7 +68,7 @@ class DGCSGD(Optimizer):
 
     Example:
         optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-        compression = DGC(0.001, memory=DGCSGDMemory(momentum=0.9))
+        compression = DGCCompressor(0.001, memory=DGCSGDMemory(momentum=0.9))
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 

@@ -79,7 +79,7 @@ def every_operation(kernels, dtypes):
     kernels.moments(v, bounds)
     kernels.tail(v, bounds, lower_bounds)
     for own_u in (u, None):
-        kernels.take_(part, own_u, v)
+        kernels.remove_sent_(part, own_u, v)
     kernels.merge_mean([part, part], 2, n)
 
 

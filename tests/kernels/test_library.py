@@ -59,7 +59,7 @@ def test_kernels_refuse_other_tensors():
         "lower_bounds": lambda: native.select(x, budget, other[:1]),
         "moments": lambda: native.moments(other, bounds),
         "tail": lambda: native.tail(x, bounds, other[:1]),
-        "take": lambda: native.take_(doubled, None, x),
+        "take": lambda: native.remove_sent_(doubled, None, x),
         "merge": lambda: native.merge_mean([sent, doubled], 2, n),
         "decay": lambda: native.decay_(x, other, 0.1, 0.1, 0.9, False),
         "values": lambda: codec.cast_encode_(other, torch.float16, section),

@@ -87,7 +87,7 @@ def reference_pass(
     g[list(nan)] = float("nan")
     start = PassInputs((g,), u, random(n, 3), 0.9, form == "nesterov", sent, masking)
     left = replace(start, u=None if u is None else u.clone(), v=start.v.clone())
-    REFERENCE.take_(sent, left.u if masking else None, left.v)
+    REFERENCE.remove_sent_(sent, left.u if masking else None, left.v)
     left = replace(left, sent=None)
     if budget is None:
         return Pass(start, left, int(REFERENCE.accumulate_(left)), None)
@@ -181,8 +181,8 @@ def test_taking_alone(kernels: Reference | Native) -> None:
             sent = sent_of(n, indices)
             ours, theirs = (reference_pass(n, "plain", masking, sent).inputs() for _ in range(2))
             assert ours.u is not None and theirs.u is not None
-            kernels.take_(sent, ours.u if masking else None, ours.v)
-            REFERENCE.take_(sent, theirs.u if masking else None, theirs.v)
+            kernels.remove_sent_(sent, ours.u if masking else None, ours.v)
+            REFERENCE.remove_sent_(sent, theirs.u if masking else None, theirs.v)
             assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
             count = int(sent.count)
             where = sent.indices[:count].long()

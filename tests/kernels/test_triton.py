@@ -361,7 +361,7 @@ def test_what_was_sent_is_taken_out(kernels, ks, form, masked):
         for _ in range(2)
     )
     for tier, inputs in ((kernels, ours), (REFERENCE, theirs)):
-        tier.take_(sent, inputs.u if masked else None, inputs.v)
+        tier.remove_sent_(sent, inputs.u if masked else None, inputs.v)
     assert same_bits(ours.v, theirs.v) and same_bits(ours.u, theirs.u)
     before = kernels.launches
     assert int(kernels.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == 250
@@ -550,7 +550,7 @@ def step(kernels, lower_bounds, numel=250):
         kernels.select(v, budget, lower_bounds)
         kernels.moments(v, bounds)
         kernels.tail(v, bounds, torch.ones(2, device=DEVICE))
-        kernels.take_(chosen.elements, u, v)
+        kernels.remove_sent_(chosen.elements, u, v)
         kernels.accumulate_(PassInputs((g,), u, v, 0.9, sent=chosen.elements, masking=True))
         kernels.decay_(g, u, 0.1, 1e-4, 0.9, False)
     with NoWaiting(allowed=["_local_scalar_dense"]):

@@ -37,7 +37,7 @@ from dgc.compression.finite import first_blame, overflow
 from dgc.compression.lowrank.accordion import Accordion
 from dgc.compression.lowrank.matrices import CompressionRule, Factor, Products, append_, factor_views, square_norms
 from dgc.compression.lowrank.orthogonal import check_orthogonalization, orthonormalize_each
-from dgc.compression.lowrank.state import BucketState, DeferredUpdate, Factors, empty_checkpoint, load_errors
+from dgc.compression.lowrank.state import BucketState, Factors, SentProducts, empty_checkpoint, load_errors
 from dgc.compression.protocol import Compressor, DenseResult, Result
 from dgc.memory.protocol import MomentumCorrection
 from dgc.wire import CastValues
@@ -53,7 +53,7 @@ class _Step:
     gradient. largest: largest magnitude in the reply to each half step.
     """
 
-    sent: DeferredUpdate = field(default_factory=DeferredUpdate)
+    sent: SentProducts = field(default_factory=SentProducts)
     mean: Products = field(default_factory=list)
     nonfinite: str | None = None
     largest: list[float] = field(default_factory=list)

@@ -43,7 +43,7 @@ class Factors:
 
 
 @dataclass(eq=False)
-class DeferredUpdate:
+class SentProducts:
     """What a step sent: U and W by batch, and all but `rounding_errors` [D] of the uncompressed tensors.
 
     It stays in v until the next step subtracts it in its pass over memory. A dropped step has nothing to restore.
@@ -84,7 +84,7 @@ class BucketState:
         zeros = torch.zeros(2, dtype=torch.float64)
         sums = [[saved["sums"].get(name, zeros).to(device) for name in layout.names(b)] for b in layout.batches]
         self.factors = Factors(P, Q, tuple(map(torch.stack, sums)), saved["half_steps"], saved["steps"])
-        self.deferred: DeferredUpdate | None = None  # not yet subtracted from v
+        self.deferred: SentProducts | None = None  # not yet subtracted from v
         self.previous: Factors | None = None  # before the last step, if it can be undone
 
     def begin_step(self, error_feedback: bool) -> None:

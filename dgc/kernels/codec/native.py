@@ -1,4 +1,4 @@
-"""The payload codec in C++ for CPU tensors, on one thread. It gives the same bits as `bits`."""
+"""The payload codec in C++ for CPU tensors, on one thread. It gives the same bits as `reference`."""
 
 from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p, memset
 from math import inf

@@ -1,6 +1,7 @@
-"""The interface of a payload codec. `bits`, in plain torch, defines the bits; `native_codec` gives the same.
+"""The interface of a payload codec. `reference`, in plain PyTorch, defines the bits; `native` gives the
+same.
 
-As in `protocol`, nothing waits for the device. The size of every tensor depends only on the plan. A payload is
+Nothing waits for the device. The size of every tensor depends only on the plan. A payload is
 little-endian. The first `count` entries of a selection are valid, the rest are zero.
 
 Both index codes write the gaps g_j = i_j - i_(j-1) - 1 of the ascending indices, with i_(-1) = -1, in blocks. Each

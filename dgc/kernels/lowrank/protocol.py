@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.selection.protocol import Kernels, PassInputs
+from dgc.kernels.selection.protocol import PassInputs, SelectionKernels
 
 Matrices = Float32[Tensor, "B n m"]
 Left = Float32[Tensor, "B R n"]
@@ -69,7 +69,7 @@ class TorchLowRank:
 
     name = "torch"
 
-    def __init__(self, kernels: Kernels):
+    def __init__(self, kernels: SelectionKernels):
         self._kernels = kernels
 
     def subtract_(self, M: Matrices, U: Left, W: Right) -> None:
@@ -93,7 +93,7 @@ class TorchLowRank:
 
 def refresh_in_turn_(
     products: LowRank,
-    kernels: Kernels,
+    kernels: SelectionKernels,
     M: Matrices,
     taken: tuple[Left, Right] | None,
     g: Sequence[Tensor],

@@ -51,7 +51,7 @@ _SIGNATURES: Signatures = {
 
 
 class Native:
-    """Implements `dgc.kernels.selection.protocol.Kernels` for CPU tensors on torch.get_num_threads() threads.
+    """Implements `SelectionKernels` of `protocol` for CPU tensors on torch.get_num_threads() threads.
 
     Raises:
         KernelsMissing: See `dgc.kernels.library.load`.
@@ -145,7 +145,7 @@ class Native:
         )
         return Tail(counts, sums)
 
-    def take_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         places = (pointer_or_none(u, FP32), pointer(v, FP32))
         self._library.dgc_take(*_entries(sent), *places, torch.get_num_threads())
 

@@ -124,7 +124,7 @@ class Tail:
 
 
 @runtime_checkable
-class Kernels(Protocol):
+class SelectionKernels(Protocol):
     """Operations on flat buffers. They work in place where the name ends in an underscore."""
 
     name: str
@@ -178,7 +178,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def take_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         """Do only the first part of a pass: v[i] = v[i] - value, and u[i] = 0 unless u is None."""
         ...
 

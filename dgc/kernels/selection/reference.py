@@ -11,7 +11,7 @@ from dgc.kernels.selection.protocol import TOO_LARGE, Budget, Moments, PassInput
 
 
 class Reference:
-    """Implements `Kernels` of `protocol` on any device. On a GPU its operations wait for the device."""
+    """Implements `SelectionKernels` of `protocol` on any device. On a GPU its operations wait for the device."""
 
     name = "reference"
 
@@ -20,7 +20,7 @@ class Reference:
 
     def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
         if inputs.sent is not None:
-            self.take_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
+            self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
         g = torch.cat(inputs.g).to(torch.float32) if len(inputs.g) > 1 else inputs.g[0].to(torch.float32)
         good = usable(g)
         first = first_of(~good)
@@ -84,7 +84,7 @@ class Reference:
             sums=torch.stack([part.double().abs().sum() for part in found]),
         )
 
-    def take_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         count, indices = _valid(sent)
         v[indices] -= sent.values[:count]
         if u is not None:

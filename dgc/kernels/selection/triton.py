@@ -1,8 +1,8 @@
 """The GPU tier: Triton kernels with the same results and bits as `reference`.
 
 Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
-select 9, accumulate_and_select_ 10, moments 2, tail 2, take_ 1, merge_mean 3, subtract_at_ 1 per dtype of the
-targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a few of its own (zeros; in
+select 9, accumulate_and_select_ 10, moments 2, tail 2, remove_sent_ 1, merge_mean 3, subtract_at_ 1 per dtype of
+the targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a few of its own (zeros; in
 merge_mean a stable sort and a cumulative sum). Only `merge_mean` waits for the device, because the size of its
 result depends on the data.
 
@@ -42,7 +42,7 @@ FLOATS = {
 
 
 class Triton:
-    """Implements `Kernels` of `protocol`. `launches` counts launched kernels, without torch's own.
+    """Implements `SelectionKernels` of `protocol`. `launches` counts launched kernels, without torch's own.
 
     Args:
         tile: Elements per program in passes over a bucket, a power of two.
@@ -102,7 +102,7 @@ class Triton:
     ) -> Tail:
         return statistics.tail(self._launch, v, self._tilings.of(bounds, (v.numel(),)), lower_bounds, self.tile)
 
-    def take_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         entries = (sent.indices, sent.values, sent.count)
         self._launch(sparse.take, v, _blocks(sent.values.numel()), *entries, u, v, u is not None, BLOCK)
 
@@ -160,7 +160,7 @@ class Triton:
 
     def _accumulate(self, inputs: PassInputs, tiling: Tiling, candidates: Candidates | None) -> Int64[Tensor, ""]:
         if inputs.sent is not None:
-            self.take_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
+            self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
         first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
         form = 0 if inputs.u is None else 2 if inputs.nesterov else 1
         sources = pointers(inputs.g, inputs.g[0].dtype, inputs.v.device)
