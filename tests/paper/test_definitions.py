@@ -1,4 +1,4 @@
-"""The fast implementations give the bits of the definitions in dgc/paper: 25 steps, of which one is dropped."""
+"""The fast implementations give the bits of the definitions in dgc/paper: 50 steps, of which one is dropped."""
 
 from functools import partial
 from itertools import cycle, product
@@ -16,7 +16,7 @@ from dgc.testing import Fleet
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SIZES = (1, 2, 3)
-STEPS, DROPPED, EPOCH = 25, 8, 5
+STEPS, DROPPED, EPOCH = 50, 17, 10
 SHAPES = ((20, 10), (6, 5, 2), (20, 5), (3, 1), (1, 1), (0, 4))
 LIKE = [torch.zeros(shape) for shape in SHAPES]
 

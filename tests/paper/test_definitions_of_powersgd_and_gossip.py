@@ -1,4 +1,4 @@
-"""dgc/paper is the definition: the fast PowerSGD, SGP, OSGP and CHOCO-SGD do the same over 25 steps.
+"""dgc/paper is the definition: the fast PowerSGD, SGP, OSGP and CHOCO-SGD do the same over 50 steps.
 
 A bound is relative to the largest magnitude of the definition's outcome, and in units of ULP.
 """
@@ -21,7 +21,7 @@ from dgc.paper.powersgd import PowerSGD
 from dgc.paper.sgp import osgp, sgp
 from dgc.testing import Fleet
 
-STEPS = 25
+STEPS = 50
 ULP = 2.0**-24
 SIZES = (1, 2, 3)
 pytestmark = pytest.mark.usefixtures("no_type_checks")
