@@ -205,7 +205,7 @@ def test_above_one_the_ratio_is_a_factor(ratio):
     assert DGCCompressor(ratio, NoMemory()).compress_ratio == pytest.approx(0.001)
 
 
-@pytest.mark.parametrize("ratio", [0, -0.1, float("nan")])
+@pytest.mark.parametrize("ratio", [0, -0.1, float("nan"), float("inf")])
 def test_bad_ratio(ratio):
     with pytest.raises(ValueError, match="compress_ratio"):
         DGCCompressor(ratio, NoMemory())

@@ -223,6 +223,7 @@ def test_probabilities_add_up(s, r, expected):
         (lambda: TernGradCompressor(clip=0.0), "clip"),
         (lambda: SignSGDCompressor(momentum=1.0), "momentum"),
         (lambda: RandomKCompressor(0.0), "compress_ratio"),
+        (lambda: RandomKCompressor(math.inf), "compress_ratio"),
         (lambda: RandomKCompressor(0.1, values="bf16"), "fp32 or fp16"),
         (lambda: SVDCompressor(0), "rank"),
     ],

@@ -16,6 +16,8 @@ Differences from the paper: Random k takes one element from each stretch, not an
 all elements.
 """
 
+import math
+
 import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
@@ -42,8 +44,8 @@ class RandomKCompressor(ErrorFeedbackCompressor):
     """
 
     def __init__(self, compress_ratio: float, error_feedback: bool = True, values: str = "fp32", seed: int = 0):
-        if not compress_ratio > 0:
-            raise ValueError(f"compress_ratio must be positive, not {compress_ratio}")
+        if not 0 < compress_ratio < math.inf:
+            raise ValueError(f"compress_ratio must be positive and finite, not {compress_ratio}")
         if values not in ("fp32", "fp16"):
             raise ValueError(f"values travel as fp32 or fp16, not {values!r}")
         super().__init__(error_feedback, seed)

@@ -16,6 +16,7 @@ of it costs more than a dense all-reduce, or D = 1: all of v, 4 bytes per elemen
 header of 24. The header reveals a rank that uses another ratio.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,8 +113,8 @@ class SparseCompressor:
         require("None or a format of dgc.wire", (ValueFormat, *NOTHING), values=values)
         require("None or a format of dgc.wire", (IndexFormat, *NOTHING), indices=indices)
         require("a whole number", WHOLE, seed=seed)
-        if not compress_ratio > 0:
-            raise ValueError(f"compress_ratio must be positive, not {compress_ratio}")
+        if not 0 < compress_ratio < math.inf:
+            raise ValueError(f"compress_ratio must be positive and finite, not {compress_ratio}")
         self.compress_ratio = min(compress_ratio, 1 / compress_ratio)
         self.memory, self.selector = memory, selector or Predicted()
         self.format = SparseFormat(values or CastValues("fp32"), indices or PlainIndices("int64"))
