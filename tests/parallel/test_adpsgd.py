@@ -21,7 +21,7 @@ def found_by(ranks: int, folder: Path, *scenarios: str, launch: Any = mpirun) ->
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 5])
+@pytest.mark.parametrize("ranks", [2, 5, pytest.param(4, marks=pytest.mark.proof)])
 def test_training(ranks: int, tmp_path: Path) -> None:
     slow = ["one_is_slow"] if ranks == 4 else []
     scenarios = ["least_squares", "mean_is_kept", "synchronized_one_by_one", *slow]

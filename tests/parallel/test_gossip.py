@@ -30,7 +30,7 @@ def found_by(ranks: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 5, *(pytest.param(n, marks=pytest.mark.proof) for n in (3, 8))])
+@pytest.mark.parametrize("ranks", [2, 5, *(pytest.param(n, marks=pytest.mark.proof) for n in (3, 4, 8))])
 def test_oracles(ranks: int, tmp_path: Path) -> None:
     found = found_by(ranks, tmp_path, *SCENARIOS, *FURTHER[ranks])
     for own in found:

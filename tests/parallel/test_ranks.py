@@ -41,7 +41,7 @@ def check_quick(found: list[dict]) -> None:
         assert (f"rank {size - 1}" in message and "bias" in message) or size == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
 def test_mpirun(ranks: int, tmp_path: Path) -> None:
     check_quick(findings(ranks, tmp_path, *QUICK))
 
@@ -68,11 +68,19 @@ def test_horovodrun_with_gloo(tmp_path: Path) -> None:
     check_quick(findings(2, tmp_path, *QUICK, launch=horovodrun))
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.proof) for more in (3, 4))])
+def models_of_two_runs(ranks: int, folder: Path, scenario: str) -> set[str]:
+    runs = [findings(ranks, folder / str(i), scenario) for i in range(2)]
+    return {own[scenario]["model"] for run in runs for own in run}
+
+
+def test_40_steps_repeat_bit_for_bit_on_equal_replicas(tmp_path: Path) -> None:
+    assert len(models_of_two_runs(3, tmp_path, "forty_steps")) == 1
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_200_steps_repeat_bit_for_bit_on_equal_replicas(ranks: int, tmp_path: Path) -> None:
-    runs = [findings(ranks, tmp_path / str(i), "two_hundred_steps") for i in range(2)]
-    models = {own["two_hundred_steps"]["model"] for run in runs for own in run}
-    assert len(models) == 1
+    assert len(models_of_two_runs(ranks, tmp_path, "two_hundred_steps")) == 1
 
 
 def one_model(found: list[dict]) -> set[str]:
@@ -81,7 +89,7 @@ def one_model(found: list[dict]) -> set[str]:
 
 
 @pytest.mark.parametrize("scenario", ["every_tier_briefly", pytest.param("every_tier", marks=pytest.mark.proof)])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.proof) for more in (3, 4))])
 def test_every_tier_and_a_tier_of_each_ranks_own(ranks: int, scenario: str, tmp_path: Path) -> None:
     found = [own[scenario] for own in findings(ranks, tmp_path, scenario)]
     assert len(one_model(found)) == 1

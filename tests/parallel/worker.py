@@ -142,6 +142,11 @@ def two_hundred_steps(transport: Any) -> Finding:
     return {"model": model, "loss": loss}
 
 
+def forty_steps(transport: Any) -> Finding:
+    model, loss = train(transport, compressors()["dgc-wire"](), steps=40)
+    return {"model": model, "loss": loss}
+
+
 def on_tiers(transport: Any, steps: int, hidden: int, *modes: str) -> Finding:
     """The model that each tier leads to, and on a different instruction set per rank ("mixed").
 
@@ -375,6 +380,7 @@ SCENARIOS = {
         requests,
         every_compressor,
         two_hundred_steps,
+        forty_steps,
         every_tier,
         every_tier_briefly,
         interpreted,

@@ -96,7 +96,7 @@ def test_the_rate_is_scaled_by_the_ranks(finished):
 def test_ranks_draw_different_random_numbers(tmp_path, monkeypatch):
     seeds = []
     monkeypatch.setattr(train, "seed_everything", seeds.append)
-    with pytest.raises(ValueError, match="no result"):  # told after all parts have been built
+    with pytest.raises(ValueError, match="not a result"):  # told after all parts have been built
         run(["--run-dir", str(tmp_path / "run"), "--configs.train.metric=acc/val_top1"], size=3)
     assert len(seeds) == 3 and len(set(seeds)) == 3
 
