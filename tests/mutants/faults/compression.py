@@ -23,7 +23,7 @@ COMPRESSION = [
     Fault(
         "non-finite-flags-of-other-ranks-ignored",
         "dgc/compression/sparse/sparse.py",
-        "nonfinite = first_blame(bucket, flags) or sparse_overflow(bucket, indices, values)",
+        "nonfinite = first_nonfinite_message(bucket, flags) or sparse_overflow(bucket, indices, values)",
         "nonfinite = sparse_overflow(bucket, indices, values)",
         ["tests/compression/test_dgc_compressor.py::test_a_nonfinite_gradient_is_named_on_every_rank"],
     ),

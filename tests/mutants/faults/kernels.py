@@ -62,8 +62,8 @@ KERNELS = [
     Fault(
         "count-of-a-payload-not-checked",
         "dgc/kernels/codec/reference.py",
-        "sound = (good | ~live).all() & (count >= 0) & (count <= given.numel())",
-        "sound = (good | ~live).all() & (count >= 0)",
+        "valid = (ordered | ~live).all() & (count >= 0) & (count <= given.numel())",
+        "valid = (ordered | ~live).all() & (count >= 0)",
         ["tests/kernels/test_codec.py::test_a_count_beyond_the_section_is_not_sound"],
     ),
     Fault(
