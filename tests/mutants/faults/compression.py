@@ -94,8 +94,8 @@ COMPRESSION = [
     Fault(
         "same-noise-on-every-rank",
         "dgc/compression/error_feedback.py",
-        'whose = "all" if shared else self.rank',
-        'whose = "all"',
+        'owner = "all" if shared else self.rank',
+        'owner = "all"',
         ["tests/compression/test_quantized.py::test_ranks_round_on_their_own"],
     ),
     Fault(

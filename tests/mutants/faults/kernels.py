@@ -48,7 +48,7 @@ KERNELS = [
     Fault(
         "too-large-gradients-not-flagged",
         "dgc/kernels/selection/reference.py",
-        "first = first_of(~good)",
+        "first = first_of(~mask)",
         "first = first_nonfinite(g)",
         ["tests/kernels/test_kernel_laws.py::test_nonfinite_elements_count_as_zero"],
     ),
