@@ -15,7 +15,7 @@ import matplotlib
 DOCS = Path(__file__).parent.parent / "docs"
 FIGURE = DOCS / "accuracy.svg"
 BLACK, RED, BLUE, GREEN, GRAY = "black", "tab:red", "tab:blue", "tab:green", "dimgray"
-# method: color, and where its label is relative to the point, in points
+# method: color, and offset of its label from the point, in points
 SHOWN = {
     "dense": (BLACK, (5, 5)),
     "natural": (GRAY, (5, -10)),

@@ -14,7 +14,7 @@ payload    bytes that one rank contributes per step
 wire       bytes that one rank sends per step; MiB per epoch; factor below a dense fp32 all-reduce
 encode     milliseconds until the first message is ready; decode: the rest, including orthonormalization
 error      |error state| / |gradient + previous error state| after the last step
-mean       |mean returned - true mean| / |true mean|, of sums over all steps: a delay counts less and less
+mean       |mean returned - true mean| / |true mean|, of sums over all steps, so delays lose weight
 
 For torch's PowerSGD and fp16 hooks on the same shapes, interleaved with ours, see benchmarks.powersgd_step. The
 last line of the output is JSON, after a table.
@@ -111,7 +111,7 @@ def parameters_of(model: str) -> list[tuple[str, Tensor]]:
 
 
 class Gradients:
-    """By step, bucket and rank."""
+    """Gradients by step, bucket and rank."""
 
     def __init__(self, buckets: list[Bucket], size: int):
         self.buckets, self.size = buckets, size
@@ -135,7 +135,7 @@ class Clock:
 
 
 def timed(conversation: Conversation[Result], clock: Clock) -> Conversation[Result]:
-    """The same conversation; what it takes is added up."""
+    """Run the conversation and add its times to the totals."""
 
     def run() -> Generator[Any, Any, Result]:
         start = time.perf_counter()
@@ -218,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=STEPS_PER_EPOCH, default="resnet18")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=7, help="timed, after --warmup")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps, after --warmup")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))

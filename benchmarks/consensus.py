@@ -43,7 +43,7 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
 }
 ROUNDING = 1e-12
 MOST = 200_000  # rounds
-LONG = 100  # rounds of a period
+LONG = 100  # largest period, in rounds
 SQUARINGS = 10
 
 
@@ -64,26 +64,26 @@ def simulate(topology: Topology, error: float) -> dict[str, int | None]:
         if found["rounds"] is None and distance <= error * start:
             found |= {"rounds": t + 1, "messages": int(messages.max())}
         if distance <= ROUNDING * start:
-            # a step that ends it, in place of one more factor on the way
+            # within two periods the mean is exact; later it is reached by repeated reduction
             found["exact"] = t + 1 if t < 2 * topology.period else None
             break
     return found
 
 
 def theory(topology: Topology, error: float) -> float | None:
-    """Rounds; see above. None where a period is longer than a run."""
+    """Return the theoretical rounds; see above. None if a period is longer than a run."""
     if topology.period > LONG:
         return None
     P = torch.eye(topology.size, dtype=torch.float64)
     for t in range(topology.period):
         P = mixing_matrix(topology, uniform, t) @ P
-    # what P has beside its limit, squared again and again and scaled to norm 1: its growth is the eigenvalue
+    # P minus its limit, squared repeatedly and scaled to norm 1: its growth is the eigenvalue
     rest = P - torch.linalg.matrix_power(P, 2**30)
     logarithm = 0.0
     for _ in range(SQUARINGS):
         rest = rest @ rest
         norm = float(torch.linalg.matrix_norm(rest))
-        if norm < ROUNDING:  # nothing: one period is exact
+        if norm < ROUNDING:  # zero: one period is exact
             return float(topology.period)
         logarithm, rest = 2 * logarithm + math.log(norm), rest / norm
     return topology.period * math.log(error) / (logarithm / 2**SQUARINGS)
@@ -96,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "consensus", "error": args.error, "ranks": {}}
     for size in args.ranks:
-        print(f"\n{size} ranks, to {args.error:g} of the first distance")
+        print(f"\n{size} ranks, to {args.error:g} of the initial distance")
         print(f"{'topology':<26}{'period':>7}{'exact':>7}{'rounds':>8}{'theory':>9}{'messages':>10}")
         rows = result["ranks"][str(size)] = {}
         for name, make in TOPOLOGIES.items():

@@ -93,7 +93,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 
 def start(ranks: int, words: list[str]) -> None:
-    """train.py with these words under mpirun."""
+    """Run train.py with these arguments under mpirun."""
     command, environment = prepare(ranks, ["train.py", *words])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -101,7 +101,7 @@ def start(ranks: int, words: list[str]) -> None:
 
 
 def simulate(ranks: int, words: list[str]) -> None:
-    """train.py with these words, its ranks in this process."""
+    """Run train.py with these arguments, with its ranks in this process."""
     args, overrides = parse_arguments(words)
     tree = load(args.configs, overrides)
     with redirect_stdout(StringIO()):
@@ -109,7 +109,7 @@ def simulate(ranks: int, words: list[str]) -> None:
 
 
 def standard_error(values: list[float]) -> float | None:
-    """That of the mean; None where one value says nothing of it."""
+    """Return the standard error of the mean. None for a single value."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="per rank")
     parser.add_argument("--simulate", action="store_true", help="ranks in one process, without Horovod")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["dense", "dgc"],
-                        help="the first is what the others are compared with")
+                        help="the others are compared with the first")
     parser.add_argument("overrides", nargs="*", metavar="--configs.KEY=VALUE", help="for every run, after --")
     args = parser.parse_args()
     print(f"{args.task}, {args.ranks} ranks, {args.folds} folds, {args.epochs} epochs of batches of ", end="")
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def to_train(args: argparse.Namespace, fold: int, method: str, place: Path) -> list[str]:
-    """The words that train.py needs for one run."""
+    """Return the arguments of train.py for one run."""
     return [
         *("--configs", *TASKS[args.task], *METHODS[method], "--run-dir", str(place), "--devices", "cpu"),
         f"--configs.dataset.fold={fold}",

@@ -39,7 +39,7 @@ SMALL: list[list[tuple[int, ...]]] = [[(300, 200), (64,)], [(100, 100)]]
 
 
 def obstacle(dry_run: bool) -> str | None:
-    """What keeps this machine from running the command, and the cure."""
+    """Return why this machine cannot run the command, and how to fix it."""
     pip = f"{sys.executable} -m pip install"
     for package in ("torch", "triton"):
         if find_spec(package) is None:
@@ -56,7 +56,7 @@ def obstacle(dry_run: bool) -> str | None:
 
 
 def keep_laws(device: "torch.device") -> tuple[int, list[str]]:
-    """How many there are, and which fail."""
+    """Return the number of laws, and those that fail."""
     from benchmarks.gpu_laws import laws
 
     number, failed = 0, []
@@ -72,7 +72,7 @@ def keep_laws(device: "torch.device") -> tuple[int, list[str]]:
 
 
 class Table:
-    """Rows as they are measured, printed and kept for the JSON."""
+    """Rows of the table. Each is printed when measured and stored for the JSON."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
@@ -157,7 +157,7 @@ def main(words: Iterable[str] | None = None) -> int:
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
     if provide_jaxtyping():
-        print(f"jaxtyping is not installed; annotations go without it ({sys.executable} -m pip install jaxtyping)")
+        print(f"jaxtyping is not installed; annotations are ignored ({sys.executable} -m pip install jaxtyping)")
     import torch
     import triton
 

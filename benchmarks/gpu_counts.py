@@ -17,8 +17,10 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 @dataclass(frozen=True)
 class Counts:
-    """waits: by place, those that PyTorch knows of. launches: of PyTorch's and Triton's kernels; 0 where the
-    profiler cannot see the GPU. driver_waits: all waits that the profiler has seen, whoever asked for them.
+    """Counts of a step.
+
+    waits: waits that PyTorch reports, by place. launches: of PyTorch's and Triton's kernels; 0 if the profiler
+    cannot see the GPU. driver_waits: all waits in the profile, from any caller.
     """
 
     waits: Counter[str] = field(default_factory=Counter)
@@ -27,7 +29,7 @@ class Counts:
 
 
 def count(step: Callable[[], object], device: torch.device) -> Counts:
-    """Of two calls, the first under PyTorch's check for waits, the second under its profiler."""
+    """Count in two calls, the first under PyTorch's check for waits, the second under its profiler."""
     if device.type != "cuda":
         step()
         return Counts()
@@ -41,7 +43,7 @@ def count(step: Callable[[], object], device: torch.device) -> Counts:
 
 
 def waits_of(step: Callable[[], object]) -> Counter[str]:
-    """File and line of each operation that waits, with how often."""
+    """Return file and line of each operation that waits, and its count."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -40,7 +40,7 @@ def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """The tier that defines the bits, in place of Triton's."""
+    """Use the reference tier instead of Triton's."""
     kernels.use("reference")
     try:
         yield
@@ -74,7 +74,7 @@ def dgc_is_alike(device: torch.device) -> None:
 
 
 def results(compressor: Compressor, device: torch.device) -> list[Tensor]:
-    """Of some steps, and the error state behind them."""
+    """Return the results of some steps, and the error state after them."""
     whole, found = Whole("", compressor, [SHAPES], device), []
     for step in range(STEPS):
         given = random_gradients([SHAPES], step, device)

@@ -28,14 +28,14 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def random_gradients(buckets: Sequence[Shapes], seed: int, device: torch.device) -> list[Tensor]:
-    """One flat tensor per bucket, the same numbers on every device."""
+    """Return one flat tensor per bucket, with equal values on every device."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [sum(torch.Size(shape).numel() for shape in shapes) for shapes in buckets]
     return [torch.randn(size, generator=generator).to(device) for size in sizes]
 
 
 class Codec:
-    """Payloads of `ranks` ranks of one bucket, each of random elements of its own."""
+    """Payloads of `ranks` ranks for one bucket, with different random elements for each rank."""
 
     def __init__(self, form: SparseFormat, numel: int, density: float, device: torch.device, ranks: int):
         self.form, self.numel = form, numel
@@ -66,7 +66,7 @@ class Codec:
 
 
 def alone(conversation: Conversation[Result]) -> Result:
-    """Its result where no other rank is: every request is answered at once with what was sent."""
+    """Return the result with one rank: every request is answered at once with its own tensors."""
     try:
         requests = next(conversation)
         while True:
@@ -100,7 +100,7 @@ class Whole:
 
 
 class Training:
-    """Forward, backward and step of a small net, whose gradients are exchanged while backward runs."""
+    """Forward, backward and step of a small network. Gradients are exchanged during backward."""
 
     def __init__(self, width: int, device: torch.device):
         self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device)
@@ -125,7 +125,7 @@ class Training:
 
 
 def milliseconds(step: Callable[[], object], device: torch.device, rounds: int, warm_up: int = 3) -> float:
-    """The median, each with the device idle before it."""
+    """Return the median. The device is idle before each measurement."""
     times = []
     for number in range(-warm_up, rounds):
         if device.type == "cuda":

@@ -43,7 +43,7 @@ OURS_FP16, TORCH_FP16 = "ours, fp16", "torch, fp16"
 
 class Method(Protocol):
     def step(self, gradients: Sequence[Tensor]) -> float:
-        """Seconds. gradients: one flat tensor per bucket."""
+        """Run a step and return its seconds. gradients: one flat tensor per bucket."""
         ...
 
 
@@ -71,7 +71,7 @@ class Ours:
 
 
 class Answered:
-    """The handle of an all-reduce of one process that is over at once."""
+    """The handle of an all-reduce of one process, which completes at once."""
 
     def __init__(self, tensor: Tensor):
         self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
@@ -139,7 +139,7 @@ def methods(buckets: Sequence[Bucket], rank: int) -> dict[str, Method]:
 
 
 def measure(buckets: Sequence[Bucket], rank: int, rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds per step of each method by round, which begin with another method each."""
+    """Return seconds per step, by method and round. Each round begins with another method."""
     generator = torch.Generator().manual_seed(rank)
     pool = [[torch.randn(b.numel, generator=generator) for b in buckets] for _ in range(3)]
     compared = methods(buckets, rank)

@@ -96,7 +96,7 @@ def library() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class RadixSelect(Selector):
-    """CPU tensors alone."""
+    """Radix selection for CPU tensors."""
 
     def choose(self, v: Tensor, plan: Plan, seed: int) -> SparseVector:
         budget = plan.per_tensor

@@ -32,7 +32,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def buckets_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Bucket]:
-    """Tensors of two or more dimensions, last ones first, about 25 MB together."""
+    """Return buckets of about 25 MB with the tensors of two or more dimensions, last ones first."""
     pending: list[tuple[str, Tensor]] = []
     for name, parameter in reversed([p for p in parameters if p[1].dim() > 1]):
         if pending and sum(t.numel() for _, t in pending) + parameter.numel() > BUCKET_ELEMENTS:
@@ -43,14 +43,14 @@ def buckets_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Bucke
 
 
 def endless(data: Dataset[Any], size: int) -> Batches:
-    """Batches of (images, labels), shuffled anew each time the data end."""
+    """Batches of (images, labels), shuffled again in each epoch."""
     loader = DataLoader(data, size, shuffle=True, drop_last=True)
     while True:
         yield from loader
 
 
 def small_images(root: Path = Path("data/cifar10")) -> tuple[str, Dataset[Any]]:
-    """Colour images of 32x32 in 10 classes to train on, and what they are: CIFAR-10 where `root` holds it."""
+    """Return 32x32 colour training images in 10 classes, and their name. CIFAR-10 if `root` contains it."""
     if (root / "cifar-10-batches-py").is_dir() or (root / "cifar-10-python.tar.gz").is_file():
         return "CIFAR-10", CIFAR(str(root))["train"]
     digits: Any = Digits()["train"]
@@ -60,7 +60,7 @@ def small_images(root: Path = Path("data/cifar10")) -> tuple[str, Dataset[Any]]:
 
 
 class Learner:
-    """A model and its u and v by bucket. After a step, `gradients` are its, by bucket."""
+    """A model and its u and v by bucket. `gradients` are those of the last step, by bucket."""
 
     def __init__(self, model: nn.Module, batches: Batches, density: float, lr: float, device: str = "cpu"):
         self.model, self.batches, self.lr, self.device = model.to(device), batches, lr, device
@@ -72,7 +72,7 @@ class Learner:
         self.dense = torch.optim.SGD([p for p in self.parameters.values() if p.dim() <= 1], lr, MOMENTUM)
 
     def differentiate(self) -> float:
-        """Forward and backward on the next batch; the loss."""
+        """Run forward and backward on the next batch. Returns the loss."""
         images, labels = next(self.batches)
         self.model.zero_grad()
         loss = nn.functional.cross_entropy(self.model(images.to(self.device)), labels.to(self.device))
@@ -84,7 +84,7 @@ class Learner:
         return float(loss.detach())
 
     def update(self) -> list[SparseVector]:
-        """The step of DGC with these gradients; what each bucket sent."""
+        """Do a DGC step with these gradients. Returns the sent elements of each bucket."""
         self.dense.step()
         sent = []
         for bucket, plan, g, u, v in zip(
@@ -105,8 +105,8 @@ class Learner:
 
 @dataclass
 class Recording:
-    """By bucket: u and v before the last step, its gradient, the v that it made; of the last half of all steps
-    the mean of every element's gradient and its standard deviation. seconds: one forward and backward pass.
+    """By bucket: u and v before the last step, its gradient, and v after it; mean and standard deviation of every
+    element's gradient over the second half of the steps. seconds: one forward and backward pass.
     """
 
     model: str
@@ -132,14 +132,14 @@ class Recording:
 def record(
     name: str, data: Dataset[Any], batch: int, density: float, steps: int, lr: float, device: str = "cpu"
 ) -> Recording:
-    """The last of `steps` steps from a seed that is always the same."""
+    """Record the last of `steps` steps, with a fixed seed."""
     torch.manual_seed(0)
     learner = Learner(getattr(dgc_models, name)(), endless(data, batch), density, lr, device)
     total, square = ([torch.zeros_like(v) for v in learner.v] for _ in range(2))
     seconds, losses, first = [], [], steps // 2
     for step in range(steps):
         start = time.perf_counter()
-        losses.append(learner.differentiate())  # which waits for the device
+        losses.append(learner.differentiate())  # waits for the device
         seconds.append(time.perf_counter() - start)
         if step >= first:
             for t, s, g in zip(total, square, learner.gradients, strict=True):
@@ -168,15 +168,15 @@ def record(
 
 
 class Gradients(step_overhead.Gradients):
-    """Gradients whose every element has its recorded mean and deviation, normal and independent of the others.
+    """Gradients with independent normal elements, each with its recorded mean and deviation.
 
-    Each is valid until the next one.
+    A gradient is valid until the next one.
     """
 
     def __init__(self, recording: Recording):
         super().__init__(recording.segments, str(recording.gradient[0].device))
         self.recording = recording
-        # instead of the heavy tails of one step's gradients, which here come from the elements' deviations
+        # heavy tails come from the elements' deviations
         self.pool.normal_(generator=torch.Generator(self.pool.device).manual_seed(1))
         self.buffers = [torch.empty_like(g) for g in recording.gradient]
 

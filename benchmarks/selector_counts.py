@@ -19,7 +19,7 @@ from dgc.selection import Plan, Selector
 class Counts:
     """Sums over buckets and steps; `reads`, in elements, beyond the update of u and v.
 
-    reached: elements at or above the thresholds or lower bounds that were handed to the kernels, before any cut.
+    reached: elements at or above the thresholds or lower bounds given to the kernels, before any cut.
     """
 
     reads: float = 0.0
@@ -30,7 +30,7 @@ class Counts:
     shares: list[float] = field(default_factory=list)
 
     def add(self, v: Tensor, plan: Plan, selection: SparseVector) -> None:
-        """What was chosen from one bucket's v."""
+        """Add the selection from one bucket's v."""
         self.sent += int(selection.count)
         self.planned += plan.capacity
         self.numel += v.numel()
@@ -88,13 +88,13 @@ class Counting:
 
 
 def counting(v: Tensor, counts: Counts) -> AbstractContextManager[Any]:
-    """While it lasts, all kernels are those of v, and counted."""
+    """Within this context, all kernels are those of v's device, with counts."""
     tier = kernels.of(v)
     return patch.object(kernels, "of", return_value=replace(tier, selection=Counting(tier.selection, counts)))
 
 
 def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) -> None:
-    """`method.step`, counted."""
+    """Run `method.step` and add its counts."""
     for i, g in enumerate(gradients):
         with counting(g, counts):
             selected = method.select(i, g)
@@ -104,7 +104,7 @@ def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) ->
 
 
 def count_choice(selector: Selector, buckets: Sequence[Tensor], plans: Sequence[Plan], steps: int) -> Counts:
-    """Of what the selector chooses from these numbers as they are, the last time of `steps`."""
+    """Return the counts of a selection from these values, for the last of `steps` repetitions."""
     counts = Counts()
     for v, plan in zip(buckets, plans, strict=True):
         for step in range(steps - 1 if selector.remembers else 0):

@@ -53,7 +53,7 @@ def learn(method: str, ratio: float, epochs: int, fold: int = 0) -> Curve:
             for batch in order.split(RANKS * BATCH):
                 own = batch[transport.rank :: RANKS]
                 if len(batch) < RANKS * BATCH:
-                    continue  # every rank has as many images
+                    continue  # every rank has the same number of images
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(images[own]), labels[own])
                 loss.backward()
@@ -79,7 +79,7 @@ def curves(ratio: float, epochs: int) -> dict[str, Curve]:
     kernels.use("auto")
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // RANKS))
-    methods = ("dense", *(name for name in SELECTORS if name != "radix"))  # which chooses what exact does
+    methods = ("dense", *(name for name in SELECTORS if name != "radix"))  # radix equals exact
     found = {method: learn(method, ratio, epochs) for method in methods}
     torch.set_num_threads(threads)
     return found

@@ -15,7 +15,7 @@ from benchmarks.selector_timing import FLOOR, TOPK, Compared
 
 
 def plots() -> Any:
-    """matplotlib, which nothing else here needs, for files alone."""
+    """Import matplotlib, for output to files. Only the figures need it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +41,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def draw_distributions(model: str, gradient: Tensor, accumulated: Tensor, path: Path) -> None:
-    """Figure 1: one tensor's numbers and the two distributions fitted to them."""
+    """Figure 1: the values of one tensor and the two fitted distributions."""
     figure, axes = plots().subplots(1, 2, figsize=(11, 4))
     for axis, x, title in zip(axes, (gradient, accumulated), ("gradient", "accumulated v"), strict=True):
         x = thinned(x)
@@ -86,7 +86,7 @@ def draw_curves(curves: Mapping[str, Curve], path: Path) -> None:
 
 
 def draw_steps(found: Mapping[str, Compared], path: Path) -> None:
-    """Table 3: a step of DGC by method, as many times as fast as `exact`, beside what is published."""
+    """Table 3: speed of a DGC step relative to `exact`, by method, and the published values."""
     figure, axis = plots().subplots(figsize=(12, 5))
     looks, width = styles(), 0.9 / len(SELECTORS)
     for i, name in enumerate(SELECTORS):
@@ -102,7 +102,7 @@ def draw_steps(found: Mapping[str, Compared], path: Path) -> None:
     axis.set_xticks(range(len(found)), list(found))
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set_ylabel("times as fast as exact (dashes: published)")
-    # of small models the floor lies so far above that nothing else would be seen
+    # for small models the floor is so far above the rest that it would hide all differences
     axis.set_ylim(0, min(axis.get_ylim()[1], 4))
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, path)

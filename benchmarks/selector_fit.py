@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 MOST = 1 << 18
-FEWEST = 100  # numbers that say anything about a distribution
-PUBLISHED_FIT = {  # table 1: Laplace's distance by Gauss'
+FEWEST = 100  # fewest values for a fit
+PUBLISHED_FIT = {  # table 1: distance to Laplace / distance to Gauss
     "alexnet": 13.2476 / 19.273,
     "vgg19_bn": 13.628 / 28.810,
     "resnet50": 4.694 / 8.343,
@@ -44,7 +44,7 @@ def gauss_quantiles(p: Tensor, mean: float, deviation: float) -> Tensor:
 
 
 def most_likely(x: Tensor) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Median and mean distance to it, for Laplace; mean and standard deviation, for Gauss."""
+    """Parameters: median and mean distance to it for Laplace, mean and standard deviation for Gauss."""
     middle = float(x.median())
     return (middle, float((x - middle).abs().mean())), (float(x.mean()), float(x.std(correction=0)))
 
@@ -57,7 +57,7 @@ def thinned(x: Tensor) -> Tensor:
 
 
 def fit(x: Tensor) -> Fit | None:
-    """None for fewer numbers than say anything."""
+    """Return the distances. None for fewer than FEWEST values."""
     x = thinned(x)
     if x.numel() < FEWEST or x.max() == x.min():
         return None
@@ -80,13 +80,13 @@ def fit_tensors(buckets: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Fi
                 laplace, gauss = laplace + part.numel() * found.laplace, gauss + part.numel() * found.gauss
                 total += part.numel()
     if not total:
-        raise ValueError(f"no tensor has {FEWEST} different numbers")
+        raise ValueError(f"no tensor has {FEWEST} different values")
     return Fit(laplace / total, gauss / total)
 
 
 def fit_together(buckets: Sequence[Tensor]) -> Fit:
-    """All tensors' numbers as one set: tensors of different widths make tails that none of them has."""
+    """Treat the values of all tensors as one set. Different widths together give heavier tails."""
     found = fit(torch.cat(list(buckets)))
     if found is None:
-        raise ValueError(f"fewer than {FEWEST} different numbers")
+        raise ValueError(f"fewer than {FEWEST} different values")
     return found

@@ -57,12 +57,12 @@ def published(model: str, method: str) -> float | None:
 
 
 def needs_history(selector: Selector) -> bool:
-    """Whether a first step is no measure of later ones."""
+    """Whether a first step differs from later ones."""
     return selector.remembers or isinstance(selector, Predicted)
 
 
 class SelectorStep(Stateful):
-    """What the step before sent taken out of u and v, gradient in, payload out."""
+    """A step: remove the previous step's sent elements from u and v; gradient in, payload out."""
 
     def __init__(self, name: str, buckets: Layout, ratio: float, device: str):
         super().__init__(buckets, device)
@@ -77,8 +77,8 @@ class SelectorStep(Stateful):
         self.steps += 1
 
     def select(self, i: int, g: Tensor) -> SelectorResult:
-        """From bucket i, whose gradient is g."""
-        # a backward pass leaves one tensor per parameter: cutting a buffer up is no part of a step
+        """Do the step of bucket i with gradient g."""
+        # a backward pass leaves one tensor per parameter, so splitting a buffer is not part of a step
         if g.data_ptr() not in self.pieces:
             self.pieces[g.data_ptr()] = g.split(self.sizes[i])
         u, v, pieces = self.u[i], self.v[i], self.pieces[g.data_ptr()]
@@ -94,7 +94,7 @@ class SelectorStep(Stateful):
 
 
 class SelectAlone(Stateful):
-    """The exact choice from a v that stays as it is."""
+    """The exact selection from an unchanged v."""
 
     name = "exact, select alone"
 

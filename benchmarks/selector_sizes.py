@@ -20,10 +20,10 @@ ENOUGH = 0.02  # seconds of one measurement
 
 
 def by_size(v: Tensor, sizes: Sequence[int], rounds: int, options: Options) -> dict[str, dict[int, float]]:
-    """Milliseconds by method and size, of a choice from that many numbers drawn from v.
+    """Return milliseconds by method and size, for a selection from that many values drawn from v.
 
-    Without a pass over u and v `histogram` and `predicted` are `exact`; a floor as good as a predicted one stands
-    for the latter. What remembers has first chosen a few times.
+    Without a pass over u and v, `histogram` and `predicted` equal `exact`. An accurate lower bound replaces the
+    predicted one. Selectors with a history first select a few times.
     """
     selectors = {name: s for name, s in SELECTORS.items() if not isinstance(s, Histogram | Predicted)}
     times: dict[str, dict[int, float]] = {name: {} for name in (*selectors, KNOWN, TOPK)}
@@ -61,7 +61,7 @@ def one_tensor(size: int, options: Options) -> Plan:
 def in_turns(
     works: dict[str, Callable[[], object]], rounds: int, wait: Callable[[], object]
 ) -> dict[str, float]:
-    """Median milliseconds of each; short ones are repeated within a measurement."""
+    """Return the median milliseconds of each. Short ones are repeated within a measurement."""
     repeats: dict[str, int] = {}
     times: dict[str, list[float]] = {name: [] for name in works}
     for number in range(-2, rounds):
@@ -81,7 +81,7 @@ def in_turns(
 
 def print_sizes(times: dict[str, dict[int, float]]) -> None:
     sizes = list(times["exact"])
-    print("\nmilliseconds of a choice alone, by the elements of one tensor")
+    print("\nmilliseconds of the selection alone, by number of elements of one tensor")
     print(f"{'':<24}" + "".join(f"{size:>11,}" for size in sizes))
     for name, row in times.items():
         print(f"{name:<24}" + "".join(f"{row[size]:11.3f}" for size in sizes))

@@ -35,9 +35,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Compared:
-    """times: milliseconds by method and round. rows: of `Counts.row`, by what was selected from and method.
+    """times: milliseconds by method and round. rows: `Counts.row` by kind of values and method.
 
-    walls: the exact threshold by the mean magnitude, tensors weighted by size, of several kinds of numbers.
+    walls: exact threshold / mean magnitude, weighted by tensor size, for several kinds of values.
     """
 
     model: str
@@ -92,7 +92,7 @@ def wall(buckets: Sequence[Tensor], plans: Sequence[Plan]) -> float:
 
 
 def compare(recording: Recording, options: Options) -> Compared:
-    """All selectors in steps of DGC that begin at the recorded state, and then what they count."""
+    """Time all selectors in DGC steps from the recorded state, then count."""
     device, buckets, gradients = options.device, recording.segments, Gradients(recording)
     methods = {name: SelectorStep(name, buckets, options.ratio, device) for name in SELECTORS}
     first = methods["predicted"]
@@ -141,7 +141,7 @@ def count_raw(name: str, recording: Recording, options: Options) -> Counts:
 
 def print_counts(compared: Compared) -> None:
     words = ", ".join(f"{value:.2f} of {name}" for name, value in compared.walls.items())
-    print(f"\n{compared.model}: exact threshold by mean magnitude: {words}")
+    print(f"\n{compared.model}: exact threshold / mean magnitude: {words}")
     print(f"{'':<17}{'accumulated v':^38}{'raw gradient':^38}")
     heads = "".join(f"{head:>9}" for head in ("passes", "reached", "sent", "energy"))
     print(f"{'':<17}{heads}{heads}")

@@ -70,7 +70,7 @@ Fits = dict[str, dict[str, tuple[Fit, Fit]]]
 
 
 def fits_of(recording: Recording) -> dict[str, tuple[Fit, Fit]]:
-    """By kind of numbers: tensor by tensor, and of all tensors' numbers together."""
+    """Return the fits by kind of values: tensor by tensor, and for the values of all tensors together."""
     found = {}
     for kind in KINDS:
         buckets = getattr(recording, kind)
@@ -79,8 +79,8 @@ def fits_of(recording: Recording) -> dict[str, tuple[Fit, Fit]]:
 
 
 def print_fits(fits: Fits) -> None:
-    print("\nWasserstein distance to the most likely distribution, in standard deviations; 'as one': all tensors'")
-    print("numbers taken together")
+    print("\nWasserstein distance to the most likely distribution, in standard deviations; 'as one': values of")
+    print("all tensors together")
     heads = "".join(f"{head:>9}" for head in ("Laplace", "Gauss", "ratio", "as one"))
     print(f"{'':<13}{'published':>10}" + "".join(f"{words:^36}" for words in KINDS.values()))
     print(f"{'':<13}{'ratio':>10}{heads * len(KINDS)}")
@@ -97,7 +97,7 @@ def training_share(compared: Compared, seconds: float) -> dict[str, float]:
 
 
 def print_training(found: dict[str, Compared], seconds: dict[str, float]) -> None:
-    print(f"\nforward and backward of {BATCH} images, and selection's milliseconds and share of a training step")
+    print(f"\nforward and backward of {BATCH} images; milliseconds and share of a training step for selection")
     print(f"{'':<17}" + "".join(f"{model + f' {1e3 * seconds[model]:.0f} ms':>22}" for model in found))
     shares = {model: training_share(compared, seconds[model]) for model, compared in found.items()}
     for name in SELECTORS:
@@ -107,20 +107,20 @@ def print_training(found: dict[str, Compared], seconds: dict[str, float]) -> Non
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="whose steps are timed",
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="models for the timing of steps",
                         default=["resnet101", "densenet169", "resnet50", "densenet121"])
-    parser.add_argument("--fit-models", nargs="+", choices=MODELS, help="whose distributions are fitted as well",
+    parser.add_argument("--fit-models", nargs="+", choices=MODELS, help="models for the fits of distributions",
                         default=["alexnet", "vgg19_bn", "resnet50", "densenet121", "senet18"])
     parser.add_argument("--ratio", type=float, default=0.001)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40, help="of training, the last of which is recorded")
-    parser.add_argument("--settle", type=int, default=60, help="steps from there before anything is timed")
+    parser.add_argument("--steps", type=int, default=40, help="training steps; the last one is recorded")
+    parser.add_argument("--settle", type=int, default=60, help="further steps before the timing")
     parser.add_argument("--rounds", type=int, default=19)
     parser.add_argument("--largest", type=float, default=7.5, help="log10 of the largest single tensor")
-    parser.add_argument("--epochs", type=int, default=8, help="of the learning curves; 0: none")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs of the learning curves; 0: none")
     parser.add_argument("--figures", type=Path, default=Path("runs/selectors"), help="folder of the figures")
-    parser.add_argument("--quick", action="store_true", help="smaller defaults, which try it out in a minute")
+    parser.add_argument("--quick", action="store_true", help="smaller defaults for a run of about a minute")
     if parser.parse_args().quick:
         parser.set_defaults(**QUICK)
     return parser.parse_args()
@@ -129,7 +129,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
-    # here, so that a missing matplotlib is known before all the work
+    # here, so that a missing matplotlib fails before the measurements
     from benchmarks import selector_figures as figures
 
     figures.plots()
@@ -149,11 +149,11 @@ def main() -> None:
         print(f"\n{model}: {recording.numel:,} elements in {len(recording.segments)} buckets, "
               f"loss {recording.loss:.3f}, a pass of {recording.seconds:.2f} s", flush=True)
         if not math.isfinite(recording.loss):
-            raise SystemExit(f"{model} did not learn: its numbers mean nothing")
+            raise SystemExit(f"{model} did not learn: its results are not meaningful")
         fits[model], seconds[model] = fits_of(recording), recording.seconds
         if drawn is None:
             drawn = figures.largest_tensor(recording.accumulated, recording.sizes)
-        if model in ("resnet50", args.models[0]):  # ResNet-50's is the published one
+        if model in ("resnet50", args.models[0]):  # the study published ResNet-50's
             gradient = figures.largest_tensor(recording.gradient, recording.sizes)
             accumulated = figures.largest_tensor(recording.accumulated, recording.sizes)
             figures.draw_distributions(model, gradient, accumulated, args.figures / "distributions.png")

@@ -28,7 +28,7 @@ class Annotation:
 
 
 def provide_jaxtyping() -> bool:
-    """Make `import jaxtyping` work; whether it is a stand-in that does."""
+    """Make `import jaxtyping` work. Returns whether it is the replacement."""
     if sys.modules.get("jaxtyping") is not None or find_spec("jaxtyping") is not None:
         return False
     module = ModuleType("jaxtyping")
@@ -38,7 +38,7 @@ def provide_jaxtyping() -> bool:
 
 
 class MonkeyPatch:
-    """Changes for the time of one test."""
+    """Changes during one test."""
 
     def __init__(self) -> None:
         self._snapshots: list[Callable[[], object]] = []
@@ -115,7 +115,7 @@ def _import(name: str, reason: str = "") -> ModuleType:
 
 
 def load_tests(path: Path) -> ModuleType:
-    """A file of tests, as a module that does not know pytest."""
+    """Import a test file without pytest."""
     spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -125,7 +125,7 @@ def load_tests(path: Path) -> ModuleType:
 
 
 def cases(module: ModuleType, left_out: Mapping[str, str]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Name and body of every test with every combination of its parameters. left_out: names of tests, and why."""
+    """Yield name and body of every test and combination of parameters. left_out: skipped tests, and reasons."""
     found = {name: test for name, test in vars(module).items() if name.startswith("test_")}
     unknown = left_out.keys() - found.keys()
     assert not unknown, f"no tests of these names: {sorted(unknown)}"
@@ -159,7 +159,7 @@ class _Case:
         if name in made or name in self._kept:
             return made[name] if name in made else self._kept[name]
         if name not in self._fixtures:
-            raise LookupError(f"the test asks for the fixture {name!r}, which its file does not define")
+            raise LookupError(f"the test needs the fixture {name!r}, which its file does not define")
         function = self._fixtures[name]
         where = self._kept if function.fixture_options.get("scope") == "module" else made
         where[name] = function(**{n: self._value(n, made) for n in inspect.signature(function).parameters})

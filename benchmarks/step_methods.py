@@ -24,7 +24,7 @@ class Step(Protocol):
     name: str
     is_floor: bool
     is_slow: bool
-    bytes_per_parameter: int  # of traffic, 0 where that depends on the numbers
+    bytes_per_parameter: int  # memory traffic; 0 if it depends on the data
 
     def start_from(self, u: list[Tensor], v: list[Tensor]) -> None: ...
 
@@ -32,7 +32,7 @@ class Step(Protocol):
 
 
 class Stateful:
-    """u and v of every bucket, and what was sent of it that they still hold: the next step takes it out."""
+    """u and v of every bucket, and the sent elements that the next step removes from them."""
 
     is_floor = False
     is_slow = False
@@ -45,7 +45,7 @@ class Stateful:
         self.sent: list[SparseVector | None] = [None] * len(self.sizes)
 
     def settle(self) -> None:
-        """Take out what was sent already, so that u and v can be read."""
+        """Remove the sent elements, so that u and v can be read."""
         for b, (u, v, sent) in enumerate(zip(self.u, self.v, self.sent, strict=True)):
             if sent is not None:
                 kernels.of(v).selection.remove_sent_(sent, u, v)
@@ -133,7 +133,7 @@ extern "C" void update_all(float** u, float** v, float** g, const int64_t* sizes
 
 
 class PlainLoop(Stateful):
-    """The update as a compiler vectorizes it for this machine, all buckets in one call."""
+    """The update as vectorized by a compiler for this machine, for all buckets in one call."""
 
     name = "plain update of u and v"
     is_floor = True
@@ -162,7 +162,7 @@ def floors(tier: str, buckets: Layout, momentum: float, device: str) -> list[Ste
 
 class Eager(Stateful):
     """DGC as published (specification 1.2 and 4.1): for each tensor, a threshold from a strided sample of 1 %,
-    adapted by 0.8 or 1.3 up to 10 times until 0.8 to 1.3 of the wanted elements pass, resampled where more do.
+    adapted by 0.8 or 1.3 up to 10 times until 0.8 k to 1.3 k elements pass, resampled if more do.
     """
 
     name = "eager"
@@ -214,7 +214,7 @@ class Eager(Stateful):
 
 
 class TopK(Stateful):
-    """torch.topk of each tensor, on the v that ours starts from."""
+    """torch.topk of each tensor, on the same v as our step."""
 
     name = "torch.topk of |v| alone"
     is_slow = True
@@ -230,7 +230,7 @@ class TopK(Stateful):
 
 
 class Copy:
-    """A copy of as many fp32 numbers as there are parameters."""
+    """A copy of one fp32 value per parameter."""
 
     name = "copy of g"
     is_floor = False

@@ -43,7 +43,7 @@ from dgc.wire import (
 
 BUCKET_BYTES = 25 * 1024 * 1024
 SLOW_EVERY = 6
-SPARE = 1 << 24  # elements: gradients begin anywhere in so many
+SPARE = 1 << 24  # range of the random start of a gradient, in elements
 INDICES: dict[str, IndexFormat] = {
     "int32": PlainIndices("int32"),
     "packed": PackedIndices(),
@@ -69,7 +69,7 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """As torchvision's (He et al. 2015, table 1), which need not be installed for it."""
+    """Return the shapes of torchvision's network (He et al. 2015, table 1) without torchvision."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7)]
     channels = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -82,7 +82,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 def plan_buckets(shapes: list[tuple[int, ...]]) -> list[tuple[Segment, ...]]:
-    """Whole tensors, in the order in which backward makes them."""
+    """Return buckets of whole tensors, in the order of backward."""
     buckets: list[list[Tensor]] = [[]]
     for tensor in [torch.empty(shape, device="meta") for shape in reversed(shapes)]:
         if buckets[-1] and 4 * sum(t.numel() for t in [*buckets[-1], tensor]) > BUCKET_BYTES:
@@ -92,7 +92,7 @@ def plan_buckets(shapes: list[tuple[int, ...]]) -> list[tuple[Segment, ...]]:
 
 
 class Gradients:
-    """Fresh gradients at no cost: each is a random stretch of one pool of random numbers."""
+    """New gradients at no cost: each is a random part of one pool of random numbers."""
 
     def __init__(self, buckets: list[tuple[Segment, ...]], device: str):
         self.sizes = [[segment.numel for segment in bucket] for bucket in buckets]
@@ -113,7 +113,7 @@ def tiers_on(device: str) -> list[str]:
 
 
 def make_steps(args: argparse.Namespace, buckets: list[tuple[Segment, ...]], gradients: Gradients) -> list[Step]:
-    """First ours, warm; then all others, which start from the same u and v."""
+    """Return our step, warmed up, then all others, which start from the same u and v."""
     fast, plain = tiers_on(args.device)
     wire = SparseFormat(VALUES[args.values], INDICES[args.indices])
 
@@ -141,7 +141,7 @@ def make_steps(args: argparse.Namespace, buckets: list[tuple[Segment, ...]], gra
 def measure(
     steps: list[Step], gradients: Gradients, rounds: int, wait: Callable[[], object]
 ) -> dict[str, dict[int, float]]:
-    """Milliseconds of each method by round. Slow ones, whose share of noise is small, skip most rounds."""
+    """Return milliseconds by method and round. Slow methods have little relative noise and skip most rounds."""
     times: dict[str, dict[int, float]] = {step.name: {} for step in steps}
     for number in range(-2, rounds):
         fresh = gradients.next()
@@ -158,7 +158,7 @@ def measure(
 
 
 def nothing() -> None:
-    """On a CPU there is nothing to wait for."""
+    """Do nothing: a CPU needs no synchronization."""
 
 
 def ratio(above: dict[int, float], below: dict[int, float]) -> float:
@@ -172,14 +172,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=36)
-    parser.add_argument("--warm-up", type=int, default=100, help="steps before anything is timed")
+    parser.add_argument("--warm-up", type=int, default=100, help="steps before the timing")
     parser.add_argument("--indices", choices=INDICES, default="int32")
     parser.add_argument("--values", choices=VALUES, default="fp16")
     return parser
 
 
 def report(args: argparse.Namespace) -> tuple[Step, Gradients, dict[str, float]]:
-    """Print the table. Returns our step, warm, the gradients that it takes, and the figures."""
+    """Print the table. Returns our warmed-up step, its gradients, and the results."""
     torch.set_num_threads(args.threads)
     buckets = plan_buckets(shapes_of(args.model))
     gradients = Gradients(buckets, args.device)
@@ -206,7 +206,7 @@ def report(args: argparse.Namespace) -> tuple[Step, Gradients, dict[str, float]]
         "eager_ms": median(times["eager"].values()),
         "speedup_vs_eager": ratio(times["eager"], times[ours]),
         "copy_gb_per_s": Copy.bytes_per_parameter * numel / median(times[Copy.name].values()) / 1e6,
-        # of the traffic of the floor, at the rate of a copy
+        # relative to the floor's traffic at the rate of a copy
         "ratio_to_copy": ratio(times[ours], times[Copy.name]) * Copy.bytes_per_parameter / FLOOR_BYTES,
     }
     assert all(math.isfinite(number) for number in result.values())

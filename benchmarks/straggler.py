@@ -38,7 +38,7 @@ METHODS: dict[str, Method] = {
 
 
 class Phase(NamedTuple):
-    """What a rank saw: seconds of each iteration after the warm-up, and until all ranks were done; its steps."""
+    """One rank's measurements: seconds of each iteration after the warm-up and of the phase, and its steps."""
 
     iterations: list[float]
     whole: float

@@ -54,7 +54,7 @@ VALUES: dict[str, ValueFormat] = {
     "sign": SignValues(),
 }
 LR, BATCH = 0.025, 32
-RECORDED = 5  # steps, the last ones
+RECORDED = 5  # last steps that are recorded
 
 # A bucket's budget, number of elements, and selections of the recorded steps.
 Recording = tuple[Budget, int, list[SparseVector]]
@@ -87,7 +87,7 @@ def seconds(work: Callable[[], Any], repeats: int) -> float:
 
 
 def rates(form: SparseFormat, codec: Codec, recordings: list[Recording], repeats: int) -> dict[str, float]:
-    """Million elements per second of the last recorded selections."""
+    """Return rates for the last recorded selections, in million elements per second."""
     inputs = [(selections[-1], budget, numel) for budget, numel, selections in recordings]
     firsts = [torch.tensor(numel) for _, _, numel in inputs]
     native = NativeCodec()
@@ -106,7 +106,7 @@ def rates(form: SparseFormat, codec: Codec, recordings: list[Recording], repeats
 
 
 def index_rates(indices: IndexFormat, codec: Codec, recordings: list[Recording], repeats: int) -> dict[str, float]:
-    """As `rates`, of the largest bucket's indices alone."""
+    """Same as `rates`, for the indices of the largest bucket only."""
     budget, numel, selections = max(recordings, key=lambda recording: recording[1])
     plan, selection = indices.plan(budget.capacity, numel), selections[-1]
     section = torch.zeros(plan.nbytes, dtype=torch.uint8)
@@ -130,7 +130,7 @@ def sizes(form: SparseFormat, codec: Codec, recordings: list[Recording]) -> dict
 
 
 def bound(recordings: list[Recording]) -> float:
-    """H(D) / D, over all buckets."""
+    """Return H(D) / D over all buckets."""
     bits = 0.0
     for budget, numel, _ in recordings:
         density = budget.capacity / numel

@@ -88,7 +88,7 @@ class AllReduce(Aggregator):
             like = [g for g in gradients if g is not None]
             if len(like) < len(gradients):
                 raise ValueError(
-                    "AllReduce takes the shapes from the first gradients, so that none may be None: pass zeros"
+                    "AllReduce takes the shapes from the first gradients, so none of them may be None: pass zeros"
                 )
             self._exchange = _Exchange(like, DenseCompressor(), self._transport or _default_transport())
         return self._exchange.average(gradients)
@@ -102,8 +102,8 @@ class PowerSGD(Aggregator):
         config (Config): rank and other settings.
         transport (Transport, optional): default Horovod, or this process alone if Horovod is not installed.
 
-    `step_counter` is the number of steps, with those before compression starts and without dropped ones. It is
-    saved by state_dict.
+    `step_counter` is the number of steps, including uncompressed ones and excluding dropped ones. It is saved by
+    state_dict.
 
     Raises:
         ValueError: if `params` is empty.
@@ -129,7 +129,7 @@ class PowerSGD(Aggregator):
 
     def check_parameters(self, params: Sequence[Tensor]) -> None:
         if [*map(id, params)] != [*map(id, self.params)]:
-            raise ValueError("PowerSGD was built of other parameters than the optimizer's, or in another order")
+            raise ValueError("PowerSGD was built with other parameters than the optimizer, or in another order")
 
     @property
     def uncompressed_num_floats(self) -> int:
@@ -193,7 +193,7 @@ class _Exchange:
     def average(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """See Aggregator.aggregate."""
         if len(gradients) != len(self._shapes):
-            raise ValueError(f"{len(gradients)} gradients of {len(self._shapes)} parameters")
+            raise ValueError(f"{len(gradients)} gradients for {len(self._shapes)} parameters")
         for i, (g, shape) in enumerate(zip(gradients, self._shapes, strict=True)):
             if g is not None and g.shape != shape:
                 raise ValueError(f"gradient {i} has shape {tuple(g.shape)}, not {tuple(shape)}")

@@ -56,19 +56,19 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
         codes, kept = self.encode(v, bucket)
         (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
         planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
-        parts, numbers = unseal(codec, payloads, *planned)
+        parts, nonfinite = unseal(codec, payloads, *planned)
         total = torch.zeros_like(v)
         for part in parts:
             self.add_(part, bucket, total)
-        return self.mean(total), kept, numbers
+        return self.mean(total), kept, nonfinite
 
 
-def join(header: Float32[Tensor, "numbers"], codes: Codes) -> UInt8[Tensor, "both"]:
+def join(header: Float32[Tensor, "length"], codes: Codes) -> UInt8[Tensor, "both"]:
     """The bytes of a header, followed by codes."""
     return torch.cat([header.contiguous().view(torch.uint8), codes])
 
 
-def split(both: UInt8[Tensor, "both"], numbers: int) -> tuple[Float32[Tensor, "numbers"], Codes]:
-    """Inverse of `join` for a header of `numbers` floats, which is copied because it may be unaligned."""
-    edge = 4 * numbers
+def split(both: UInt8[Tensor, "both"], length: int) -> tuple[Float32[Tensor, "length"], Codes]:
+    """Inverse of `join` for a header of `length` floats, which is copied because it may be unaligned."""
+    edge = 4 * length
     return both[:edge].clone().view(torch.float32), both[edge:]

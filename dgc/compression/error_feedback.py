@@ -1,7 +1,7 @@
 """Base class of compressors with a dense result: error feedback, seeds, and undo of dropped steps.
 
     v = g + e                 e: residual of earlier steps. NaN and TOO_LARGE in g count as zero and are flagged.
-    (mean, e) = exchange(v)   the mean over ranks of what each sent, and this rank's new residual
+    (mean, e) = exchange(v)   mean over ranks of the sent values, and this rank's new residual
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.finite import first_blame, overflow
+from dgc.compression.finite import first_nonfinite_message, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
 from dgc.kernels.codec.protocol import Terms
 from dgc.memory.protocol import MomentumCorrection
@@ -86,12 +86,12 @@ class ErrorFeedbackCompressor(ABC):
             v = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
         first = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
         bucket.release()
-        mean, kept, numbers = yield from self.exchange(bucket, v, first)
+        mean, kept, nonfinite = yield from self.exchange(bucket, v, first)
         self._steps[bucket.name] += 1
         if self.error_feedback:
             self._snapshots.replace(self._error, bucket, kept)
         bucket.flat.copy_(mean)
-        return DenseResult(first_blame(bucket, numbers) or overflow(bucket))
+        return DenseResult(first_nonfinite_message(bucket, nonfinite) or overflow(bucket))
 
     def rollback(self, bucket: Bucket) -> None:
         self._snapshots.rollback(bucket)
@@ -102,8 +102,8 @@ class ErrorFeedbackCompressor(ABC):
 
     def noise(self, bucket: Bucket, *, shared: bool = False) -> int:
         """A 32-bit seed for this bucket and step: different on each rank, or `shared` by all."""
-        whose = "all" if shared else self.rank
-        return crc32(f"{self._seed} {whose} {bucket.segments[0].name} {self._steps[bucket.name]}".encode())
+        owner = "all" if shared else self.rank
+        return crc32(f"{self._seed} {owner} {bucket.segments[0].name} {self._steps[bucket.name]}".encode())
 
     def errors(self) -> Iterator[Tensor]:
         return iter(self._error)

@@ -32,26 +32,27 @@ def check_mean(bucket: Bucket, own: Tensor) -> Conversation[str | None]:
         return None
     bad = ~own.isfinite().view(1)
     (flags,) = yield (AllGather(bad.to(torch.uint8)),)
-    return blame(bucket, number, [rank for rank, flag in enumerate(flags) if flag.item()])
+    return nonfinite_message(bucket, number, [rank for rank, flag in enumerate(flags) if flag.item()])
 
 
-def blame(bucket: Bucket, number: int, ranks: list[int]) -> str:
+def nonfinite_message(bucket: Bucket, number: int, ranks: list[int]) -> str:
     """The message for a non-finite tensor.
 
     number: the tensor's position in the bucket, from 1. ranks: those with NaN or inf in the gradient.
     """
     name = bucket.segments[number - 1].name
     if not ranks:
-        return f"the mean gradient of {name} is beyond the range of what carries it (no rank has NaN or inf)"
+        return f"the mean gradient of {name} overflows the dtype that carries it (no rank has NaN or inf)"
     return f"the gradient of {name} on rank {ranks[0]} has NaN or inf, or is 2**64 or more"
 
 
-def first_blame(bucket: Bucket, numbers: Iterable[int]) -> str | None:
+def first_nonfinite_message(bucket: Bucket, nonfinite: Iterable[int]) -> str | None:
     """The message for the first rank with a non-finite gradient, or None.
 
-    numbers: for each rank the first tensor (from 1) that was not finite, or 0.
+    nonfinite: for each rank, the position (from 1) of its first non-finite tensor, or 0.
     """
-    return next((blame(bucket, number, [rank]) for rank, number in enumerate(numbers) if number), None)
+    messages = (nonfinite_message(bucket, number, [rank]) for rank, number in enumerate(nonfinite) if number)
+    return next(messages, None)
 
 
 def number_of(bucket: Bucket, first_nonfinite: int) -> int:
@@ -66,7 +67,7 @@ def overflow(bucket: Bucket) -> str | None:
     if bool(probe(bucket.flat).isfinite()):
         return None
     number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
-    return blame(bucket, number, []) if number else None
+    return nonfinite_message(bucket, number, []) if number else None
 
 
 def sparse_overflow(bucket: Bucket, indices: Tensor, values: Tensor) -> str | None:
@@ -74,4 +75,4 @@ def sparse_overflow(bucket: Bucket, indices: Tensor, values: Tensor) -> str | No
     if bool(probe(values).isfinite()):
         return None
     bad = indices[values.isfinite().logical_not()].tolist()
-    return blame(bucket, number_of(bucket, bad[0]), []) if bad else None
+    return nonfinite_message(bucket, number_of(bucket, bad[0]), []) if bad else None

@@ -71,16 +71,16 @@ def _tier(asked: str, device: torch.device) -> Tier:
     if asked not in TIERS:
         raise ValueError(f"DGC_KERNELS must be one of {', '.join(TIERS)}, not {asked!r}")
     kind = device.type
-    wanted = asked if asked != "auto" else ("native" if kind == "cpu" else "triton")
+    name = asked if asked != "auto" else ("native" if kind == "cpu" else "triton")
     try:
-        if wanted == "native":
+        if name == "native":
             return _native(kind)
-        if wanted == "triton":
+        if name == "triton":
             return _triton(kind)
     except KernelsUnavailable as missing:
         if asked != "auto":
             raise
-        warnings.warn(f"{missing}. Until then plain PyTorch does the work, more slowly", stacklevel=3)
+        warnings.warn(f"{missing}. Plain PyTorch is used instead, which is slower", stacklevel=3)
     from dgc.kernels.codec.reference import TorchCodec
     from dgc.kernels.lowrank.protocol import TorchLowRank
     from dgc.kernels.quantize.reference import TorchQuantizers

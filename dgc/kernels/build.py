@@ -67,17 +67,17 @@ def build() -> bool:
         RuntimeError: There is no compiler, or compilation failed.
     """
     try:
-        wanted = stamp(sources_digest(), commands_digest())
+        expected = stamp(sources_digest(), commands_digest())
     except FileNotFoundError:
         missing = shlex.join(compiler())
         raise RuntimeError(f"no C++ compiler: {missing} was not found; install one or set CXX") from None
-    if LIBRARY.exists() and wanted.encode() in LIBRARY.read_bytes():
+    if LIBRARY.exists() and expected.encode() in LIBRARY.read_bytes():
         return False
     files = sorted(SOURCES.rglob("*.cpp"))
     # In the library's folder: a rename within one file system is atomic.
     with tempfile.TemporaryDirectory(dir=LIBRARY.parent, prefix=".build-") as scratch:
         objects = [Path(scratch, f"{file.parent.name}_{file.stem}.o") for file in files]
-        extra = [f"-I{SOURCES}", f'-DDGC_STAMP="{wanted}"']
+        extra = [f"-I{SOURCES}", f'-DDGC_STAMP="{expected}"']
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
                 pool.submit(_run, [*compiler(), *flags_of(file), *extra, "-c", str(file), "-o", str(object_)])

@@ -19,7 +19,7 @@ Signatures = Mapping[str, tuple[type | None, tuple[type, ...]]]  # by function n
 
 
 class KernelsMissing(RuntimeError):
-    """The native kernels cannot be used. The message says how to cure it."""
+    """The native kernels cannot be used. The message names the fix."""
 
 
 ISAS = ("portable", "avx2", "avx512")
@@ -61,7 +61,7 @@ def _open() -> ctypes.CDLL:
 
 
 def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
-    """Declare argument and result types. Otherwise ctypes uses C int for all, which is too short for addresses."""
+    """Declare argument and result types. By default ctypes uses C int, which is too short for addresses."""
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

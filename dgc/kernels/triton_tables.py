@@ -74,7 +74,7 @@ def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) ->
     device, n, segments = bounds.device, sum(lengths), bounds.numel() - 1
     if n > LARGEST:
         raise ValueError(
-            f"a bucket of {n} elements is too large for the triton kernels: it can have {LARGEST} at most; split "
+            f"a bucket of {n} elements is too large for the triton kernels: the maximum is {LARGEST}; split "
             "the tensor, or use DGC_KERNELS=reference"
         )
     starts = on_device((0, *accumulate(lengths[:-1])), torch.int64, device)
@@ -117,5 +117,5 @@ def pointers(
 
 
 def _stream(device: torch.device) -> int:
-    """Return the current stream, as a cache key: only work of the creating stream surely runs after a table."""
+    """Return the current stream, as a cache key: only work of the creating stream is ordered after a table."""
     return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream

@@ -48,7 +48,7 @@ class Memory(Protocol):
         """Return the pass that removes the previous step's sent elements from the state and adds the gradient.
 
         After the pass, `v` [n] fp32 holds all that is to be sent. The caller performs the pass exactly once and
-        does not change v otherwise. `pass_inputs` is called only after the previous step is known to be good.
+        does not change v otherwise. `pass_inputs` is called only after the previous step is known to be valid.
         """
         ...
 

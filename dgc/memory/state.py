@@ -90,7 +90,7 @@ class Snapshots:
         self._whole: dict[str, tuple[FlatState, Tensor]] = {}
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the bucket's old tensor: its last step is known to be good."""
+        """Drop the bucket's old tensor: its last step is known to be valid."""
         self._whole.pop(bucket.name, None)
 
     def subtract(self, state: FlatState, bucket: Bucket, values: Tensor) -> None:

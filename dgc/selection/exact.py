@@ -8,8 +8,8 @@ histogram    Uses no history. It counts the bits of |v| as floats, which have th
              deviations, is a lower bound for the pass that updates u and v. All of v is counted only if the lower
              bound is wrong.
 predicted    Computes the lower bound before the pass, and the pass collects the elements above it. The memory
-traffic is
-             that of updating u and v alone: 20 bytes per element. With t1, t2 the last two exact thresholds:
+             traffic is that of updating u and v alone: 20 bytes per element. With t1, t2 the last two exact
+             thresholds:
                  lower bound = 0.98 * t1 * min(max(t1 / t2, 0.97), 1.2)
              If the lower bound is too high, or there is no history yet, the tensor is searched as by `histogram`.
 
@@ -66,8 +66,7 @@ class Predicted(Exact):
     Args:
         per_bucket (bool): see `Exact`.
         margin (float): ratio of the lower bound to the predicted threshold, in (0, 1]. Error feedback without
-            momentum
-            is noisier from step to step; there 0.95 fails less often.
+            momentum varies more from step to step; 0.95 fails less often there.
 
     Raises:
         ValueError: if margin is out of range.

@@ -56,8 +56,8 @@ class Plan:
         ks = self.per_tensor.ks
         kept = counts.minimum(ks)
         surplus = counts - kept
-        free, wanted = self.capacity - kept.sum(), surplus.sum()
-        extra = surplus.where(wanted <= free, free * surplus // wanted.clamp(min=1))
+        free, requested = self.capacity - kept.sum(), surplus.sum()
+        extra = surplus.where(requested <= free, free * surplus // requested.clamp(min=1))
         return Budget(self.per_tensor.bounds, kept + extra, self.capacity)
 
     def rows_of_history(self) -> dict[str, dict[str, Tensor]]:

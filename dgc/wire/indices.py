@@ -22,7 +22,7 @@ INT32_MAX = torch.iinfo(torch.int32).max
 
 @runtime_checkable
 class IndexSection(Protocol):
-    """The section that a format has planned for one bucket."""
+    """The section that a format plans for one bucket."""
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +36,7 @@ class IndexSection(Protocol):
     def decode(
         self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (indices, whether they ascend within the bucket). Any bytes and any count are safe."""
+        """Return (indices, whether they are ascending and within the bucket). Any bytes and any count are safe."""
         ...
 
 
@@ -128,7 +128,7 @@ class PlainIndices:
 
     def plan(self, capacity: int, numel: int) -> IndexSection:
         if numel > INT32_MAX:
-            raise ValueError(f"a bucket of {numel} elements is too large: it can have {INT32_MAX} at most")
+            raise ValueError(f"a bucket of {numel} elements is too large: the maximum is {INT32_MAX}")
         return PlainSection(capacity, numel, torch.int64 if self.dtype == "int64" else torch.int32)
 
 

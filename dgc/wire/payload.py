@@ -53,19 +53,20 @@ def check_sizes(payloads: Sequence[UInt8[Tensor, "nbytes"]], nbytes: int, terms:
             refuse_other_terms(rank, header.view(torch.int32).tolist()[4:], terms, what)
     sizes = [payload.numel() for payload in payloads]
     rank = next(rank for rank, size in enumerate(sizes) if size != nbytes)
-    raise PayloadError(f"rank {rank} sent {sizes[rank]} bytes, {nbytes} were planned")
+    raise PayloadError(f"rank {rank} sent {sizes[rank]} bytes instead of the planned {nbytes}")
 
 
 def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str) -> None:
     """Raise PayloadError if the terms of `rank` differ from this rank's. `words`: the terms in its header."""
-    (ratio, form), own = words, terms.words
-    if ratio != own[0]:
+    ratio, form = words
+    own_ratio, own_form = terms.words
+    if ratio != own_ratio:
         (theirs,) = struct.unpack("<f", struct.pack("<i", ratio))
         raise PayloadError(
             f"rank {rank} encoded {what} at compress_ratio {theirs:.6g}, this rank at {terms.ratio:.6g}: call "
             "begin_epoch(epoch) on every rank, with the same epoch"
         )
-    if form != own[1]:
+    if form != own_form:
         raise PayloadError(
             f"rank {rank} encoded {what} in another format than this rank: every rank needs the same settings"
         )
@@ -88,7 +89,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a payload's sections."""
+    """The positions of a payload's sections."""
 
     indices: IndexSection
     index_bytes: slice
@@ -133,7 +134,7 @@ class SparseFormat:
             budget: Number of elements per tensor.
             numel: Number of elements of the bucket.
             first_nonfinite: Index of the gradient's first non-finite element; numel if there is none.
-            result: Type of the gradients. Decoded values stay within its segment.
+            result: Type of the gradients. Decoded values stay within its range.
             ratio: Ratio of the elements sent in this step. Receivers must pass the same to `decode`.
         """
         assert selection.values.numel() == budget.capacity
@@ -167,12 +168,12 @@ class SparseFormat:
             payloads: One payload per rank.
             budget: As in `encode`.
             numel: As in `encode`.
-            ratio: The ratio with which this rank has encoded.
+            ratio: The ratio that this rank passed to `encode`.
             what: Name of the payloads in errors.
 
         Returns:
-            (selections, numbers), in rank order. A number is that of the rank's first tensor with a non-finite
-            gradient, counted from 1, or 0.
+            (selections, nonfinite), in rank order. `nonfinite` has the position, from 1, of each rank's first
+            tensor with a non-finite gradient, or 0.
 
         Raises:
             PayloadError: A rank encoded with another ratio or format, or a payload has another size, a wrong
@@ -180,28 +181,28 @@ class SparseFormat:
         """
         segments, layout, terms = budget.bounds.numel() - 1, self._layout(budget, numel), self.terms(ratio)
         check_sizes(payloads, layout.nbytes, terms, what)
-        selections, facts = [], []
+        selections, scalars = [], []
         for given in payloads:
             payload = given if given.is_contiguous() and given.storage_offset() % 8 == 0 else given.clone()
             header = codec.unseal(payload)
-            indices, sound = layout.indices.decode(codec, payload[layout.index_bytes], header.count)
+            indices, valid = layout.indices.decode(codec, payload[layout.index_bytes], header.count)
             section = payload[layout.value_bytes]
             values, finite = self.values.decode(codec, section, indices, header, budget.bounds)
             selections.append(SparseVector(indices, values, header.count))
-            facts += [header.count, header.number, *header.terms, header.sealed, sound, finite]
-        known = read_facts(facts)
+            scalars += [header.count, header.number, *header.terms, header.sealed, valid, finite]
+        known = read_scalars(scalars)
         for rank in range(len(selections)):
-            count, number, *theirs, sealed, good, fine = known[7 * rank : 7 * rank + 7]
+            count, number, *theirs, sealed, indices_valid, values_valid = known[7 * rank : 7 * rank + 7]
             if not sealed:
-                raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
+                raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
             refuse_other_terms(rank, theirs, terms, what)
             if not 0 <= count <= budget.capacity:
-                raise PayloadError(f"rank {rank} sent {count} elements, at most {budget.capacity} fit")
+                raise PayloadError(f"rank {rank} sent {count} elements, but the capacity is {budget.capacity}")
             if not 0 <= number <= segments:
-                raise PayloadError(f"rank {rank} names tensor {number} of {segments} as not finite")
-            if not good:
+                raise PayloadError(f"rank {rank} reports tensor {number} of {segments} as non-finite")
+            if not indices_valid:
                 raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
-            if not fine:
+            if not values_valid:
                 raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
         return selections, known[1::7]
 
@@ -231,9 +232,9 @@ class SparseFormat:
         return Layout(indices, slice(HEADER_BYTES, middle), slice(middle, end), -(-end // 8) * 8)
 
 
-def read_facts(facts: list[Tensor]) -> list[int]:
-    """Return the numbers in zero-dimensional tensors. On a GPU they are read at once: each read waits for it."""
-    if not facts or facts[0].is_cpu:
-        return [int(fact) for fact in facts]
-    known: list[int] = torch.stack([fact.int() for fact in facts]).tolist()
+def read_scalars(scalars: list[Tensor]) -> list[int]:
+    """Return the values of zero-dimensional tensors. On a GPU one read gets them all, because each read waits."""
+    if not scalars or scalars[0].is_cpu:
+        return [int(scalar) for scalar in scalars]
+    known: list[int] = torch.stack([scalar.int() for scalar in scalars]).tolist()
     return known

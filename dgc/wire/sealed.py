@@ -12,7 +12,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
-from dgc.wire.payload import PayloadError, check_sizes, read_facts, refuse_other_terms
+from dgc.wire.payload import PayloadError, check_sizes, read_scalars, refuse_other_terms
 
 
 def sealed_bytes(nbytes: int) -> int:
@@ -63,23 +63,23 @@ def unseal(
         what: Name of the payloads in errors.
 
     Returns:
-        (codes, numbers), in rank order. A number is that of the rank's first tensor with a non-finite gradient,
-        counted from 1, or 0.
+        (codes, nonfinite), in rank order. `nonfinite` has the position, from 1, of each rank's first tensor with a
+        non-finite gradient, or 0.
 
     Raises:
         PayloadError: A buffer was not written by `seal`, or with other terms. The message names the rank.
     """
-    codes, facts = [], []
+    codes, scalars = [], []
     check_sizes(payloads, sealed_bytes(nbytes), terms, what)
     for payload in payloads:
         whole = payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
         header = codec.unseal(whole)
         codes.append(whole[HEADER_BYTES : HEADER_BYTES + nbytes])
-        facts += [header.number, header.sealed, header.count, *header.terms]
-    known = read_facts(facts)
+        scalars += [header.number, header.sealed, header.count, *header.terms]
+    known = read_scalars(scalars)
     for rank in range(len(codes)):
         number, sealed, count, *theirs = known[5 * rank : 5 * rank + 5]
         if not sealed or count or not 0 <= number <= segments:
-            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it was changed on its way")
+            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
         refuse_other_terms(rank, theirs, terms, what)
     return codes, known[::5]

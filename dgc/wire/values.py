@@ -47,7 +47,7 @@ class ValueFormat(Protocol):
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
         """Write the values into a section of zeros.
 
-        Decoded values stay within the segment of `result`, the type of the gradients.
+        Decoded values stay within the range of `result`, the type of the gradients.
 
         Returns:
             (the values that `decode` will return, the scale for the header).
@@ -107,13 +107,13 @@ class CastValues:
     ) -> Float[Tensor, "n"]:
         """Cast values, unscaled, for an all-reduce of `summands` ranks.
 
-        They are limited so that the sum stays in range, with a factor of 2 for rounding, and to the range of
+        Magnitudes are limited so that the sum stays in range, with a factor of 2 for rounding, and to the range of
         `result`, the type of the mean.
         """
         wire, home = torch.finfo(self.torch_dtype), torch.finfo(result)
         limit = wire.max / (1 if summands == 1 else 2 * summands)
         if home.max < wire.max:
-            # a little less, so that rounding to the wire type does not exceed home.max
+            # slightly less, so that rounding to the wire type does not exceed home.max
             limit = min(limit, home.max * (1 - wire.eps))
         elif self.torch_dtype == torch.float32:
             return values

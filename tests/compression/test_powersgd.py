@@ -390,7 +390,7 @@ def test_three_lines_train(zero_grad):
     assert losses[-1] < 0.2 * losses[0]
     assert powersgd.state_dict()["errors"]["param0"].any()
     other = torch.optim.SGD(list(model.parameters())[::-1], lr=0.1)
-    with pytest.raises(ValueError, match="built of other parameters"):
+    with pytest.raises(ValueError, match="built with other parameters"):
         optimizer_step(other, powersgd)
 
 
@@ -406,7 +406,7 @@ def test_aggregate_averages_over_ranks_and_refuses_nan():
         assert not g[0].any() and not g[1].any()
         with pytest.raises(NonFiniteGradientError, match="param1 on rank 1"):
             powersgd.aggregate([first, second / (1 - transport.rank), third])
-        with pytest.raises(ValueError, match="1 gradients of 3 parameters"):
+        with pytest.raises(ValueError, match="1 gradients for 3 parameters"):
             powersgd.aggregate(g[:1])
         return powersgd.state_dict()["P"]["param0"]
 
@@ -434,7 +434,7 @@ def test_the_original_s_aggregators_and_its_step_counter():
         assert resumed.step_counter == 2
 
         plain = AllReduce(transport)
-        with pytest.raises(ValueError, match="none may be None"):
+        with pytest.raises(ValueError, match="none of them may be None"):
             plain.aggregate([torch.ones(3), None])
         assert AllReduce(transport).aggregate([]) == [] and plain.aggregate([torch.ones(3)])[0].sum() == 3
         with pytest.raises(ValueError, match=r"gradient 0 has shape \(1,\), not \(3,\)"):
@@ -448,7 +448,7 @@ def test_the_original_s_aggregators_and_its_step_counter():
     [
         ({"rank": 0}, "must be at least 1"),
         ({"rank": 1, "mode": "fast"}, "mode must be one of residual, paper, square"),
-        ({"rank": 1, "mode": "paper", "num_iters_per_step": 2}, "belongs to mode='residual'"),
+        ({"rank": 1, "mode": "paper", "num_iters_per_step": 2}, "requires mode='residual'"),
         ({"rank": 1, "min_compression_rate": -1}, "must be at least 0"),
         ({"rank": 1, "wire": "bf16"}, "wire must be 'fp32' or 'fp16'"),
         ({"rank": 1, "mode": "square", "high_rank": 2}, "chosen for each tensor"),

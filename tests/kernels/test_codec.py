@@ -98,9 +98,9 @@ def test_any_parameter_and_count_is_safe(codec, form):
         noise = torch.randint(0, 256, (section.nbytes,), dtype=torch.uint8, generator=generator)
         count = torch.randint(-3, 705, (), generator=generator).to(torch.int32)
         noise[:8] = torch.randint(0, 34, (8,), generator=generator).to(torch.uint8)
-        indices, sound = section.decode(codec, noise, count)
+        indices, valid = section.decode(codec, noise, count)
         used = indices[: max(0, int(count))].long()
-        assert not sound or ((torch.diff(used) > 0).all() and (used >= 0).all() and (used < 5000).all())
+        assert not valid or ((torch.diff(used) > 0).all() and (used >= 0).all() and (used < 5000).all())
         for extreme in (-(2**31), 2**31 - 1):
             assert not section.decode(codec, noise, torch.tensor(extreme, dtype=torch.int32))[1]
 
@@ -126,9 +126,9 @@ def test_every_half_there_is_decodes_as_pytorch_reads_it(codec, dtype):
     words = torch.arange(2**16).to(torch.int16)
     expected = words.view(dtype).float()
     one, count = torch.tensor(1.0), torch.tensor(2**16, dtype=torch.int32)
-    got, sound = codec.cast_decode(words.view(torch.uint8), count, dtype, one)
+    got, valid = codec.cast_decode(words.view(torch.uint8), count, dtype, one)
     finite = expected.isfinite()
-    assert same(got[finite], expected[finite]) and not got[~finite].isfinite().any() and not sound
+    assert same(got[finite], expected[finite]) and not got[~finite].isfinite().any() and not valid
     back = torch.zeros(2 * int(finite.sum()), dtype=torch.uint8)
     in_reach = expected[finite].clamp(-32767, 32767)
     values, scale = codec.cast_encode_(in_reach, dtype, back)
@@ -157,9 +157,9 @@ def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec, dtype):
         values = torch.cat([torch.tensor([0.0, 3.7]), bad, torch.tensor([-5e-3])])
         expected, right = codec.cast_encode_(values[good], dtype, section[: 3 * dtype.itemsize], limit)
         decoded, scale = codec.cast_encode_(values, dtype, section, limit)
-        again, sound = codec.cast_decode(section, count, dtype, scale)
+        again, valid = codec.cast_decode(section, count, dtype, scale)
         with case(hex(bits), limit):
-            assert scale == right and not sound
+            assert scale == right and not valid
             for got in (decoded, again):
                 assert got[2].isnan() and same(got[good], expected)
 
@@ -179,16 +179,16 @@ def test_plain_indices_are_read_as_they_were_written(codec, dtype):
     section = torch.zeros(60 * dtype.itemsize, dtype=torch.uint8)
     codec.plain_encode_(selection_of(support, capacity=60).indices, dtype, section)
     assert torch.equal(section.view(dtype)[:50], support.to(dtype)) and not section.view(dtype)[50:].any()
-    indices, sound = codec.plain_decode(section, torch.tensor(50, dtype=torch.int32), 5000, dtype)
-    assert sound and torch.equal(indices[:50], support.int())
+    indices, valid = codec.plain_decode(section, torch.tensor(50, dtype=torch.int32), 5000, dtype)
+    assert valid and torch.equal(indices[:50], support.int())
 
 
 @every_codec
 def test_a_count_beyond_the_section_is_not_sound(codec):
     section = torch.arange(4, dtype=torch.int32).view(torch.uint8)
     for count, expected in ((4, True), (5, False), (-1, False)):
-        _, sound = codec.plain_decode(section, torch.tensor(count, dtype=torch.int32), 100, torch.int32)
-        assert bool(sound) is expected
+        _, valid = codec.plain_decode(section, torch.tensor(count, dtype=torch.int32), 100, torch.int32)
+        assert bool(valid) is expected
 
 
 def rice_bits(support, b):
@@ -222,8 +222,8 @@ def test_leaving_out_what_rice_cannot_hold_is_enough(codec):
             support = support[support < numel]
             section = torch.zeros(code.nbytes, dtype=torch.uint8)
             sent = codec.rice_encode_(selection_of(support, capacity=capacity), code, section)
-            indices, sound = codec.rice_decode(section, sent.count, code)
-            assert sound and torch.equal(indices, sent.indices) and int(sent.count) > 0.8 * support.numel()
+            indices, valid = codec.rice_decode(section, sent.count, code)
+            assert valid and torch.equal(indices, sent.indices) and int(sent.count) > 0.8 * support.numel()
 
 
 @every_codec

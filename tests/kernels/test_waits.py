@@ -35,7 +35,7 @@ with pytest.MonkeyPatch.context() as environment:
     )
     from dgc.memory import ClipByNorm, DGCSGDMemory
     from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues
-    from dgc.wire.payload import read_facts
+    from dgc.wire.payload import read_scalars
 
 PACKAGE = Path(kernels.__file__).parents[1]
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
@@ -43,7 +43,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 ATOMIC = {"index_add", "index_add_", "scatter_add", "scatter_add_", "put_", "cumsum", "cumsum_", "bincount"}
 
 DECODED = {
-    "wire/payload.py read_facts",
+    "wire/payload.py read_scalars",
     "kernels/selection/triton.py merge_mean",
     "compression/finite.py sparse_overflow",
 }
@@ -146,22 +146,22 @@ def test_dgc_waits_where_it_decodes_and_nowhere_else(values, indices):
 @pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])
 def test_powersgd(mode, rank):
     seen = waits_of(PowerSGDCompressor(rank, 0, mode=mode, orthogonalization="cholesky_qr"))
-    assert set(seen) == {"compression/lowrank/powersgd.py _half_step", "wire/payload.py read_facts"}
+    assert set(seen) == {"compression/lowrank/powersgd.py _half_step", "wire/payload.py read_scalars"}
 
 
 def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch):
     reads = []
 
-    def counted(facts):
-        reads.append(len(facts))
-        return read_facts(facts)
+    def counted(scalars):
+        reads.append(len(scalars))
+        return read_scalars(scalars)
 
-    monkeypatch.setattr("dgc.compression.lowrank.orthogonal.read_facts", counted)
+    monkeypatch.setattr("dgc.compression.lowrank.orthogonal.read_scalars", counted)
     waits_of(PowerSGDCompressor(2, 0, mode="paper"))
     assert reads[-2:] == [2, 2]  # the two steps, each for P of two shapes; before them factors are drawn
 
 
-CODED = {"wire/payload.py read_facts", "compression/finite.py overflow"}
+CODED = {"wire/payload.py read_scalars", "compression/finite.py overflow"}
 SUMMED = "compression/finite.py overflow"
 OTHERS = [
     (DenseCompressor(), {"compression/finite.py check_mean"}),

@@ -152,7 +152,7 @@ def test_an_overflow_of_the_wire_alone_names_no_rank():
         (1e6 * loss_of(model, 0, transport.rank)).backward()
         optimizer.step()
 
-    with pytest.raises(NonFiniteGradientError, match="beyond the range of what carries it"):
+    with pytest.raises(NonFiniteGradientError, match="overflows the dtype that carries it"):
         LockstepWorld(2).run(lambda t: body(net(), t))
 
 

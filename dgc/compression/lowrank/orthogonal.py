@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float32
 from torch import Tensor
 
-from dgc.wire.payload import read_facts
+from dgc.wire.payload import read_scalars
 
 Orthogonalization = Literal["auto", "qr", "gram_schmidt", "cholesky_qr"]
 SAFE = 1e-2  # smallest share of a row at which the last two methods are accurate
@@ -64,10 +64,10 @@ def orthonormalize_each(
 ) -> list[Float32[Tensor, "_ _ _"]]:
     """Applies `orthonormalize` to each. If all rows determine a direction, the host waits for a GPU only once."""
     tried = [attempt(x, way, epsilon) for x in xs]
-    good = read_facts([sound for _, sound in tried])
+    accepted = read_scalars([valid for _, valid in tried])
     return [
-        basis if fine else completed(x, epsilon, noise)
-        for x, (basis, _), fine, noise in zip(xs, tried, good, noises, strict=True)
+        basis if accept else completed(x, epsilon, noise)
+        for x, (basis, _), accept, noise in zip(xs, tried, accepted, noises, strict=True)
     ]
 
 

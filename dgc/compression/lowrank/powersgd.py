@@ -33,7 +33,7 @@ from torch import Tensor
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.finite import first_blame, overflow
+from dgc.compression.finite import first_nonfinite_message, overflow
 from dgc.compression.lowrank.accordion import Accordion
 from dgc.compression.lowrank.matrices import CompressionRule, Factor, Products, append_, factor_views, square_norms
 from dgc.compression.lowrank.orthogonal import check_orthogonalization, orthonormalize_each
@@ -108,7 +108,7 @@ class PowerSGDCompressor:
         if num_iters_per_step < 1:
             raise ValueError(f"num_iters_per_step must be at least 1, not {num_iters_per_step}")
         if mode != "residual" and num_iters_per_step != 1:
-            raise ValueError(f"num_iters_per_step belongs to mode='residual'; {mode!r} sends P and Q once")
+            raise ValueError(f"num_iters_per_step requires mode='residual'; {mode!r} sends P and Q once")
         if wire not in ("fp32", "fp16"):
             raise ValueError(f"wire must be 'fp32' or 'fp16', not {wire!r}")
         if high_rank is not None and mode == "square":
@@ -152,12 +152,12 @@ class PowerSGDCompressor:
         factors = {"P": state.factors.P, "Q": state.factors.Q}
         for k in range(self.num_iters_per_step if state.layout.batches else 1):
             even = (state.factors.half_steps + k) % 2 == 0
-            given, wanted = ("P", "Q") if even else ("Q", "P")
-            X = factors[given]
+            source, target = ("P", "Q") if even else ("Q", "P")
+            X = factors[source]
             if k == 0 and not self.warm_start:
-                X = self._orthonormal(state, step, state.random(given), given)
+                X = self._orthonormal(state, step, state.random(source), source)
             Y = yield from self._half_step(state, step, X, even, first=k == 0)
-            factors[wanted] = self._orthonormal(state, step, Y, wanted, k)
+            factors[target] = self._orthonormal(state, step, Y, target, k)
         return factors["P"], factors["Q"]
 
     def _paper(self, state: BucketState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
@@ -194,7 +194,7 @@ class PowerSGDCompressor:
         mean = replies[0].float()
         Y_mean = factor_views(mean[: flat.numel()], shapes)
         if first:
-            step.nonfinite = first_blame(bucket, map(layout.number_of, torch.cat(replies[1]).tolist()))
+            step.nonfinite = first_nonfinite_message(bucket, map(layout.number_of, torch.cat(replies[1]).tolist()))
             layout.write_dense(mean[flat.numel() :])
         if mean.numel():
             step.largest.append(float(mean.abs().max()))

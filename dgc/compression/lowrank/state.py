@@ -44,7 +44,7 @@ class Factors:
 
 @dataclass(eq=False)
 class SentProducts:
-    """What a step sent: U and W by batch, and all but `rounding_errors` [D] of the uncompressed tensors.
+    """The sent update: U and W by batch, and the uncompressed tensors except for their `rounding_errors` [D].
 
     It stays in v until the next step subtracts it in its pass over memory. A dropped step has nothing to restore.
     """

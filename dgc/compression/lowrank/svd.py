@@ -87,10 +87,10 @@ class SVDCompressor(AllGatherCompressor):
         return projected(M, U[:, :r])
 
     def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
-        numbers, at = codes.clone().view(torch.float32), 0
+        factors, at = codes.clone().view(torch.float32), 0
         for s in bucket.segments:
             n, m, r = self.sizes(s)
-            a, b = numbers[at : at + n * r].view(n, r), numbers[at + n * r : at + (n + m) * r].view(m, r)
+            a, b = factors[at : at + n * r].view(n, r), factors[at + n * r : at + (n + m) * r].view(m, r)
             s.of(total).add_((a @ b.T).view(s.shape))
             at += (n + m) * r
 

@@ -104,12 +104,12 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             codec, terms = kernels.of(v).codec, self.terms()
             (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
             planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
-            parts, numbers = unseal(codec, payloads, *planned)
+            parts, nonfinite = unseal(codec, payloads, *planned)
             sums = self._sum(parts)
         else:
-            sums, numbers = yield from self._scatter(bucket, codes, first_nonfinite)
+            sums, nonfinite = yield from self._scatter(bucket, codes, first_nonfinite)
         unit = t if self.bits == 2 else torch.ones_like(t)
-        return self._mean(bucket, sums, unit), kept, numbers
+        return self._mean(bucket, sums, unit), kept, nonfinite
 
     def _thresholds(self, v: Tensor, bounds: Tensor) -> Conversation[Float32[Tensor, "S"]]:
         if self.threshold is not None:
@@ -163,8 +163,8 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         else:
             (shares,) = yield (AllGather(self._pack(own)),)
             total = torch.cat([self._unpack(packed, own.numel()) for packed in shares])
-        numbers = [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
-        return total[: codes.numel() * 8 // self.bits], numbers
+        nonfinite = [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
+        return total[: codes.numel() * 8 // self.bits], nonfinite
 
     @property
     def _sum_bits(self) -> int:

@@ -1,4 +1,4 @@
-"""How many elements of each bucket are sent at the current ratio, and what the selector remembers of them."""
+"""The number of elements that each bucket sends at the current ratio, and the selector's history."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[str, Plan] = {}
-        self._history: dict[str, Any] = {"ratio": None, "tensors": {}}  # of a checkpoint: rows by tensor name
+        self._history: dict[str, Any] = {"ratio": None, "tensors": {}}  # loaded rows by tensor name
 
     def of(self, bucket: Bucket, ratio: float) -> Plan:
         """Return the bucket's plan for this ratio."""

@@ -47,7 +47,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
         if not 0 < compress_ratio < math.inf:
             raise ValueError(f"compress_ratio must be positive and finite, not {compress_ratio}")
         if values not in ("fp32", "fp16"):
-            raise ValueError(f"values travel as fp32 or fp16, not {values!r}")
+            raise ValueError(f"values must be fp32 or fp16, not {values!r}")
         super().__init__(error_feedback, seed)
         self._ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
         self._cast = CastValues(values)

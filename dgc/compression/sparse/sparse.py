@@ -31,7 +31,7 @@ from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor
-from dgc.compression.finite import first_blame, overflow, sparse_overflow
+from dgc.compression.finite import first_nonfinite_message, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
 from dgc.compression.sparse.plans import Plans
 from dgc.compression.warmup import RatioWarmup
@@ -50,7 +50,7 @@ MEMORIES = (
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What one step of a bucket begins with.
+    """The inputs of one step of a bucket.
 
     Attributes:
         inputs: The pass over gradient and error state.
@@ -152,7 +152,7 @@ class SparseCompressor:
         planned = (plan.per_tensor, bucket.numel, plan.ratio, f"bucket {bucket.name}")
         parts, flags = self.format.decode(tier.codec, payloads, *planned)
         indices, values = tier.selection.merge_mean(parts, len(parts), bucket.numel)
-        nonfinite = first_blame(bucket, flags) or sparse_overflow(bucket, indices, values)
+        nonfinite = first_nonfinite_message(bucket, flags) or sparse_overflow(bucket, indices, values)
         return SparseResult(indices, values, nonfinite)
 
     def _reduce_dense(self, bucket: Bucket, step: Step) -> Conversation[Result]:
@@ -167,8 +167,8 @@ class SparseCompressor:
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
         (headers, mean) = yield (AllGather(header), AllReduce(message))
         bucket.flat.copy_(mean)
-        _, numbers = unseal(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
-        return DenseResult(first_blame(bucket, numbers) or overflow(bucket))
+        _, nonfinite = unseal(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
+        return DenseResult(first_nonfinite_message(bucket, nonfinite) or overflow(bucket))
 
     def rollback(self, bucket: Bucket) -> None:
         self.memory.rollback_(bucket)
@@ -189,7 +189,7 @@ class SparseCompressor:
         return Step(self.memory.pass_inputs(bucket), plan, seed, clipped, dense)
 
     def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
-        size = max(2, self._size)  # one process decides as with two
+        size = max(2, self._size)  # one process uses the rule for two
         sparse = all_gather_wire_bytes(self.format.nbytes(plan.per_tensor, bucket.numel), size)
         dense = all_reduce_wire_bytes(bucket.numel * self.format.values.dense.itemsize, size)
         return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)

@@ -100,13 +100,13 @@ def read_fields(
 
 
 def add_up(
-    gaps: Int64[Tensor, "capacity"], count: Int64[Tensor, ""], numel: int, sound: Bool[Tensor, ""]
+    gaps: Int64[Tensor, "capacity"], count: Int64[Tensor, ""], numel: int, valid: Bool[Tensor, ""]
 ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
     """Return indices from gaps, zero beyond the count, and whether they are below numel."""
     indices = (gaps.clamp(0, numel) + 1).cumsum(0) - 1
     live = numbers(gaps, gaps.numel()) < count
-    fine = ((gaps >= 0) & (gaps <= numel) & (indices < numel)) | ~live
-    return torch.where(live, indices.clamp(0, max(0, numel - 1)), 0).to(torch.int32), sound & fine.all()
+    in_range = ((gaps >= 0) & (gaps <= numel) & (indices < numel)) | ~live
+    return torch.where(live, indices.clamp(0, max(0, numel - 1)), 0).to(torch.int32), valid & in_range.all()
 
 
 # --- packed ----------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def packed_kept(selection: SparseVector, code: PackedCode) -> Int64[Tensor, ""]:
     shares = [count, *(count * share // 128 for share in PACKED_SHARES)]
     fits = [packed_bits(thin(selection, m).indices, m) <= 8 * code.nbytes for m in shares]
     kept = count.clamp(max=code.sure)
-    for m, good in zip(reversed(shares), reversed(fits), strict=True):
-        kept = torch.where(good, m, kept)
+    for m, fit in zip(reversed(shares), reversed(fits), strict=True):
+        kept = torch.where(fit, m, kept)
     return kept
 
 
@@ -149,8 +149,8 @@ def packed_decode(
     lengths = widths * counts
     at = starts_of(lengths).unsqueeze(1) + numbers(section, PACKED_BLOCK) * widths.unsqueeze(1)
     gaps = read_fields(section, at, widths.unsqueeze(1)).view(-1)[: code.capacity]
-    sound = (given <= LARGEST_PARAMETER).all() & (lengths.sum() + 8 * blocks <= 8 * code.nbytes) & (m == count)
-    return add_up(gaps, m, code.numel, sound)
+    valid = (given <= LARGEST_PARAMETER).all() & (lengths.sum() + 8 * blocks <= 8 * code.nbytes) & (m == count)
+    return add_up(gaps, m, code.numel, valid)
 
 
 # --- Rice ------------------------------------------------------------------------------------------
@@ -211,8 +211,8 @@ def rice_decode(
     zeros = torch.diff(places, prepend=(unary - 1).view(1)) - 1
     high = zeros << column.expand(blocks, RICE_BLOCK).reshape(-1)[: code.capacity]
     # a valid sum of gaps is at most numel: add_up rejects larger gaps, and clamps them before they overflow
-    sound = (given <= LARGEST_PARAMETER).all() & (found >= m) & (m == count)
-    return add_up((high | low), m, code.numel, sound)
+    valid = (given <= LARGEST_PARAMETER).all() & (found >= m) & (m == count)
+    return add_up((high | low), m, code.numel, valid)
 
 
 def ones_of(

@@ -105,8 +105,8 @@ class NativeCodec:
         terms: Terms,
     ) -> None:
         found = (pointer(count, INT32), pointer(first_nonfinite, INT64))
-        facts = (*found, pointer(bounds, INT64), bounds.numel(), pointer(scale, FP32))
-        self._library.dgc_seal(pointer(payload, UINT8), payload.numel(), *facts, terms.ratio, terms.form)
+        arguments = (*found, pointer(bounds, INT64), bounds.numel(), pointer(scale, FP32))
+        self._library.dgc_seal(pointer(payload, UINT8), payload.numel(), *arguments, terms.ratio, terms.form)
 
     def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
         count, number, _, scale, ratio, form = payload[:HEADER_BYTES].view(torch.int32).clone().unbind()

@@ -1,7 +1,6 @@
-"""The interface of a payload codec. `reference`, in plain PyTorch, defines the bits; `native` gives the
-same.
+"""The interface of a payload codec. `reference`, in plain PyTorch, defines the bits; `native` matches.
 
-Nothing waits for the device. The size of every tensor depends only on the plan. A payload is
+No operation waits for the device. The size of every tensor depends only on the plan. A payload is
 little-endian. The first `count` entries of a selection are valid, the rest are zero.
 
 Both index codes write the gaps g_j = i_j - i_(j-1) - 1 of the ascending indices, with i_(-1) = -1, in blocks. Each
@@ -33,13 +32,13 @@ from dgc.kernels.selection.protocol import SparseVector
 assert sys.byteorder == "little", "payloads are little-endian, and so must this machine be"
 
 HEADER_BYTES = 24
-# A payload of zeros, which a failing transport may deliver, must not be valid.
+# A failing transport may deliver zeros. The constant makes the checksum of a payload of zeros wrong.
 CHECKSUM_OF_ZEROS = 0x44474331
 
 PACKED_BLOCK = 128
 RICE_BLOCK = 512
 LARGEST_PARAMETER = 31  # bits; indices have no more
-# Fractions of the elements, in 128ths, that are tried in turn if a packed code is too long.
+# Fractions of the elements, in 128ths, tried in turn if a packed code is too long.
 PACKED_SHARES = (127, 125, 122, 117, 109, 96)
 
 
@@ -104,7 +103,7 @@ class Codec(Protocol):
     """Encodes and decodes sections, which are contiguous parts of a payload. Sections are zero before encoding.
 
     Decoding accepts any bytes, count and indices, and never accesses memory outside its tensors. It also returns
-    `sound`: indices ascend and are below numel, values are finite. If it is False, the content is meaningless.
+    `valid`: indices ascend and are below numel, values are finite. If it is False, the content is meaningless.
     """
 
     name: str
@@ -158,7 +157,7 @@ class Codec(Protocol):
     def plain_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (indices, sound)."""
+        """Return (indices, valid)."""
         ...
 
     def packed_encode_(
@@ -170,7 +169,7 @@ class Codec(Protocol):
     def packed_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: PackedCode
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (indices, sound)."""
+        """Return (indices, valid)."""
         ...
 
     def rice_encode_(
@@ -182,7 +181,7 @@ class Codec(Protocol):
     def rice_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: RiceCode
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (indices, sound)."""
+        """Return (indices, valid)."""
         ...
 
     def cast_encode_(
@@ -197,7 +196,7 @@ class Codec(Protocol):
         scale is 1 for fp32 or if all values are zero. Else it is the power of two in 2**-126 .. 2**126 that puts
         the largest magnitude into [2**14, 2**15), or as near as possible. Magnitudes are first limited to `limit`,
         so that rounding cannot exceed fp32's range. Non-finite values do not affect the scale and become NaN,
-        which is not sound. Returns (the values that `cast_decode` will return, scale).
+        which is not valid. Returns (the values that `cast_decode` will return, scale).
         """
         ...
 
@@ -208,7 +207,7 @@ class Codec(Protocol):
         dtype: torch.dtype,
         scale: Float32[Tensor, ""],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Read fp32, fp16 or bf16 times scale. Returns (values, sound)."""
+        """Read fp32, fp16 or bf16 times scale. Returns (values, valid)."""
         ...
 
     def sign_encode_(
@@ -228,7 +227,7 @@ class Codec(Protocol):
         count: Int32[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (values, sound)."""
+        """Return (values, valid)."""
         ...
 
     def int8_encode_(
@@ -248,7 +247,7 @@ class Codec(Protocol):
         count: Int32[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (values, sound)."""
+        """Return (values, valid)."""
         ...
 
 

@@ -81,10 +81,10 @@ class TorchCodec:
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
         given = section.view(dtype)
         live = numbers(given, given.numel()) < count
-        good = (given >= 0) & (given < numel)
-        good[1:] &= given[1:] > given[:-1]
-        sound = (good | ~live).all() & (count >= 0) & (count <= given.numel())
-        return torch.where(live & good, given, 0).to(torch.int32), sound
+        ordered = (given >= 0) & (given < numel)
+        ordered[1:] &= given[1:] > given[:-1]
+        valid = (ordered | ~live).all() & (count >= 0) & (count <= given.numel())
+        return torch.where(live & ordered, given, 0).to(torch.int32), valid
 
     def packed_encode_(
         self, selection: SparseVector, code: PackedCode, section: UInt8[Tensor, "nbytes"]

@@ -44,8 +44,8 @@ class LowRank(Protocol):
         Args:
             M: The matrices.
             taken: U and W. The subtraction gives the same bits as subtract_. None: nothing is subtracted.
-            g: Consecutive contiguous pieces of one dtype, in M's memory order. NaN and TOO_LARGE (see `protocol`)
-                count as zero. The rest of M is padding, and zero afterwards.
+            g: Consecutive contiguous pieces of one dtype, in M's memory order. NaN and TOO_LARGE (see
+                `dgc.kernels.selection.protocol`) count as zero. The rest of M is padding, and zero afterwards.
             X: Factor to multiply by.
             even: The half step.
             Y: Receives the product.

@@ -1,6 +1,6 @@
-"""The interface of quantizers, which send every element in few bits. Plain torch defines every bit.
+"""The interface of quantizers, which send every element in a few bits. `reference` defines every bit.
 
-As in `protocol`, v is finite, and bounds divide it into segments, which may be empty. Encoding does not change v
+v is finite, and bounds divide it into segments, which may be empty. Encoding does not change v
 and returns (codes, residual). The residual is v minus the decoded values, one fp32 subtraction per element. The
 `add_` operations add decoded values to `total`, one fp32 addition per element. Codes are little-endian.
 
@@ -133,7 +133,7 @@ def level_factors(scales: Each, levels: int, bits: int) -> tuple[Each, Each]:
 
 
 def keys_of(seed: int) -> tuple[int, int]:
-    """Return two keys. With one key, the numbers of two seeds could be shifted copies of each other."""
+    """Return two keys. With one key, two seeds could give shifted copies of the same sequence."""
     assert 0 <= seed <= LOW, seed
     first = _mixed(seed ^ 0x9E3779B9)
     return first, _mixed(first ^ seed ^ 0x85EBCA6B)
@@ -160,5 +160,5 @@ def natural_top(largest: Int32[Tensor, ""]) -> Int32[Tensor, ""]:
 
 
 def natural_top_in(codes: Codes) -> Int32[Tensor, ""]:
-    """Read E from codes, clamped to its segment. The codes may be unaligned."""
+    """Read E from codes, clamped to its range. The codes may be unaligned."""
     return codes[:4].clone().view(torch.int32)[0].clamp(0, 127)

@@ -1,8 +1,7 @@
 """GPU kernels of the quantizers: encoding and decoding of codes with few bits.
 
 A program handles a tile of one segment (see `triton_tables`). Tiles begin at whole words of the codes. Natural
-codes
-and the packing of small integers have no segments: there a program handles BLOCK elements or bytes.
+codes and packed small integers have no segments: there a program handles BLOCK elements or bytes.
 """
 
 from typing import no_type_check

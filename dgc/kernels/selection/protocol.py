@@ -3,8 +3,8 @@
 Only the sums in `moments` and `tail` may differ between tiers, by the rounding of fp64.
 
 Counts and flags stay on the device as zero-dimensional tensors. Only `merge_mean` waits for the device, because
-the length of its result depends on the data.
-Indices count elements of a bucket's flat buffer, which has fewer than 2**31 elements.
+the length of its result depends on the data. Indices count elements of a bucket's flat buffer, which has fewer
+than 2**31 elements.
 """
 
 from collections.abc import Sequence
@@ -88,8 +88,7 @@ class TopKResult:
         thresholds: Smallest selected magnitude per segment; 0 if fewer than ks[s] elements are non-zero.
         first_nonfinite: Index of the first element of g that is NaN or TOO_LARGE; n if there is none.
         missed: Number of segments with a lower bound that was too high, or so low that too many candidates passed
-            it.
-            They need another pass; their result is exact as well.
+            it. They need another pass. Their result is also exact.
     """
 
     elements: SparseVector
@@ -113,8 +112,7 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Number of non-zero elements of each segment with |v| at or above a lower bound, and their sum of |v| in
-    fp64.
+    """Number of non-zero elements of each segment with |v| >= its lower bound, and their sum of |v| in fp64.
 
     The order of addition is as for Moments.
     """
@@ -138,7 +136,7 @@ class SelectionKernels(Protocol):
     ) -> Float32[Tensor, "S"]:
         """Predict the next step's lower bounds from the thresholds of the last two steps.
 
-        Returns margin * last * min(max(last / before, 0.97), 1.2), or 0 (no expectation) where last is 0.
+        Returns margin * last * min(max(last / before, 0.97), 1.2), or 0 (unknown) where last is 0.
         """
         ...
 
@@ -150,9 +148,8 @@ class SelectionKernels(Protocol):
         Args:
             inputs: What the pass reads and writes.
             budget: Number of elements to select per segment.
-            lower_bounds: Per segment, a magnitude expected to be slightly below its threshold, or 0 for no
-                expectation.
-                None: no expectation for any segment. Lower bounds reduce the cost and never change the result.
+            lower_bounds: Per segment, a magnitude expected to be slightly below its threshold, or 0 if unknown.
+                None: unknown for all segments. Lower bounds reduce the cost and never change the result.
         """
         ...
 

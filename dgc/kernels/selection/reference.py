@@ -22,9 +22,9 @@ class Reference:
         if inputs.sent is not None:
             self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
         g = torch.cat(inputs.g).to(torch.float32) if len(inputs.g) > 1 else inputs.g[0].to(torch.float32)
-        good = usable(g)
-        first = first_of(~good)
-        g = torch.where(good, g, 0.0)
+        mask = usable(g)
+        first = first_of(~mask)
+        g = torch.where(mask, g, 0.0)
         u, v = inputs.u, inputs.v
         if u is None:
             v.add_(g)

@@ -29,7 +29,7 @@ from dgc.kernels.selection.triton_select import Candidates, choose, room_for_can
 from dgc.kernels.triton_tables import Launcher, Tiling, Tilings, on_device, pointers
 
 if not hasattr(triton, "knobs"):
-    raise ImportError(f"Triton {triton.__version__} is too old, 3.4 is the first that these kernels can use")
+    raise ImportError(f"Triton {triton.__version__} is too old: these kernels need Triton 3.4 or later")
 
 INTERPRETED = triton.knobs.runtime.interpret
 BLOCK = 1024

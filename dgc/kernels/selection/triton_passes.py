@@ -10,7 +10,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-# These differ between buckets. Kernels are not specialised for a size of 1 or a multiple of 16: it does not pay.
+# Arguments that differ between buckets. Specialization for 1 or multiples of 16 would only add compilations.
 SIZES = ["n_tiles", "n_segments"]
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of protocol.TOO_LARGE

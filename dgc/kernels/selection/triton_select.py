@@ -33,7 +33,7 @@ class Candidates:
 def room_for_candidates(
     tiling: Tiling, n: int, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None, tile: int, least: int
 ) -> Candidates | None:
-    """Return empty slots for eight times the selected elements, at least `least` per tile, or None if no gain."""
+    """Return empty slots for eight times the selected elements, at least `least` per tile; None if not useful."""
     if lower_bounds is None or budget.capacity * SPARSE > n:
         return None
     device = lower_bounds.device

@@ -64,10 +64,10 @@ class Sampled(Estimator):
     def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
         k, (t, whole) = segments.k, self._from_samples(segments)
         counts = segments.count(t, k > 0)
-        cut, wanted = whole, k.float()
+        cut, target = whole, k.float()
         for _ in range(self.max_adaptation_iters):
-            over = ~cut & (counts > self.compress_upper_bound * wanted)
-            under = counts < self.compress_lower_bound * wanted
+            over = ~cut & (counts > self.compress_upper_bound * target)
+            under = counts < self.compress_lower_bound * target
             if self.resample:
                 cut, over = cut | over, torch.zeros_like(over)
             adapted = over | (under & ~cut & (t > 0))
@@ -90,21 +90,21 @@ class Sampled(Estimator):
             if whole[-1]:
                 thresholds.append(part.new_zeros(()))
             else:
-                wanted = share(samples.numel(), plan.ratio)
-                thresholds.append(samples.abs().topk(wanted, sorted=False).values.min())
+                target = share(samples.numel(), plan.ratio)
+                thresholds.append(samples.abs().topk(target, sorted=False).values.min())
         return torch.stack(thresholds), torch.tensor(whole, dtype=torch.bool, device=plan.device)
 
     def _sample(self, v: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
         """A random sample of v [n], or v itself if the sample would not be smaller."""
         n = v.numel()
-        wanted = max(share(n, self.sample_ratio), share(2, 1 / ratio))
-        if wanted >= n:
+        target = max(share(n, self.sample_ratio), share(2, 1 / ratio))
+        if target >= n:
             return v
         if not self.strided_sample:
-            return v[torch.randint(n, (wanted,), generator=generator, dtype=torch.int64, device=v.device)]
+            return v[torch.randint(n, (target,), generator=generator, dtype=torch.int64, device=v.device)]
         # odd strides, so that a power of two in the tensor's shape cannot line up with the sample
-        stride = math.ceil(n / wanted / 32) * 32 + 1
-        while n // stride < wanted:
+        stride = math.ceil(n / target / 32) * 32 + 1
+        while n // stride < target:
             stride -= 8
         start = int(torch.randint(stride, (), generator=generator, dtype=torch.int64, device=v.device))
         return v[start::stride]

@@ -23,7 +23,7 @@ COMPRESSION = [
     Fault(
         "non-finite-flags-of-other-ranks-ignored",
         "dgc/compression/sparse/sparse.py",
-        "nonfinite = first_blame(bucket, flags) or sparse_overflow(bucket, indices, values)",
+        "nonfinite = first_nonfinite_message(bucket, flags) or sparse_overflow(bucket, indices, values)",
         "nonfinite = sparse_overflow(bucket, indices, values)",
         ["tests/compression/test_dgc_compressor.py::test_a_nonfinite_gradient_is_named_on_every_rank"],
     ),
@@ -94,8 +94,8 @@ COMPRESSION = [
     Fault(
         "same-noise-on-every-rank",
         "dgc/compression/error_feedback.py",
-        'whose = "all" if shared else self.rank',
-        'whose = "all"',
+        'owner = "all" if shared else self.rank',
+        'owner = "all"',
         ["tests/compression/test_quantized.py::test_ranks_round_on_their_own"],
     ),
     Fault(

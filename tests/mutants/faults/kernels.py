@@ -48,7 +48,7 @@ KERNELS = [
     Fault(
         "too-large-gradients-not-flagged",
         "dgc/kernels/selection/reference.py",
-        "first = first_of(~good)",
+        "first = first_of(~mask)",
         "first = first_nonfinite(g)",
         ["tests/kernels/test_kernel_laws.py::test_nonfinite_elements_count_as_zero"],
     ),
@@ -62,8 +62,8 @@ KERNELS = [
     Fault(
         "count-of-a-payload-not-checked",
         "dgc/kernels/codec/reference.py",
-        "sound = (good | ~live).all() & (count >= 0) & (count <= given.numel())",
-        "sound = (good | ~live).all() & (count >= 0)",
+        "valid = (ordered | ~live).all() & (count >= 0) & (count <= given.numel())",
+        "valid = (ordered | ~live).all() & (count >= 0)",
         ["tests/kernels/test_codec.py::test_a_count_beyond_the_section_is_not_sound"],
     ),
     Fault(

@@ -20,8 +20,8 @@ WIRE = [
     Fault(
         "format-of-other-ranks-not-compared",
         "dgc/wire/payload.py",
-        "if form != own[1]:",
-        "if form != own[1] and ratio != own[0]:",
+        "if form != own_form:",
+        "if form != own_form and ratio != own_ratio:",
         ["tests/wire/test_terms.py"],
     ),
     Fault(

@@ -1,4 +1,4 @@
-// The pass with 8 lanes. Few lanes are collected in practice, so they are taken one by one.
+// The pass with 8 lanes. Few lanes are collected in practice, so they are stored one at a time.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -30,7 +30,7 @@ struct Lanes {
         return _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, bit)), x);
     }
     static uint32_t at_least(F x, uint32_t lower_bound) {
-        // The comparison is signed: a lower bound that nothing reaches must not become negative.
+        // The comparison is signed: an unreachable lower bound must not become negative.
         uint32_t below = lower_bound > magnitude_bits ? magnitude_bits : lower_bound - 1;
         return mask(_mm256_cmpgt_epi32(bits(x), _mm256_set1_epi32(static_cast<int>(below))));
     }

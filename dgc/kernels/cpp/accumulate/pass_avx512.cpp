@@ -1,5 +1,5 @@
-// The pass with 16 lanes. What is collected is compressed in a register and stored whole: compressing into memory
-// is microcoded on some CPUs.
+// The pass with 16 lanes. Collected lanes are compressed in a register and stored as a whole vector, because
+// compressing into memory is microcoded on some CPUs.
 #if defined(__x86_64__)
 
 #include <immintrin.h>

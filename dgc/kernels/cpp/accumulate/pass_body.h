@@ -1,21 +1,21 @@
-// The pass, once for all instruction sets. The including file defines `Lanes` before it:
+// The pass, shared by all instruction sets. The including file defines `Lanes` first:
 //
 //   width; F; load, store, fill, mul, add, sub
-//   without(F, lanes)      those lanes set to zero
-//   at_least(F, lower bound)     a bit for every lane whose magnitude has at least the bits `lower_bound`
-//   collect(F, lanes, first, candidates)          append them; lane j is element first + j
-//   collect_from(indices, F, lanes, candidates)   append them; lane j is element indices[j]
-// The last two may write a vector beyond what they append.
+//   without(F, lanes)                             sets these lanes to zero
+//   at_least(F, lower_bound)                      one bit per lane: magnitude bits >= lower_bound
+//   collect(F, lanes, first, candidates)          appends the lanes; lane j is element first + j
+//   collect_from(indices, F, lanes, candidates)   appends the lanes; lane j is element indices[j]
+// The last two may write up to one vector past the appended elements.
 //
-// And for sums, whatever the width, eight lanes of fp64:
+// Sums use eight lanes of fp64 with every vector width:
 //
 //   D; zero, add, mul, abs, max, spread(D, double[8])
-//   widen(p)                           p[0] .. p[7]
-//   Counts; none, count(Counts)        how many there were, kept by lane until the end
-//   widen_at_least(p, lower bound, counts)   of p[0] .. p[7] the magnitudes of at least the bits `lower_bound`, else
-//   0
+//   widen(p)                                 p[0] .. p[7]
+//   Counts; none, count(Counts)              counts per lane, summed by count()
+//   widen_at_least(p, lower_bound, counts)   the magnitudes of p[0] .. p[7] with bits >= lower_bound, 0 elsewhere
 //
-// Everything is in an anonymous namespace, so that no other file can end up with this file's instructions.
+// Everything is in an anonymous namespace, so that the linker never uses this file's code for another instruction
+// set.
 #include "pass.h"
 
 namespace dgc {
@@ -47,8 +47,9 @@ inline Lanes::F step(Lanes::F g, Lanes::F& u, Lanes::F v, Lanes::F momentum) {
     return update == residual ? Lanes::add(v, g) : v;
 }
 
-// Takes what was sent out of the elements from `from` on: of a block, and of all before what was sent next. Returns
-// where that ends. The block is short enough to be in L1 already, since the pass asks for elements that far ahead.
+// Removes the sent entries of one block of elements, starting at `from`. Returns the end of the elements that need no
+// further removal: the next sent element, but at least the end of the block. The block is short enough to be in L1
+// already, because the pass prefetches that far ahead.
 template <bool has_u>
 inline int64_t take(const Stretch& s, int64_t from) {
     constexpr int64_t block = 256;
@@ -85,7 +86,7 @@ inline void pass_one(const Stretch& s, int64_t i, uint32_t lower_bound, Candidat
 template <int update, bool collecting>
 inline int64_t pass(const Stretch& s, uint32_t lower_bound, Candidates& output) {
     constexpr bool has_u = update == plain || update == nesterov;
-    Candidates found = output;  // a copy whose address is not taken stays in registers
+    Candidates found = output;  // a local copy stays in registers
     int64_t unusable = -1, i = 0, taken = update == none ? s.n : take<has_u>(s, 0);
     constexpr uintptr_t line = Lanes::width * sizeof(float) - 1;
     for (; i < s.n && (reinterpret_cast<uintptr_t>(s.v + i) & line); ++i)
@@ -136,7 +137,7 @@ int64_t keep(const Candidates& all, uint32_t threshold, int64_t ties, Candidates
     const int64_t room = kept.count;
     int64_t i = 0;
     Candidates out{kept.indices, kept.values, 0};
-    // What a whole vector writes beyond the kept ones is within the room, all of which is filled in the end.
+    // A vector store may write past the kept elements, but stays within the capacity. Later elements overwrite it.
     for (; i + Lanes::width <= all.count && out.count + Lanes::width <= room; i += Lanes::width) {
         const Lanes::F x = Lanes::load(all.values + i);
         uint32_t lanes = Lanes::at_least(x, threshold + 1);
@@ -185,14 +186,15 @@ void decay(float* p, float* b, int64_t n, float lr, float weight_decay, float mo
     }
 }
 
-// Element i of a sum is added in lane i % 8, and the lanes in one order: no instruction set has bits of its own.
+// Element i of a sum is added in lane i % 8, and the lanes are added in a fixed order. Every instruction set
+// therefore gives the same bits.
 constexpr int sum_lanes = 8;
 
 inline double sum_of(const double* lanes) {
     return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 
-// Calls take(p) for eight elements at a time, the last of them filled up with zeros.
+// Calls take(p) for eight elements at a time. The last group is padded with zeros.
 template <class Take>
 inline void for_eights(const float* v, int64_t n, Take&& take) {
     constexpr int step = Lanes::width > sum_lanes ? Lanes::width : sum_lanes;
@@ -235,7 +237,8 @@ Sums moments(const float* v, int64_t n) {
 Above above(const float* v, int64_t n, uint32_t lower_bound) {
     Lanes::D magnitudes = Lanes::zero();
     Lanes::Counts counts = Lanes::none();
-    // No branch on whether any lane is chosen: with a tail of a few per cent it would be mispredicted often.
+    // No branch tests whether any lane is chosen: at a few per cent of chosen elements it would be mispredicted
+    // often.
     for_eights(v, n, [&](const float* p) {
         magnitudes = Lanes::add(magnitudes, Lanes::widen_at_least(p, lower_bound, counts));
     });

@@ -1,11 +1,11 @@
-// The pass in plain C++, which any compiler turns into whatever vectors it may assume.
+// The pass in plain C++. The compiler may vectorize it for the baseline instruction set.
 #include "common/isa.h"
 #include "pass.h"
 
 namespace dgc {
 namespace {
 
-// One lane: loops of floats without branches are left to the compiler.
+// One lane. Vectorizing loops without branches is left to the compiler.
 struct Lanes {
     static constexpr int width = 1;
     using F = float;

@@ -1,4 +1,4 @@
-// What the codecs of payloads share. A payload is little-endian and so is the machine; words lie at any address.
+// Helpers shared by the payload codecs. Payloads and the machine are little-endian. Words may be unaligned.
 #pragma once
 
 #include <cstdint>
@@ -31,13 +31,13 @@ static inline int bit_length(uint32_t x) { return x ? 32 - __builtin_clz(x) : 0;
 
 static inline int64_t block_count(int64_t count, int64_t block) { return (count + block - 1) / block; }
 
-// The gaps between `count` ascending indices, the last one before them being `before`.
+// The gaps between `count` ascending indices. `before` is the index that precedes them, or -1.
 static inline void gaps_of(const int32_t* indices, int64_t count, int32_t before, uint32_t* gaps) {
     if (count) gaps[0] = static_cast<uint32_t>(indices[0] - before - 1);
     for (int64_t j = 1; j < count; ++j) gaps[j] = static_cast<uint32_t>(indices[j] - indices[j - 1] - 1);
 }
 
-// A section of a payload: `nbytes` bytes, a multiple of 4, read and written by words of 64 bits or less.
+// A section of a payload: `nbytes` bytes, a multiple of 4, accessed in words of at most 64 bits.
 struct Section {
     uint8_t* bytes;
     int64_t nbytes;
@@ -47,7 +47,7 @@ struct Section {
         return at + 8 <= nbytes ? load<uint64_t>(bytes + at) : load<uint32_t>(bytes + at);
     }
 
-    // Word i must exist; bits beyond the section are lost.
+    // Word i must exist. Bits past the end of the section are dropped.
     void or_word(int64_t i, uint64_t bits) const {
         int64_t at = 8 * i;
         if (at + 8 <= nbytes) {
@@ -57,7 +57,7 @@ struct Section {
         }
     }
 
-    // A field of up to 31 bits.
+    // Writes a field of at most 31 bits.
     void put(int64_t bit, uint32_t field) const {
         if (!field) return;
         int shift = static_cast<int>(bit & 63);
@@ -65,7 +65,7 @@ struct Section {
         if (shift > 32 && field >> (64 - shift)) or_word((bit >> 6) + 1, field >> (64 - shift));
     }
 
-    // Bits beyond the section are zero.
+    // Reads a field of at most 31 bits. Bits past the end of the section read as zero.
     uint32_t get(int64_t bit, int width) const {
         uint64_t low = 8 * (bit >> 6) < nbytes ? word(bit >> 6) : 0;
         uint64_t high = 8 * ((bit >> 6) + 1) < nbytes ? word((bit >> 6) + 1) : 0;
@@ -75,13 +75,14 @@ struct Section {
     }
 };
 
-// The lowest `width` bits of `count` numbers from bit `bit` on, into zeros. Whole groups of 64 begin at a byte.
+// Writes the lowest `width` bits of each of `count` numbers from bit `bit` on. The target bits must be zero, and each
+// full group of 64 numbers must start at a byte.
 void pack(const uint32_t* numbers, int64_t count, int width, const Section& section, int64_t bit);
-// Back. False where they do not lie within the section.
+// Reads them back. Returns false if they do not fit in the section.
 bool unpack(const Section& section, int64_t bit, int width, int64_t count, uint32_t* numbers);
 
 }  // namespace dgc
 
-// Cuts magnitudes to `limit` first. scale: one number.
+// Clamps magnitudes to `limit` first. scale points to one float.
 DGC_EXPORT void dgc_cast_encode(const float* values, int64_t count, int dtype, float limit, uint8_t* section,
                                 float* decoded, float* scale);

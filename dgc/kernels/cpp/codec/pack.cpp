@@ -1,4 +1,4 @@
-// Fields of one width, 64 at a time with every shift known to the compiler.
+// Bit packing of fields of one width, 64 at a time. Every shift is a compile-time constant.
 #include "codec.h"
 
 namespace dgc {
@@ -51,8 +51,8 @@ struct Widths {
     static constexpr Unpack unpack[] = {unpack_group<widths>...};
 };
 
-using All = Widths<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27,
-                   28, 29, 30, 31>;
+using All = Widths<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26,
+                   27, 28, 29, 30, 31>;
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Headers with their checksum, plain indices, and selections of which some elements stay behind.
+// Payload headers with their checksum, plain indices, and thinning of a selection that does not fit.
 #include <algorithm>
 
 #include "codec.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr uint32_t CHECKSUM_OF_ZEROS = 0x44474331;
 
-// Of a payload as if its own checksum were zero.
+// The checksum of a payload, computed with the checksum field as zero.
 uint32_t checksum(const uint8_t* payload, int64_t nbytes) {
     uint64_t total = 0;
     for (int64_t i = 0; i < nbytes / 8; ++i) {
@@ -21,14 +21,14 @@ uint32_t checksum(const uint8_t* payload, int64_t nbytes) {
 template <class Index>
 bool plain_decode(const uint8_t* section, int64_t count, int64_t numel, int32_t* indices) {
     int64_t before = -1;
-    bool sound = true;
+    bool valid = true;
     for (int64_t j = 0; j < count; ++j) {
         int64_t index = load<Index>(section + j * static_cast<int64_t>(sizeof(Index)));
-        sound &= index > before;
+        valid &= index > before;
         before = index;
         indices[j] = static_cast<int32_t>(index);
     }
-    return sound && before < numel;
+    return valid && before < numel;
 }
 
 }  // namespace
@@ -36,7 +36,7 @@ bool plain_decode(const uint8_t* section, int64_t count, int64_t numel, int32_t*
 
 using namespace dgc;
 
-// count, first_nonfinite, scale: one number each. ratio, form: as Terms in dgc/kernels/codec/protocol.py.
+// count, first_nonfinite and scale point to one number each. ratio, form: see Terms in dgc/kernels/codec/protocol.py.
 DGC_EXPORT void dgc_seal(uint8_t* payload, int64_t nbytes, const int32_t* count, const int64_t* first_nonfinite,
                          const int64_t* bounds, int64_t size, const float* scale, float ratio, uint32_t form) {
     int64_t number = std::upper_bound(bounds, bounds + size, *first_nonfinite) - bounds;
@@ -53,7 +53,7 @@ DGC_EXPORT int dgc_sealed(const uint8_t* payload, int64_t nbytes) {
     return load<uint32_t>(payload + 8) == checksum(payload, nbytes);
 }
 
-// `size` bytes for each index.
+// Writes `size` bytes (4 or 8) for each index.
 DGC_EXPORT void dgc_plain_encode(const int32_t* indices, int64_t capacity, int64_t size, uint8_t* section) {
     for (int64_t j = 0; j < capacity; ++j) {
         if (size == 8) store<int64_t>(section + 8 * j, indices[j]);
@@ -61,7 +61,7 @@ DGC_EXPORT void dgc_plain_encode(const int32_t* indices, int64_t capacity, int64
     }
 }
 
-// A whole payload: plain indices of `index_size` bytes, behind them values as in dgc_cast_encode, sealed.
+// Writes and seals a whole payload: plain indices of `index_size` bytes, then values as in dgc_cast_encode.
 DGC_EXPORT void dgc_encode_plain(const int32_t* indices, const float* values, int64_t capacity, const int32_t* count,
                                  int64_t index_size, int dtype, float limit, const int64_t* first_nonfinite,
                                  const int64_t* bounds, int64_t size, float ratio, uint32_t form, uint8_t* payload,
@@ -75,15 +75,15 @@ DGC_EXPORT void dgc_encode_plain(const int32_t* indices, const float* values, in
     dgc_seal(payload, nbytes, count, first_nonfinite, bounds, size, &scale, ratio, form);
 }
 
-// As dgc_rice_decode.
-DGC_EXPORT int dgc_plain_decode(const uint8_t* section, int64_t nbytes, int64_t count, int64_t capacity, int64_t numel,
-                                int32_t* indices) {
+// Same contract as dgc_rice_decode.
+DGC_EXPORT int dgc_plain_decode(const uint8_t* section, int64_t nbytes, int64_t count, int64_t capacity,
+                                int64_t numel, int32_t* indices) {
     if (count < 0 || count > capacity) return 0;
     if (nbytes == 8 * capacity) return plain_decode<int64_t>(section, count, numel, indices);
     return plain_decode<int32_t>(section, count, numel, indices);
 }
 
-// `kept` of the elements, evenly spaced in their order: element j is number j count / kept.
+// Copies `kept` evenly spaced elements: output j is element j * count / kept.
 DGC_EXPORT void dgc_thin(const int32_t* indices, const float* values, int64_t count, int64_t kept,
                          int32_t* kept_indices, float* kept_values) {
     for (int64_t j = 0, at = 0, rest = 0; j < kept; ++j) {

@@ -1,4 +1,4 @@
-// The Rice code of ascending indices, with the low parts of all gaps before the high parts, which are in unary.
+// The Rice code of ascending indices. The low parts of all gaps come first, then the high parts in unary.
 #include "codec.h"
 
 namespace dgc {
@@ -7,13 +7,13 @@ namespace {
 constexpr int64_t BLOCK = 512;
 
 uint32_t high_parts(const uint32_t* gaps, int64_t count, int b) {
-    uint32_t sum = 0;  // of parts of one segment of less than 2**31
+    uint32_t sum = 0;  // cannot overflow: the gaps of a segment sum to less than 2**31
     for (int64_t j = 0; j < count; ++j) sum += gaps[j] >> b;
     return sum;
 }
 
-// The smallest b with the shortest code, whose bits are added to `bits`. The length is convex in b, and its minimum
-// at most the bits of the mean gap.
+// Returns the smallest b that gives the shortest code, and adds the length of that code to `bits`. The length is
+// convex in b, and the best b is at most the bit length of the mean gap.
 int best_parameter(const uint32_t* gaps, int64_t count, int32_t span, int64_t* bits) {
     int b = bit_length(static_cast<uint32_t>(span / count));
     int64_t high = high_parts(gaps, count, b);
@@ -62,8 +62,8 @@ class Unary {
 
 using namespace dgc;
 
-// Returns the number of elements that can be sent. All of them have been written to the section of zeros where
-// that is `count`; otherwise it is left as it was.
+// The section must be all zeros. If all `count` elements fit, writes them and returns `count`. Otherwise leaves the
+// section all zeros and returns the number of elements that can be sent.
 DGC_EXPORT int64_t dgc_rice_encode(const int32_t* indices, int64_t count, int64_t capacity, int parameter,
                                    uint8_t* bytes, int64_t nbytes) {
     const Section section{bytes, nbytes};
@@ -71,14 +71,14 @@ DGC_EXPORT int64_t dgc_rice_encode(const int32_t* indices, int64_t count, int64_
     uint32_t gaps[BLOCK];
     int64_t total = prefix, low = prefix, fixed = prefix + count * (parameter + 1);
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        int64_t own = count - begin < BLOCK ? count - begin : BLOCK;
+        int64_t in_block = count - begin < BLOCK ? count - begin : BLOCK;
         int32_t before = begin ? indices[begin - 1] : -1;
-        gaps_of(indices + begin, own, before, gaps);
-        int32_t span = indices[begin + own - 1] - before - static_cast<int32_t>(own);
-        int b = best_parameter(gaps, own, span, &total);
+        gaps_of(indices + begin, in_block, before, gaps);
+        int32_t span = indices[begin + in_block - 1] - before - static_cast<int32_t>(in_block);
+        int b = best_parameter(gaps, in_block, span, &total);
         bytes[begin / BLOCK] = static_cast<uint8_t>(b);
-        low += own * b;
-        fixed += high_parts(gaps, own, parameter);
+        low += in_block * b;
+        fixed += high_parts(gaps, in_block, parameter);
     }
     if (total > 8 * nbytes) {
         std::memset(bytes, 0, static_cast<size_t>(prefix / 8));
@@ -88,18 +88,18 @@ DGC_EXPORT int64_t dgc_rice_encode(const int32_t* indices, int64_t count, int64_
     Unary unary(section, low);
     int64_t bit = prefix;
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        int64_t own = count - begin < BLOCK ? count - begin : BLOCK;
-        gaps_of(indices + begin, own, begin ? indices[begin - 1] : -1, gaps);
+        int64_t in_block = count - begin < BLOCK ? count - begin : BLOCK;
+        gaps_of(indices + begin, in_block, begin ? indices[begin - 1] : -1, gaps);
         int b = bytes[begin / BLOCK];
-        pack(gaps, own, b, section, bit);
-        bit += own * b;
-        unary.put(gaps, own, b);
+        pack(gaps, in_block, b, section, bit);
+        bit += in_block * b;
+        unary.put(gaps, in_block, b);
     }
     unary.finish();
     return count;
 }
 
-// Returns whether the section holds `count` ascending indices below numel; these have then been written.
+// Decodes `count` indices. Returns 1 if the section holds `count` ascending indices below numel, else 0.
 DGC_EXPORT int dgc_rice_decode(uint8_t* bytes, int64_t nbytes, int64_t count, int64_t capacity, int64_t numel,
                                int32_t* indices) {
     const Section section{bytes, nbytes};
@@ -108,8 +108,8 @@ DGC_EXPORT int dgc_rice_decode(uint8_t* bytes, int64_t nbytes, int64_t count, in
     int64_t bit = 8 * blocks, unary = bit;
     for (int64_t block = 0; block < blocks; ++block) {
         if (bytes[block] > LARGEST_PARAMETER) return 0;
-        int64_t own = count - block * BLOCK;
-        if (own > 0) unary += (own < BLOCK ? own : BLOCK) * bytes[block];
+        int64_t in_block = count - block * BLOCK;
+        if (in_block > 0) unary += (in_block < BLOCK ? in_block : BLOCK) * bytes[block];
     }
     const int64_t words = (nbytes + 7) / 8;
     int64_t word = unary >> 6, last = unary - 1, index = -1;
@@ -117,12 +117,12 @@ DGC_EXPORT int dgc_rice_decode(uint8_t* bytes, int64_t nbytes, int64_t count, in
     uint64_t bits = count ? section.word(word) & ~uint64_t{0} << (unary & 63) : 0;
     uint32_t low[BLOCK];
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        int64_t own = count - begin < BLOCK ? count - begin : BLOCK;
+        int64_t in_block = count - begin < BLOCK ? count - begin : BLOCK;
         int b = bytes[begin / BLOCK];
-        if (!unpack(section, bit, b, own, low)) return 0;
-        bit += own * b;
+        if (!unpack(section, bit, b, in_block, low)) return 0;
+        bit += in_block * b;
         int64_t most = numel >> b, seen = 0;
-        for (int64_t j = 0; j < own; ++j) {
+        for (int64_t j = 0; j < in_block; ++j) {
             while (!bits) {
                 if (++word >= words) return 0;
                 bits = section.word(word);

@@ -1,4 +1,4 @@
-// Values: as fp32, rounded to 16 bits with one scale, or with a number of their own for each segment.
+// Value codecs: fp32, 16-bit floats with one scale, and signs or int8 with one scale per segment.
 #include <algorithm>
 #include <cmath>
 
@@ -8,9 +8,9 @@
 namespace dgc {
 namespace {
 
-constexpr int LARGEST_EXPONENT = 15;  // of scaled values
+constexpr int LARGEST_EXPONENT = 15;  // scaled values are at most 2**15
 constexpr float SMALLEST = 0x1p-149f;
-constexpr float ROUNDER = 0x1.8p23f;  // adding it leaves no bits behind the point, rounded to nearest, ties to even
+constexpr float ROUNDER = 0x1.8p23f;  // adding and subtracting it rounds to the nearest integer, ties to even
 
 constexpr uint32_t INFINITY_BITS = 0x7F800000, NOT_A_NUMBER = 0x7FC00000;
 
@@ -25,11 +25,11 @@ struct Fp32 {
 struct Fp16 {
     using Word = uint16_t;
 
-    // Of magnitudes up to 2**15, to nearest, ties to even; NaN stays NaN. All ways are computed, so that none is a
-    // branch.
+    // Rounds magnitudes up to 2**15 to nearest, ties to even. NaN stays NaN. All cases are computed and masked, which
+    // avoids branches.
     static Word to(float x) {
         uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
-        // below 2**-14 in steps of 2**-24, which are those of fp32 just above one half
+        // Below 2**-14 the steps of fp16 are 2**-24, as those of fp32 from 0.5 to 1. Adding 0.5 therefore rounds.
         uint32_t small = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
         uint32_t normal = (bits - (112u << 23) + 0xFFF + (bits >> 13 & 1)) >> 13;
         uint32_t is_small = 0u - static_cast<uint32_t>(bits < (113u << 23));
@@ -60,7 +60,7 @@ struct Bf16 {
     static float from(Word word) { return float_of(static_cast<uint32_t>(word) << 16); }
 };
 
-// What is not finite becomes NaN.
+// Clamps x to [-limit, limit]. A non-finite x becomes NaN.
 inline float cut(float x, float limit) {
     return finite(x) ? std::min(std::max(x, -limit), limit) : float_of(NOT_A_NUMBER);
 }
@@ -69,7 +69,7 @@ struct Scale {
     float value, inverse;
 };
 
-// The power of two by which halves are scaled, from what is finite.
+// The power-of-two scale of 16-bit values, from the largest finite magnitude.
 Scale scale_for(const float* values, int64_t count, float limit) {
     uint32_t largest = 0;
     for (int64_t j = 0; j < count; ++j) {
@@ -104,7 +104,7 @@ bool decode_words(const uint8_t* section, int64_t count, float scale, float* dec
     return !broken;
 }
 
-// Calls visit(segment, begin, end) for the entries of each segment. Any indices are safe.
+// Calls visit(segment, begin, end) for the entries of each segment. Invalid indices are safe.
 template <class Visit>
 void for_ranges(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments, Visit&& visit) {
     int64_t begin = 0;
@@ -130,7 +130,7 @@ DGC_EXPORT void dgc_cast_encode(const float* values, int64_t count, int dtype, f
     *scale_of_all = scale.value;
 }
 
-// Returns whether all are finite.
+// Returns 1 if all decoded values are finite, else 0.
 DGC_EXPORT int dgc_cast_decode(const uint8_t* section, int64_t count, int dtype, float scale, float* decoded) {
     if (dtype == FP16) return decode_words<Fp16>(section, count, scale, decoded);
     if (dtype == BF16) return decode_words<Bf16>(section, count, scale, decoded);
@@ -150,17 +150,17 @@ DGC_EXPORT void dgc_sign_encode(const int32_t* indices, const float* values, int
     for (int64_t j = 0; j < count; ++j) bits[j / 8] |= static_cast<uint8_t>((values[j] < 0) << j % 8);
 }
 
-// This and the next: as dgc_cast_decode.
+// dgc_sign_decode and dgc_int8_decode return the same as dgc_cast_decode.
 DGC_EXPORT int dgc_sign_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
                                const uint8_t* section, float* decoded) {
     const uint8_t* bits = section + 4 * segments;
-    bool sound = true;
+    bool valid = true;
     for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
         float mean = load<float>(section + 4 * segment);
-        sound &= begin == end || finite(mean);
+        valid &= begin == end || finite(mean);
         for (int64_t j = begin; j < end; ++j) decoded[j] = bits[j / 8] >> j % 8 & 1 ? -mean : mean;
     });
-    return sound;
+    return valid;
 }
 
 DGC_EXPORT void dgc_int8_encode(const int32_t* indices, const float* values, int64_t count, const int64_t* bounds,
@@ -184,13 +184,13 @@ DGC_EXPORT void dgc_int8_encode(const int32_t* indices, const float* values, int
 DGC_EXPORT int dgc_int8_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
                                const uint8_t* section, float* decoded) {
     const uint8_t* steps = section + 4 * segments;
-    bool sound = true;
+    bool valid = true;
     for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
         float scale = load<float>(section + 4 * segment);
         for (int64_t j = begin; j < end; ++j) {
             decoded[j] = static_cast<float>(static_cast<int8_t>(steps[j])) * scale;
-            sound &= finite(decoded[j]);
+            valid &= finite(decoded[j]);
         }
     });
-    return sound;
+    return valid;
 }

@@ -1,11 +1,11 @@
-// A float as its bits, and back. Each file has its own, compiled for its own instructions.
+// Converts a float to its bits and back. The functions are static: each file compiles them for its instruction set.
 #pragma once
 
 #include <cstdint>
 
 namespace dgc {
 
-// Of 2^64, TOO_LARGE of protocol.py: a gradient element of this magnitude, or NaN, counts as zero.
+// The bits of 2^64 (TOO_LARGE in protocol.py). A gradient element of at least this magnitude, or NaN, counts as zero.
 constexpr uint32_t too_large_bits = 0x5f800000u;
 
 static inline uint32_t bits_of(float x) {

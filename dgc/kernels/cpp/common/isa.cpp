@@ -32,19 +32,19 @@ Isa isa() { return static_cast<Isa>(chosen.load(std::memory_order_relaxed)); }
 
 }  // namespace dgc
 
-// Which sources, compiler and flags this library was built from.
+// Identifies the sources, compiler and flags of this build.
 DGC_EXPORT const char* dgc_stamp() { return DGC_STAMP; }
 
 DGC_EXPORT const char* dgc_isa() { return dgc::names[dgc::chosen.load()]; }
 
-// Treat the CPU as one that has no more than this dgc::Isa. For tests.
+// Limits detection to this dgc::Isa. For tests.
 DGC_EXPORT void dgc_limit_isa(int most) { dgc::limit.store(most); }
 
-// The best that the CPU has, as a dgc::Isa.
+// The best instruction set of the CPU, as a dgc::Isa.
 DGC_EXPORT int dgc_best_isa() { return std::min(static_cast<int>(dgc::best_of_cpu()), dgc::limit.load()); }
 
-// Uses the instructions `asked` for by name, the best that the CPU has where that is empty. Returns null, or why that
-// cannot be.
+// Selects the instruction set named `asked`, or the best one of the CPU if `asked` is empty. Returns null on success,
+// else an error message.
 DGC_EXPORT const char* dgc_choose_isa(const char* asked) {
     static char refusal[256];
     const int best = dgc_best_isa();

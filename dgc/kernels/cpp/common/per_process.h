@@ -1,5 +1,5 @@
-// State of a process that a child of fork must not inherit: the parent's threads and whoever held its locks are
-// not there any more.
+// Per-process state that a forked child must not inherit: the parent's threads, and with them the owners of its
+// locks, do not exist in the child.
 #pragma once
 
 #include <pthread.h>
@@ -9,7 +9,7 @@
 
 namespace dgc {
 
-// One T per process, made when first asked for and never destroyed: threads may sleep in it until the process ends.
+// One T per process, created on first use and never destroyed, because threads may wait in it until the process ends.
 template <class T>
 struct PerProcess {
     static T& get() {

@@ -1,6 +1,6 @@
-// PyTorch's own threads spin for milliseconds after every operation, on cores that threads of ours would have to share
-// with them. So ours are the same threads wherever PyTorch's OpenMP is libgomp or speaks its interface, and a pool only
-// where it is not, and in a child of fork, where libgomp does not work.
+// PyTorch's OpenMP threads spin for milliseconds after every operation, so a second set of threads would compete with
+// them for the cores. The kernels therefore use PyTorch's threads if its OpenMP runtime is libgomp or has its
+// interface. They use a separate pool otherwise, and in a forked child, where libgomp does not work.
 #include "pool.h"
 
 #include <dlfcn.h>
@@ -16,7 +16,7 @@
 namespace dgc {
 namespace {
 
-// Some 50 microseconds: regions of one call follow each other sooner than a sleeping thread would wake.
+// About 50 microseconds. The regions of one call follow each other faster than a sleeping thread wakes up.
 constexpr int spins = 1000;
 
 inline void relax() {
@@ -63,16 +63,16 @@ struct Pool {
         }
     }
 
-    void run(int wanted, void (*job)(void*, int), void* with) {
+    void run(int requested, void (*job)(void*, int), void* with) {
         std::lock_guard<std::mutex> one_region(region);
         {
             std::lock_guard<std::mutex> lock(mutex);
-            for (; workers < wanted - 1; ++workers)
+            for (; workers < requested - 1; ++workers)
                 std::thread(&Pool::worker, this, workers + 1, generation.load()).detach();
             work = job;
             context = with;
-            threads = wanted;
-            remaining.store(wanted - 1, std::memory_order_relaxed);
+            threads = requested;
+            remaining.store(requested - 1, std::memory_order_relaxed);
             generation.fetch_add(1, std::memory_order_release);
             if (sleeping) start.notify_all();
         }
@@ -91,7 +91,7 @@ using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 const GompParallel gomp_parallel = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
 const pid_t loaded_by = getpid();
 
-// A team may be smaller than asked for, so its members take what is next until nothing is left.
+// OpenMP may start fewer threads than requested, so each member takes the next index until none is left.
 struct Team {
     void (*work)(void*, int);
     void* context;

@@ -1,5 +1,5 @@
-// Threads of the native kernels: torch's own OpenMP team where there is one, else a pool of the process. In a child
-// of fork OpenMP is unusable; if this library was loaded before the fork, the child gets a pool.
+// Threads of the native kernels: PyTorch's OpenMP team if available, else a pool of the process. OpenMP does not work
+// in a forked child; if this library was loaded before the fork, the child uses a pool.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace dgc {
 
-// work(context, thread) for thread = 0 .. threads - 1, each exactly once, by any thread and in any order: one
-// may do several in turn. A region must not wait for parts of itself, nor start another.
+// Calls work(context, thread) for thread = 0 .. threads - 1, each exactly once and in any order. One thread may run
+// several of the calls. A call must not wait for another call of the same region, and must not start a new region.
 void run_threads(int threads, void (*work)(void*, int), void* context);
 
 // Calls work(thread) for thread = 0 .. threads - 1 and returns when all have returned.
-// Static, as every helper in a header here: a copy compiled for AVX-512 must never serve another file.
+// Helpers in these headers are static: other files must never link to a copy compiled for AVX-512.
 template <class Work>
 static void parallel_for(int threads, Work&& work) {
     if (threads <= 1) {
@@ -23,7 +23,7 @@ static void parallel_for(int threads, Work&& work) {
     run_threads(threads, [](void* context, int thread) { (*static_cast<Work*>(context))(thread); }, &work);
 }
 
-// Where part `part` of `parts` nearly equal parts of n begins, in multiples of `grain` (n itself at the end).
+// The start of part `part` when n is split into `parts` nearly equal parts: a multiple of `grain`, or n at the end.
 static inline int64_t part_begin(int64_t n, int parts, int part, int64_t grain) {
     if (part >= parts) return n;
     int64_t begin = n / parts * part + n % parts * part / parts;

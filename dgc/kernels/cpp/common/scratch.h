@@ -1,5 +1,5 @@
-// Memory that the kernels use while they run and keep for the next call. It is as large as the largest call so far
-// needed; callers that run at the same time have one each.
+// Scratch memory that the kernels keep between calls. Its size is that of the largest call so far. Concurrent callers
+// use separate instances.
 #pragma once
 
 #include <cstddef>
@@ -16,13 +16,13 @@ namespace dgc {
 
 class Buffer {
   public:
-    // Room for n of T, aligned to a cache line; what it held before is lost.
+    // Space for n elements of T, aligned to a cache line. Previous contents are lost.
     template <class T>
     T* room(int64_t n) {
-        size_t wanted = (static_cast<size_t>(n) * sizeof(T) + 63) / 64 * 64;
-        if (wanted > bytes) {
+        size_t needed = (static_cast<size_t>(n) * sizeof(T) + 63) / 64 * 64;
+        if (needed > bytes) {
             std::free(memory);
-            bytes = wanted + wanted / 8 / 64 * 64;
+            bytes = needed + needed / 8 / 64 * 64;
             memory = std::aligned_alloc(64, bytes);
             if (!memory) {
                 bytes = 0;
@@ -32,7 +32,7 @@ class Buffer {
         return static_cast<T*>(memory);
     }
 
-    // The room that was last asked for.
+    // The space returned by the last call of room().
     template <class T>
     T* data() const {
         return static_cast<T*>(memory);
@@ -51,7 +51,7 @@ struct Scratch {
     Buffer segments, active, units;
 };
 
-// A Scratch of one's own for as long as the lease lives, with room for `threads` threads.
+// Exclusive use of a Scratch for the lifetime of the lease, with space for `threads` threads.
 class Lease {
   public:
     explicit Lease(int threads) {

@@ -1,4 +1,4 @@
-// Products of many matrices of one shape with factors of few rows: matrices, or rows of them, shared out to threads.
+// Products of many matrices of one shape with low-rank factors. Threads share the matrices, or the rows of a matrix.
 #include "lowrank.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ const LowRankKernels& kernels() {
     return lowrank_portable;
 }
 
-// Into how many parts the rows of each of B matrices are cut.
+// The number of parts into which the rows of each of B matrices are split.
 int parts_of(int64_t B, int64_t numel, int threads) {
     if (B >= threads) return 1;
     return static_cast<int>(std::min<int64_t>(threads, 1 + numel / worth_a_thread));
@@ -35,15 +35,15 @@ int useful(int64_t tasks, int64_t numel, int threads) {
 }  // namespace
 }  // namespace dgc
 
-// LowRankWork for B matrices one after another in M, of their factors U [B, R, n], W [B, R, m], X and Y [B, r, ..].
-// g: the address of each matrix's gradient, or null. Returns the first element of all the gradients that is NaN
-// or too large, B n m where there is none.
+// LowRankWork for B consecutive matrices in M, with factors U [B, R, n], W [B, R, m], X and Y [B, r, ..]. g: the
+// address of each matrix's gradient, or null. Returns the index of the first gradient element that is NaN or too
+// large, or B * n * m if there is none.
 DGC_EXPORT int64_t dgc_lowrank(float* M, int64_t B, int64_t n, int64_t m, const float* U, const float* W, int64_t R,
                                const float* const* g, const float* X, int64_t r, int even, float* Y, int threads) {
     using namespace dgc;
     const int parts = parts_of(B, n * m, threads);
     const int64_t x = even ? n : m, y = even ? m : n;
-    // columns are summed over all rows: each part but the first has sums of its own
+    // Columns are summed over all rows: every part except the first has a separate buffer for its sums.
     std::vector<float> sums(even ? static_cast<size_t>(B * (parts - 1) * r * m) : 0);
     if (even) std::fill(Y, Y + B * r * m, 0.0f);
     std::vector<int64_t> found(static_cast<size_t>(B * parts), -1);
@@ -65,7 +65,7 @@ DGC_EXPORT int64_t dgc_lowrank(float* M, int64_t B, int64_t n, int64_t m, const 
     return B * n * m;
 }
 
-// out[b] [n, m] = U^T W of each of B matrices.
+// out[b] [n, m] = U[b]^T W[b] for each of B matrices.
 DGC_EXPORT void dgc_outer(const float* U, const float* W, int64_t B, int64_t R, int64_t n, int64_t m,
                           float* const* out, int threads) {
     using namespace dgc;

@@ -1,8 +1,9 @@
-// The kernels of lowrank.h, once for all instruction sets. The including file defines `lanes`, the floats of a
-// vector, before it. Four rows at a time, so that what is loaded of the factors serves four times.
+// The kernels of lowrank.h, shared by all instruction sets. The including file defines `lanes`, the floats per
+// vector, first. The kernels process four rows at a time, so that each load of the factors is used four times.
 //
-// U^T W is added up in the order of its R terms, each product and difference rounded on its own: the same bits
-// whatever the instructions. Sums along rows and columns have an order of their own for each width.
+// The R terms of U^T W are added in order, and each product and difference is rounded separately. The bits are
+// therefore the same with every instruction set. The order of sums along rows and columns depends on the vector
+// width.
 #include "common/float_bits.h"
 #include "lowrank.h"
 
@@ -13,7 +14,7 @@ typedef float F __attribute__((vector_size(lanes * sizeof(float))));
 typedef int32_t I __attribute__((vector_size(lanes * sizeof(float))));
 
 constexpr int64_t block = 4;    // rows
-constexpr int64_t at_once = 4;  // rows of X along which sums are kept in registers
+constexpr int64_t at_once = 4;  // rows of X with sums kept in registers
 
 template <class V>
 inline V load(const float* p) {
@@ -27,7 +28,7 @@ inline void store(float* p, V x) {
     __builtin_memcpy(p, &x, sizeof x);
 }
 
-// x, or zero where it is NaN or too large, which `bad` remembers.
+// Returns x, or zero if x is NaN or too large, which sets `bad`.
 inline F usable(F x, I& bad) {
     const I bits = reinterpret_cast<I>(x);
     const I lost = (bits & 0x7FFFFFFF) >= static_cast<int32_t>(too_large_bits);
@@ -47,7 +48,8 @@ inline float sum_of(F x) {
     return sum;
 }
 
-// Columns j .. j + (lanes of V) - 1 of rows i .. i + B - 1. K: rows of X whose sums along the rows grow here.
+// Processes columns j .. j + (lanes of V) - 1 of rows i .. i + B - 1. K: the number of rows of X for the products
+// along the rows, accumulated in `sums`.
 template <int64_t B, int64_t K, class V, class Bad>
 inline void columns(const LowRankWork& w, int64_t i, int64_t j, float* Y, V (&sums)[K ? K : 1][B], Bad& bad) {
     V x[B];
@@ -72,7 +74,8 @@ inline void columns(const LowRankWork& w, int64_t i, int64_t j, float* Y, V (&su
     }
 }
 
-// Rows i .. i + B - 1. With K rows of X: Y is that of these, [K, n]. Whether g was usable.
+// Processes rows i .. i + B - 1, with the first K rows of X and Y [K, n] if K > 0. Returns whether all of g was
+// usable.
 template <int64_t B, int64_t K>
 inline bool rows_of(const LowRankWork& w, int64_t i, float* Y) {
     F sums[K ? K : 1][B] = {};
@@ -88,20 +91,21 @@ inline bool rows_of(const LowRankWork& w, int64_t i, float* Y) {
     return bad_rest == 0;
 }
 
-// The sums along rows, at most `at_once` at a time: only the first changes M, which is in the cache after it.
+// The products along rows, at most `at_once` rows of X at a time. Only the first round changes M; later rounds read
+// it from the cache.
 template <int64_t B>
 inline bool all_rows_of(LowRankWork w, int64_t i, float* Y) {
     if (w.even || !w.r) return rows_of<B, 0>(w, i, Y);
-    bool good = true;
+    bool all_usable = true;
     for (int64_t left = w.r; left > 0; left -= at_once, w.X += at_once * w.m, Y += at_once * w.n) {
-        good &= left >= 4   ? rows_of<B, 4>(w, i, Y)
-                : left == 3 ? rows_of<B, 3>(w, i, Y)
-                : left == 2 ? rows_of<B, 2>(w, i, Y)
-                            : rows_of<B, 1>(w, i, Y);
+        all_usable &= left >= 4   ? rows_of<B, 4>(w, i, Y)
+                      : left == 3 ? rows_of<B, 3>(w, i, Y)
+                      : left == 2 ? rows_of<B, 2>(w, i, Y)
+                                  : rows_of<B, 1>(w, i, Y);
         w.R = 0;
         w.g = nullptr;
     }
-    return good;
+    return all_usable;
 }
 
 int64_t first_bad(const float* g, int64_t n) {
@@ -118,8 +122,8 @@ int64_t rows(const LowRankWork& work, int64_t begin, int64_t end, float* Y) {
     for (int64_t i = begin; i < end;) {
         const bool whole = i + block <= end;
         const int64_t count = whole ? block : 1;
-        const bool good = whole ? all_rows_of<block>(work, i, Y) : all_rows_of<1>(work, i, Y);
-        if (!good && found < 0) found = i * work.m + first_bad(work.g + i * work.m, count * work.m);
+        const bool all_usable = whole ? all_rows_of<block>(work, i, Y) : all_rows_of<1>(work, i, Y);
+        if (!all_usable && found < 0) found = i * work.m + first_bad(work.g + i * work.m, count * work.m);
         i += count;
     }
     return found;

@@ -1,5 +1,5 @@
-// Codes of few bits for every element: the buffer cut into units, each within one segment, for threads to take in
-// turn. A unit's codes depend on nothing outside it, so threads and their number have no part in the result.
+// Codes of a few bits per element. The buffer is split into units within one segment, and threads take units in turn.
+// The codes of a unit depend only on the unit, so the number of threads does not change the result.
 #include "quantize.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace {
 constexpr int64_t unit = 32768;  // elements
 static_assert(unit % quantize_grain == 0, "the codes of a unit begin at a byte");
 
-// Calls visit(begin, end) for the units of n elements.
+// Calls visit(begin, end) for each unit of n elements.
 template <class Visit>
 void for_units(int64_t n, int threads, Visit&& visit) {
     const int64_t count = (n + unit - 1) / unit;
@@ -34,14 +34,14 @@ void for_units(int64_t n, int threads, Visit&& visit) {
               [&](int64_t i, int) { visit(i * unit, std::min(n, (i + 1) * unit)); });
 }
 
-// The segments of a buffer, and where the codes of each begin.
+// The segments of a buffer, and the byte offset of the codes of each segment.
 struct Segments {
     const int64_t* bounds;
     const int64_t* starts;
     int64_t count;
 };
 
-// Calls visit(segment, begin, n, place of their codes) for the units of all segments, codes being `width` bits wide.
+// Calls visit(segment, begin, n, byte offset of the codes) for each unit of all segments, with codes of `width` bits.
 template <class Visit>
 void for_units(const Segments& segments, int width, int threads, Visit&& visit) {
     struct Unit {
@@ -63,10 +63,10 @@ Random at(Random random, int64_t first) {
     return random;
 }
 
-// E, from the bits of the largest magnitude.
+// The exponent E, from the bits of the largest magnitude.
 int32_t natural_top(int32_t largest) { return std::min(127, std::max(0, (largest >> 23) - 126)); }
 
-// E, the first word of a natural code.
+// The exponent E, stored in the first word of a natural code.
 int32_t top_in(const uint8_t* codes) {
     int32_t top;
     std::memcpy(&top, codes, sizeof top);
@@ -78,7 +78,7 @@ int32_t top_in(const uint8_t* codes) {
 
 using namespace dgc;
 
-// Everywhere: bounds [segments + 1], starts and what else there is of each segment [segments].
+// In all functions: bounds has shape [segments + 1]; starts and all other per-segment arrays have shape [segments].
 DGC_EXPORT void dgc_quantize_signs(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                    const float* cuts, const float* lows, const float* highs, uint8_t* codes,
                                    float* residual, int threads) {
@@ -96,7 +96,7 @@ DGC_EXPORT void dgc_add_signs(const uint8_t* codes, const int64_t* bounds, const
     });
 }
 
-// A threshold of inf: nothing is sent. To add, it must be zero instead.
+// A threshold of inf sends nothing. dgc_add_ternary needs zero instead of inf.
 DGC_EXPORT void dgc_quantize_ternary(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                      const float* thresholds, uint8_t* codes, float* residual, int threads) {
     const auto kernel = quantize_kernels().tern_encode;
@@ -138,14 +138,15 @@ DGC_EXPORT void dgc_quantize_natural(const float* v, int64_t n, int randomly, ui
                                      uint8_t* codes, float* residual, int threads) {
     const QuantizeKernels& kernels = quantize_kernels();
     const Random random{0, key, inner_key, randomly != 0};
-    // One read of v: a unit, once in the cache, is encoded for the largest E known by then, mostly the final one.
+    // v is read once: each unit is encoded, while in the cache, for the largest E found so far, usually the final
+    // one. The second loop repeats only the units that were encoded for a smaller E.
     std::atomic<int32_t> known{0};
     std::vector<int32_t> tops((n + unit - 1) / unit);
     for_units(n, threads, [&](int64_t begin, int64_t end) {
-        const int32_t own = natural_top(kernels.largest(v + begin, end - begin));
+        const int32_t own_top = natural_top(kernels.largest(v + begin, end - begin));
         int32_t top = known.load(std::memory_order_relaxed);
-        while (top < own && !known.compare_exchange_weak(top, own, std::memory_order_relaxed)) continue;
-        tops[begin / unit] = top = std::max(top, own);
+        while (top < own_top && !known.compare_exchange_weak(top, own_top, std::memory_order_relaxed)) continue;
+        tops[begin / unit] = top = std::max(top, own_top);
         kernels.natural_encode(v + begin, end - begin, top, at(random, begin), codes + 4 + begin,
                                residual + begin);
     });

@@ -1,20 +1,20 @@
-// Codes of few bits for every element of a buffer: what each instruction set does with a stretch of one segment.
+// Codes of a few bits per element: the kernels of one instruction set for consecutive elements of one segment.
 #pragma once
 
 #include <cstdint>
 
 namespace dgc {
 
-// Random bits for the elements from `first` on, a function of their indices alone.
+// Random bits for the elements from `first` on. They depend only on the index and the keys.
 struct Random {
     uint32_t first, key, inner_key;
-    bool wanted;  // else rounding is to the nearest
+    bool enabled;  // false: round to nearest
 };
 
-// Multiples of this many elements take whole words of every code, so that a segment may be cut there.
+// This many elements fill whole words of every code, so a segment may be split at any multiple.
 constexpr int64_t quantize_grain = 32;
 
-// Of n elements and their codes. The last word of signs and ternary codes is filled up with zeros.
+// All kernels process n elements and their codes. The last word of sign and ternary codes is padded with zeros.
 struct QuantizeKernels {
     void (*sign_encode)(const float* v, int64_t n, float cut, float low, float high, uint8_t* codes,
                         float* residual);
@@ -24,7 +24,7 @@ struct QuantizeKernels {
     void (*uniform_encode)(const float* v, int64_t n, float inverse, float step, float levels, int bits,
                            const Random& random, uint8_t* codes, float* residual);
     void (*uniform_add)(const uint8_t* codes, int64_t n, float step, int bits, float* total);
-    // The bits of the largest magnitude.
+    // Returns the bits of the largest magnitude.
     int32_t (*largest)(const float* v, int64_t n);
     // top: the largest exponent E.
     void (*natural_encode)(const float* v, int64_t n, int32_t top, const Random& random, uint8_t* codes,

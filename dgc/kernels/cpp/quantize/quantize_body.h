@@ -1,5 +1,5 @@
-// The kernels of quantize.h, once for all instruction sets: loops that the compiler makes into vectors of the
-// width it may use. In an anonymous namespace, as in quantize_fields.h.
+// The kernels of quantize.h, shared by all instruction sets. The compiler vectorizes the loops for each instruction
+// set. Everything is in an anonymous namespace, for the reason given in quantize_fields.h.
 #include "quantize_fields.h"
 
 namespace dgc {
@@ -17,7 +17,7 @@ void sign_add(const uint8_t* codes, int64_t n, float low, float high, float* tot
     decode<1, highest_first>(codes, n, [=](int64_t i, uint8_t up) { total[i] += up ? high : low; });
 }
 
-// Ones everywhere, or zeros. Written so, since of branches the compiler makes no vectors.
+// All ones if x, else all zeros. The compiler vectorizes this mask, but not a branch.
 inline uint32_t mask_of(bool x) { return 0u - static_cast<uint32_t>(x); }
 
 void tern_encode(const float* v, int64_t n, float threshold, uint8_t* codes, float* residual) {
@@ -59,7 +59,7 @@ inline void uniform_encode_as(const float* v, int64_t n, float inverse, float st
 template <int bits>
 inline void uniform_encode_in(const float* v, int64_t n, float inverse, float step, float levels,
                               const Random& random, uint8_t* codes, float* residual) {
-    if (random.wanted) return uniform_encode_as<bits, true>(v, n, inverse, step, levels, random, codes, residual);
+    if (random.enabled) return uniform_encode_as<bits, true>(v, n, inverse, step, levels, random, codes, residual);
     uniform_encode_as<bits, false>(v, n, inverse, step, levels, random, codes, residual);
 }
 
@@ -100,7 +100,7 @@ inline void natural_encode_as(const float* v, int64_t n, int32_t top, Random ran
     encode<8, lowest_first>(n, codes, [=](int64_t i) {
         const uint32_t drawn = randomly ? random_bits(static_cast<uint32_t>(i), random) >> 9 : 1u << 22;
         const uint32_t bits = bits_of(v[i]);
-        // a carry out of the mantissa is the step up
+        // a carry out of the mantissa rounds the exponent up
         int32_t exponent = static_cast<int32_t>(((bits & ~sign_bit) + drawn) >> 23);
         exponent = exponent < 254 ? exponent : 254;
         const uint32_t sent = mask_of(exponent > top);
@@ -113,7 +113,7 @@ inline void natural_encode_as(const float* v, int64_t n, int32_t top, Random ran
 
 void natural_encode(const float* v, int64_t n, int32_t top, const Random& random, uint8_t* codes,
                     float* residual) {
-    if (random.wanted) return natural_encode_as<true>(v, n, top, random, codes, residual);
+    if (random.enabled) return natural_encode_as<true>(v, n, top, random, codes, residual);
     natural_encode_as<false>(v, n, top, random, codes, residual);
 }
 

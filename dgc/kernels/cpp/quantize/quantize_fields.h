@@ -1,7 +1,8 @@
-// Fields of few bits, eight at a time, and loops over elements whose fields are held in bytes, a block of them,
-// before they are packed or after they are unpacked. Included into each instruction set's own file.
+// Packing of fields of a few bits, eight at a time, and loops that encode or decode a block of elements through one
+// byte per field. Each instruction set includes this file.
 //
-// Everything is in an anonymous namespace, so that no other file can end up with this file's instructions.
+// Everything is in an anonymous namespace, so that the linker never uses this file's code for another instruction
+// set.
 #pragma once
 
 #include <cstring>
@@ -20,11 +21,12 @@ constexpr int64_t block = 512;
 constexpr uint32_t sign_bit = 0x80000000u;
 static_assert(block % quantize_grain == 0, "a block begins at a byte");
 
-inline uint64_t every(int distance, int bits) {  // a field of ones, again and again
+inline uint64_t every(int distance, int bits) {  // `bits` ones in every `distance` bits
     return ~uint64_t{0} / ((uint64_t{1} << distance) - 1) * ((uint64_t{1} << bits) - 1);
 }
 
-// Eight fields of `width` bits, one in each byte, together in the lowest bits; and back. Bits beyond are lost.
+// `squeeze` moves eight fields of `width` bits, one per byte, to the lowest bits; `stretch` is the inverse. Higher
+// bits of each byte are dropped.
 #if defined(__BMI2__)
 inline uint64_t squeeze(uint64_t x, int width) { return _pext_u64(x, every(8, width)); }
 inline uint64_t stretch(uint64_t x, int width) { return _pdep_u64(x, every(8, width)); }
@@ -46,7 +48,7 @@ inline uint64_t stretch(uint64_t x, int width) {
 
 enum Order { lowest_first, highest_first };
 
-// Fields of 1, 2, 4 or 8 bits in the other order within each byte that they will share.
+// Reorders the fields for `highest_first`: reverses the fields that share a byte of the code.
 template <int width, Order order>
 inline uint64_t ordered(uint64_t x) {
     if (order == lowest_first) return x;
@@ -74,14 +76,14 @@ inline void unpack_fields(const uint8_t* codes, int64_t n, uint8_t* fields) {
     }
 }
 
-// codes of n elements, which are a last block
+// Bytes of the codes of the last, partial block of n elements.
 template <int width, Order order>
 inline int64_t bytes_of(int64_t n) {
     constexpr int64_t unit = order == highest_first ? 4 : 1;
     return (n * width + 8 * unit - 1) / (8 * unit) * unit;
 }
 
-// field(i) for every element: returns the field, and writes what else there is to write.
+// Calls field(i) for every element. It returns the field and may write other outputs of the element.
 template <int width, Order order, class Field>
 inline void encode(int64_t n, uint8_t* codes, Field&& field) {
     uint8_t fields[block];
@@ -100,7 +102,7 @@ inline void encode(int64_t n, uint8_t* codes, Field&& field) {
     std::memcpy(codes, rest, bytes_of<width, order>(n - i));
 }
 
-// take(i, field) for every element.
+// Calls take(i, field) for every element.
 template <int width, Order order, class Take>
 inline void decode(const uint8_t* codes, int64_t n, Take&& take) {
     uint8_t fields[block];

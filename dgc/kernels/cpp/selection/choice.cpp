@@ -1,7 +1,7 @@
-// One pass over g, u and v that updates them and collects, of each segment, the elements at or above a lower bound,
-// and the exact choice among those. A segment whose lower bound did not fit is collected again with a lower bound of
-// our own, from v alone, and if that does not fit either it is chosen by counting. Neither lower bounds nor threads
-// change what is chosen.
+// Exact selection of the k largest elements per segment. One pass updates u and v and collects the elements at or
+// above a lower bound; the selection is made among these candidates. If the caller's lower bound was too high or too
+// low, the segment is collected again from v with a sampled lower bound. If that fails too, the selection counts the
+// magnitudes. The result does not depend on lower bounds or threads.
 #include "choice.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace dgc {
 namespace {
 
-constexpr int after_lower_bound = 9;  // the first bins that cut_for looks at reach an eighth above the lower bound
+constexpr int after_lower_bound = 9;  // the first bins of cut_for reach an eighth above the lower bound
 
 struct Output {
     int32_t* indices;
@@ -25,11 +25,12 @@ struct Output {
     int32_t* missed;
 };
 
-// Chooses among a segment's candidates. Returns false where they cannot hold the whole choice.
+// Selects among a segment's candidates. Returns false if there are too few or too many candidates.
 bool choose_among_candidates(const Job& job, Segment& segment, const Output& output) {
     const int64_t candidates = segment.candidates;
     if (segment.k == 0) return true;
-    if (candidates > segment.candidate_limit || (candidates < segment.k && segment.lower_bound > smallest_bits)) return false;
+    if (candidates > segment.candidate_limit) return false;
+    if (candidates < segment.k && segment.lower_bound > smallest_bits) return false;
     segment.found = std::min(segment.k, candidates);
     if (segment.found == 0) return true;
     std::vector<Block> blocks;
@@ -38,7 +39,8 @@ bool choose_among_candidates(const Job& job, Segment& segment, const Output& out
         if (u->count) blocks.push_back({job.scratch.threads[u->thread].values.data<float>() + u->first, u->count});
     Cut cut{smallest_bits, candidates};
     if (candidates > segment.found || segment.found == segment.requested)
-        cut = cut_for(blocks.data(), static_cast<int>(blocks.size()), segment.found, segment.lower_bound, segment.shift);
+        cut = cut_for(blocks.data(), static_cast<int>(blocks.size()), segment.found, segment.lower_bound,
+                      segment.shift);
     Candidates kept{output.indices + segment.output, output.values + segment.output, 0};
     int64_t left = segment.found;
     for (const Unit* u = job.units + segment.first_unit; left; ++u) {
@@ -55,7 +57,7 @@ bool choose_among_candidates(const Job& job, Segment& segment, const Output& out
     return true;
 }
 
-// Closes the gaps that segments with fewer elements than their requested left, and sets the rest to zero.
+// Closes the gaps after segments with fewer elements than requested, and sets the rest of the output to zero.
 void close_gaps(const Segment* segments, int64_t count, int64_t capacity, const Output& output) {
     int64_t at = 0;
     for (int64_t s = 0; s < count; ++s) {
@@ -75,8 +77,9 @@ void close_gaps(const Segment* segments, int64_t count, int64_t capacity, const 
 int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* ks, int64_t segment_count,
                const float* lower_bounds, int threads, int64_t capacity, const Output& output) {
     Lease scratch(threads);
-    Job job{source, scratch->segments.room<Segment>(segment_count), scratch->active.room<int64_t>(segment_count), segment_count,
-            threads, *scratch};
+    Segment* segments = scratch->segments.room<Segment>(segment_count);
+    int64_t* active = scratch->active.room<int64_t>(segment_count);
+    Job job{source, segments, active, segment_count, threads, *scratch};
     std::iota(job.active, job.active + segment_count, int64_t{0});
     for (int64_t s = 0, at = 0; s < segment_count; at += ks[s++]) {
         Segment& segment = *new (job.segments + s) Segment{};
@@ -86,8 +89,9 @@ int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* k
         segment.k = std::min(ks[s], segment.size);
         segment.chosen = segment.size == 0;
         segment.output = at;
-        segment.candidate_limit =
-            segment.size <= small_range ? segment.size : std::min(segment.size, 4 * segment.k + segment.size / 64 + 1024);
+        segment.candidate_limit = segment.size;
+        if (segment.size > small_range)
+            segment.candidate_limit = std::min(segment.size, 4 * segment.k + segment.size / 64 + 1024);
         segment.expected = lower_bounds && lower_bounds[s] > 0 && std::isfinite(lower_bounds[s]);
         segment.lower_bound = segment.expected ? bits_of(lower_bounds[s]) : smallest_bits;
         segment.shift = after_lower_bound;
@@ -113,9 +117,9 @@ int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* k
 }  // namespace
 }  // namespace dgc
 
-// The first fourteen arguments are those of dgc_update. bounds [segment_count + 1], ks [segment_count], lower bounds
-// [segment_count] or null; indices, values [capacity], the sum of ks; thresholds [segment_count]; count, missed: one
-// number each.
+// The first fourteen arguments are those of dgc_update. Shapes: bounds [segment_count + 1], ks [segment_count],
+// lower_bounds [segment_count] or null, indices and values [capacity], the sum of ks, thresholds [segment_count].
+// count and missed point to one number each.
 DGC_EXPORT void dgc_update_and_choose(int update, const float* const* pieces, const int64_t* begins,
                                       int piece_count, float* u, float* v, int64_t n, float momentum,
                                       const int32_t* sent_indices, const float* sent_values,
@@ -129,9 +133,10 @@ DGC_EXPORT void dgc_update_and_choose(int update, const float* const* pieces, co
                          {indices, values, count, thresholds, missed});
 }
 
-// lower_bounds [segment_count], from thresholds [segment_count] of the last step and of the one before: see Kernels.
-DGC_EXPORT void dgc_predicted_lower_bounds(const float* last, const float* before, int64_t segment_count, float margin,
-                                     float* lower_bounds) {
+// Predicts lower_bounds [segment_count] from the thresholds [segment_count] of the last two steps. See Kernels in
+// dgc/kernels/selection/protocol.py.
+DGC_EXPORT void dgc_predicted_lower_bounds(const float* last, const float* before, int64_t segment_count,
+                                           float margin, float* lower_bounds) {
     for (int64_t s = 0; s < segment_count; ++s) {
         const float growth = last[s] == before[s] ? 1.0f : last[s] / before[s];
         lower_bounds[s] = last[s] * std::min(std::max(growth, 0.97f), 1.2f) * margin;

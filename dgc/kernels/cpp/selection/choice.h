@@ -12,11 +12,11 @@
 
 namespace dgc {
 
-// What a pass reads: pieces of the gradient that follow one another, the state, and what is to be taken out of it.
+// Inputs of a pass: consecutive pieces of the gradient, the state, and the sent elements to remove from it.
 struct Source {
     Update update;
     const float* const* pieces;
-    const int64_t* begins;  // where each piece begins in the bucket, and n
+    const int64_t* begins;  // the start of each piece in the bucket, then n
     int piece_count;
     float* u;
     float* v;
@@ -26,37 +26,36 @@ struct Source {
 
 struct Segment {
     int64_t begin, size;
-    int64_t k;                        // at most size
-    int64_t requested;                    // as asked for
-    int64_t output;                   // where its choice goes
-    int64_t candidate_limit;                   // more candidates mean that the lower bound was too low
-    uint32_t lower_bound;                   // bits of the magnitude from which on elements are candidates
-    int shift;                        // of the bins that cut_for looks at first
-    bool expected;                    // the lower bound is the caller's
-    int64_t found;                    // how many were chosen
-    bool chosen;                      // that many, for good
+    int64_t k;                        // min(requested, size)
+    int64_t requested;                // the caller's k
+    int64_t output;                   // offset of the selection in the output
+    int64_t candidate_limit;          // more candidates mean that the lower bound was too low
+    uint32_t lower_bound;             // elements with at least these magnitude bits are candidates
+    int shift;                        // width of the first bins of cut_for, as a power of two
+    bool expected;                    // the caller gave the lower bound
+    int64_t found;                    // number of selected elements
+    bool chosen;                      // the selection is complete
     float threshold;
     int64_t first_unit, units;
     std::atomic<int64_t> candidates;  // collected so far
     std::atomic<int64_t> units_left;
 };
 
-// Some elements of one segment, and where what was collected of them lies in the memory of the thread that did it.
+// Some elements of one segment, and the position of their candidates in the memory of the thread that collected them.
 struct Unit {
     int64_t segment, begin, end;  // elements of the bucket
     int thread;
     int64_t first, count;  // candidates
 };
 
-// Segments no larger are collected whole where no lower bound is known.
+// Segments of at most this size are collected whole if no lower bound is known.
 constexpr int64_t small_range = 4096;
 
-// A lower bound a little below the k-th largest of the segment as it will be after the update, judged by a sample.
-// Only a
-// guess: whoever uses it checks.
+// Estimates from a sample a lower bound slightly below the k-th largest magnitude of the segment after the update.
+// The caller must check that enough elements reach it.
 uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memory);
 
-// All that one call works on.
+// The data of one call.
 struct Job {
     Source source;
     Segment* segments;
@@ -67,20 +66,19 @@ struct Job {
     Unit* units = nullptr;
 };
 
-// Gives every active segment that has no lower bound of the caller's a sampled one.
+// Sets a sampled lower bound for every active segment without a lower bound from the caller.
 void set_lower_bounds(Job& job);
 
-// Does the pass over all active segments. A segment that is through is handed to `choose` at once, by the thread that
-// was
-// last in it: its candidates are still at hand, and the other threads go on. Those for which it returns true are
-// active no more. Returns the first element of g that is NaN or too large, n where there is none.
+// Runs the pass over all active segments. The thread that finishes a segment calls `choose` for it at once, while the
+// candidates are in the cache and the other threads continue. Segments for which `choose` returns true are no longer
+// active. Returns the first element of g that is NaN or too large, or n.
 int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose);
 
-// The choice by counting all magnitudes of v in the segment: three reads of it, whatever the numbers are.
+// Selects by counting all magnitudes of v in the segment. Always reads the segment three times.
 void choose_by_counting(const float* v, Segment& segment, int threads, Scratch& scratch, int32_t* indices,
                         float* values);
 
-// Calls visit(i, thread) for i = 0 .. n - 1, each time on whichever thread is free.
+// Calls visit(i, thread) for i = 0 .. n - 1. Each free thread takes the next i.
 template <class Visit>
 static void share_out(int64_t n, int threads, Visit&& visit) {
     std::atomic<int64_t> next{0};
@@ -89,7 +87,7 @@ static void share_out(int64_t n, int threads, Visit&& visit) {
     });
 }
 
-// What of it lies at or behind `begin`; quickly found where that is near.
+// The entries of `sent` at or after `begin`, by exponential search: fast if `begin` is near.
 static inline Sent from(Sent sent, int64_t begin) {
     int64_t step = 1;
     for (; step <= sent.count && sent.indices[step - 1] < begin; step *= 2) skip(sent, step);

@@ -1,4 +1,4 @@
-// The pass itself: units of the buffer, shared out among threads, are updated and their candidates collected.
+// The pass: threads take units of the buffer in turn, update them and collect their candidates.
 #include <algorithm>
 #include <utility>
 
@@ -7,16 +7,16 @@
 namespace dgc {
 namespace {
 
-constexpr int64_t unit = 32768;  // elements that a thread takes on at a time
-constexpr int64_t block = 8192;  // elements between two looks at the room that is left
-constexpr int after_sample = 12;  // a sample tells less of where the threshold lies: wider bins
+constexpr int64_t unit = 32768;   // elements that a thread takes at a time
+constexpr int64_t block = 8192;   // elements between two checks of the candidate limit
+constexpr int after_sample = 12;  // wider first bins, because a sampled lower bound is less accurate
 
 void keep_smallest(std::atomic<int64_t>& smallest, int64_t value) {
     for (int64_t seen = smallest.load(); value < seen && !smallest.compare_exchange_weak(seen, value);) {
     }
 }
 
-// Cuts the active segments into units. Returns their number and the candidates that one thread may be left with.
+// Splits the active segments into units. Returns their number and the most candidates that one thread may hold.
 std::pair<int64_t, int64_t> set_units(Job& job) {
     int64_t count = 0, room = 0;
     for (int64_t a = 0; a < job.active_count; ++a) {
@@ -32,14 +32,15 @@ std::pair<int64_t, int64_t> set_units(Job& job) {
     for (int64_t a = 0; a < job.active_count; ++a) {
         const Segment& segment = job.segments[job.active[a]];
         for (int64_t i = 0; i < segment.units; ++i) {
-            const int64_t begin = segment.begin + i * unit, end = segment.begin + std::min((i + 1) * unit, segment.size);
+            const int64_t begin = segment.begin + i * unit;
+            const int64_t end = segment.begin + std::min((i + 1) * unit, segment.size);
             job.units[segment.first_unit + i] = {job.active[a], begin, end, 0, 0, 0};
         }
     }
     return {count, room + block + 16};
 }
 
-// The update alone. Returns the first element of g that is NaN or too large, n where there is none.
+// Updates without collecting. Returns the first element of g that is NaN or too large, or n.
 int64_t update(const Source& source, int64_t n, int threads) {
     const auto kernel = pass_kernels().update[source.update];
     std::atomic<int64_t> first{n};
@@ -80,14 +81,16 @@ int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose
         mine.thread = thread;
         mine.first = found.count;
         const int64_t before = segment.candidates.load(std::memory_order_relaxed);
-        uint32_t lower_bound = segment.k && before <= segment.candidate_limit ? segment.lower_bound : unreachable_bits;
+        uint32_t lower_bound =
+            segment.k && before <= segment.candidate_limit ? segment.lower_bound : unreachable_bits;
         for_stretches(job.source, mine.begin, mine.end, block, [&](const Stretch& stretch) {
             if (int64_t bad = kernel(stretch, lower_bound, found); bad >= 0) keep_smallest(first, bad);
             if (before + found.count - mine.first > segment.candidate_limit) lower_bound = unreachable_bits;
         });
         mine.count = found.count - mine.first;
-        // Once a segment has too many, what came last is let go, so that the room suffices.
-        if (segment.candidates.fetch_add(mine.count, std::memory_order_relaxed) + mine.count <= segment.candidate_limit)
+        // If the segment has too many candidates, those of this unit are dropped, so that the memory suffices.
+        if (segment.candidates.fetch_add(mine.count, std::memory_order_relaxed) + mine.count <=
+            segment.candidate_limit)
             collected[thread].count = found.count;
         if (segment.units_left.fetch_sub(1, std::memory_order_acq_rel) == 1) segment.chosen = choose(segment);
     });
@@ -99,8 +102,8 @@ int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose
 }  // namespace dgc
 
 // update: dgc::Update. pieces, begins [piece_count + 1]: the gradient. u may be null for `residual` and `none`.
-// sent_*, masks: dgc::Sent; all null where nothing was sent, and without a part in `none`. first: one number, the
-// first element of g that is NaN or too large, n where there is none.
+// sent_*, masks: see dgc::Sent; all null if nothing was sent, and ignored by `none`. *first becomes the first element
+// of g that is NaN or too large, or n.
 DGC_EXPORT void dgc_update(int update, const float* const* pieces, const int64_t* begins, int piece_count, float* u,
                            float* v, int64_t n, float momentum, const int32_t* sent_indices,
                            const float* sent_values, const int32_t* sent_count, int masks, int threads,

@@ -1,6 +1,5 @@
-// The largest elements of one segment by counting bits of all magnitudes: first the upper 15, then, among those equal
-// in these to the k-th largest, the lower 16. The counts of each thread also tell where its part of the output
-// begins.
+// Selects the largest elements of one segment by counting the magnitudes by their upper 15 bits, then, among those in
+// the bin of the k-th largest, by their lower 16 bits. The counts of each thread also give the start of its output.
 #include <algorithm>
 #include <cstring>
 
@@ -12,7 +11,7 @@ namespace {
 
 constexpr int64_t bins = 65536;
 
-// How many of the counts lie above bin, and in it.
+// The number of elements in the bins above a bin, and in the bin.
 struct Standing {
     int64_t above, equal;
 };
@@ -23,7 +22,7 @@ Standing standing(const uint32_t* counts, int64_t bin) {
     return {above, counts[bin]};
 }
 
-// The bin that holds rank k, counted from the top over all threads; k becomes the rank in that bin.
+// Returns the bin with rank k, counted from the top over all threads. k becomes the rank within that bin.
 int64_t bin_of(uint32_t** counts, int threads, int64_t& k) {
     for (int64_t bin = bins - 1; bin > 0; --bin) {
         int64_t members = 0;

@@ -1,5 +1,5 @@
-// The mean of sorted sparse vectors. The index space is gone through in blocks whose sums stay in the cache: each
-// part adds its share of the block, in the order of the parts, and a bitmap remembers which elements were touched.
+// The mean of sorted sparse vectors. The index space is processed in blocks with sums that stay in the cache. The
+// parts add their entries of the block in order, and a bitmap marks the elements that have entries.
 #include <algorithm>
 #include <cstring>
 
@@ -21,7 +21,7 @@ struct Part {
     int64_t lower_bound(int64_t index) const { return std::lower_bound(indices, indices + count, index) - indices; }
 };
 
-// Merges what lies in [begin, end) into the outputs and returns how much that was. next: where each part begins.
+// Merges the entries in [begin, end) into the outputs. Returns their number. next: the first entry of each part.
 int64_t merge(const std::vector<Part>& parts, std::vector<int64_t> next, int64_t begin, int64_t end, float size,
               Scratch::Thread& memory, int64_t* indices, float* values) {
     float* sums = memory.values.room<float>(block);
@@ -32,7 +32,7 @@ int64_t merge(const std::vector<Part>& parts, std::vector<int64_t> next, int64_t
         int64_t first = end;
         for (size_t p = 0; p < parts.size(); ++p)
             if (next[p] < parts[p].count) first = std::min<int64_t>(first, parts[p].indices[next[p]]);
-        begin = first / block * block;  // blocks that nobody touches are passed over
+        begin = first / block * block;  // skips blocks without entries
         const int64_t stop = std::min(begin + block, end);
         if (first >= end) break;
         for (size_t p = 0; p < parts.size(); ++p) {
@@ -63,7 +63,7 @@ int64_t merge(const std::vector<Part>& parts, std::vector<int64_t> next, int64_t
 }  // namespace
 }  // namespace dgc
 
-// indices, values: room for all entries of all parts. Returns the number of entries written.
+// indices, values: space for all entries of all parts. Returns the number of entries written.
 DGC_EXPORT int64_t dgc_merge_mean(const int32_t* const* part_indices, const float* const* part_values,
                                   const int32_t* const* part_counts, int part_count, float size, int64_t numel,
                                   int64_t* indices, float* values, int threads) {
@@ -75,7 +75,7 @@ DGC_EXPORT int64_t dgc_merge_mean(const int32_t* const* part_indices, const floa
     }
     threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, entries / dgc::worth_a_thread)));
     dgc::Lease scratch(threads);
-    // A thread writes where its output would begin if no two parts had an index in common.
+    // Each thread writes at the offset that its output would have if no two parts shared an index.
     std::vector<int64_t> offset(threads), found(threads);
     dgc::parallel_for(threads, [&](int t) {
         const int64_t begin = dgc::part_begin(numel, threads, t, dgc::block);

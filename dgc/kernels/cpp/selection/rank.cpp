@@ -1,6 +1,6 @@
-// Radix selection from the top, 11 bits at a time: count the members of each bin, keep the bin that holds rank k,
-// and look closer. The first bins are narrow and begin at a lower bound, where real accumulated gradients pile up;
-// the last of them is open to the top.
+// Radix selection from the top, 11 bits at a time: count the members of each bin, keep the bin with rank k, and split
+// it again. The first bins are narrow and start at a lower bound, because real accumulated gradients are densest
+// there. The last of the first bins has no upper limit.
 #include "rank.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace dgc {
 namespace {
 
 constexpr int bins = 2048;
-constexpr int few = 512;  // so few are sorted out at once
+constexpr int few = 512;  // at most this many are selected directly
 
 // Magnitudes low .. low + span - 1.
 struct Window {
@@ -33,7 +33,8 @@ Cut sort_out(const Block* blocks, int count, int64_t k, Window window) {
     int64_t found = 0;
     const auto high = static_cast<uint32_t>(window.low + window.span);
     for (int s = 0; s < count; ++s)
-        found += pass_kernels().magnitudes_within(blocks[s].values, blocks[s].count, window.low, high, members + found);
+        found += pass_kernels().magnitudes_within(blocks[s].values, blocks[s].count, window.low, high,
+                                                  members + found);
     std::nth_element(members, members + k - 1, members + found, std::greater<uint32_t>());
     uint32_t threshold = members[k - 1];
     return {threshold, k - std::count_if(members, members + k, [=](uint32_t bits) { return bits > threshold; })};

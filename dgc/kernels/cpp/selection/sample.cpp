@@ -1,5 +1,5 @@
-// A guess at the k-th largest magnitude from whole cache lines spread over a segment. The guess may be off as far as
-// it likes: too low costs candidates, too high another pass over the segment.
+// Estimates the k-th largest magnitude from whole cache lines spread over a segment. The estimate need not be
+// accurate: one that is too low costs candidates, one that is too high costs another pass over the segment.
 #include <algorithm>
 #include <cmath>
 
@@ -11,9 +11,9 @@ namespace {
 constexpr int64_t line = 16;
 constexpr int64_t most = 65536;
 constexpr int64_t ahead = 12;
-constexpr double expected_above = 24;  // samples above the threshold: 24 +- 5, and five deviations are spared
+constexpr double expected_above = 24;  // samples above the threshold: 24 +- 5, before a margin of 5 deviations
 
-// Where line i of a segment's sample begins. Steps of one length would see one column of a matrix only.
+// The start of line i of a segment's sample. The offsets are random: equal steps could sample a single matrix column.
 int64_t line_begin(const Segment& segment, int64_t lines, int64_t i) {
     const int64_t stride = segment.size / lines;
     const uint32_t random = static_cast<uint32_t>(i + 1) * 2654435769u;
@@ -25,8 +25,8 @@ int64_t line_begin(const Segment& segment, int64_t lines, int64_t i) {
 uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memory) {
     if (segment.size <= small_range || segment.k == 0) return smallest_bits;
     const double density = static_cast<double>(segment.k) / static_cast<double>(segment.size);
-    int64_t wanted = static_cast<int64_t>(std::min<double>(static_cast<double>(most), expected_above / density));
-    int64_t lines = std::min(std::max<int64_t>(wanted, 1024), segment.size / 16) / line;
+    int64_t target = static_cast<int64_t>(std::min<double>(static_cast<double>(most), expected_above / density));
+    int64_t lines = std::min(std::max<int64_t>(target, 1024), segment.size / 16) / line;
     float* samples = memory.room<float>(lines * line);
     int64_t count = 0;
     for (int64_t i = 0; i < lines; ++i) {

@@ -1,5 +1,5 @@
-// What is done at the chosen indices only: subtract what was sent, step the parameters. Scattered elements are in
-// nobody's cache, so they are asked for some steps ahead.
+// Operations at the selected indices only: subtract the sent values and update the parameters. The elements are
+// scattered and not in the cache, so they are prefetched.
 #include <algorithm>
 
 #include "accumulate/pass.h"
@@ -30,7 +30,7 @@ void take(const int32_t* indices, const float* sent, int64_t begin, int64_t end,
 }  // namespace
 }  // namespace dgc
 
-// v[i] -= sent and, unless it is null, u[i] = 0
+// v[i] -= sent for every index i, and u[i] = 0 unless u is null.
 DGC_EXPORT void dgc_take(const int32_t* indices, const float* sent, const int32_t* count, float* u, float* v,
                          int threads) {
     const int64_t n = *count;
@@ -40,9 +40,10 @@ DGC_EXPORT void dgc_take(const int32_t* indices, const float* sent, const int32_
     });
 }
 
-// targets[s][i - bounds[s]] -= factors[s] * value for the ascending indices i of each segment s
-DGC_EXPORT void dgc_subtract_at(float* const* targets, const int64_t* bounds, int64_t segments, const int64_t* indices,
-                                const float* values, int64_t count, const float* factors, int threads) {
+// targets[s][i - bounds[s]] -= factors[s] * value for the ascending indices i of each segment s.
+DGC_EXPORT void dgc_subtract_at(float* const* targets, const int64_t* bounds, int64_t segments,
+                                const int64_t* indices, const float* values, int64_t count, const float* factors,
+                                int threads) {
     threads = dgc::threads_for(count, threads);
     dgc::parallel_for(threads, [&](int t) {
         int64_t i = dgc::part_begin(count, threads, t, 16);

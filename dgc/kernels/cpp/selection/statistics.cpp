@@ -1,5 +1,5 @@
-// Sums over each segment of a buffer, read once. A segment is cut into units wherever it lies and however many
-// threads there are, and the units' sums are added in their order, so that neither has a part in the result.
+// Sums over each segment of a buffer, in one read. The units of a segment depend only on the segment, and their sums
+// are added in order. The result therefore does not depend on the number of threads or the segment's position.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -10,7 +10,7 @@
 namespace dgc {
 namespace {
 
-constexpr int64_t unit = 32768;  // elements that a thread takes on at a time
+constexpr int64_t unit = 32768;  // elements that a thread takes at a time
 
 struct Span {
     int64_t segment, begin, end;  // elements of the buffer
@@ -28,7 +28,7 @@ void add(Above& sum, const Above& next) {
     sum.magnitudes += next.magnitudes;
 }
 
-// The sum over each segment of what of_span(span) gives, an empty Part where `wanted(segment)` is false.
+// Sums of_span(span) over each segment. The result is an empty Part if `wanted(segment)` is false.
 template <class Part, class Wanted, class OfSpan>
 std::vector<Part> sums_of(const int64_t* bounds, int64_t segments, int threads, Wanted&& wanted, OfSpan&& of_span) {
     std::vector<Span> spans;
@@ -46,7 +46,7 @@ std::vector<Part> sums_of(const int64_t* bounds, int64_t segments, int threads, 
 }  // namespace
 }  // namespace dgc
 
-// bounds [segments + 1]; sums, magnitudes, squares, largest [segments]
+// Shapes: bounds [segments + 1]; sums, magnitudes, squares, largest [segments].
 DGC_EXPORT void dgc_moments(const float* v, const int64_t* bounds, int64_t segments, double* sums,
                             double* magnitudes, double* squares, float* largest, int threads) {
     const auto kernel = dgc::pass_kernels().moments;
@@ -61,13 +61,14 @@ DGC_EXPORT void dgc_moments(const float* v, const int64_t* bounds, int64_t segme
     }
 }
 
-// bounds [segments + 1]; lower_bounds, counts, sums [segments]. Segments whose lower bound is inf or NaN are not
-// read.
+// Shapes: bounds [segments + 1]; lower_bounds, counts, sums [segments]. Segments with a lower bound of inf or NaN are
+// not read.
 DGC_EXPORT void dgc_tail(const float* v, const int64_t* bounds, int64_t segments, const float* lower_bounds,
                          int64_t* counts, double* sums, int threads) {
     const auto kernel = dgc::pass_kernels().above;
     const auto found = dgc::sums_of<dgc::Above>(
-        bounds, segments, threads, [&](int64_t s) { return lower_bounds[s] < std::numeric_limits<float>::infinity(); },
+        bounds, segments, threads,
+        [&](int64_t s) { return lower_bounds[s] < std::numeric_limits<float>::infinity(); },
         [&](const dgc::Span& span) {
             const float lower_bound = lower_bounds[span.segment];
             const uint32_t bits = lower_bound > 0 ? dgc::bits_of(lower_bound) : dgc::smallest_bits;
