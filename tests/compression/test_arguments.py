@@ -10,7 +10,7 @@ from dgc.wire import CastValues, PlainIndices
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def test_what_is_not_sent_is_lost_only_where_asked_for():
+def test_what_is_not_sent_is_lost_only_where_asked_for() -> None:
     for nothing in (None, DGCSGDMemory, "residual"):
         with pytest.raises(ValueError, match=r"memory must be .*DGCSGDMemory.*ResidualMemory\(\).*NoMemory\(\)"):
             DGCCompressor(0.001, nothing)
@@ -19,7 +19,7 @@ def test_what_is_not_sent_is_lost_only_where_asked_for():
     assert isinstance(DGCCompressor(0.001, NoMemory()).memory, NoMemory)
 
 
-def test_arguments_of_a_wrong_type_are_named():
+def test_arguments_of_a_wrong_type_are_named() -> None:
     wrong = {
         "compress_ratio": ["0.1", None, True],
         "sample_ratio": ["0.1", True],
@@ -44,7 +44,7 @@ def test_arguments_of_a_wrong_type_are_named():
             assert repr(value) in str(error.value)
 
 
-def test_names_without_tensors():
+def test_names_without_tensors() -> None:
     compressor = DGCCompressor(0.1, ResidualMemory())
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
         compressor.initialize(["weight", "bias"])

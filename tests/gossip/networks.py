@@ -89,7 +89,7 @@ class Trained:
         algorithm: Gossip,
         make_optimizer: MakeOptimizer = momentum,
         dtype: torch.dtype = torch.float32,
-    ):
+    ) -> None:
         self.rank, self.size = transport.rank, transport.size
         generator = torch.Generator().manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 9, dtype=dtype), nn.Tanh(), nn.Linear(9, 3, dtype=dtype))

@@ -9,7 +9,7 @@ from dgc_training.config import load
 from dgc_training.config.layers import FLAGS, REPOSITORY
 
 
-def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys):
+def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
     text = capsys.readouterr().out
