@@ -6,6 +6,8 @@ import os
 import pickle
 import shutil
 import threading
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
@@ -25,10 +27,15 @@ from dgc_training.constructors import import_target
 CIFAR10 = import_target("torchvision.datasets.CIFAR10")
 
 
+def length(data: Any) -> int:
+    """Of a data set, which `Dataset` does not declare to have one."""
+    return len(data)
+
+
 @pytest.mark.parametrize("num_classes", [10, 100])
 def test_cifar(tmp_path: Path, num_classes: Any) -> None:
     write_cifar(tmp_path, num_classes, train=200, test=120)
-    data = CIFAR(str(tmp_path), num_classes)
+    data: Any = CIFAR(str(tmp_path), num_classes)
     assert [len(data[split]) for split in ("train", "test")] == [200, 120]
     image, label = data["test"][117]
     assert image.shape == (3, 32, 32) and image.dtype == torch.float32
@@ -50,7 +57,7 @@ def test_cifar_pixels_are_where_torchvision_has_them(tmp_path: Path, monkeypatch
     monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
     monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": None})
     theirs = CIFAR10(str(tmp_path), train=False)
-    ours = CIFAR(str(tmp_path))["test"]
+    ours: Any = CIFAR(str(tmp_path))["test"]
     mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
     for (image, label), (expected, expected_label) in zip(ours, theirs, strict=True):
         scaled = torch.from_numpy(np.array(expected)).permute(2, 0, 1) / 255
@@ -74,7 +81,7 @@ def test_a_part_of_the_training_images_is_held_out(tmp_path: Path, kind: Any) ->
     """As many of each class, always the same, and seen as test images are: without crops and flips."""
     if kind == "cifar":
         write_cifar(tmp_path, train=200)
-        make = partial(CIFAR, str(tmp_path), 10)
+        make: Callable[..., Any] = partial(CIFAR, str(tmp_path), 10)
     else:
         write_imagenet(tmp_path, classes=10, train=20)
         make = partial(ImageNet, str(tmp_path), 10, 32)
@@ -180,7 +187,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_archive_is_unpacked(archive: Any) -> None:
-    assert len(CIFAR(str(archive.parent))["train"]) == 40
+    assert length(CIFAR(str(archive.parent))["train"]) == 40
     names = {path.name for path in archive.parent.iterdir()}
     assert names == {archive.name, "cifar-10-batches-py", ".preparing"}
 
@@ -189,7 +196,7 @@ def test_what_an_interrupted_unpacking_left_is_replaced(archive: Any) -> None:
     left = archive.parent / "cifar-10-batches-py"
     left.mkdir()
     (left / "data_batch_1").write_bytes(b"half")
-    assert len(CIFAR(str(archive.parent))["train"]) == 40
+    assert length(CIFAR(str(archive.parent))["train"]) == 40
 
 
 def test_a_damaged_archive_is_named(archive: Any) -> None:
@@ -217,7 +224,7 @@ def test_download(archive: Any, server: Any, monkeypatch: pytest.MonkeyPatch, tm
     root = tmp_path / "new"
     root.mkdir()
     (root / archive.name).write_bytes(b"half")
-    assert len(CIFAR(str(root), download=True)["test"]) == 16
+    assert length(CIFAR(str(root), download=True)["test"]) == 16
     shutil.rmtree(root)
     monkeypatch.setattr(CIFAR10, "url", f"{CIFAR10.url}.away")
     with pytest.raises(ValueError, match=r"could not be downloaded .*404.* other means"):
@@ -231,7 +238,7 @@ def test_a_data_set_that_is_there_is_not_touched_by_download(
     monkeypatch.setattr(CIFAR10, "url", "file:///nowhere")
     tmp_path.chmod(0o500)
     try:
-        assert len(CIFAR(str(tmp_path), download=True)["train"]) == 40
+        assert length(CIFAR(str(tmp_path), download=True)["train"]) == 40
     finally:
         tmp_path.chmod(0o700)
     assert not (tmp_path / ".preparing").exists()
@@ -260,7 +267,7 @@ def test_of_several_processes_one_prepares_and_the_others_wait(tmp_path: Path) -
         process.start()
     for process in processes:
         process.join(30)
-    assert sorted(process.exitcode for process in processes) == [0, 0, 0, 1]
+    assert Counter(process.exitcode for process in processes) == {0: 3, 1: 1}
     assert (tmp_path / "count").read_text() == "xx"
 
 
@@ -272,7 +279,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_imagenet(tmp_path: Path) -> None:
     write_imagenet(tmp_path, classes=4, train=6, test=3)
-    data = ImageNet(str(tmp_path), num_classes=4, image_size=32)
+    data: Any = ImageNet(str(tmp_path), num_classes=4, image_size=32)
     assert [len(data[split]) for split in ("train", "test")] == [24, 12]
     for split in ("train", "test"):
         labels = [label for _, label in data[split]]
@@ -287,7 +294,8 @@ def test_imagenet(tmp_path: Path) -> None:
 
 def test_fewer_classes_than_folders_take_every_nth(tmp_path: Path) -> None:
     write_imagenet(tmp_path, classes=5, train=1, test=1)
-    paths = [(path[-15:-7], label) for path, label in ImageNet(str(tmp_path), 2)["train"].samples]
+    data: Any = ImageNet(str(tmp_path), 2)["train"]
+    paths = [(path[-15:-7], label) for path, label in data.samples]
     assert paths == [("01440764", 0), ("01440766", 1)]
 
 
@@ -319,7 +327,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, workers: Any) -> None:
     write_imagenet(tmp_path, classes=1, train=2)
     file = tmp_path / "train/n01440764/n01440764_1.JPEG"
     data = ImageNet(str(tmp_path), 1, image_size=16)["train"]
-    options = {"num_workers": 1, "multiprocessing_context": "forkserver"} if workers else {}
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "forkserver"} if workers else {}
     assert next(iter(DataLoader(data, 2, **options)))[0].shape == (2, 3, 16, 16)
     file.write_bytes(file.read_bytes()[:300])
     with pytest.raises(ValueError, match="n01440764_1.JPEG cannot be read"):
@@ -328,7 +336,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, workers: Any) -> None:
 
 def test_damage_anywhere_in_an_image_gives_a_message_or_an_image(tmp_path: Path) -> None:
     write_imagenet(tmp_path, classes=1, train=1, test=1)
-    data = ImageNet(str(tmp_path), 1, image_size=16)["test"]
+    data: Any = ImageNet(str(tmp_path), 1, image_size=16)["test"]
     file = Path(data.samples[0][0])
     whole = file.read_bytes()
     random = np.random.default_rng(2)

@@ -133,7 +133,9 @@ def test_squeeze_and_excitation_scales_channels() -> None:
 
 def test_pre_activation_blocks_pass_their_input_on_untouched() -> None:
     block, x = PreActivationBlock(16, 16, 1), torch.randn(2, 16, 4, 4)
-    torch.nn.init.zeros_(block.body[3].weight)
+    last = block.body[3]
+    assert isinstance(last, torch.nn.Conv2d)
+    torch.nn.init.zeros_(last.weight)
     before = x.clone()
     assert torch.equal(block(x), before)
 

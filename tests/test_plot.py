@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -125,12 +126,12 @@ def test_figures(tmp_path: Path) -> None:
     assert figure is not None
     by_time, by_step = figure.axes
     assert by_time.get_xlabel() == "training time (seconds)" and by_step.get_xlabel() == "iterations"
-    assert [list(line.get_ydata()) for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
+    assert [np.asarray(line.get_ydata()).tolist() for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
     times, rates = scaling_figure(runs).axes
     assert times.get_ylabel() == "time per iteration (s)" and rates.get_ylabel() == "throughput (samples/s)"
-    assert [list(line.get_xdata()) for line in times.lines] == [[2], [1, 2, 4]]
-    assert list(times.lines[1].get_ydata()) == [1.0, 1.5, 2.5]
-    assert list(rates.lines[1].get_ydata()) == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
+    assert [np.asarray(line.get_xdata()).tolist() for line in times.lines] == [[2], [1, 2, 4]]
+    assert np.asarray(times.lines[1].get_ydata()).tolist() == [1.0, 1.5, 2.5]
+    assert np.asarray(rates.lines[1].get_ydata()).tolist() == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
     drawn = loss_figure(runs)
     assert drawn is not None and len(drawn.axes[0].lines) == 2 * len(runs)
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
@@ -139,10 +140,11 @@ def test_figures(tmp_path: Path) -> None:
 def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path: Path) -> None:
     """By marker or line style, and by name. Runs on the same number of ranks differ by colour."""
     ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
-    dgc = {"target": None, "compression": "dgc.compression.DGCCompressor"}
+    dgc: dict[str, Any] = {"target": None, "compression": "dgc.compression.DGCCompressor"}
     runs = [read_run(write_run(tmp_path / name, ranks=n, **dgc)) for name, n in ranks.items()]
     for make, every, line in ((error_figure, 2, 1), (bytes_figure, 1, 0), (loss_figure, 2, 1)):
         drawn = make(runs)
+        assert drawn is not None
         lines = drawn.axes[0].lines[line::every]
         looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
         assert len(set(looks)) == 4 and looks[0][0] == looks[1][0] == looks[2][0] != looks[3][0], make
@@ -154,9 +156,12 @@ def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path: Pat
 
 def test_bytes(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (2, 4)]
-    (axes,) = bytes_figure(runs).axes
-    assert axes.get_xscale() == "log" and list(axes.lines[1].get_xdata()) == [24_000, 48_000, 72_000]
-    assert list(axes.lines[0].get_ydata()) == [51.0, 61.0, 71.0]
+    drawn = bytes_figure(runs)
+    assert drawn is not None
+    (axes,) = drawn.axes
+    assert axes.get_xscale() == "log"
+    assert np.asarray(axes.lines[1].get_xdata()).tolist() == [24_000, 48_000, 72_000]
+    assert np.asarray(axes.lines[0].get_ydata()).tolist() == [51.0, 61.0, 71.0]
 
 
 def test_a_run_without_csv_files_is_read_from_its_tensorboard_files(

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -201,7 +201,7 @@ def test_trap_07_values_beyond_fp16_and_gradients_of_every_kind() -> None:
         layers = [nn.Conv2d(3, 4, 3, bias=False), nn.Conv2d(4, 4, 3, bias=False), nn.Flatten()]
         unused = nn.Linear(4, 4)
         model = nn.Sequential(*layers, nn.Linear(16, 2, bias=False), unused)
-        return model.to(memory_format=torch.channels_last)
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     models = [seeded(build) for _ in range(2)]
 
@@ -296,7 +296,11 @@ def test_trap_10_a_checkpoint_repeats_its_reported_accuracy() -> None:
         models = [nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)) for _ in range(size)]
         for model in models:
             model.load_state_dict(ranks[1][1])
-        for again in LockstepWorld(size).run(lambda t, models=models: results(models[t.rank], t)):
+
+        def evaluated(transport: Any, models: Any = models) -> Any:
+            return results(models[transport.rank], transport)
+
+        for again in LockstepWorld(size).run(evaluated):
             assert again == ranks[0][0]
     model = ranks[0][2].eval()
     model.load_state_dict(ranks[0][1])
@@ -323,7 +327,7 @@ def test_trap_11_one_decision_about_resuming_for_all_ranks(tmp_path: Path) -> No
         checkpoints = Checkpoints(tmp_path / str(transport.rank), transport)
         found = checkpoints.find("latest")
         try:
-            checkpoints.load(found)
+            checkpoints.load(cast(str, found))
         except Exception as error:
             return found, f"{type(error).__name__}: {error}"
         return found, None

@@ -17,10 +17,11 @@ from dgc.comm import (
     RunningConversation,
     TrafficMeter,
 )
-from dgc.comm.lockstep import LockstepError, LockstepWorld
+from dgc.comm.lockstep import LockstepError, LockstepTransport, LockstepWorld
+from dgc.comm.requests import Group, Request
 
 
-def ask(request: pytest.FixtureRequest) -> Any:
+def ask(request: Request) -> Any:
     """A conversation of one round with one request."""
     (reply,) = yield (request,)
     return reply
@@ -164,7 +165,8 @@ def test_groups_of_two_machines_of_three() -> None:
     assert [t.group_rank("local") for t in world.transports] == [0, 1, 2, 0, 1, 2]
     assert [t.group_rank("cross") for t in world.transports] == [0, 0, 0, 1, 1, 1]
     assert [t.group_rank("world") for t in world.transports] == list(range(6))
-    sizes = [world.transports[0].group_size(group) for group in ("world", "local", "cross")]
+    groups: tuple[Group, ...] = ("world", "local", "cross")
+    sizes = [world.transports[0].group_size(group) for group in groups]
     assert sizes == [6, 3, 2]
 
 
@@ -246,7 +248,7 @@ def test_launch_order_is_shuffled_and_does_not_matter() -> None:
     orders, sums = set(), set()
     for seed in range(12):
         world = LockstepWorld(4, seed=seed)
-        started = []
+        started: list[int] = []
 
         def body(rank: Any, started: Any = started) -> Any:
             started.append(rank)
@@ -435,7 +437,7 @@ def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
 def test_a_conversation_names_its_rounds() -> None:
     names = []
 
-    class Transport(type(LockstepWorld(1).transports[0])):
+    class Transport(LockstepTransport):
         def launch(self, name: Any, requests: Any) -> Any:
             names.append(name)
             return super().launch(name, requests)

@@ -18,7 +18,8 @@ class RecordingMPI:
     rank, size = 0, 2
 
     def __init__(self) -> None:
-        self.COMM_WORLD, self.posted = self, []
+        self.COMM_WORLD = self
+        self.posted: list[tuple[str, Any, Any]] = []
 
     def Dup(self) -> Any:
         return self
@@ -37,7 +38,7 @@ class RecordingMPI:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
     MPI = RecordingMPI()
     monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
-    inner = LockstepWorld(2).transports[0]
+    inner: Any = LockstepWorld(2).transports[0]
     inner.members = lambda group: [0, 1]
     return PointToPointTransport(inner), MPI.posted
 

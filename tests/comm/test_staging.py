@@ -25,7 +25,7 @@ from dgc.comm.staging import StagedTransport
 class Copying:
     """An event that is over once `done` is called, or when a caller waits for it."""
 
-    made = []
+    made: list[Any] = []
 
     def __init__(self) -> None:
         self.recorded = self.over = False
@@ -56,7 +56,8 @@ class Recording:
     """Passes launches on and keeps their names."""
 
     def __init__(self, transport: Any) -> None:
-        self._transport, self.launched = transport, []
+        self._transport = transport
+        self.launched: list[str] = []
 
     def __getattr__(self, name: Any) -> Any:
         return getattr(self._transport, name)

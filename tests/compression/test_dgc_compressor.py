@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from compression.ranks import Ranks, dense
+from torch import Tensor
 
 from dgc import paper
 from dgc.bucket import make_bucket
@@ -167,7 +168,8 @@ class Watching(DGCSGDMemory):
 
     def __init__(self) -> None:
         super().__init__(0.9)
-        self.then, self.kept = None, []
+        self.then: list[Tensor] = []
+        self.kept: list[bool] = []
 
     def sent_(self, bucket: Any, sent: Any) -> None:
         self.then = [sent.indices.clone(), sent.values.clone(), sent.count.clone()]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from torch import nn
+from torch import Tensor, nn
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
@@ -19,7 +19,7 @@ from dgc.testing import Fleet
 from dgc_models import resnet18
 from dgc_training.checkpoint.reshard import blend, shares
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "half step": {},
     "residual": {"num_iters_per_step": 2},
     "residual 5": {"num_iters_per_step": 5},
@@ -239,7 +239,7 @@ def test_it_resumes_in_other_buckets(settings: Any) -> None:
         return buckets, compressor, steps
 
     def step(buckets: Any, compressor: Any, number: Any) -> Any:
-        found = {}
+        found: dict[str, Tensor] = {}
         for bucket in buckets:
             for s in bucket.segments:
                 s.of(bucket.flat).copy_(normal(*s.shape, seed=10 * number + int(s.name[1:])))
@@ -384,7 +384,7 @@ def test_three_lines_train(zero_grad: Any) -> None:
         loss = (model(inputs) - targets).square().mean()
         loss.backward()
         optimizer_step(optimizer, powersgd)
-        assert not any(p.grad.any() for p in model.parameters())
+        assert not any(p.grad is None or p.grad.any() for p in model.parameters())
         if zero_grad:
             optimizer.zero_grad()
         losses.append(loss.item())
@@ -426,7 +426,7 @@ def test_the_original_s_aggregators_and_its_step_counter() -> None:
                 optimizer_step(sgd, aggregator)
                 assert not p.grad.any() and unused.grad is None
         assert (p == 1 - 4 * 0.5).all() and (unused == 1).all()
-        assert aggregator.step_counter == 2
+        assert isinstance(aggregator, PowerSGD) and aggregator.step_counter == 2
         resumed = PowerSGD([p, unused], Config(rank=1), transport)
         resumed.load_state_dict(aggregator.state_dict())
         assert resumed.step_counter == 2

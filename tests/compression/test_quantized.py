@@ -135,7 +135,7 @@ def test_qsgd_divides_the_norm_into_levels() -> None:
     """7 levels in 4 bits, of the L2 norm or of the largest magnitude."""
     g = normal(N, 5)
     for norm, scale in (("l2", g.norm()), ("max", g.abs().max())):
-        levels = 7 * once(lambda norm=norm: QSGD(4, None, norm), g) / scale
+        levels = 7 * once(lambda norm=norm: QSGDCompressor(4, None, norm), g) / scale
         assert levels.any() and torch.allclose(levels, levels.round(), atol=1e-4)
 
 

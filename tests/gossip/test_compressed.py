@@ -283,8 +283,12 @@ def test_options_that_cannot_be_are_refused() -> None:
             make()
     refused(lambda: PowerGossip(rank=9), 2, "would send all 4 tensors uncompressed", ValueError)
     for base in (PowerGossip, lambda: gossip.Periodic(4, PowerGossip())):
+
+        def train(transport: Any, base: Any = base) -> Any:
+            return Trained(transport, HierarchicalGossip(base()))
+
         with pytest.raises(ValueError, match="slices of a model, which have no matrices"):
-            LockstepWorld(4, 2).run(lambda transport, base=base: Trained(transport, HierarchicalGossip(base())))
+            LockstepWorld(4, 2).run(train)
 
 
 def test_a_state_with_nan_is_refused() -> None:
@@ -313,7 +317,7 @@ def test_a_state_with_nan_is_refused() -> None:
         return True
 
     for make in makes:
-        assert on(2, lambda transport, make=make: body(transport, make)) == [True, True]
+        assert on(2, partial(body, make=make)) == [True, True]
 
 
 def test_states_of_others_are_refused() -> None:

@@ -1,6 +1,8 @@
 """HierarchicalGossip: ranks of a machine have equal models, as single ranks with the mean gradient would have."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,7 +124,7 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit(base: Any) -> None:
         own.optimizer.synchronize_messages()
         return own.z.clone()
 
-    straight, stopped = (LockstepWorld(4, 2).run(lambda t, s=stop: body(t, s)) for stop in (False, True))
+    straight, stopped = (LockstepWorld(4, 2).run(partial(body, stop=stop)) for stop in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(straight, stopped, strict=True))
 
 
@@ -150,7 +152,7 @@ def test_one_rank_per_machine_and_one_machine(size: Any, local: Any) -> None:
         return own.z.clone()
 
     machines = LockstepWorld(size, local).run(lambda t: body(t, HierarchicalGossip(SGP())))
-    other = SGP if local == 1 else lambda: SGP(None)
+    other: Callable[[], SGP] = SGP if local == 1 else partial(SGP, None)
     plain = LockstepWorld(size).run(lambda t: body(t, other()))
     assert max(off(a, b) for a, b in zip(machines, plain, strict=True)) < 1e-5
 

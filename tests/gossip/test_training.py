@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -170,7 +171,7 @@ def test_any_optimizer_may_step() -> None:
         return losses[0], losses[-1]
 
     for make in (lambda p: torch.optim.AdamW(p, lr=0.02), lambda p: torch.optim.SGD(p, 0.05, 0.9, nesterov=True)):
-        found = on(4, lambda transport, make=make: body(transport, make))
+        found = on(4, partial(body, make=make))
         assert mean([b for _, b in found]) < 0.3 * mean([a for a, _ in found])
 
 
@@ -311,7 +312,7 @@ def test_metrics_have_the_weight_that_the_gradient_was_computed_with() -> None:
         return weights, own.algorithm.w
 
     for make in (SGP, lambda: SGP(None), DPSGD):
-        assert all(weights == [1.0] * 4 for weights, _ in on(4, lambda t, make=make: body(t, make)))
+        assert all(weights == [1.0] * 4 for weights, _ in on(4, partial(body, make=make)))
     star = on(4, lambda t: body(t, lambda: SGP(gossip.star)))
     assert star == on(4, lambda t: body(t, lambda: SGP(gossip.star, blocking=True)))
     for step in range(4):

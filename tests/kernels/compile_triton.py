@@ -36,7 +36,7 @@ class Compile:
     def __init__(self, target: Any) -> None:
         backend, arch = target.split(":")
         self.target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
-        self.done = set()
+        self.done: set[Any] = set()
 
     def __call__(self, kernel: Any, near: Any, programs: Any, *arguments: Any) -> None:
         signature, constants = {}, {}
@@ -102,10 +102,11 @@ def every_quantizer(quantizers: Any) -> None:
 if __name__ == "__main__":
     # nothing runs, so neither GPU nor interpreter is needed
     tier.INTERPRETED = True
+    launch: Any = Compile(sys.argv[1])
     kernels = tier.Triton()
-    kernels._launch = Compile(sys.argv[1])
+    kernels._launch = launch
     every_operation(kernels, [getattr(torch, name) for name in sys.argv[2:]])
     quantizers = TritonQuantizers()
-    quantizers._launch = kernels._launch
+    quantizers._launch = launch
     every_quantizer(quantizers)
-    print(*sorted({variant[0] for variant in kernels._launch.done}))
+    print(*sorted({variant[0] for variant in launch.done}))

@@ -241,7 +241,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = set()
+        self.seen: set[str] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.add(function.name())

@@ -1,5 +1,6 @@
 """Every tier gives the reference's bits, whatever the sizes, the numbers and the lower bounds."""
 
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from cases import case
 from kernels.tiers import NAMES, tier
+from torch import Tensor
 
 from dgc.kernels import Budget, PassInputs, TopKResult
 from dgc.kernels.selection.protocol import TOO_LARGE
@@ -35,7 +37,7 @@ def wall(n: Any) -> Any:
     )
 
 
-DATA = {
+DATA: dict[str, Callable[[int], Tensor]] = {
     "normal": lambda n: random(n, 1),
     "heavy": lambda n: random(n, 2) / random(n, 3).abs().clamp(min=1e-6),
     "wall": wall,
@@ -169,6 +171,7 @@ def spoiled(n: Any, where: Any, bad: Any) -> Any:
     g[where] = bad
     g[n - 1] = bad
     start = PassInputs((g,), random(n, 31), random(n, 32), 0.9)
+    assert start.u is not None
     theirs = PassInputs((g.clone(),), start.u.clone(), start.v.clone(), 0.9)
     budget = budget_for(n, 0.1, 3)
     return budget, start, theirs, REFERENCE.accumulate_and_select_(theirs, budget, None)
@@ -190,7 +193,7 @@ def test_nonfinite_elements_count_as_zero(kernels: Any) -> None:
 
 def test_no_number_of_usable_gradients_overflows_the_state(kernels: Any) -> None:
     """At these bounds the largest usable gradient changes nothing more, and below them sums are no larger."""
-    g = torch.full((40,), torch.nextafter(torch.tensor(TOO_LARGE), torch.tensor(0.0)))
+    g = torch.nextafter(torch.tensor(TOO_LARGE), torch.tensor(0.0)).repeat(40)
     u, v = torch.full((40,), 2.0**90), torch.full((40,), 2.0**116)
     forms, factors = ("plain", "nesterov", "residual"), (0.0, 0.9, 1 - 2.0**-24, 1.0)
     for form, momentum, sign in product(forms, factors, (1, -1)):
@@ -209,6 +212,7 @@ def test_gradients_in_pieces(kernels: Any) -> None:
     pieces = tuple(torch.cat([torch.zeros(i + 1), part])[i + 1 :] for i, part in enumerate(whole.split(sizes)))
     budget = budget_for(9000, 0.01, 4)
     theirs = PassInputs((whole,), random(9000, 41), random(9000, 42), 0.9)
+    assert theirs.u is not None
     ours = PassInputs(pieces, theirs.u.clone(), theirs.v.clone(), 0.9)
     expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
     assert_same_choice(kernels.accumulate_and_select_(ours, budget, expected.thresholds * 0.98), expected)
@@ -260,10 +264,10 @@ def test_subtract_at(kernels: Any, dtype: Any) -> None:
 def test_decay(kernels: Any) -> None:
     for dtype, nesterov, n in product((torch.float32, torch.bfloat16), (False, True), (0, 1, 17, 5000)):
         ours = [random(n, 90).to(dtype), random(n, 91).to(dtype)]
-        theirs = [tensor.clone() for tensor in ours]
+        theirs = p, buffer = ours[0].clone(), ours[1].clone()
         for _ in range(3):
             kernels.decay_(*ours, 0.1, 1e-4, 0.9, nesterov)
-            REFERENCE.decay_(*theirs, 0.1, 1e-4, 0.9, nesterov)
+            REFERENCE.decay_(p, buffer, 0.1, 1e-4, 0.9, nesterov)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), (dtype, nesterov, n)
 
 

@@ -200,6 +200,7 @@ def test_pieces_shorter_than_a_vector(native: Any) -> None:
     inputs = [PassInputs(g, random(len(whole), 15), random(len(whole), 16), 0.9) for g in (pieces, (whole,))]
     expected = REFERENCE.accumulate_and_select_(inputs[1], budget, None)
     assert_same(native.accumulate_and_select_(inputs[0], budget, None), expected)
+    assert inputs[0].u is not None and inputs[1].u is not None
     assert torch.equal(inputs[0].u, inputs[1].u) and torch.equal(inputs[0].v, inputs[1].v)
 
 

@@ -6,6 +6,7 @@ In Triton's interpreter, where the operations that would wait or copy from the h
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -64,10 +65,10 @@ class Watching(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = []
+        self.seen: list[str] = []
 
     def note(self) -> None:
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and (
             PACKAGE not in Path(frame.f_code.co_filename).parents or frame.f_code.co_name.startswith("<")
         ):

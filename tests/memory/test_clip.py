@@ -9,6 +9,7 @@ import torch
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, DGCSGDMemory
+from dgc.memory.clip import Clipping
 
 SHAPES = {"a": (4, 3), "none": (0, 2), "b": (5,)}
 
@@ -55,8 +56,9 @@ def test_values_by_the_global_norm() -> None:
 
 
 def test_a_mean_is_its_own_global_norm() -> None:
-    clippings = [ClipByValue(0.3), ClipByNorm(0.5), ClipByNorm(0.5, math.inf), ClipByGlobalNorm(0.5)]
-    for clipping in [*clippings, ClipValueByGlobalNorm()]:
+    norms = [ClipByNorm(0.5), ClipByNorm(0.5, math.inf)]
+    clippings: list[Clipping] = [ClipByValue(0.3), *norms, ClipByGlobalNorm(0.5), ClipValueByGlobalNorm()]
+    for clipping in clippings:
         alone, mean = bucket_of(), bucket_of()
         LockstepWorld(1).converse("clip", [clipping.clip(alone)])
         clipping.clip_mean(mean)
@@ -65,10 +67,11 @@ def test_a_mean_is_its_own_global_norm() -> None:
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_bad_limits() -> None:
-    for clipping in (ClipByValue, ClipByNorm, ClipByGlobalNorm, lambda order: ClipByNorm(1.0, order)):
+    kinds: list[Any] = [ClipByValue, ClipByNorm, ClipByGlobalNorm, lambda order: ClipByNorm(1.0, order)]
+    for kind in kinds:
         for limit in (0, -1.0, math.nan, "1", None, True):
             with pytest.raises(ValueError, match="(clip_value|max_norm|norm_type) must be a positive number"):
-                clipping(limit)
+                kind(limit)
     for clipping in (ClipByNorm, 1.0):
         with pytest.raises(ValueError, match="gradient_clipping must be None or one of"):
-            DGCSGDMemory(gradient_clipping=clipping)
+            DGCSGDMemory(gradient_clipping=clipping)  # type: ignore[arg-type]

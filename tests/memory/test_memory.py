@@ -239,7 +239,8 @@ class Eager:
     def __init__(self, memory: Any, n: Any) -> None:
         self.momentum, self.nesterov = getattr(memory, "momentum", None), getattr(memory, "nesterov", False)
         self.masking = getattr(memory, "momentum_masking", False)
-        self.u, self.v = None if self.momentum is None else torch.zeros(n), torch.zeros(n)
+        self.u = None if self.momentum is None else torch.zeros(n)
+        self.v = torch.zeros(n)
 
     def accumulate(self, g: Any) -> None:
         REFERENCE.accumulate_(PassInputs((g.clone(),), self.u, self.v, self.momentum or 0.0, self.nesterov))
@@ -247,6 +248,7 @@ class Eager:
     def sent(self, indices: Any, values: Any) -> None:
         self.v[indices] -= values
         if self.masking:
+            assert self.u is not None
             self.u[indices] = 0
 
 
@@ -341,7 +343,7 @@ def test_bad_momentum(momentum: Any) -> None:
 
 # --- saving and loading ----------------------------------------------------------------------------
 
-SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 3, 2, 2)}
+SHAPES: dict[str, Any] = {"a": (4, 3), "b": (5,), "c": (2, 3, 2, 2)}
 
 
 def filled(make: Any, *buckets: Any) -> Any:
@@ -415,4 +417,4 @@ def test_another_memorys_state_is_a_value_error(make: Any, other: Any) -> None:
 def test_clipping_that_cannot_clip_is_refused_at_once() -> None:
     """Without the checked annotations, which would answer first."""
     with pytest.raises(ValueError, match="^gradient_clipping must be None or one of"):
-        DGCSGDMemory(gradient_clipping=True)
+        DGCSGDMemory(gradient_clipping=True)  # type: ignore[arg-type]

@@ -66,9 +66,9 @@ def values(model: Any) -> Any:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def assert_same(a: Any, b: Any, exactly: bool = False) -> None:
-    tolerance = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(values(a), values(b), **tolerance)
+def assert_same(a: Any, b: Any, *, exactly: bool = False) -> None:
+    rtol, atol = (0.0, 0.0) if exactly else (1e-5, 1e-6)
+    torch.testing.assert_close(values(a), values(b), rtol=rtol, atol=atol)
 
 
 def run(size: Any, body: Any, models: Any = None) -> Any:

@@ -1,5 +1,6 @@
 """gradient_clipping of a memory also limits gradients that the compressor exchanges dense."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_the_mean_of_a_dense_tensor_is_clipped() -> None:
             return moved(transport, clipped(clipping), own[transport.rank])[0]
 
         steps = LockstepWorld(3).run(body)
-        torch.testing.assert_close(steps[0]["bias"], expected, msg=lambda m, c=clipping: f"{c}: {m}")
+        torch.testing.assert_close(steps[0]["bias"], expected, msg=partial("{}: {}".format, clipping))
         assert all(torch.equal(step[name], steps[0][name]) for step in steps for name in step)
 
 

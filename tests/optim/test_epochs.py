@@ -10,7 +10,7 @@ from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, net, run, wrap
 
 from dgc.compression import PowerSGDCompressor
 
-WARM = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
+WARM: dict[str, Any] = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
 
 
 def advance(model: Any, optimizer: Any, steps: Any, rank: int = 0) -> Any:
@@ -131,7 +131,7 @@ def test_what_steps_per_epoch_refuses() -> None:
         counting(net(), alone()).begin_epoch(1)
     for wrong in (0, -1, 2.5, "ten", True):
         with pytest.raises(ValueError, match="steps_per_epoch must be"):
-            counting(net(), None, wrong)  # before the transport is started
+            counting(net(), None, wrong)  # type: ignore[arg-type]  # before the transport is started
 
 
 def test_other_methods_get_epochs_too() -> None:

@@ -170,7 +170,7 @@ def test_channels_last() -> None:
     def build() -> Any:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 2))
-        return model.to(memory_format=torch.channels_last)
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def images(rank: Any) -> Any:
         x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))

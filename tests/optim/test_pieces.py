@@ -128,7 +128,7 @@ def test_a_memory_format_that_changes_after_wrapping() -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8, 2))
         optimizer = wrap(model, alone(), dgc_sgd, compression=DGCCompressor(0.05, DGCSGDMemory(0.9)))
-        model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         for step in range(3):
             optimizer.zero_grad()
             model(torch.full((2, 8, 3, 3), 1.0 + step)).square().sum().backward()

@@ -42,7 +42,7 @@ def test_parameters_in_place_of_named_parameters() -> None:
         [(p, n) for n, p in [*model.named_parameters()]],
     ):
         with pytest.raises(ValueError, match=r"pairs of a name and a tensor.*model.named_parameters\(\)"):
-            DistributedOptimizer(momentum_sgd(model), wrong)
+            DistributedOptimizer(momentum_sgd(model), wrong)  # type: ignore[arg-type]
 
 
 class Own(StatelessCompressor):

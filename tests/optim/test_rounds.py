@@ -21,7 +21,8 @@ class Slow:
     """A transport whose replies never arrive before `wait`, and that records its calls."""
 
     def __init__(self) -> None:
-        self._transport, self.events = alone(), []
+        self._transport = alone()
+        self.events: list[Any] = []
 
     def __getattr__(self, name: Any) -> Any:
         return getattr(self._transport, name)

@@ -34,7 +34,7 @@ class OfAUser(StatelessCompressor):
     def __init__(self, seed: Any, table: Any = (1.0,)) -> None:
         self._seed, self.table = seed, torch.tensor(table)
 
-    def reduce(self, bucket: Any) -> None:
+    def reduce(self, bucket: Any) -> Any:
         raise AssertionError
 
 
@@ -97,7 +97,7 @@ def inner(model: Any) -> Any:
 
 def test_the_setting_that_differs_is_named_on_every_rank() -> None:
     for path, first, last, make in CASES:
-        messages = []
+        messages: list[str] = []
 
         def body(
             transport: Any, first: Any = first, last: Any = last, make: Any = make, messages: Any = messages
@@ -153,7 +153,7 @@ def test_values_of_a_rank_may_differ() -> None:
 
     def body(transport: Any) -> None:
         rank = transport.rank
-        compression = OfAUser(1)
+        compression: Any = OfAUser(1)
         compression.generator = torch.Generator().manual_seed(rank)
         compression.module = nn.Linear(2 + rank, 2)
         compression.parameter = nn.Parameter(torch.full((2,), float(rank)))

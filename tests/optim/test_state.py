@@ -127,7 +127,8 @@ def test_broadcast_optimizer_state() -> None:
 def test_broadcast_parameters(root: Any) -> None:
     def build(seed: Any) -> Any:
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3))
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.register_buffer("mask", torch.rand(5) > 0.5)
         model.register_buffer("narrow", torch.rand(3).bfloat16())
         model.register_buffer("empty", torch.zeros(0))

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dgc import gossip
 from dgc.bucket import make_bucket
@@ -81,7 +81,7 @@ def test_powersgd() -> None:
 
 def farthest(size: Any, rank: Any, warm_start: Any, error_feedback: Any) -> Any:
     """The largest distance of an update, an error or a factor."""
-    settings = {"mode": "paper", "min_compression_rate": 0, "orthogonalization": "gram_schmidt"}
+    settings: dict[str, Any] = {"mode": "paper", "min_compression_rate": 0, "orthogonalization": "gram_schmidt"}
     options = {"warm_start": warm_start, "error_feedback": error_feedback}
     shapes = MATRICES.values()
     fast = Fleet(lambda: PowerSGDCompressor(rank, **settings, **options), size, [torch.zeros(s) for s in shapes])
@@ -146,7 +146,7 @@ def trained(size: Any, make: Any) -> Any:
 
 def defined(size: Any, algorithm: Any, dtype: Any) -> Any:
     """The same of the definition: algorithm(x, gradient, i)."""
-    seen = [[] for _ in range(size)]
+    seen: list[list[Tensor]] = [[] for _ in range(size)]
 
     def gradient(i: Any) -> Any:
         curvature, target = (part.to(dtype) for part in curvature_and_target(i))

@@ -90,9 +90,9 @@ def test_the_optimizer_takes_them() -> None:
 
     def trains(make: Any) -> Any:
         def body(model: Any, transport: Any) -> None:
-            optimizer = DGCSGD(model.parameters(), lr=0.05, momentum=0.9 if make().correction else 0.0)
+            inner = DGCSGD(model.parameters(), lr=0.05, momentum=0.9 if make().correction else 0.0)
             optimizer = DistributedOptimizer(
-                optimizer, model.named_parameters(), transport=transport, compression=make()
+                inner, model.named_parameters(), transport=transport, compression=make()
             )
             for step in range(5):
                 optimizer.zero_grad()

@@ -1,11 +1,9 @@
 """Every script of examples/ trains, and its ranks end with the state that examples/README.md promises."""
 
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from ranks import REPOSITORY, mpirun  # noqa: E402
+from parallel.ranks import REPOSITORY, mpirun
 
 EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "digits.py")

@@ -152,7 +152,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The name of every pass over v that estimates make."""
     tier, made = kernels.of(torch.empty(0)), []
 
-    class Noted(type(tier.selection)):
+    class Noted(type(tier.selection)):  # type: ignore[misc]
         def moments(self, *arguments: Any) -> Any:
             made.append("moments")
             return tier.selection.moments(*arguments)

@@ -22,7 +22,7 @@ class Counting(DGCSGDMemory):
 
     def __init__(self) -> None:
         super().__init__(0.9)
-        self.sent = []
+        self.sent: list[tuple[int, int]] = []
 
     def sent_(self, bucket: Any, sent: Any) -> None:
         self.sent.append((sent.indices.numel(), int(sent.count)))
@@ -31,7 +31,7 @@ class Counting(DGCSGDMemory):
 
 def counts(steps: Any, **settings: Any) -> Any:
     """Of rank 1, by step: elements sent for each one planned."""
-    data = Digits()["train"]
+    data: Any = Digits()["train"]
 
     def body(transport: Any) -> Any:
         torch.manual_seed(0)

@@ -2,12 +2,13 @@
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.faults.failure import UsageError
 from dgc_training.faults.replicas import check_replicas, minority_ranks
@@ -27,7 +28,7 @@ def test_minority_ranks(sums: Any, odd: Any) -> None:
 @pytest.mark.parametrize("changed", range(3))
 def test_the_rank_with_other_weights_is_reported(changed: Any) -> None:
     def body(transport: Any) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
         # Simulated ranks are threads of one process and share its random generator.
         torch.nn.init.constant_(model[0].weight, 0.5)
         torch.nn.init.constant_(model[0].bias, 0.5)
@@ -85,19 +86,25 @@ def test_no_rank_is_stuck_while_waits_are_short() -> None:
 
 
 def test_the_rank_that_does_not_wait_is_stuck() -> None:
-    rank, why = find_stuck_rank([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 5.0)
+    found = find_stuck_rank([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 5.0)
+    assert found is not None
+    rank, why = found
     assert rank == 1 and why == "rank 1 did not join dgc0.1.0, for which the others have waited 6 s"
-    rank, why = find_stuck_rank([(6.0, "a"), None, None], 5.0)
+    found = find_stuck_rank([(6.0, "a"), None, None], 5.0)
+    assert found is not None
+    rank, why = found
     assert rank == 1 and why.startswith("ranks [1, 2] did not join a")
 
 
 def test_ranks_that_wait_for_different_messages() -> None:
-    rank, why = find_stuck_rank([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 5.0)
+    found = find_stuck_rank([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 5.0)
+    assert found is not None
+    rank, why = found
     assert rank == 1 and "rank 0 for loss; rank 1 for replicas" in why
 
 
 def test_a_watched_transport_records_its_waits() -> None:
-    seen = []
+    seen: list[Any] = []
 
     class Slow:
         rank, size, local_rank, local_size = 0, 1, 0, 1
@@ -109,6 +116,6 @@ def test_a_watched_transport_records_its_waits() -> None:
             seen.append(watched.waiting)
             return (flight,)
 
-    watched = WatchedTransport(Slow())
+    watched = WatchedTransport(cast(Transport, Slow()))
     assert watched.wait(watched.launch("a", ())) == ("flight",)
     assert seen[0][1] == "a" and watched.waiting is None

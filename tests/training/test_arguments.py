@@ -7,6 +7,7 @@ import pytest
 
 from dgc_training.config import load
 from dgc_training.config.layers import FLAGS, REPOSITORY
+from dgc_training.startup.arguments import parse_arguments
 
 
 def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:

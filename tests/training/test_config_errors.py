@@ -144,7 +144,8 @@ def test_unknown_keys_on_the_command_line() -> None:
         ("train.meters.acc/{}_top1.kk 5", "dgc_training.meters.TopKClassMeter takes no keyword 'kk'"),
         (
             "train.meters.acc/{}_top9.k 5",
-            "acc/{}_top9 is {'k': 5}, but it must be a node that names its constructor (_target_); closest: acc/{}_top5",
+            "acc/{}_top9 is {'k': 5}, but it must be a node that names its constructor (_target_); "
+            "closest: acc/{}_top5",
         ),
         ("model.num_class 5", "dgc_models.DigitsCNN takes no keyword 'num_class'; closest: num_classes"),
         ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),

@@ -147,7 +147,7 @@ def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
     (tmp_path / "failing.py").write_text(FAILING_MODEL)
     (tmp_path / "broken.yaml").write_text("model: {_target_: failing.Failing}\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    start = [*MPIRUN, "-np", "2"] if launcher == "mpirun" else [BIN / "horovodrun", "--gloo", "-np", "2"]
+    start = [*MPIRUN, "-np", "2"] if launcher == "mpirun" else [str(BIN / "horovodrun"), "--gloo", "-np", "2"]
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{BIN}:{os.environ['PATH']}")
     configs = ["--configs", "configs/digits/cnn.py", tmp_path / "broken.yaml"]
     started = time.monotonic()
@@ -179,8 +179,8 @@ def test_command_line_errors_are_printed_once(tmp_path: Path) -> None:
 def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py", *FLAGS]
-    command = [str(word) for word in [*command, "--configs.train.batch_size", "256"]]
+    words = [sys.executable, REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py", *FLAGS]
+    command = [str(word) for word in [*words, "--configs.train.batch_size", "256"]]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True) as process:
         # Resuming needs a checkpoint: that of epoch 1.
@@ -191,8 +191,8 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
     # 0 if the run finished before the signal.
     assert process.returncode in (75, 0) and "Traceback" not in errors
     assert process.returncode == 0 or "Stopped by SIGTERM: saved e0001" in output
-    words = [*command[2:], "--run-dir", str(tmp_path / "runs" / "digits.cnn.np1")]
-    args, overrides = parse_arguments(words)
+    again = [*command[2:], "--run-dir", str(tmp_path / "runs" / "digits.cnn.np1")]
+    args, overrides = parse_arguments(again)
     LockstepWorld(1).run(lambda transport: train.run(args, load(args.configs, overrides), transport))
     assert "resumed from checkpoint e000" in capsys.readouterr().out
     assert (tmp_path / "runs/digits.cnn.np1/summary.json").exists()

@@ -75,7 +75,7 @@ def test_the_mean_is_preserved_to_rounding(memory: Any, old: Any, new: Any) -> N
 
 def test_a_blend_is_rounded_once() -> None:
     states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
-    expected = sum(state["v"].double() for state in states.values()) / 8
+    expected: Any = sum(state["v"].double() for state in states.values()) / 8
     assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
 
 

@@ -95,7 +95,7 @@ def test_the_rate_is_scaled_by_the_ranks(finished: Any) -> None:
 
 
 def test_ranks_draw_different_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = []
+    seeds: list[int] = []
     monkeypatch.setattr(train, "seed_everything", seeds.append)
     with pytest.raises(ValueError, match="no result"):  # told after all parts have been built
         run(["--run-dir", str(tmp_path / "run"), "--configs.train.metric=acc/val_top1"], size=3)

@@ -6,16 +6,26 @@ import torch
 
 from dgc.kernels.codec.reference import TorchCodec
 from dgc.kernels.selection.protocol import Budget, SparseVector
-from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
+from dgc.wire import (
+    CastValues,
+    IndexFormat,
+    Int8Values,
+    PackedIndices,
+    PlainIndices,
+    RiceIndices,
+    SignValues,
+    SparseFormat,
+    ValueFormat,
+)
 
-VALUES = {
+VALUES: dict[str, ValueFormat] = {
     "fp32": CastValues(),
     "fp16": CastValues("fp16"),
     "bf16": CastValues("bf16"),
     "int8": Int8Values(),
     "sign": SignValues(),
 }
-INDICES = {
+INDICES: dict[str, IndexFormat] = {
     "int64": PlainIndices(),
     "int32": PlainIndices("int32"),
     "packed": PackedIndices(),
@@ -50,8 +60,8 @@ def selection_of(indices: Any, values: Any = None, capacity: Any = None, seed: i
 
 
 def budget_of(capacity: Any, *bounds: Any) -> Any:
-    bounds = torch.tensor(bounds)
-    return Budget(bounds, torch.zeros(bounds.numel() - 1, dtype=torch.int64), capacity)
+    edges = torch.tensor(bounds)
+    return Budget(edges, torch.zeros(edges.numel() - 1, dtype=torch.int64), capacity)
 
 
 def scattered(numel: Any, count: Any, seed: int = 0) -> Any:

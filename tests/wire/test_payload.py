@@ -236,9 +236,11 @@ def test_a_tensor_that_sends_nothing_has_mean_zero() -> None:
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_values_beyond_the_range_are_cut_and_not_infinite(name: Any) -> None:
-    limit = torch.finfo(VALUES[name].torch_dtype).max
+    values = VALUES[name]
+    assert isinstance(values, CastValues)
+    limit = torch.finfo(values.torch_dtype).max
     wide = torch.tensor([LARGEST, -LARGEST, 0.5, 0.0])
-    assert VALUES[name].quantize(wide).float().tolist() == [limit, -limit, 0.5, 0.0]
+    assert values.quantize(wide).float().tolist() == [limit, -limit, 0.5, 0.0]
 
 
 def test_just_below_half_a_step_beyond_the_fp16_range() -> None:
