@@ -29,12 +29,12 @@ def no_type_checks() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start ranks run last: a fault that one process shows is found before them.
 
-    Under xdist they run one after another in one worker, and first, since all of them together take longest.
+    Under xdist they run first, since all of them together take longest. Those of one file run one after another.
     """
     spread = hasattr(config, "workerinput")
     items.sort(key=lambda item: (PARALLEL in item.path.parents) != spread)
     for item in items:
         if PARALLEL in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(400))

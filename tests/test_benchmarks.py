@@ -3,9 +3,11 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import benchmarks
 import dgc.kernels as kernels
@@ -14,7 +16,7 @@ from benchmarks.radix_select import RadixSelect
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
 from benchmarks.results import print_json
 from benchmarks.selector_counts import Counts, count_choice, count_step, counting
-from benchmarks.selector_fit import fit, fit_tensors
+from benchmarks.selector_fit import Fit, fit, fit_tensors
 from benchmarks.selector_methods import SELECTORS, SelectorStep
 from dgc.bucket import lay_out
 from dgc.selection import Bisection, Exact, Predicted, plan_selection
@@ -32,8 +34,8 @@ def normal(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def test_simulated_ranks_train_alike_every_time(tmp_path):
-    def summary(name, *more):
+def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
+    def summary(name: Any, *more: Any) -> Any:
         place = tmp_path / name
         words = ["--configs", "configs/digits/cnn.py", "configs/powersgd/rank2.py", "--run-dir", str(place)]
         changes = ["--configs.train.num_epochs=1", "--configs.train.batch_size=90"]
@@ -46,7 +48,7 @@ def test_simulated_ranks_train_alike_every_time(tmp_path):
     assert summary("other", "--configs.seed=7")["final"] != first["final"]
 
 
-def test_results_are_valid_json(capsys):
+def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     summary = {"final": {"acc/test_top1": 99.0}, "wire_bytes": 5, "dense_wire_bytes": 5}
     other = {"final": {"acc/test_top1": 98.0}, "wire_bytes": 1, "dense_wire_bytes": 5}
     report(["dense", "dgc"], {"dense": [summary], "dgc": [other]})
@@ -66,34 +68,41 @@ def test_results_are_valid_json(capsys):
     assert sum("print_json(" in text for text in files.values()) > 9
 
 
-def test_a_distribution_fits_its_own_samples():
-    assert fit(laplace(50_000)).ratio < 0.2
-    assert fit(5 + normal(50_000)).ratio > 5
+def fitted(x: Tensor) -> Fit:
+    found = fit(x)
+    assert found is not None
+    return found
 
 
-def test_the_distance_is_that_between_the_distributions():
+def test_a_distribution_fits_its_own_samples() -> None:
+    assert fitted(laplace(50_000)).ratio < 0.2
+    assert fitted(5 + normal(50_000)).ratio > 5
+
+
+def test_the_distance_is_that_between_the_distributions() -> None:
     """Of a standard normal to the Laplace of its mean distance: by midpoints, in fp64, without samples."""
     p = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
     width = math.sqrt(2 / math.pi)
     other = -width * (p - 0.5).sign() * torch.log1p(-2 * (p - 0.5).abs())
     expected = float((torch.special.ndtri(p) - other).abs().mean())
-    assert fit(normal(200_000)).laplace == pytest.approx(expected, rel=0.03)
+    assert fitted(normal(200_000)).laplace == pytest.approx(expected, rel=0.03)
 
 
-def test_zeros_and_scales_do_not_change_a_fit():
+def test_zeros_and_scales_do_not_change_a_fit() -> None:
     x = laplace(20_000)
     assert fit(torch.cat([x, torch.zeros(5000)])) == fit(x)
-    assert fit(1000 * x).laplace == pytest.approx(fit(x).laplace)
+    assert fitted(1000 * x).laplace == pytest.approx(fitted(x).laplace)
     assert fit(torch.zeros(1000)) is None
 
 
-def test_tensors_weigh_by_their_size():
+def test_tensors_weigh_by_their_size() -> None:
     large, small = laplace(30_000), normal(10_000)
     found = fit_tensors([torch.cat([large, small])], [[30_000, 10_000]])
-    assert found.gauss == pytest.approx((3 * fit(large).gauss + fit(small).gauss) / 4)
+    assert found is not None
+    assert found.gauss == pytest.approx((3 * fitted(large).gauss + fitted(small).gauss) / 4)
 
 
-def test_reads_of_an_estimator_are_counted_by_tensor():
+def test_reads_of_an_estimator_are_counted_by_tensor() -> None:
     """The first tensor is found in one count; the second, nothing but equal numbers, is counted once more."""
     v = torch.cat([torch.full((20_000,), 0.1), torch.ones(3000)])
     v[:30] = torch.linspace(0.9, 1.0, 30)
@@ -110,7 +119,7 @@ def test_reads_of_an_estimator_are_counted_by_tensor():
     assert row["sent"] == 1
 
 
-def test_exact_reads_once_and_sends_the_largest():
+def test_exact_reads_once_and_sends_the_largest() -> None:
     v, plan = laplace(N), plan_selection(SEGMENTS, 0.001)
     row = count_choice(Exact(), [v], [plan], 1).row()
     largest = torch.cat([v[:20_000].abs().topk(20).values, v[20_000:].abs().topk(3).values])
@@ -119,7 +128,7 @@ def test_exact_reads_once_and_sends_the_largest():
 
 
 @pytest.mark.parametrize("name", [name for name in SELECTORS if name != "radix"])  # it asks no kernels
-def test_a_counted_step_is_a_step(name):
+def test_a_counted_step_is_a_step(name: Any) -> None:
     counted, plain = (SelectorStep(name, [SEGMENTS], 0.001, "cpu") for _ in range(2))
     counts = Counts()
     for seed in range(6):
@@ -132,7 +141,7 @@ def test_a_counted_step_is_a_step(name):
     assert (counts.row()["passes"] > 0) == (name not in ("histogram", "predicted"))
 
 
-def test_a_prediction_reaches_no_less_than_it_sends():
+def test_a_prediction_reaches_no_less_than_it_sends() -> None:
     method, counts = SelectorStep("predicted", [SEGMENTS], 0.001, "cpu"), Counts()
     for seed in range(8):
         count_step(method, [laplace(N, seed)], counts)
@@ -141,7 +150,7 @@ def test_a_prediction_reaches_no_less_than_it_sends():
     assert counts.row()["reached"] > 0
 
 
-def test_made_gradients_have_the_recorded_mean_and_deviation():
+def test_made_gradients_have_the_recorded_mean_and_deviation() -> None:
     mean, deviation = laplace(N), laplace(N, 1).abs()
     zeros = [torch.zeros(N)]
     gradients = Gradients(Recording("", [SEGMENTS], zeros, zeros, zeros, zeros, [mean], [deviation], 0.0, 0.0))
@@ -152,7 +161,7 @@ def test_made_gradients_have_the_recorded_mean_and_deviation():
     assert float(scores.std()) == pytest.approx(1, rel=0.02)
 
 
-def test_a_learner_takes_steps_of_dgc():
+def test_a_learner_takes_steps_of_dgc() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(20, 10)
     batches = iter([(torch.randn(8, 20), torch.randint(10, (8,))) for _ in range(2)])
@@ -174,7 +183,7 @@ def test_a_learner_takes_steps_of_dgc():
     assert torch.allclose(learner.v[0][still], expected[still])
 
 
-def test_radix_selection_is_exact():
+def test_radix_selection_is_exact() -> None:
     plan = plan_selection(SEGMENTS, 0.003)
     for v in (laplace(N), torch.full((N,), -0.5), torch.zeros(N), (normal(N) * 2).round(), normal(N) * 1e-40):
         radix, ours = RadixSelect().choose(v, plan, 0), Exact().choose(v, plan, 0)

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,20 +12,20 @@ from dgc_datasets import Digits
 from dgc_datasets.digits import stratified_folds
 
 
-def test_every_image_is_tested_once_over_the_folds():
+def test_every_image_is_tested_once_over_the_folds() -> None:
     tested = [Digits(fold)["test"][:] for fold in range(5)]
     images = torch.cat([images for images, _ in tested])
     assert images.shape == (1797, 1, 8, 8) and images.dtype == torch.float32
     whole = torch.cat([Digits(0)[split][:][0] for split in ("train", "test")])
 
-    def rows(x):
+    def rows(x: Any) -> Any:
         return sorted(map(tuple, x.flatten(1).tolist()))
 
     assert rows(images) == rows(whole)
     assert abs(images.mean().item()) < 1e-2 and abs(images.std().item() - 1) < 1e-2
 
 
-def test_folds_are_stratified_and_fixed():
+def test_folds_are_stratified_and_fixed() -> None:
     for fold in range(5):
         labels = Digits(fold)["test"][:][1]
         counts = labels.bincount(minlength=10)
@@ -33,18 +35,18 @@ def test_folds_are_stratified_and_fixed():
     assert sorted(sum(stratified_folds([0, 1] * 6, 3), [])) == list(range(12))
 
 
-def test_items():
+def test_items() -> None:
     image, label = Digits()["train"][0]
     assert image.shape == (1, 8, 8) and label.dtype == torch.int64 and label.dim() == 0
 
 
 @pytest.mark.parametrize("arguments", [{"fold": 5}, {"fold": -1}, {"num_folds": 1}, {"num_classes": 9}])
-def test_impossible_arguments_are_refused(arguments):
+def test_impossible_arguments_are_refused(arguments: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         Digits(**arguments)
 
 
-def test_torchvision_imports():
+def test_torchvision_imports() -> None:
     """In a process of its own: whatever torchvision is installed, it imports after the compatibility file."""
     program = (
         "import dgc_datasets.torchvision_compat as compat\n"
@@ -57,7 +59,7 @@ def test_torchvision_imports():
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)
 
 
-def test_torchvision_imports_in_a_config_file(tmp_path):
+def test_torchvision_imports_in_a_config_file(tmp_path: Path) -> None:
     """As the original's files import their models."""
     text = "from torchvision.models import resnet18\nfrom dgc_training.config import Config, configs\n"
     (tmp_path / "mine.py").write_text(text + "configs.model = Config(resnet18, num_classes=10)\n")
@@ -71,7 +73,7 @@ def test_torchvision_imports_in_a_config_file(tmp_path):
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)
 
 
-def test_nothing_is_declared_where_operators_load(monkeypatch):
+def test_nothing_is_declared_where_operators_load(monkeypatch: pytest.MonkeyPatch) -> None:
     import dgc_datasets.torchvision_compat as compat
 
     monkeypatch.setattr(compat, "operators_load", lambda: True)

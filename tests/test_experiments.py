@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from scripts.launch import environment
 
 
 @pytest.mark.parametrize("row", table("config"), ids=lambda row: row[0].split("`")[1])
-def test_the_documented_experiments(row):
+def test_the_documented_experiments(row: Any) -> None:
     name = row[0].split("`")[1]
     if name == "configs/imagenet/cosine":
         return
@@ -43,14 +44,14 @@ def test_the_documented_experiments(row):
     assert (train.optimizer.momentum, train.warmup_lr_epochs, train.schedule_lr_per_epoch) == (0.9, 5, True)
 
 
-def test_every_experiment_is_documented():
+def test_every_experiment_is_documented() -> None:
     files = {str(file.relative_to(REPOSITORY).with_suffix("")) for file in REPOSITORY.glob("configs/*/*.py")}
     experiments = {name for name in files if "/dgc/" not in name and not name.endswith("__init__")}
     documented = {row[0].split("`")[1] for row in table("config")}
     assert {name for name in experiments if name.split("/")[1] in ("digits", "cifar", "imagenet")} == documented
 
 
-def test_what_only_the_resnets_for_imagenet_have():
+def test_what_only_the_resnets_for_imagenet_have() -> None:
     tree = load(["configs/imagenet/resnet50", "configs/dgc/wm0"])
     assert tree.train.optimizer.nesterov is tree.train.compression.memory.nesterov is True
     assert tree.train.optimize_bn_separately is True
@@ -61,7 +62,7 @@ def test_what_only_the_resnets_for_imagenet_have():
     assert all(torch.all(block.bn2.weight == 0) for layer in (model.layer1, model.layer4) for block in layer)
 
 
-def test_what_is_derived_follows_the_command_line():
+def test_what_is_derived_follows_the_command_line() -> None:
     tree = load(["configs/cifar/resnet56"], ["--configs.dataset.num_classes", "100"])
     assert (tree.model.num_classes, tree.dataset.root) == (100, "data/cifar100")
     words = ["--configs.train.warmup_lr_epochs", "0", "--configs.dataset.num_classes", "10"]
@@ -81,7 +82,7 @@ def test_what_is_derived_follows_the_command_line():
         (["resnet50", "cosine"], {5: 0.1, 47: 0.1 * (1 + torch.tensor(torch.pi * 42 / 85).cos().item()) / 2}),
     ],
 )
-def test_learning_rates_of_an_imagenet_run_on_8_ranks(files, expected):
+def test_learning_rates_of_an_imagenet_run_on_8_ranks(files: Any, expected: Any) -> None:
     train = load([f"configs/imagenet/{name}" for name in files]).train
     optimizer = instantiate(train.optimizer, [torch.zeros(1, requires_grad=True)])
     scale_learning_rate(optimizer, 8)
@@ -101,14 +102,14 @@ def test_learning_rates_of_an_imagenet_run_on_8_ranks(files, expected):
     assert min(rates[epoch] for epoch in range(80)) > 0
 
 
-def test_any_model_of_torchvision_goes_by_its_import_path():
+def test_any_model_of_torchvision_goes_by_its_import_path() -> None:
     model = import_target("torchvision.models.resnet101")
     tree = load(["configs/imagenet/resnet50"], ["--configs.model._target_", "torchvision.models.resnet101"])
     with torch.device("meta"):
         assert type(instantiate(tree.model)) is type(model())
 
 
-def test_documented_run_directories():
+def test_documented_run_directories() -> None:
     size, files = 8, ""
     for words, directory in table("command line"):
         words = words.strip("`").replace("the same `...", files)
@@ -139,7 +140,7 @@ SMALL = " --configs.dataset.num_classes 4 --configs.dataset.image_size 32 --conf
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").symlink_to(REPOSITORY / "train.py")
     write_cifar(tmp_path / "data/cifar10")
     write_imagenet(tmp_path / "data/imagenet")
@@ -173,21 +174,21 @@ def trained(done: subprocess.CompletedProcess[str], directory: Path) -> dict:
     return json.loads((directory / "summary.json").read_text())
 
 
-def test_horovodrun_on_cifar(folder):
+def test_horovodrun_on_cifar(folder: Any) -> None:
     command = CIFAR.replace("-np 8", "-np 2") + SHORT
     summary = trained(run(command, folder), folder / "runs/[cifar.resnet20+dgc.[wm5+fp16+int32]].np2")
     assert summary["ranks"] == 2 and summary["samples"] == 40
     assert 1 / 3 < summary["wire_over_dense"] < 1 / 1.5, "25 % of the elements, 6 bytes each in place of 4"
 
 
-def test_mpirun_on_imagenet(folder):
+def test_mpirun_on_imagenet(folder: Any) -> None:
     command = MPIRUN.replace("resnet50", "resnet18") + SHORT + SMALL + " --configs.data.num_workers 0"
     summary = trained(run(command, folder), folder / "runs/[imagenet.resnet18+dgc.wm0].np2")
     assert summary["ranks"] == 2 and summary["samples"] == 24
     assert 0 < summary["wire_over_dense"] < 0.01
 
 
-def test_absent_data_is_one_message(folder):
+def test_absent_data_is_one_message(folder: Any) -> None:
     """Seen by all ranks; said without a traceback, and nothing is left behind."""
     command = CIFAR.replace("horovodrun -np 8", "mpirun -np 2 -H localhost:2")
     done = run(command + " --configs.dataset.root nowhere", folder)
@@ -199,7 +200,7 @@ def test_absent_data_is_one_message(folder):
 
 @pytest.mark.proof
 @pytest.mark.timeout(1200)
-def test_the_original_readmes_commands(folder):
+def test_the_original_readmes_commands(folder: Any) -> None:
     """As written, but for fewer epochs, and the 32 ranks of four machines as 2 of this one."""
     runs = folder / "runs"
     assert (
@@ -215,7 +216,7 @@ def test_the_original_readmes_commands(folder):
 
 @pytest.mark.proof
 @pytest.mark.timeout(300)
-def test_two_machines(folder):
+def test_two_machines(folder: Any) -> None:
     """scripts/mpirun.sh starts daemons on two machines, both of them this one, and the ranks talk over TCP.
 
     Needs a network interface beside the loopback one, which the script excludes.

@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ BARE = """
 """
 
 
-def run(words, absent=()):
+def run(words: Any, absent: Any = ()) -> Any:
     script = textwrap.dedent(BARE).format(absent=absent, words=words)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
@@ -41,13 +42,13 @@ def run(words, absent=()):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line():
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
     done = run([])
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "sees no GPU" in done.stderr
 
 
-def test_a_missing_package_is_named_with_its_cure():
+def test_a_missing_package_is_named_with_its_cure() -> None:
     done = run([], absent=("triton",))
     assert done.returncode == 2 and "-m pip install triton" in done.stderr
 
@@ -86,7 +87,7 @@ TESTS = """
 """
 
 
-def test_tests_run_without_pytest(tmp_path):
+def test_tests_run_without_pytest(tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(textwrap.dedent(TESTS))
     failed, names = [], []
@@ -102,18 +103,18 @@ def test_tests_run_without_pytest(tmp_path):
         list(cases(load_tests(file), {"test_unknown": "it is not there"}))
 
 
-def test_every_annotation_has_its_stand_in():
+def test_every_annotation_has_its_stand_in() -> None:
     files = (ROOT / "dgc").rglob("*.py")
     imported = [line for file in files for line in re.findall(r"from jaxtyping import (.*)", file.read_text())]
     assert {name.strip() for line in imported for name in line.split(",")} == set(ANNOTATIONS)
 
 
-def test_waits_are_counted_by_place(monkeypatch):
+def test_waits_are_counted_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch warns of each wait, at the line that asked for it."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
 
-    def step():
+    def step() -> None:
         for _ in range(3):
             warnings.warn(MESSAGE, stacklevel=1)
         warnings.warn("something else", stacklevel=1)
@@ -122,7 +123,7 @@ def test_waits_are_counted_by_place(monkeypatch):
     assert waits_of(step) == Counter({f"tests/test_gpu_benchmark.py:{line}": 3})
 
 
-def test_shapes_of_resnet50():
+def test_shapes_of_resnet50() -> None:
     import dgc_datasets.torchvision_compat  # noqa: F401
 
     models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
@@ -131,7 +132,7 @@ def test_shapes_of_resnet50():
     assert resnet50_shapes() == expected
 
 
-def test_training_needs_no_numpy():
+def test_training_needs_no_numpy() -> None:
     """It may be missing beside PyTorch for CUDA."""
     code = """
         import sys, warnings
@@ -151,7 +152,7 @@ def test_training_needs_no_numpy():
 
 @pytest.mark.timeout(400)
 @pytest.mark.proof
-def test_a_dry_run_with_torch_and_triton_alone():
+def test_a_dry_run_with_torch_and_triton_alone() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     absent = ("jaxtyping", "pytest", "torchvision", "horovod", "mpi4py")
     done = run(["--dry-run"], absent)

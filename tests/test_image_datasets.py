@@ -6,9 +6,12 @@ import os
 import pickle
 import shutil
 import threading
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +27,15 @@ from dgc_training.constructors import import_target
 CIFAR10 = import_target("torchvision.datasets.CIFAR10")
 
 
+def length(data: Any) -> int:
+    """Of a data set, which `Dataset` does not declare to have one."""
+    return len(data)
+
+
 @pytest.mark.parametrize("num_classes", [10, 100])
-def test_cifar(tmp_path, num_classes):
+def test_cifar(tmp_path: Path, num_classes: Any) -> None:
     write_cifar(tmp_path, num_classes, train=200, test=120)
-    data = CIFAR(str(tmp_path), num_classes)
+    data: Any = CIFAR(str(tmp_path), num_classes)
     assert [len(data[split]) for split in ("train", "test")] == [200, 120]
     image, label = data["test"][117]
     assert image.shape == (3, 32, 32) and image.dtype == torch.float32
@@ -39,17 +47,17 @@ def test_cifar(tmp_path, num_classes):
     assert [path.name for path in tmp_path.iterdir()] == [data_folder(num_classes)]
 
 
-def data_folder(num_classes):
+def data_folder(num_classes: Any) -> Any:
     return {10: "cifar-10-batches-py", 100: "cifar-100-python"}[num_classes]
 
 
-def test_cifar_pixels_are_where_torchvision_has_them(tmp_path, monkeypatch):
+def test_cifar_pixels_are_where_torchvision_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Channels, rows and normalization: the test images equal those of torchvision's own reader."""
     write_cifar(tmp_path)
     monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
     monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": None})
     theirs = CIFAR10(str(tmp_path), train=False)
-    ours = CIFAR(str(tmp_path))["test"]
+    ours: Any = CIFAR(str(tmp_path))["test"]
     mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
     for (image, label), (expected, expected_label) in zip(ours, theirs, strict=True):
         scaled = torch.from_numpy(np.array(expected)).permute(2, 0, 1) / 255
@@ -57,7 +65,7 @@ def test_cifar_pixels_are_where_torchvision_has_them(tmp_path, monkeypatch):
         assert label == expected_label
 
 
-def test_training_images_are_shifted_and_flipped_test_images_are_not(tmp_path):
+def test_training_images_are_shifted_and_flipped_test_images_are_not(tmp_path: Path) -> None:
     write_cifar(tmp_path)
     data = CIFAR(str(tmp_path))
     torch.manual_seed(0)
@@ -69,11 +77,11 @@ def test_training_images_are_shifted_and_flipped_test_images_are_not(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["cifar", "imagenet"])
-def test_a_part_of_the_training_images_is_held_out(tmp_path, kind):
+def test_a_part_of_the_training_images_is_held_out(tmp_path: Path, kind: Any) -> None:
     """As many of each class, always the same, and seen as test images are: without crops and flips."""
     if kind == "cifar":
         write_cifar(tmp_path, train=200)
-        make = partial(CIFAR, str(tmp_path), 10)
+        make: Callable[..., Any] = partial(CIFAR, str(tmp_path), 10)
     else:
         write_imagenet(tmp_path, classes=10, train=20)
         make = partial(ImageNet, str(tmp_path), 10, 32)
@@ -90,7 +98,7 @@ def test_a_part_of_the_training_images_is_held_out(tmp_path, kind):
             make(val_ratio=ratio)
 
 
-def test_an_absent_cifar_says_where_to_put_it(tmp_path):
+def test_an_absent_cifar_says_where_to_put_it(tmp_path: Path) -> None:
     tree = load(["configs/cifar/resnet20"], ["--configs.dataset.root", str(tmp_path / "none")])
     with pytest.raises(ConfigError) as told:
         instantiate(tree.dataset)
@@ -100,18 +108,18 @@ def test_an_absent_cifar_says_where_to_put_it(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_classes", 11), ("image_size", 0), ("image_size", 41)])
-def test_cifar_refuses_impossible_arguments(tmp_path, name, value):
+def test_cifar_refuses_impossible_arguments(tmp_path: Path, name: Any, value: Any) -> None:
     write_cifar(tmp_path)
     with pytest.raises(ValueError, match=f"dataset.{name} is {value}"):
         CIFAR(str(tmp_path), **{name: value})
 
 
-def pickled(**content):
+def pickled(**content: Any) -> Any:
     return pickle.dumps(content, protocol=2)
 
 
 class Evil:
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return (os.mkdir, ("evil",))
 
 
@@ -130,7 +138,9 @@ class Evil:
         (lambda old: pickle.dumps([1, 2]), "cannot be read"),
     ],
 )
-def test_a_damaged_file_of_cifar_is_named(tmp_path, monkeypatch, damage, reason):
+def test_a_damaged_file_of_cifar_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any, reason: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     file = write_cifar(tmp_path) / "data_batch_3"
     file.write_bytes(damage(file.read_bytes()))
@@ -139,7 +149,7 @@ def test_a_damaged_file_of_cifar_is_named(tmp_path, monkeypatch, damage, reason)
     assert not Path("evil").exists()
 
 
-def test_damage_anywhere_gives_a_message_or_a_data_set(tmp_path):
+def test_damage_anywhere_gives_a_message_or_a_data_set(tmp_path: Path) -> None:
     """200 random bytes and cuts: never another exception."""
     file = write_cifar(tmp_path, train=10, test=2) / "data_batch_1"
     whole = file.read_bytes()
@@ -159,7 +169,7 @@ def test_damage_anywhere_gives_a_message_or_a_data_set(tmp_path):
     assert refused > 100
 
 
-def test_a_file_of_official_size_must_have_the_official_checksum(tmp_path):
+def test_a_file_of_official_size_must_have_the_official_checksum(tmp_path: Path) -> None:
     file = write_cifar(tmp_path) / "test_batch"
     file.write_bytes(pickled(data=np.zeros((10_000, 3072), np.uint8), labels=[0] * 10_000))
     with pytest.raises(ValueError, match="test_batch is damaged: .*checksum"):
@@ -167,7 +177,7 @@ def test_a_file_of_official_size_must_have_the_official_checksum(tmp_path):
 
 
 @pytest.fixture
-def archive(tmp_path, monkeypatch) -> Path:
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """CIFAR-10's archive in tmp_path/data, whose checksum torchvision expects."""
     (tmp_path / "data").mkdir()
     path = write_archive(tmp_path / "data")
@@ -176,20 +186,20 @@ def archive(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_an_archive_is_unpacked(archive):
-    assert len(CIFAR(str(archive.parent))["train"]) == 40
+def test_an_archive_is_unpacked(archive: Any) -> None:
+    assert length(CIFAR(str(archive.parent))["train"]) == 40
     names = {path.name for path in archive.parent.iterdir()}
     assert names == {archive.name, "cifar-10-batches-py", ".preparing"}
 
 
-def test_what_an_interrupted_unpacking_left_is_replaced(archive):
+def test_what_an_interrupted_unpacking_left_is_replaced(archive: Any) -> None:
     left = archive.parent / "cifar-10-batches-py"
     left.mkdir()
     (left / "data_batch_1").write_bytes(b"half")
-    assert len(CIFAR(str(archive.parent))["train"]) == 40
+    assert length(CIFAR(str(archive.parent))["train"]) == 40
 
 
-def test_a_damaged_archive_is_named(archive):
+def test_a_damaged_archive_is_named(archive: Any) -> None:
     archive.write_bytes(archive.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"cifar-10-python\.tar\.gz is damaged.*download true"):
         CIFAR(str(archive.parent))
@@ -197,7 +207,7 @@ def test_a_damaged_archive_is_named(archive):
 
 
 @pytest.fixture
-def server(archive, monkeypatch):
+def server(archive: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An HTTP server that has the archive."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(archive.parent))
     with HTTPServer(("127.0.0.1", 0), handler) as http:
@@ -209,33 +219,35 @@ def server(archive, monkeypatch):
         thread.join()
 
 
-def test_download(archive, server, monkeypatch, tmp_path):
+def test_download(archive: Any, server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also over what an interrupted download left; and what an address without the file leads to."""
     root = tmp_path / "new"
     root.mkdir()
     (root / archive.name).write_bytes(b"half")
-    assert len(CIFAR(str(root), download=True)["test"]) == 16
+    assert length(CIFAR(str(root), download=True)["test"]) == 16
     shutil.rmtree(root)
     monkeypatch.setattr(CIFAR10, "url", f"{CIFAR10.url}.away")
     with pytest.raises(ValueError, match=r"could not be downloaded .*404.* other means"):
         CIFAR(str(root), download=True)
 
 
-def test_a_data_set_that_is_there_is_not_touched_by_download(tmp_path, monkeypatch):
+def test_a_data_set_that_is_there_is_not_touched_by_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_cifar(tmp_path)
     monkeypatch.setattr(CIFAR10, "url", "file:///nowhere")
     tmp_path.chmod(0o500)
     try:
-        assert len(CIFAR(str(tmp_path), download=True)["train"]) == 40
+        assert length(CIFAR(str(tmp_path), download=True)["train"]) == 40
     finally:
         tmp_path.chmod(0o700)
     assert not (tmp_path / ".preparing").exists()
 
 
-def prepare_slowly(root, started):
+def prepare_slowly(root: Any, started: Any) -> None:
     done, counter = Path(root) / "done", Path(root) / "count"
 
-    def work():
+    def work() -> None:
         counter.write_text(counter.read_text() + "x" if counter.exists() else "x")
         if len(counter.read_text()) == 1:
             raise ValueError("the first one fails")
@@ -246,7 +258,7 @@ def prepare_slowly(root, started):
     assert done.exists()
 
 
-def test_of_several_processes_one_prepares_and_the_others_wait(tmp_path):
+def test_of_several_processes_one_prepares_and_the_others_wait(tmp_path: Path) -> None:
     """The first fails on purpose: the next one takes over, and only it."""
     context = multiprocessing.get_context("fork")
     started = context.Barrier(4)
@@ -255,19 +267,19 @@ def test_of_several_processes_one_prepares_and_the_others_wait(tmp_path):
         process.start()
     for process in processes:
         process.join(30)
-    assert sorted(process.exitcode for process in processes) == [0, 0, 0, 1]
+    assert Counter(process.exitcode for process in processes) == {0: 3, 1: 1}
     assert (tmp_path / "count").read_text() == "xx"
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be prepared in .*file/data"):
         prepare_once(tmp_path / "file/data", lambda: False, lambda: None)
 
 
-def test_imagenet(tmp_path):
+def test_imagenet(tmp_path: Path) -> None:
     write_imagenet(tmp_path, classes=4, train=6, test=3)
-    data = ImageNet(str(tmp_path), num_classes=4, image_size=32)
+    data: Any = ImageNet(str(tmp_path), num_classes=4, image_size=32)
     assert [len(data[split]) for split in ("train", "test")] == [24, 12]
     for split in ("train", "test"):
         labels = [label for _, label in data[split]]
@@ -280,13 +292,14 @@ def test_imagenet(tmp_path):
     assert abs(grey - 255 / 8) < 10, "the first class is the darkest"
 
 
-def test_fewer_classes_than_folders_take_every_nth(tmp_path):
+def test_fewer_classes_than_folders_take_every_nth(tmp_path: Path) -> None:
     write_imagenet(tmp_path, classes=5, train=1, test=1)
-    paths = [(path[-15:-7], label) for path, label in ImageNet(str(tmp_path), 2)["train"].samples]
+    data: Any = ImageNet(str(tmp_path), 2)["train"]
+    paths = [(path[-15:-7], label) for path, label in data.samples]
     assert paths == [("01440764", 0), ("01440766", 1)]
 
 
-def test_imagenet_refuses_what_does_not_fit(tmp_path):
+def test_imagenet_refuses_what_does_not_fit(tmp_path: Path) -> None:
     root = tmp_path / "data"
     tree = load(["configs/imagenet/resnet50"], ["--configs.dataset.root", str(root)])
     with pytest.raises(ConfigError, match=r"data/train is no folder. Make ROOT/train/CLASS.*dataset\.root"):
@@ -309,21 +322,21 @@ def test_imagenet_refuses_what_does_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_is_named(tmp_path, workers):
+def test_a_damaged_image_is_named(tmp_path: Path, workers: Any) -> None:
     """Also by a loader's worker, which starts from nothing and imports torchvision anew."""
     write_imagenet(tmp_path, classes=1, train=2)
     file = tmp_path / "train/n01440764/n01440764_1.JPEG"
     data = ImageNet(str(tmp_path), 1, image_size=16)["train"]
-    options = {"num_workers": 1, "multiprocessing_context": "forkserver"} if workers else {}
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "forkserver"} if workers else {}
     assert next(iter(DataLoader(data, 2, **options)))[0].shape == (2, 3, 16, 16)
     file.write_bytes(file.read_bytes()[:300])
     with pytest.raises(ValueError, match="n01440764_1.JPEG cannot be read"):
         list(DataLoader(data, 2, **options))
 
 
-def test_damage_anywhere_in_an_image_gives_a_message_or_an_image(tmp_path):
+def test_damage_anywhere_in_an_image_gives_a_message_or_an_image(tmp_path: Path) -> None:
     write_imagenet(tmp_path, classes=1, train=1, test=1)
-    data = ImageNet(str(tmp_path), 1, image_size=16)["test"]
+    data: Any = ImageNet(str(tmp_path), 1, image_size=16)["test"]
     file = Path(data.samples[0][0])
     whole = file.read_bytes()
     random = np.random.default_rng(2)

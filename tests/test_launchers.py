@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documented import table
@@ -35,7 +36,7 @@ def shell(script: Path, *words: str, **variables: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
-def test_shell(script):
+def test_shell(script: Any) -> None:
     checks = [["bash", "-n", str(script)]]
     if found := shutil.which("shellcheck"):
         checks.append([found, "-x", "-P", str(REPOSITORY), str(script)])
@@ -45,7 +46,7 @@ def test_shell(script):
 
 
 @pytest.mark.parametrize("script", ["mpirun", "horovodrun"])
-def test_an_unknown_machine_or_interface_is_an_error(script):
+def test_an_unknown_machine_or_interface_is_an_error(script: Any) -> None:
     cases = [
         ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS has nowhere.invalid, but this name has no address"),
         ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "there is no interface eth99 (INTERFACE); this machine has: "),
@@ -56,7 +57,7 @@ def test_an_unknown_machine_or_interface_is_an_error(script):
 
 
 @pytest.mark.parametrize("script", ROWS, ids=lambda script: script.stem)
-def test_a_row_of_the_accuracy_table(script):
+def test_a_row_of_the_accuracy_table(script: Any) -> None:
     row = next(row for row in table("script in") if row[0] == f"`{script.name}`")
     title = script.read_text().splitlines()[1]
     assert f"ResNet-50 {row[4]}, VGG-16-BN {row[5]}." in title
@@ -79,7 +80,7 @@ def test_a_row_of_the_accuracy_table(script):
     assert rate == pytest.approx(0.1 * batch / 256)
 
 
-def test_every_row_has_a_script():
+def test_every_row_has_a_script() -> None:
     assert {row[0].strip("`") for row in table("script in")} == {script.name for script in ROWS}
 
 
@@ -108,12 +109,12 @@ def test_every_row_has_a_script():
         ("gossip/sgp", {}, [], "set the number of ranks"),
     ],
 )
-def test_errors_of_launchers(script, variables, words, message):
+def test_errors_of_launchers(script: Any, variables: Any, words: Any, message: Any) -> None:
     done = shell(REPOSITORY / f"scripts/{script}.sh", *words, **variables)
     assert done.returncode == 2 and message in done.stderr and not done.stdout
 
 
-def test_hosts():
+def test_hosts() -> None:
     """An interface of MPI_OPTIONS replaces the list of excluded ones: Open MPI accepts only one of both lists."""
     options = {"HOSTS": "server0:8,server1:8", "MPI_OPTIONS": "-mca btl_tcp_if_include eth1", "NCCL_DEBUG": "INFO"}
     line = shell(MPIRUN, "--configs", "a b.py", **options).stdout.replace("\\", "")
@@ -160,7 +161,7 @@ def test_hosts():
         ),
     ],
 )
-def test_network(tmp_path, variables, expected):
+def test_network(tmp_path: Path, variables: Any, expected: Any) -> None:
     """HAS: the message layer that the fake ompi_info prints."""
     info = tmp_path / "ompi_info"
     info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
@@ -172,14 +173,14 @@ def test_network(tmp_path, variables, expected):
     assert len(named) == len(set(named))
 
 
-def test_horovodrun_sets_the_interface_itself():
+def test_horovodrun_sets_the_interface_itself() -> None:
     options = {"RANKS": "2", "INTERFACE": "eth1", "NETWORK": "ethernet"}
     line = shell(REPOSITORY / "scripts/horovodrun.sh", "--configs", "a.py", **options).stdout
     assert "horovodrun -np 2 -H localhost:2 --network-interfaces eth1 python" in line
 
 
 @pytest.mark.parametrize("name", GOSSIP)
-def test_gossip(name):
+def test_gossip(name: Any) -> None:
     script = REPOSITORY / f"scripts/gossip/{name}.sh"
     line = shell(script, "configs/more.py", "--configs.seed", "3", RANKS="4").stdout
     topology = f"configs/topology/{GOSSIP[name]}.py " if GOSSIP[name] else ""
@@ -193,13 +194,13 @@ def test_gossip(name):
 
 
 @pytest.mark.parametrize("name", GOSSIP)
-def test_gossip_stacks_load(name):
+def test_gossip_stacks_load(name: Any) -> None:
     line = shell(REPOSITORY / f"scripts/gossip/{name}.sh", RANKS="4").stdout
     load([word for word in line.split() if word.startswith("configs/")], [])
 
 
 @pytest.mark.parametrize(("rank", "size"), LAUNCHERS)
-def test_rank_from_each_launcher(monkeypatch, rank, size):
+def test_rank_from_each_launcher(monkeypatch: pytest.MonkeyPatch, rank: Any, size: Any) -> None:
     for variable in (name for pair in LAUNCHERS for name in pair):
         monkeypatch.delenv(variable, raising=False)
     assert (launched_rank(), launched_size()) == (0, 1)
@@ -209,7 +210,7 @@ def test_rank_from_each_launcher(monkeypatch, rank, size):
     assert (launched_rank(), launched_size()) == (2, 5)
 
 
-def test_rank_inside_a_batch_job(monkeypatch):
+def test_rank_inside_a_batch_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job script is not a rank. Ranks of mpirun inherit its variables; those of mpirun take precedence."""
     for variable in (name for pair in LAUNCHERS for name in pair):
         monkeypatch.delenv(variable, raising=False)
@@ -228,7 +229,7 @@ def test_rank_inside_a_batch_job(monkeypatch):
     [["mpirun", "--oversubscribe", "-bind-to", "none"], ["horovodrun", "--gloo"]],
     ids=lambda words: words[0],
 )
-def test_rank_under_a_real_launcher(launch):
+def test_rank_under_a_real_launcher(launch: Any) -> None:
     # one write each, so that the lines of several ranks do not mix
     program = "import os; from dgc_training.launcher import _launched\n"
     program += "os.write(1, b'rank %d %d\\n' % _launched())"

@@ -320,7 +320,7 @@ def edges(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     for module, others in graph.items():
         room = under(module, EDGES)
         assert room is not None, module
-        found[room] |= {other for name in others if (other := under(name, EDGES)) not in (None, room)}
+        found[room] |= {other for name in others if (other := under(name, EDGES)) is not None and other != room}
     return found
 
 

@@ -1,5 +1,7 @@
 """Models: sizes, shapes, and that they learn."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ from dgc_models.senet_cifar import PreActivationBlock, SqueezeExcitation
         (senet18, 11_260_354, 88, 37),
     ],
 )
-def test_sizes(make, parameters, tensors, matrices):
+def test_sizes(make: Any, parameters: Any, tensors: Any, matrices: Any) -> None:
     with torch.device("meta"):
         model = make()
     assert sum(p.numel() for p in model.parameters()) == parameters
@@ -49,13 +51,13 @@ def test_sizes(make, parameters, tensors, matrices):
 
 
 @pytest.mark.parametrize(("channels", "edge", "classes"), [(3, 32, 10), (1, 8, 10), (3, 32, 100)])
-def test_cifar_resnet_shapes(channels, edge, classes):
+def test_cifar_resnet_shapes(channels: Any, edge: Any, classes: Any) -> None:
     model = resnet20(num_classes=classes, in_channels=channels)
     assert model(torch.randn(2, channels, edge, edge)).shape == (2, classes)
     assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
 
 
-def test_all_stages_but_the_first_halve_the_image():
+def test_all_stages_but_the_first_halve_the_image() -> None:
     images = torch.randn(1, 3, 32, 32)
     assert resnet20().features[:-2](images).shape == (1, 64, 8, 8)
     assert resnet18().features[:-2](images).shape == (1, 512, 4, 4)
@@ -75,7 +77,7 @@ def test_all_stages_but_the_first_halve_the_image():
         (senet18, 512),
     ],
 )
-def test_the_larger_cifar_models(make, features):
+def test_the_larger_cifar_models(make: Any, features: Any) -> None:
     """Shapes, and that the scale of the features neither explodes nor dies on the way, there and back."""
     torch.manual_seed(0)
     model = make(num_classes=100)
@@ -90,59 +92,61 @@ def test_the_larger_cifar_models(make, features):
 @pytest.mark.parametrize(
     ("make", "edge"), [(resnet50, 8), (densenet121, 8), (senet18, 8), (vgg19_bn, 48), (alexnet, 48)]
 )
-def test_other_images(make, edge):
+def test_other_images(make: Any, edge: Any) -> None:
     model = make(num_classes=7, in_channels=1)
     assert model(torch.randn(2, 1, edge, edge)).shape == (2, 7)
     assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
 
 
-def test_alexnet_tells_images_apart():
+def test_alexnet_tells_images_apart() -> None:
     """Without batch norm only the initialisation keeps the logits from being the same for every image."""
     torch.manual_seed(0)
     with torch.no_grad():
         assert alexnet()(torch.randn(32, 3, 32, 32)).std(0).mean() > 0.03
 
 
-def test_bottlenecks_and_their_stride():
+def test_bottlenecks_and_their_stride() -> None:
     block = Bottleneck(64, 256, 2)
     assert [tuple(p.shape[:2]) for p in block.body.parameters() if p.dim() == 4] == [(64, 64), (64, 64), (256, 64)]
     assert isinstance(block.shortcut, Projection) and block(torch.randn(2, 64, 8, 8)).shape == (2, 256, 4, 4)
     assert isinstance(Bottleneck(256, 256, 1).shortcut, torch.nn.Identity)
 
 
-def test_every_stage_needs_its_number_of_blocks():
+def test_every_stage_needs_its_number_of_blocks() -> None:
     with pytest.raises(ValueError):
         ResNet((16, 32), (1, 1, 1), Projection)
 
 
-def test_dense_layers_keep_what_they_read():
+def test_dense_layers_keep_what_they_read() -> None:
     x = torch.randn(2, 6, 4, 4)
     before = x.clone()
     y = DenseLayer(6, 5)(x)
     assert y.shape == (2, 11, 4, 4) and torch.equal(y[:, :6], before) and torch.equal(x, before)
 
 
-def test_squeeze_and_excitation_scales_channels():
+def test_squeeze_and_excitation_scales_channels() -> None:
     scale, x = SqueezeExcitation(32), torch.randn(2, 32, 4, 4)
     factors = scale(x) / x
     assert torch.allclose(factors, factors[:, :, :1, :1].expand_as(x), atol=1e-4)
     assert ((factors > 0) & (factors < 1)).all() and factors[0].std() > 0
 
 
-def test_pre_activation_blocks_pass_their_input_on_untouched():
+def test_pre_activation_blocks_pass_their_input_on_untouched() -> None:
     block, x = PreActivationBlock(16, 16, 1), torch.randn(2, 16, 4, 4)
-    torch.nn.init.zeros_(block.body[3].weight)
+    last = block.body[3]
+    assert isinstance(last, torch.nn.Conv2d)
+    torch.nn.init.zeros_(last.weight)
     before = x.clone()
     assert torch.equal(block(x), before)
 
 
 @pytest.mark.parametrize("depth", [2, 7, 21])
-def test_impossible_depths_are_refused(depth):
+def test_impossible_depths_are_refused(depth: Any) -> None:
     with pytest.raises(ValueError, match="6n"):
         resnet_of_depth(depth)
 
 
-def test_digits_cnn():
+def test_digits_cnn() -> None:
     model = DigitsCNN(num_classes=10)
     assert sum(p.numel() for p in model.parameters()) == 226_794
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)

@@ -3,7 +3,9 @@
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -46,7 +48,7 @@ def write_run(
     return directory
 
 
-def test_the_values_of_a_run(tmp_path):
+def test_the_values_of_a_run(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     assert (run.label, run.ranks, run.batch, run.seconds_per_step) == ("SGP", 2, 32, 1.5)
     assert run.samples_per_second == pytest.approx(2 * 32 / 1.5)
@@ -58,7 +60,7 @@ def test_the_values_of_a_run(tmp_path):
     assert run.loss.y == [3.5] * 3 + [2.5] * 3 + [1.5] * 3
 
 
-def test_a_file_without_elapsed_time_is_estimated(tmp_path):
+def test_a_file_without_elapsed_time_is_estimated(tmp_path: Path) -> None:
     """18 columns, as in the reference. Each row represents the steps since the previous row."""
     path = write_run(tmp_path / "run", ranks=1) / "csv" / "out_r0_n1.csv"
     head, rows = path.read_text().splitlines()[:4], path.read_text().splitlines()[4:]
@@ -68,7 +70,7 @@ def test_a_file_without_elapsed_time_is_estimated(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 20, 97])
-def test_a_killed_run(tmp_path, cut):
+def test_a_killed_run(tmp_path: Path, cut: Any) -> None:
     """The last line of a rank is incomplete. Only epochs that all ranks have completed are plotted."""
     path = write_run(tmp_path / "run") / "csv" / "out_r1_n2.csv"
     path.write_text(path.read_text()[:-cut])
@@ -76,7 +78,7 @@ def test_a_killed_run(tmp_path, cut):
     assert run.training_error.y == [50.0, 40.0] and len(run.loss.y) == 9
 
 
-def test_a_rank_without_a_file_gives_a_warning(tmp_path, capsys):
+def test_a_rank_without_a_file_gives_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (write_run(tmp_path / "run") / "csv" / "out_r1_n2.csv").unlink()
     assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
     assert "drawing 1 of 2 ranks" in capsys.readouterr().err
@@ -97,19 +99,19 @@ def test_a_rank_without_a_file_gives_a_warning(tmp_path, capsys):
         ),
     ],
 )
-def test_labels(tmp_path, config, label):
+def test_labels(tmp_path: Path, config: Any, label: Any) -> None:
     path = write_run(tmp_path / "run")
     (path / "config.yaml").write_text(yaml.safe_dump({"train": config}))
     assert read_run(path).label == label and read_run(path, "mine").label == "mine"
 
 
-def test_names_distinguish_runs(tmp_path):
+def test_names_distinguish_runs(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, ranks=n)) for name, n in (("a", 1), ("b", 2), ("c", 2))]
     assert names(runs[:1]) == ["SGP"] and names(runs[:2]) == ["SGP, 1 rank", "SGP, 2 ranks"]
     assert names(runs)[1:] == ["SGP, 2 ranks (b)", "SGP, 2 ranks (c)"]
 
 
-def test_colours():
+def test_colours() -> None:
     found = colours([(name, 0) for name in ("AR-SGD", "D-PSGD", "SGP", "OSGP", "AD-PSGD", "DGC", "DGC")])
     red, green, blue, other_blue, *cycle = found
     assert red[0] > max(red[1:3]) and green[1] > max(green[0], green[2])
@@ -117,31 +119,32 @@ def test_colours():
     assert cycle == ["C1", "C4", "C4"]
 
 
-def test_figures(tmp_path):
+def test_figures(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (1, 2, 4)]
     runs.append(read_run(write_run(tmp_path / "ar", target=None)))
     figure = error_figure(runs)
     assert figure is not None
     by_time, by_step = figure.axes
     assert by_time.get_xlabel() == "training time (seconds)" and by_step.get_xlabel() == "iterations"
-    assert [list(line.get_ydata()) for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
+    assert [np.asarray(line.get_ydata()).tolist() for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
     times, rates = scaling_figure(runs).axes
     assert times.get_ylabel() == "time per iteration (s)" and rates.get_ylabel() == "throughput (samples/s)"
-    assert [list(line.get_xdata()) for line in times.lines] == [[2], [1, 2, 4]]
-    assert list(times.lines[1].get_ydata()) == [1.0, 1.5, 2.5]
-    assert list(rates.lines[1].get_ydata()) == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
+    assert [np.asarray(line.get_xdata()).tolist() for line in times.lines] == [[2], [1, 2, 4]]
+    assert np.asarray(times.lines[1].get_ydata()).tolist() == [1.0, 1.5, 2.5]
+    assert np.asarray(rates.lines[1].get_ydata()).tolist() == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
     drawn = loss_figure(runs)
     assert drawn is not None and len(drawn.axes[0].lines) == 2 * len(runs)
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
 
 
-def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path):
+def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path: Path) -> None:
     """By marker or line style, and by name. Runs on the same number of ranks differ by colour."""
     ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
-    dgc = {"target": None, "compression": "dgc.compression.DGCCompressor"}
+    dgc: dict[str, Any] = {"target": None, "compression": "dgc.compression.DGCCompressor"}
     runs = [read_run(write_run(tmp_path / name, ranks=n, **dgc)) for name, n in ranks.items()]
     for make, every, line in ((error_figure, 2, 1), (bytes_figure, 1, 0), (loss_figure, 2, 1)):
         drawn = make(runs)
+        assert drawn is not None
         lines = drawn.axes[0].lines[line::every]
         looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
         assert len(set(looks)) == 4 and looks[0][0] == looks[1][0] == looks[2][0] != looks[3][0], make
@@ -151,14 +154,19 @@ def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path):
         assert not any(line.get_clip_on() for line in markers)
 
 
-def test_bytes(tmp_path):
+def test_bytes(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (2, 4)]
-    (axes,) = bytes_figure(runs).axes
-    assert axes.get_xscale() == "log" and list(axes.lines[1].get_xdata()) == [24_000, 48_000, 72_000]
-    assert list(axes.lines[0].get_ydata()) == [51.0, 61.0, 71.0]
+    drawn = bytes_figure(runs)
+    assert drawn is not None
+    (axes,) = drawn.axes
+    assert axes.get_xscale() == "log"
+    assert np.asarray(axes.lines[1].get_xdata()).tolist() == [24_000, 48_000, 72_000]
+    assert np.asarray(axes.lines[0].get_ydata()).tolist() == [51.0, 61.0, 71.0]
 
 
-def test_a_run_without_csv_files_is_read_from_its_tensorboard_files(tmp_path, capsys):
+def test_a_run_without_csv_files_is_read_from_its_tensorboard_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--devices", "cpu"]
     words += ["--configs.train.num_epochs=2", "--configs.train.batch_size=90", "--configs.model.width=8"]
     args, overrides = parse_arguments([*words, "--run-dir", str(tmp_path / "run")])
@@ -176,7 +184,7 @@ def test_a_run_without_csv_files_is_read_from_its_tensorboard_files(tmp_path, ca
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_files(tmp_path, capsys):
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "a=b")
     assert (
         main([str(run), f"AR-SGD={write_run(tmp_path / 'ar', target=None)}", "--out", str(tmp_path / "out")]) == 0
@@ -192,7 +200,7 @@ def test_files(tmp_path, capsys):
             assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
-def test_a_run_in_its_first_epoch(tmp_path, capsys):
+def test_a_run_in_its_first_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = CsvLog(tmp_path / "run", rank=0, size=1, batch_size=32)
     log.step(0, 0, 1.0, 0.0, 2.0, 10.0, 50.0, 32)
     log.close()
@@ -201,13 +209,13 @@ def test_a_run_in_its_first_epoch(tmp_path, capsys):
     assert "no figure 'error'" in output.err and "no figure 'bytes'" in output.err and output.out.count("svg") == 2
 
 
-def refused(capsys, tmp_path: Path, *words: object) -> str:
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: object) -> str:
     assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
     return capsys.readouterr().err
 
 
-def test_errors(tmp_path, capsys):
+def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     csv = run / "csv" / "out_r0_n2.csv"
     text = csv.read_text()
@@ -239,7 +247,7 @@ def test_errors(tmp_path, capsys):
         read_run(run)
 
 
-def test_other_batch_sizes_give_a_warning(tmp_path, capsys):
+def test_other_batch_sizes_give_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", batch=64)]
     assert main([*map(str, runs), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
     assert "iterations differ: SGP 32, SGP 64" in capsys.readouterr().err

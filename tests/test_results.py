@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from documented import DOCS, table
@@ -60,7 +61,7 @@ def test_commands_name_benchmarks_and_pages_that_exist() -> None:
 
 
 def test_the_example_of_bytes_is_what_a_step_sends() -> None:
-    def body(transport):
+    def body(transport: Any) -> Any:
         model = DigitsCNN()
         compression = DGCCompressor(0.001, DGCSGDMemory(momentum=0.9), fp16_values=True, int32_indices=True)
         inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)

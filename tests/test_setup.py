@@ -102,7 +102,8 @@ def test_settings_that_are_as_they_should_be_are_not_mentioned() -> None:
 
 def test_an_empty_machine_is_described_and_judged() -> None:
     nothing = Probe(error="No module named 'torch'")
-    bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *[nothing] * 6)
+    probes = nothing, nothing, nothing, nothing, nothing, nothing
+    bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *probes)
     assert any("not installed: torch" in finding.problem for finding in diagnose(bare))
     assert dict(describe(replace(HEALTHY, dgc="/there")))["dgc comes from"] == "/there"
     assert dict(describe(bare))["torch"] == "missing"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 @pytest.mark.parametrize(
     "words", [["--configs", "a.py"], ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]]
 )
-def test_the_command(tmp_path, words):
+def test_the_command(tmp_path: Path, words: Any) -> None:
     copy, environment = job(tmp_path, DRY_RUN="1")
     done = subprocess.run(["bash", copy, *words], env=environment, capture_output=True, text=True)
     assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout and done.returncode == 0, done.stderr
@@ -100,7 +101,7 @@ def test_the_command(tmp_path, words):
     assert wrong.returncode == 2 and "repository's root" in wrong.stderr
 
 
-def test_a_dry_run_needs_no_slurm(tmp_path):
+def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
     _, environment = job(tmp_path)
     outside = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}
     for script, words in (("slurm.sh", ["--configs", "a.py"]), ("gossip/sgp.sh", ["--suffix", ".a"])):
@@ -121,7 +122,7 @@ def test_a_dry_run_needs_no_slurm(tmp_path):
     assert done.returncode == 2 and "submit it with sbatch" in done.stderr
 
 
-def test_a_gossip_script_as_the_job(tmp_path):
+def test_a_gossip_script_as_the_job(tmp_path: Path) -> None:
     """sbatch scripts/gossip/sgp.sh: SLURM copies that file alone."""
     _, environment = job(tmp_path, DRY_RUN="1")
     copy = shutil.copy(REPOSITORY / "scripts/gossip/sgp.sh", tmp_path / "slurm_script")
@@ -142,7 +143,7 @@ def test_a_gossip_script_as_the_job(tmp_path):
         ({"SAVED": "0"}, 0, ["signal"]),
     ],
 )
-def test_requeue(tmp_path, number, variables, status, calls):
+def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls: Any) -> None:
     """SAVED: the exit status of the run after a signal. REFUSES: the exit status of scontrol."""
     copy, environment = job(tmp_path, **variables)
     (tmp_path / "bin" / "mpirun").write_text(MPIRUN)
@@ -158,7 +159,7 @@ def test_requeue(tmp_path, number, variables, status, calls):
     assert ("submit the job again" in text) == ("REFUSES" in variables)
 
 
-def test_the_status_of_a_run_without_a_signal(tmp_path):
+def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
     copy, environment = job(tmp_path, LONG="2")
     (tmp_path / "bin" / "mpirun").write_text(MPIRUN)
     (tmp_path / "bin" / "mpirun").chmod(0o755)
@@ -166,7 +167,7 @@ def test_the_status_of_a_run_without_a_signal(tmp_path):
     assert done.returncode == 3 and not Path(environment["CALLS"]).exists()
 
 
-def test_a_real_run_is_saved_requeued_and_finished(tmp_path, capsys):
+def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy, environment = job(tmp_path, MACHINES="localhost", SLURM_NTASKS="2", SLURM_JOB_NUM_NODES="1")
     environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": str(REPOSITORY)}
     run = tmp_path / "run"

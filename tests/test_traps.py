@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,31 +34,40 @@ ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 
 
-def config(*words):
+def config(*words: Any) -> Any:
     args, overrides = parse_arguments(["--configs", *words])
     return load(args.configs, overrides)
 
 
-def seeded(build):
+def seeded(build: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return build()
 
 
-def train(size, body):
+def train(size: Any, body: Any) -> Any:
     """`body(model, transport)` on every rank, from one model; the results by rank."""
 
     models = [seeded(lambda: nn.Linear(30, 20)) for _ in range(size)]
     return LockstepWorld(size).run(lambda transport: body(models[transport.rank], transport))
 
 
-def wrap(model, transport, ratio=0.1, momentum=0.9, lr=0.1, decay=0.0, compressor=None, **options):
+def wrap(
+    model: Any,
+    transport: Any,
+    ratio: float = 0.1,
+    momentum: float = 0.9,
+    lr: float = 0.1,
+    decay: float = 0.0,
+    compressor: Any = None,
+    **options: Any,
+) -> Any:
     inner = DGCSGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
     compressor = compressor or DGCCompressor(ratio, DGCSGDMemory(momentum))
     return DistributedOptimizer(inner, model.named_parameters(), compressor, transport=transport, **options)
 
 
-def test_trap_01_derived_settings_follow_the_command_line():
+def test_trap_01_derived_settings_follow_the_command_line() -> None:
     """T_max, milestones and the memory's momentum are computed before overrides: the README's own
     --configs.train.num_epochs 500 lets the learning rate climb back to full."""
     tree = config(
@@ -78,7 +88,7 @@ def test_trap_01_derived_settings_follow_the_command_line():
     assert list(tree.train.scheduler.milestones) == [23, 53, 73]
 
 
-def test_trap_02_every_config_and_script_is_complete():
+def test_trap_02_every_config_and_script_is_complete() -> None:
     """CIFAR configs lack train.optimize_bn_separately; scripts name configs that do not exist."""
     modifiers = {
         "dgc": ["configs/cifar/resnet20.py"],
@@ -103,7 +113,7 @@ def test_trap_02_every_config_and_script_is_complete():
             assert (ROOT / name).exists(), f"{script} names {name}"
 
 
-def test_trap_03_one_process_keeps_its_momentum():
+def test_trap_03_one_process_keeps_its_momentum() -> None:
     """On one rank no hook is registered and the optimizer leaves momentum to nobody: -1, -2, -3."""
     for ratio, shape in ((1.0, (1, 1)), (0.5, (1, 1)), (0.5, (1,))):
         p = nn.Parameter(torch.zeros(shape))
@@ -120,7 +130,7 @@ def test_trap_03_one_process_keeps_its_momentum():
         assert seen == pytest.approx([-1.0, -2.9, -5.61]), (ratio, shape)
 
 
-def test_trap_04_nesterov_reaches_the_memory():
+def test_trap_04_nesterov_reaches_the_memory() -> None:
     """resnet50 sets optimizer.nesterov, the memory keeps False: only weight decay gets Nesterov."""
     tree = config("configs/imagenet/resnet50.py", "configs/dgc/wm5.py")
     assert tree.train.optimizer.nesterov is True and tree.train.compression.memory.nesterov is True
@@ -133,10 +143,10 @@ def test_trap_04_nesterov_reaches_the_memory():
 
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
-def test_trap_05_nan_is_not_swallowed(ratio):
+def test_trap_05_nan_is_not_swallowed(ratio: Any) -> None:
     """A NaN coordinate is never selected, stays in velocity and momentum for ever, and nobody is told."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> Any:
         if transport.rank == 1:
             model.weight.register_hook(Spoiler(at=1))
         optimizer = wrap(model, transport, ratio)
@@ -157,10 +167,10 @@ def test_trap_05_nan_is_not_swallowed(ratio):
 class Spoiler:
     """A gradient hook that spoils one element once."""
 
-    def __init__(self, at):
+    def __init__(self, at: Any) -> None:
         self.left = at
 
-    def __call__(self, gradient):
+    def __call__(self, gradient: Any) -> Any:
         self.left -= 1
         if self.left == -1:
             gradient = gradient.clone()
@@ -168,11 +178,11 @@ class Spoiler:
         return gradient
 
 
-def tensors(memory):
+def tensors(memory: Any) -> Any:
     return [tensor for part in memory.values() for tensor in part.values()]
 
 
-def test_trap_06_no_place_in_a_tensor_starves():
+def test_trap_06_no_place_in_a_tensor_starves() -> None:
     """An over-full selection is cut in the order of indices: the last tenth got 6.1 % of the slots."""
     n = 10_000
     plan = plan_selection([Segment("w", 0, n, (n,), (1,))], 0.01)
@@ -184,18 +194,18 @@ def test_trap_06_no_place_in_a_tensor_starves():
     assert float(shares.min()) > 0.09 and float(shares.max()) < 0.11
 
 
-def test_trap_07_values_beyond_fp16_and_gradients_of_every_kind():
+def test_trap_07_values_beyond_fp16_and_gradients_of_every_kind() -> None:
     """fp16 values overflow to inf; channels_last, grad None, zero_grad(set_to_none=True) and clipping raise."""
 
-    def build():
+    def build() -> Any:
         layers = [nn.Conv2d(3, 4, 3, bias=False), nn.Conv2d(4, 4, 3, bias=False), nn.Flatten()]
         unused = nn.Linear(4, 4)
         model = nn.Sequential(*layers, nn.Linear(16, 2, bias=False), unused)
-        return model.to(memory_format=torch.channels_last)
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     models = [seeded(build) for _ in range(2)]
 
-    def body(transport):
+    def body(transport: Any) -> None:
         model = models[transport.rank]
         memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1e9))
         compressor = DGCCompressor(0.1, memory, fp16_values=True)
@@ -216,10 +226,10 @@ def test_trap_07_values_beyond_fp16_and_gradients_of_every_kind():
     LockstepWorld(2).run(body)
 
 
-def test_trap_08_broadcasting_the_optimizers_state_moves_nothing():
+def test_trap_08_broadcasting_the_optimizers_state_moves_nothing() -> None:
     """hvd.broadcast_optimizer_state steps on zero gradients: weights shrink by weight decay before training."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, lr=0.8, decay=0.01)
         before = model.weight.detach().clone()
         if transport.rank == 0:  # and nothing is exchanged: nobody else need take part
@@ -231,15 +241,15 @@ def test_trap_08_broadcasting_the_optimizers_state_moves_nothing():
     train(2, body)
 
 
-def test_trap_09_a_milestone_is_passed_once():
+def test_trap_09_a_milestone_is_passed_once() -> None:
     """MultiStepLR resumed right after a milestone decays twice: 0.01 in place of 0.1."""
     schedulers = {"steps": lambda o: MultiStepLR(o, [2, 4]), "cosine": lambda o: CosineAnnealingLR(o, 6)}
 
-    def build(make):
+    def build(make: Any) -> Any:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         return Schedule(optimizer, make, size=2, steps_per_epoch=2, warmup_epochs=1)
 
-    def go(schedule, epochs):
+    def go(schedule: Any, epochs: Any) -> Any:
         seen = []
         for epoch in epochs:
             for step in range(2):
@@ -260,18 +270,18 @@ def test_trap_09_a_milestone_is_passed_once():
     assert min(go(build(schedulers["steps"]), range(5))) == pytest.approx(0.1)
 
 
-def test_trap_10_a_checkpoint_repeats_its_reported_accuracy():
+def test_trap_10_a_checkpoint_repeats_its_reported_accuracy() -> None:
     """Each rank evaluates its own batch norm, rank 0's is kept, and padding counts some samples twice."""
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(31, 6, generator=generator), torch.randint(3, (31,), generator=generator)
 
-    def results(model, transport):
+    def results(model: Any, transport: Any) -> Any:
         loader = evaluation_loader(TensorDataset(inputs, targets), 4, rank=transport.rank, size=transport.size)
         return evaluate(model, {"test": loader}, lambda split: {split: TopKClassMeter(1)}, transport, CPU)["test"]
 
     models = [seeded(lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))) for _ in range(3)]
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         model = models[transport.rank]
         for buffer in batch_norm_buffers(model).values():
             buffer.copy_(torch.rand(6, generator=torch.Generator().manual_seed(transport.rank)) * 2)
@@ -286,19 +296,23 @@ def test_trap_10_a_checkpoint_repeats_its_reported_accuracy():
         models = [nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)) for _ in range(size)]
         for model in models:
             model.load_state_dict(ranks[1][1])
-        for again in LockstepWorld(size).run(lambda t, models=models: results(models[t.rank], t)):
+
+        def evaluated(transport: Any, models: Any = models) -> Any:
+            return results(models[transport.rank], transport)
+
+        for again in LockstepWorld(size).run(evaluated):
             assert again == ranks[0][0]
     model = ranks[0][2].eval()
     model.load_state_dict(ranks[0][1])
     assert ranks[0][0] == pytest.approx(100.0 * float((model(inputs).argmax(1) == targets).float().mean()))
 
 
-def test_trap_11_one_decision_about_resuming_for_all_ranks(tmp_path):
+def test_trap_11_one_decision_about_resuming_for_all_ranks(tmp_path: Path) -> None:
     """`latest` on some ranks only sends ranks down different branches: a hang. Removing an old file that is
     not there raises."""
     names = ["e0001", "e0002", "e0003", "e0004", "e0005"]
 
-    def save(transport):
+    def save(transport: Any) -> None:
         checkpoints = Checkpoints(tmp_path / "0", transport)
         for name in names:
             checkpoints.save(name, {"name": name}, {"rank": transport.rank})
@@ -307,13 +321,13 @@ def test_trap_11_one_decision_about_resuming_for_all_ranks(tmp_path):
 
     LockstepWorld(2).run(save)
 
-    def look(transport):
+    def look(transport: Any) -> Any:
         """Rank 0 has the checkpoint; rank 1's disk is empty."""
         (tmp_path / str(transport.rank)).mkdir(exist_ok=True)
         checkpoints = Checkpoints(tmp_path / str(transport.rank), transport)
         found = checkpoints.find("latest")
         try:
-            checkpoints.load(found)
+            checkpoints.load(cast(str, found))
         except Exception as error:
             return found, f"{type(error).__name__}: {error}"
         return found, None
@@ -324,7 +338,7 @@ def test_trap_11_one_decision_about_resuming_for_all_ranks(tmp_path):
         assert text is not None and "UsageError" in text and "rank1.pt is missing" in text
 
 
-def test_trap_12_no_gpu_no_scheduler_no_forced_determinism():
+def test_trap_12_no_gpu_no_scheduler_no_forced_determinism() -> None:
     """model.cuda() without asking, a crash where scheduler is None, and seed 42 that makes kernels slow."""
     tree = config("configs/cifar/resnet20.py", "--configs.train.scheduler", "null")
     assert tree.train.scheduler is None and tree.seed == 42 and tree.deterministic is False
@@ -342,7 +356,7 @@ def test_trap_12_no_gpu_no_scheduler_no_forced_determinism():
         config("configs/cifar/resnet20.py", "--configs.train.num_epoch", "5")
 
 
-def test_trap_13_workers_never_fork_and_checkpoints_run_no_code(tmp_path):
+def test_trap_13_workers_never_fork_and_checkpoints_run_no_code(tmp_path: Path) -> None:
     """mp._supports_context is gone and the loader forks with MPI loaded; torch.load gets no map_location."""
     assert worker_options(2)["multiprocessing_context"] == "forkserver"
     torch.save({"weight": torch.ones(2)}, tmp_path / "good.pt")
@@ -352,10 +366,10 @@ def test_trap_13_workers_never_fork_and_checkpoints_run_no_code(tmp_path):
         read_tensors(tmp_path / "code.pt")
 
 
-def test_trap_14_gathered_data_have_a_planned_size_and_are_checked():
-    """"allgathered data are random data once in a while": sizes change from step to step, nothing is checked."""
+def test_trap_14_gathered_data_have_a_planned_size_and_are_checked() -> None:
+    """ "allgathered data are random data once in a while": sizes change from step to step, nothing is checked."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> Any:
         optimizer = wrap(model, transport, ratio=0.05)
         sizes = []
         for step in range(6):

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,14 @@ import torch
 from dgc.comm.channel import Channel, ChannelWorld
 
 
-def received(world, rank, tag, tests=200, room=3):
+def received(world: Any, rank: Any, tag: Any, tests: int = 200, room: int = 3) -> Any:
     buffer = torch.zeros(room, dtype=torch.int64)
     handle = world.channels[rank].irecv(buffer, tag)
     return next((buffer for _ in range(tests) if world.channels[rank].test(handle)), None)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_messages_of_one_rank_arrive_in_order(seed):
+def test_messages_of_one_rank_arrive_in_order(seed: Any) -> None:
     world = ChannelWorld(3, seed)
     for number in range(30):
         for source in (0, 1):
@@ -30,7 +31,7 @@ def test_messages_of_one_rank_arrive_in_order(seed):
     assert world.in_flight == 0 and received(world, 2, 7) is None
 
 
-def test_a_receive_takes_only_its_tag():
+def test_a_receive_takes_only_its_tag() -> None:
     world = ChannelWorld(2)
     world.channels[0].isend(1, torch.tensor([1]), 1)
     world.channels[0].isend(1, torch.tensor([2]), 2)
@@ -39,7 +40,7 @@ def test_a_receive_takes_only_its_tag():
     assert received(world, 1, 1)[0] == 1
 
 
-def test_a_message_is_sent_once_it_is_copied():
+def test_a_message_is_sent_once_it_is_copied() -> None:
     """About half of the messages at once, the others when they are received."""
     world = ChannelWorld(2)
     messages = [torch.tensor([n]) for n in range(40)]
@@ -53,8 +54,8 @@ def test_a_message_is_sent_once_it_is_copied():
     assert all(map(world.channels[0].test, handles))
 
 
-def test_the_same_seed_gives_the_same_times():
-    def run(seed):
+def test_the_same_seed_gives_the_same_times() -> None:
+    def run(seed: Any) -> Any:
         world, order = ChannelWorld(4, seed), random.Random(1)
         for number in range(50):
             world.channels[order.randrange(1, 4)].isend(0, torch.tensor([number]), 0)
@@ -63,21 +64,21 @@ def test_the_same_seed_gives_the_same_times():
     assert run(3) == run(3) != run(4)
 
 
-def test_a_message_that_is_too_long_is_an_error():
+def test_a_message_that_is_too_long_is_an_error() -> None:
     world = ChannelWorld(2)
     world.channels[0].isend(1, torch.zeros(4, dtype=torch.int64), 0)
     with pytest.raises(ValueError, match="4 elements for a buffer of 3"):
         received(world, 1, 0)
 
 
-def test_both_are_channels():
+def test_both_are_channels() -> None:
     from dgc.comm.mpi.channel import MPIChannel
 
     assert isinstance(ChannelWorld(1).channels[0], Channel)
     assert all(hasattr(MPIChannel, name) for name in ("isend", "irecv", "test"))
 
 
-def test_without_mpi_the_cure_is_named():
+def test_without_mpi_the_cure_is_named() -> None:
     pytest.importorskip("mpi4py")
     program = """
 from dgc.comm.mpi.channel import MPIChannel

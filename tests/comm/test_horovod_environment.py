@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ NAMES = (
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch):
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.setenv(name, "")  # noted, so that what the test leaves is taken back
         monkeypatch.delenv(name)
@@ -28,7 +30,7 @@ def clean(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "ours", "theirs"), [("HOROVOD_FUSION_THRESHOLD", "0", "1024"), ("HOROVOD_CYCLE_TIME", "0.2", "5")]
 )
-def test_what_the_user_chose_is_kept(monkeypatch, name, ours, theirs):
+def test_what_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch, name: Any, ours: Any, theirs: Any) -> None:
     prepare_environment()
     assert os.environ[name] == ours
     monkeypatch.setenv(name, theirs)
@@ -36,7 +38,7 @@ def test_what_the_user_chose_is_kept(monkeypatch, name, ours, theirs):
     assert os.environ[name] == theirs
 
 
-def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch, tmp_path):
+def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "orted").touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -49,21 +51,21 @@ def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("ranks, yields", [(2, False), (3, True)])
-def test_ranks_that_outnumber_the_cores_yield(monkeypatch, ranks, yields):
+def test_ranks_that_outnumber_the_cores_yield(monkeypatch: pytest.MonkeyPatch, ranks: Any, yields: Any) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
     prepare_environment()
     assert ("OMPI_MCA_mpi_yield_when_idle" in os.environ) is yields
 
 
-def run(program):
+def run(program: Any) -> None:
     words = [sys.executable, "-W", "error", "-c", program]
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0 and "good" in done.stdout, done.stdout + done.stderr
 
 
-def test_init_starts_horovod_once_and_optimizers_use_its_transport():
+def test_init_starts_horovod_once_and_optimizers_use_its_transport() -> None:
     """Also if the script has imported Horovod before, as most scripts do."""
     run("""
 import horovod.torch as hvd
@@ -80,7 +82,7 @@ print("good")
 """)
 
 
-def test_without_horovod_all_but_its_transport_can_be_used():
+def test_without_horovod_all_but_its_transport_can_be_used() -> None:
     run("""
 import sys
 sys.modules["horovod"] = None

@@ -13,7 +13,7 @@ from dgc.comm.launch import LaunchError, check_launcher
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused():
+def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None:
     refused = [
         ({"WORLD_SIZE": "4", "RANK": "1"}, None, "WORLD_SIZE is 4, but Horovod sees 1 rank.* horovodrun -np 4"),
         ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "2"}, None, "WORLD_SIZE is 4, but Horovod sees 2 ranks"),
@@ -41,7 +41,7 @@ def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused():
         check_launcher(environment, size)
 
 
-def test_a_loop_of_the_users_own_under_torchrun_is_refused_before_horovod_starts():
+def test_a_loop_of_the_users_own_under_torchrun_is_refused_before_horovod_starts() -> None:
     program = """
 import horovod.torch as hvd
 from dgc.comm.horovod import connect

@@ -1,5 +1,7 @@
 """Bytes by the formulas: three ranks by default, 1200 bytes of payload."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,25 +31,25 @@ THIRDS = AllToAll(torch.zeros(300), (100, 50, 150))
         (Exchange({}, {2: T}), 1, 0, 0.0),
     ],
 )
-def test_formulas(request_, rank, payload, wire):
+def test_formulas(request_: Any, rank: Any, payload: Any, wire: Any) -> None:
     assert payload_bytes(request_, rank) == payload
     assert wire_bytes(request_, rank, 3) == pytest.approx(wire)
 
 
 @pytest.mark.parametrize("request_", [AllReduce(T), AllGather(T), ReduceScatter(T), Broadcast(T)])
-def test_one_rank_sends_nothing(request_):
+def test_one_rank_sends_nothing(request_: Any) -> None:
     assert wire_bytes(request_, 0, 1) == 0
 
 
-def test_broadcast_and_all_to_all_add_up_over_ranks():
+def test_broadcast_and_all_to_all_add_up_over_ranks() -> None:
     assert sum(wire_bytes(Broadcast(T), rank, 3) for rank in range(3)) == pytest.approx(2 * 1200)
     assert sum(wire_bytes(THIRDS, rank, 3) for rank in range(3)) == 2 * 1200
 
 
-def test_a_conversation_is_counted_with_its_groups_size():
+def test_a_conversation_is_counted_with_its_groups_size() -> None:
     world = LockstepWorld(6, local_size=3)
 
-    def body():
+    def body() -> Any:
         yield (AllReduce(T.clone()), AllGather(T))
         yield (AllGather(T, "local"),)
         yield (AllGather(T, "cross"),)
@@ -59,23 +61,23 @@ def test_a_conversation_is_counted_with_its_groups_size():
         assert meter.rounds == 3
 
 
-def test_a_broadcasts_payload_is_its_roots_within_the_group():
+def test_a_broadcasts_payload_is_its_roots_within_the_group() -> None:
     world = LockstepWorld(4, local_size=2)
 
-    def body():
+    def body() -> Any:
         yield (Broadcast(T.clone(), 1, "local"),)
 
     world.converse("test", [body() for _ in range(4)])
     assert [meter.payload_bytes for meter in world.meters] == [0, 1200, 0, 1200]
 
 
-def test_a_new_meter_is_empty():
+def test_a_new_meter_is_empty() -> None:
     meter = TrafficMeter()
     assert (meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes, meter.rounds) == (0, 0, 0, 0)
     assert TrafficMeter().seconds is not meter.seconds
 
 
-def test_dense_is_a_ring_all_reduce_in_fp32():
+def test_dense_is_a_ring_all_reduce_in_fp32() -> None:
     """The dense equivalent is counted in bytes on the wire, too. A single rank sends nothing."""
     for size, expected in ((1, 0.0), (2, 4000.0), (4, 6000.0)):
         meter = TrafficMeter()

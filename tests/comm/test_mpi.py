@@ -1,5 +1,7 @@
 """Point-to-point messages over MPI, tested without MPI: the buffers that are posted."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,33 +17,34 @@ class RecordingMPI:
     TAG_UB, BYTE, INT32_T = None, "byte", "int32"
     rank, size = 0, 2
 
-    def __init__(self):
-        self.COMM_WORLD, self.posted = self, []
+    def __init__(self) -> None:
+        self.COMM_WORLD = self
+        self.posted: list[tuple[str, Any, Any]] = []
 
-    def Dup(self):
+    def Dup(self) -> Any:
         return self
 
-    def Get_attr(self, key):
+    def Get_attr(self, key: Any) -> Any:
         return 2**20
 
-    def Irecv(self, buffer, source, tag):
+    def Irecv(self, buffer: Any, source: Any, tag: Any) -> None:
         self.posted.append(("from", source, buffer))
 
-    def Isend(self, buffer, to, tag):
+    def Isend(self, buffer: Any, to: Any, tag: Any) -> None:
         self.posted.append(("to", to, buffer))
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
     MPI = RecordingMPI()
     monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
-    inner = LockstepWorld(2).transports[0]
+    inner: Any = LockstepWorld(2).transports[0]
     inner.members = lambda group: [0, 1]
     return PointToPointTransport(inner), MPI.posted
 
 
 @pytest.mark.parametrize("length", [0, 3, 4, 7, 4096])
-def test_a_buffer_is_the_memory_of_the_tensor(length):
+def test_a_buffer_is_the_memory_of_the_tensor(length: Any) -> None:
     """Both ends of a message choose the same unit, by its length and not by its address."""
     content = torch.arange(length + 1, dtype=torch.int64).to(torch.uint8)
     for tensor in (content[:length], content[1:]):
@@ -52,7 +55,9 @@ def test_a_buffer_is_the_memory_of_the_tensor(length):
         assert not tensor.any()
 
 
-def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded, monkeypatch):
+def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(
+    recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
     transport, posted = recorded
     transport.launch("a", (Exchange({1: torch.ones(100)}, {1: torch.empty(400, dtype=torch.uint8)}),))
@@ -63,7 +68,9 @@ def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded, mon
 
 
 @pytest.mark.parametrize("nbytes", [101, 404])
-def test_a_message_that_is_too_long_is_refused_before_anything_is_posted(nbytes, recorded, monkeypatch):
+def test_a_message_that_is_too_long_is_refused_before_anything_is_posted(
+    nbytes: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
     transport, posted = recorded
     long, short = torch.empty(nbytes, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8)

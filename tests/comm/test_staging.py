@@ -3,6 +3,8 @@
 No GPU is needed: a stand-in for its event says when a copy is done.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,48 +25,49 @@ from dgc.comm.staging import StagedTransport
 class Copying:
     """An event that is over once `done` is called, or when a caller waits for it."""
 
-    made = []
+    made: list[Any] = []
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.recorded = self.over = False
         self.made.append(self)
 
-    def record(self):
+    def record(self) -> None:
         self.recorded = True
 
-    def query(self):
+    def query(self) -> Any:
         assert self.recorded
         return self.over
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         assert self.recorded
         self.over = True
 
 
 @pytest.fixture(autouse=True)
-def _forget():
+def _forget() -> None:
     Copying.made.clear()
 
 
-def staged(transport, remote=True):
+def staged(transport: Any, remote: bool = True) -> Any:
     return StagedTransport(transport, needs_copy=lambda tensor: remote, make_event=Copying)
 
 
 class Recording:
     """Passes launches on and keeps their names."""
 
-    def __init__(self, transport):
-        self._transport, self.launched = transport, []
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.launched: list[str] = []
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: Any) -> Any:
         return getattr(self._transport, name)
 
-    def launch(self, name, requests):
+    def launch(self, name: Any, requests: Any) -> Any:
         self.launched.append(name)
         return self._transport.launch(name, requests)
 
 
-def test_a_message_is_launched_once_its_copy_is_complete():
+def test_a_message_is_launched_once_its_copy_is_complete() -> None:
     inner = Recording(LockstepWorld(1).transports[0])
     transport = staged(inner)
     flight = transport.launch("a", (AllReduce(torch.ones(3)),))
@@ -74,20 +77,20 @@ def test_a_message_is_launched_once_its_copy_is_complete():
     assert torch.equal(transport.wait(flight)[0], torch.ones(3)) and inner.launched == ["a"]
 
 
-def test_waiting_waits_for_the_copy_first():
+def test_waiting_waits_for_the_copy_first() -> None:
     transport = staged(Recording(LockstepWorld(1).transports[0]))
     flight = transport.launch("a", (AllReduce(torch.ones(3)),))
     (reply,) = transport.wait(flight)
     assert Copying.made[0].over and torch.equal(reply, torch.ones(3))
 
 
-def test_tensors_on_the_host_are_launched_at_once():
+def test_tensors_on_the_host_are_launched_at_once() -> None:
     inner = Recording(LockstepWorld(1).transports[0])
     staged(inner, remote=False).launch("a", (AllReduce(torch.ones(3)),))
     assert inner.launched == ["a"] and not Copying.made
 
 
-def test_values_are_those_at_the_launch():
+def test_values_are_those_at_the_launch() -> None:
     """The sender may reuse its memory at once: the copy is queued before any later operation."""
     transport = staged(LockstepWorld(1).transports[0])
     own = torch.ones(3)
@@ -96,10 +99,10 @@ def test_values_are_those_at_the_launch():
     assert torch.equal(transport.wait(flight)[0], torch.ones(3))
 
 
-def test_ranks_that_wait_in_different_orders_do_not_deadlock():
+def test_ranks_that_wait_in_different_orders_do_not_deadlock() -> None:
     """A rank that waits first launches everything pending: the others may be waiting for it."""
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         own = staged(transport)
         flights = {name: own.launch(name, (AllReduce(torch.ones(1), "sum"),)) for name in "ab"}
         return [own.wait(flights[name])[0].item() for name in ("ab" if transport.rank else "ba")]
@@ -117,16 +120,16 @@ REQUESTS = {
 }
 
 
-def leaves(reply):
+def leaves(reply: Any) -> Any:
     if isinstance(reply, torch.Tensor):
         return [reply]
     return list(reply.values()) if isinstance(reply, dict) else list(reply)
 
 
 @pytest.mark.parametrize("make", REQUESTS.values(), ids=REQUESTS)
-def test_replies_are_those_of_the_inner_transport(make):
-    def converse(transport):
-        def body():
+def test_replies_are_those_of_the_inner_transport(make: Any) -> None:
+    def converse(transport: Any) -> Any:
+        def body() -> Any:
             (reply,) = yield (make(transport.rank),)
             return leaves(reply)
 
@@ -138,14 +141,14 @@ def test_replies_are_those_of_the_inner_transport(make):
         assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_rank_that_only_receives_uses_host_memory():
+def test_a_rank_that_only_receives_uses_host_memory() -> None:
     inner = Recording(LockstepWorld(2).transports[0])
     into = torch.zeros(3)
     flight = staged(inner).launch("a", (Exchange({}, {1: into}),))
     assert len(Copying.made) == 1 and flight.requests[0].receives[1] is not into
 
 
-def test_ranks_are_those_of_the_inner_transport():
+def test_ranks_are_those_of_the_inner_transport() -> None:
     inner = LockstepWorld(3).transports[2]
     transport = staged(inner)
     assert (transport.rank, transport.size) == (2, 3)

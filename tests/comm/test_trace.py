@@ -1,6 +1,8 @@
 """The timeline: its events in a step, and its limit."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,16 +15,16 @@ from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 
-def saved(trace, folder):
+def saved(trace: Any, folder: Any) -> Any:
     path = folder / "deep" / "trace.json"
     trace.save(path)
     return json.loads(path.read_text())
 
 
-def test_a_step_has_every_phase_of_every_bucket(tmp_path):
+def test_a_step_has_every_phase_of_every_bucket(tmp_path: Path) -> None:
     steps = 3
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3))
         inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -58,7 +60,7 @@ def test_a_step_has_every_phase_of_every_bucket(tmp_path):
             assert abs(total * 1e-6 - meter.seconds[phase]) < 1e-4
 
 
-def test_a_full_trace_counts_what_it_drops(tmp_path):
+def test_a_full_trace_counts_what_it_drops(tmp_path: Path) -> None:
     trace = Trace(0, limit=2)
     for i in range(5):
         trace.add("wait", "b", i, i + 1)

@@ -1,5 +1,7 @@
 """Some compressors and buckets, one for each simulated rank."""
 
+from typing import Any
+
 import torch
 
 from dgc.bucket import make_bucket
@@ -10,7 +12,7 @@ from dgc.compression import SparseResult
 class Ranks:
     """shapes: a list of them, or by name."""
 
-    def __init__(self, size, make, shapes, dtype=torch.float32, seed=0):
+    def __init__(self, size: Any, make: Any, shapes: Any, dtype: Any = torch.float32, seed: int = 0) -> None:
         if not isinstance(shapes, dict):
             shapes = {f"p{i}": shape for i, shape in enumerate(shapes)}
         named = [(name, torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()]
@@ -20,7 +22,7 @@ class Ranks:
         for rank, (compressor, bucket) in enumerate(zip(self.compressors, self.buckets, strict=True)):
             compressor.plan(bucket, size, rank)
 
-    def exchange(self, own):
+    def exchange(self, own: Any) -> Any:
         """own: each rank's gradient as a vector. Returns the results by rank, and the mean as a dense vector."""
         for bucket, gradient in zip(self.buckets, own, strict=True):
             bucket.flat.copy_(gradient)
@@ -30,17 +32,17 @@ class Ranks:
         assert all(torch.equal(mean, means[0]) for mean in means)
         return results, means[0]
 
-    def step(self, own):
+    def step(self, own: Any) -> Any:
         """The mean of finite gradients."""
         results, mean = self.exchange(own)
         assert all(result.nonfinite is None for result in results)
         return mean
 
-    def errors(self):
+    def errors(self) -> Any:
         return [next(iter(c.errors())) for c in self.compressors]
 
 
-def dense(result, bucket):
+def dense(result: Any, bucket: Any) -> Any:
     """A result as a dense vector."""
     if not isinstance(result, SparseResult):
         return bucket.flat.clone()
@@ -49,5 +51,5 @@ def dense(result, bucket):
     return mean
 
 
-def normal(n, seed):
+def normal(n: Any, seed: Any) -> Any:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))

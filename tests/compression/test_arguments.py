@@ -1,5 +1,7 @@
 """What DGCCompressor refuses, with one error that names the argument."""
 
+from typing import Any
+
 import pytest
 
 from dgc.compression import DGCCompressor
@@ -10,17 +12,17 @@ from dgc.wire import CastValues, PlainIndices
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def test_what_is_not_sent_is_lost_only_where_asked_for():
+def test_what_is_not_sent_is_lost_only_where_asked_for() -> None:
     for nothing in (None, DGCSGDMemory, "residual"):
         with pytest.raises(ValueError, match=r"memory must be .*DGCSGDMemory.*ResidualMemory\(\).*NoMemory\(\)"):
-            DGCCompressor(0.001, nothing)
+            DGCCompressor(0.001, nothing)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="memory"):
-        DGCCompressor(0.001)
+        DGCCompressor(0.001)  # type: ignore[call-arg]
     assert isinstance(DGCCompressor(0.001, NoMemory()).memory, NoMemory)
 
 
-def test_arguments_of_a_wrong_type_are_named():
-    wrong = {
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    wrong: dict[str, list[Any]] = {
         "compress_ratio": ["0.1", None, True],
         "sample_ratio": ["0.1", True],
         "strided_sample": [1, "yes"],
@@ -44,7 +46,7 @@ def test_arguments_of_a_wrong_type_are_named():
             assert repr(value) in str(error.value)
 
 
-def test_names_without_tensors():
+def test_names_without_tensors() -> None:
     compressor = DGCCompressor(0.1, ResidualMemory())
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
-        compressor.initialize(["weight", "bias"])
+        compressor.initialize(["weight", "bias"])  # type: ignore[list-item]

@@ -1,5 +1,7 @@
 """Dense exchanges, casts, Horovod's own compressions, and which rule takes which tensor."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from dgc.memory import NoMemory
 N = 301
 
 
-def reduce_all(make, own, dtype=torch.float32):
+def reduce_all(make: Any, own: Any, dtype: Any = torch.float32) -> Any:
     """The mean that every rank gets, and the meter of rank 0."""
     world = LockstepWorld(len(own))
     buckets = [make_bucket("b", [("w", torch.zeros(N, dtype=dtype))]) for _ in own]
@@ -33,7 +35,7 @@ def reduce_all(make, own, dtype=torch.float32):
     return buckets[0].flat, world.meters[0]
 
 
-def gradients(size, scale=1.0):
+def gradients(size: Any, scale: float = 1.0) -> Any:
     generator = torch.Generator().manual_seed(size)
     return [scale * torch.randn(N, generator=generator) for _ in range(size)]
 
@@ -43,42 +45,42 @@ def gradients(size, scale=1.0):
     ("make", "rtol", "bytes_each"),
     [(DenseCompressor, 1e-6, 4), (FP16Compressor, 2e-3, 2), (BF16Compressor, 1e-2, 2)],
 )
-def test_mean(size, make, rtol, bytes_each):
+def test_mean(size: Any, make: Any, rtol: Any, bytes_each: Any) -> None:
     own = gradients(size)
     mean, meter = reduce_all(make, own)
     torch.testing.assert_close(mean, torch.stack(own).mean(0), rtol=rtol, atol=rtol)
     assert meter.payload_bytes == bytes_each * N and meter.rounds == 1
 
 
-def test_bf16_adds_in_fp32():
+def test_bf16_adds_in_fp32() -> None:
     """256 + 1 + 1 is 256 where bf16 adds, and 258 in fp32."""
     own = [torch.full((N,), value) for value in (256.0, 1.0, 1.0)]
     assert (reduce_all(BF16Compressor, own)[0] == 258 / 3).all()
 
 
-def test_bf16_rounds_each_rank_once():
+def test_bf16_rounds_each_rank_once() -> None:
     own = gradients(3)
     expected = sum(g.bfloat16().float() for g in own) / 3
     torch.testing.assert_close(reduce_all(BF16Compressor, own)[0], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_bf16_reaches_as_far_as_fp32():
+def test_bf16_reaches_as_far_as_fp32() -> None:
     assert reduce_all(BF16Compressor, gradients(2, 1e30))[0].isfinite().all()
 
 
-def test_fp16_beyond_its_range_is_infinite():
+def test_fp16_beyond_its_range_is_infinite() -> None:
     assert (reduce_all(FP16Compressor, [torch.full((N,), 7e4)] * 2)[0] == float("inf")).all()
 
 
 @pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_gradients(make, dtype):
+def test_half_precision_gradients(make: Any, dtype: Any) -> None:
     own = [g.to(dtype) for g in gradients(3)]
     mean, _ = reduce_all(make, own, dtype)
     torch.testing.assert_close(mean.float(), sum(g.float() for g in own) / 3, rtol=2e-2, atol=2e-2)
 
 
-def test_dense_leaves_nan_to_the_user():
+def test_dense_leaves_nan_to_the_user() -> None:
     own = gradients(1)
     own[0][7] = float("nan")
     bucket = make_bucket("b", [("w", own[0])])
@@ -88,7 +90,7 @@ def test_dense_leaves_nan_to_the_user():
 
 
 @pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
-def test_nothing_is_kept_between_steps(make):
+def test_nothing_is_kept_between_steps(make: Any) -> None:
     compressor = make()
     assert compressor.state_dict() == {} and list(compressor.errors()) == []
     assert compressor.compress_ratio == 1.0 and compressor.correction is None
@@ -101,16 +103,16 @@ class HalfLike:
     """As hvd.Compression.fp16: static methods, the context is the old dtype."""
 
     @staticmethod
-    def compress(tensor):
+    def compress(tensor: Any) -> Any:
         return tensor.half(), tensor.dtype
 
     @staticmethod
-    def decompress(tensor, ctx):
+    def decompress(tensor: Any, ctx: Any) -> Any:
         return tensor.to(ctx)
 
 
 @pytest.mark.parametrize("compression", [HalfLike, HalfLike()])
-def test_a_horovod_compression(compression):
+def test_a_horovod_compression(compression: Any) -> None:
     own = gradients(3)
     mean, meter = reduce_all(lambda: CastCompressor(compression), own)
     torch.testing.assert_close(mean, torch.stack(own).mean(0), rtol=2e-3, atol=2e-3)
@@ -120,11 +122,11 @@ def test_a_horovod_compression(compression):
 # --- routes ----------------------------------------------------------------------------------------
 
 
-def segment(name, *shape):
+def segment(name: Any, *shape: Any) -> Any:
     return make_bucket("b", [(name, torch.zeros(shape))]).segments[0]
 
 
-def test_the_first_rule_that_matches_wins():
+def test_the_first_rule_that_matches_wins() -> None:
     first, second, last = DenseCompressor(), FP16Compressor(), BF16Compressor()
     route = Route([Rule(first, name="head.*"), Rule(second, min_numel=100), Rule(last)])
     assert route.compressor_for(segment("head.weight", 20, 20)) is first
@@ -154,11 +156,11 @@ def test_the_first_rule_that_matches_wins():
         ({"name": "y", "min_dim": 2, "max_numel": 8}, "x", (2, 4), False),
     ],
 )
-def test_rules(options, name, shape, matches):
+def test_rules(options: Any, name: Any, shape: Any, matches: Any) -> None:
     assert Rule(DenseCompressor(), **options).matches(segment(name, *shape)) == matches
 
 
-def test_what_a_compressor_does_not_accept_goes_to_its_fallback():
+def test_what_a_compressor_does_not_accept_goes_to_its_fallback() -> None:
     sparse = DGCCompressor(0.01, NoMemory())
     route = Route([Rule(sparse)])
     assert route.compressor_for(segment("w", 3, 3)) is sparse
@@ -167,11 +169,11 @@ def test_what_a_compressor_does_not_accept_goes_to_its_fallback():
     assert isinstance(DGCCompressor(0.01, NoMemory(), fp16_values=True).fallback, FP16Compressor)
 
 
-def test_no_rule_for_a_tensor():
+def test_no_rule_for_a_tensor() -> None:
     with pytest.raises(ValueError, match=r"no rule matches b of shape \(3,\)"):
         Route([Rule(DenseCompressor(), min_dim=2)]).compressor_for(segment("b", 3))
 
 
-def test_a_route_of_nothing():
+def test_a_route_of_nothing() -> None:
     with pytest.raises(ValueError, match="at least one Rule"):
         Route([])

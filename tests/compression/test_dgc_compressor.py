@@ -1,8 +1,11 @@
 """DGCCompressor against its paper's algorithm in dgc/paper, bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from compression.ranks import Ranks, dense
+from torch import Tensor
 
 from dgc import paper
 from dgc.bucket import make_bucket
@@ -16,16 +19,16 @@ SHAPES = {"first": (20, 10), "second": (6, 5, 2), "third": (3, 1)}
 NUMEL = 200 + 60 + 3
 
 
-def gradients(size, step, scale=1.0):
+def gradients(size: Any, step: Any, scale: float = 1.0) -> Any:
     generator = torch.Generator().manual_seed(100 * step + size)
     return [scale * torch.randn(NUMEL, generator=generator) for _ in range(size)]
 
 
-def ranks_of(size, make, shapes=SHAPES, **options):
+def ranks_of(size: Any, make: Any, shapes: Any = SHAPES, **options: Any) -> Any:
     return Ranks(size, make, shapes, **options)
 
 
-def algorithm_1(own_by_step, size, *options, dtype=torch.float32):
+def algorithm_1(own_by_step: Any, size: Any, *options: Any, dtype: Any = torch.float32) -> Any:
     """Yields the mean of what is sent in each step. options: of `paper.DGC`."""
     ranks = Ranks(size, lambda: paper.DGC(*options), SHAPES, dtype)
     for own in own_by_step:
@@ -33,11 +36,11 @@ def algorithm_1(own_by_step, size, *options, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("nesterov", "masking"), [(False, True), (False, False), (True, True), (True, False)])
-def test_algorithm_1(nesterov, masking):
+def test_algorithm_1(nesterov: Any, masking: Any) -> None:
     for size, int32 in ((1, False), (2, True), (3, masking)):
         steps = [gradients(size, step) for step in range(6)]
 
-        def make(int32=int32):
+        def make(int32: Any = int32) -> Any:
             memory = DGCSGDMemory(0.9, nesterov, momentum_masking=masking)
             return DGCCompressor(0.05, memory, 1, int32_indices=int32)
 
@@ -48,21 +51,21 @@ def test_algorithm_1(nesterov, masking):
             assert torch.equal(mean, expected), (size, int32)
 
 
-def test_algorithm_1_with_clipping():
+def test_algorithm_1_with_clipping() -> None:
     steps = [gradients(2, step) for step in range(5)]
     ranks = ranks_of(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(2.0)), 1))
     for own, expected in zip(steps, algorithm_1(steps, 2, 0.05, 0.9, False, True, 2.0), strict=True):
         assert torch.equal(ranks.exchange(own)[1], expected)
 
 
-def test_global_clipping_takes_a_round_of_its_own():
+def test_global_clipping_takes_a_round_of_its_own() -> None:
     memory = [DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(1.0)) for _ in range(3)]
     ranks = ranks_of(3, lambda: DGCCompressor(0.05, memory.pop(), 1))
     ranks.exchange(gradients(3, 0))
     assert [meter.rounds for meter in ranks.world.meters] == [2, 2, 2]
 
 
-def test_nothing_is_lost_by_a_plain_residual():
+def test_nothing_is_lost_by_a_plain_residual() -> None:
     """Sum of all gradients = sum of what was returned + mean of what still waits."""
     ranks = ranks_of(3, lambda: DGCCompressor(0.02, ResidualMemory()))
     given, returned = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
@@ -75,7 +78,7 @@ def test_nothing_is_lost_by_a_plain_residual():
     assert waiting.norm() > 0.1 * given.norm()
 
 
-def test_fp16_values_keep_what_they_round():
+def test_fp16_values_keep_what_they_round() -> None:
     ranks = ranks_of(2, lambda: DGCCompressor(0.05, ResidualMemory(), 1, fp16_values=True))
     own = gradients(2, 0, scale=1e5)
     mean = ranks.exchange(own)[1]
@@ -84,7 +87,7 @@ def test_fp16_values_keep_what_they_round():
     torch.testing.assert_close(mean + waiting, sum(own) / 2, rtol=1e-6, atol=1e-2)
 
 
-def test_fp16_values_do_not_overflow_when_a_dense_step_adds_them():
+def test_fp16_values_do_not_overflow_when_a_dense_step_adds_them() -> None:
     """Each value fits into fp16; the sum of three does not."""
     ranks = ranks_of(3, lambda: DGCCompressor(1.0, DGCSGDMemory(0.0), fp16_values=True))
     mean = ranks.exchange([torch.full((NUMEL,), 40_000.0) for _ in range(3)])[1]
@@ -94,7 +97,7 @@ def test_fp16_values_do_not_overflow_when_a_dense_step_adds_them():
 # --- dense steps -----------------------------------------------------------------------------------
 
 
-def torch_directions(steps, size, nesterov):
+def torch_directions(steps: Any, size: Any, nesterov: Any) -> Any:
     p = torch.zeros(NUMEL, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.9, nesterov=nesterov)
     for own in steps:
@@ -108,7 +111,7 @@ def torch_directions(steps, size, nesterov):
     ("size", "nesterov", "ratio"),
     [(1, False, 1.0), (1, True, 0.9), (2, True, 1.0), (2, False, 0.9), (3, False, 1.0), (3, True, 0.9)],
 )
-def test_dense_steps_are_momentum_sgd(size, nesterov, ratio):
+def test_dense_steps_are_momentum_sgd(size: Any, nesterov: Any, ratio: Any) -> None:
     """At ratio 0.9 a pair of value and index costs more than the value alone."""
     steps = [gradients(size, step) for step in range(5)]
     ranks = ranks_of(size, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9, nesterov)))
@@ -122,7 +125,7 @@ def test_dense_steps_are_momentum_sgd(size, nesterov, ratio):
 @pytest.mark.parametrize(
     ("size", "ratio", "sparse"), [(2, 0.3, True), (2, 0.4, False), (4, 0.16, True), (4, 0.2, False)]
 )
-def test_the_cheaper_way_is_taken(size, ratio, sparse):
+def test_the_cheaper_way_is_taken(size: Any, ratio: Any, sparse: Any) -> None:
     """12 bytes per pair from N ranks against 4 bytes twice: even at ratio 2 * 4 / (12 N)."""
     shapes = {"only": (100, 100)}
     ranks = ranks_of(size, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9)), shapes)
@@ -134,7 +137,7 @@ def test_the_cheaper_way_is_taken(size, ratio, sparse):
     assert meter.wire_bytes <= min(both) + 24 * size
 
 
-def test_payload_bytes_of_the_docstring():
+def test_payload_bytes_of_the_docstring() -> None:
     ranks = ranks_of(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), int32_indices=True))
     ranks.exchange(gradients(2, 0))
     pairs = 10 + 3 + 1
@@ -144,7 +147,7 @@ def test_payload_bytes_of_the_docstring():
     assert [meter.payload_bytes for meter in ranks.world.meters] == [4 * NUMEL + 24] * 2
 
 
-def test_what_waits_leaves_with_a_dense_step():
+def test_what_waits_leaves_with_a_dense_step() -> None:
     """Sparse first, then at ratio 1: all of v is sent."""
     ranks = ranks_of(2, lambda: DGCCompressor(0.01, DGCSGDMemory(0.9)))
     ranks.exchange(gradients(2, 0))
@@ -163,15 +166,16 @@ def test_what_waits_leaves_with_a_dense_step():
 class Watching(DGCSGDMemory):
     """Whether what was sent is still the same when the next pass takes it out."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(0.9)
-        self.then, self.kept = None, []
+        self.then: list[Tensor] = []
+        self.kept: list[bool] = []
 
-    def sent_(self, bucket, sent):
+    def sent_(self, bucket: Any, sent: Any) -> None:
         self.then = [sent.indices.clone(), sent.values.clone(), sent.count.clone()]
         super().sent_(bucket, sent)
 
-    def pass_inputs(self, bucket):
+    def pass_inputs(self, bucket: Any) -> Any:
         inputs = super().pass_inputs(bucket)
         if inputs.sent is not None:
             now = inputs.sent.indices, inputs.sent.values, inputs.sent.count
@@ -184,11 +188,11 @@ INDICES = [PlainIndices("int32"), PlainIndices("int64"), PackedIndices(), RiceIn
 
 
 @pytest.mark.parametrize(("shift", "selector"), [(0, Predicted()), (1, Exact()), (2, Laplace())])
-def test_what_was_sent_stays_until_the_next_pass(shift, selector):
+def test_what_was_sent_stays_until_the_next_pass(shift: Any, selector: Any) -> None:
     """Every pair of formats with one of the selectors or, for a quarter of the pairs, with none."""
     for values, indices in zip(VALUES, INDICES[shift:] + INDICES[:shift], strict=True):
 
-        def make(values=values, indices=indices):
+        def make(values: Any = values, indices: Any = indices) -> Any:
             return DGCCompressor(0.05, Watching(), selector=selector, values=values, indices=indices)
 
         ranks = ranks_of(2, make)
@@ -201,18 +205,18 @@ def test_what_was_sent_stays_until_the_next_pass(shift, selector):
 
 
 @pytest.mark.parametrize("ratio", [0.001, 1000])
-def test_above_one_the_ratio_is_a_factor(ratio):
+def test_above_one_the_ratio_is_a_factor(ratio: Any) -> None:
     assert DGCCompressor(ratio, NoMemory()).compress_ratio == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize("ratio", [0, -0.1, float("nan"), float("inf")])
-def test_bad_ratio(ratio):
+def test_bad_ratio(ratio: Any) -> None:
     with pytest.raises(ValueError, match="compress_ratio"):
         DGCCompressor(ratio, NoMemory())
 
 
-def test_shuffled_ranks_and_repeats_give_the_same_bits():
-    def run(seed):
+def test_shuffled_ranks_and_repeats_give_the_same_bits() -> None:
+    def run(seed: Any) -> Any:
         ranks = ranks_of(3, lambda: DGCCompressor(0.03, DGCSGDMemory(0.9)), seed=seed)
         return [ranks.exchange(gradients(3, step))[1] for step in range(5)]
 
@@ -220,24 +224,24 @@ def test_shuffled_ranks_and_repeats_give_the_same_bits():
     assert all(torch.equal(a, b) for seed in (1, 2) for a, b in zip(run(seed), first, strict=True))
 
 
-def big(size, step):
+def big(size: Any, step: Any) -> Any:
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(12_000, generator=generator) for _ in range(size)]
 
 
-def test_the_seed_option_changes_the_sample():
-    def run(seed):
+def test_the_seed_option_changes_the_sample() -> None:
+    def run(seed: Any) -> Any:
         ranks = ranks_of(1, lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), 0.01, seed=seed), {"w": (120, 100)})
         return tuple(int(ranks.exchange(big(1, step))[1].count_nonzero()) for step in range(8))
 
     assert len({run(seed) for seed in range(4)}) > 1
 
 
-def test_every_step_has_another_seed():
+def test_every_step_has_another_seed() -> None:
     seeds = []
 
     class Noting(Exact):
-        def select(self, due, plan, seed):
+        def select(self, due: Any, plan: Any, seed: Any) -> Any:
             seeds.append(seed)
             return super().select(due, plan, seed)
 
@@ -247,12 +251,12 @@ def test_every_step_has_another_seed():
     assert len(set(seeds)) == 4
 
 
-def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first():
+def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first() -> None:
     """At ratio 0.3 one bucket is sparse; 250 single elements, of which each is sent, make the other dense."""
     large = [("large", torch.zeros(50, 60))]
     mixed = [("mixed", torch.zeros(60, 50)), *((f"s{i}", torch.zeros(1, 1)) for i in range(250))]
 
-    def make():
+    def make() -> Any:
         compressor = DGCCompressor(0.01, DGCSGDMemory(0.9), warmup_epochs=1, warmup_coeff=[0.3])
         compressor.begin_epoch(0)
         buckets = [make_bucket(f"b{i}", named) for i, named in enumerate((large, mixed))]
@@ -260,7 +264,7 @@ def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first():
             compressor.plan(bucket, 2, 0)
         return compressor, buckets
 
-    def step(compressor, buckets, number):
+    def step(compressor: Any, buckets: Any, number: Any) -> Any:
         results = []
         for i, bucket in enumerate(buckets):
             generator = torch.Generator().manual_seed(10 * number + i)
@@ -282,17 +286,17 @@ def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first():
         assert torch.equal(step(other, other_buckets, number)[1], expected)
 
 
-def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio():
+def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio() -> None:
     """A threshold that is remembered is the first one tried, and the one found depends on that."""
 
-    def make(**others):
+    def make(**others: Any) -> Any:
         selector = Laplace(warm_start=True)
         return ranks_of(1, lambda: DGCCompressor(0.1, ResidualMemory(), selector=selector, **others))
 
-    def steps(ranks, numbers):
+    def steps(ranks: Any, numbers: Any) -> Any:
         return [ranks.exchange(gradients(1, number))[1] for number in numbers]
 
-    def reloaded(compressor, state=None, **others):
+    def reloaded(compressor: Any, state: Any = None, **others: Any) -> Any:
         other = make(**others)
         other.compressors[0].begin_epoch(0)
         other.compressors[0].load_state_dict(state or compressor.state_dict())
@@ -313,7 +317,7 @@ def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio():
     )
 
 
-def test_another_compressors_state():
+def test_another_compressors_state() -> None:
     with pytest.raises(ValueError, match="another compressor"):
         DGCCompressor(0.01, NoMemory()).load_state_dict({})
 
@@ -321,7 +325,7 @@ def test_another_compressors_state():
 @pytest.mark.parametrize(
     ("ratio", "culprit", "bad"), [(0.05, 0, float("nan")), (0.05, 2, float("inf")), (1.0, 2, float("nan"))]
 )
-def test_a_nonfinite_gradient_is_named_on_every_rank(ratio, culprit, bad):
+def test_a_nonfinite_gradient_is_named_on_every_rank(ratio: Any, culprit: Any, bad: Any) -> None:
     ranks = ranks_of(3, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9), 1))
     own = gradients(3, 0)
     own[culprit][230] = bad
@@ -335,25 +339,25 @@ def test_a_nonfinite_gradient_is_named_on_every_rank(ratio, culprit, bad):
 
 
 @pytest.mark.parametrize("ratio", [0.05, 1.0])
-def test_zeros_stay_zeros(ratio):
+def test_zeros_stay_zeros(ratio: Any) -> None:
     ranks = ranks_of(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.9)))
     assert not ranks.exchange([torch.zeros(NUMEL)] * 2)[1].any()
 
 
-def test_an_empty_bucket():
+def test_an_empty_bucket() -> None:
     ranks = ranks_of(2, lambda: DGCCompressor(0.01, DGCSGDMemory(0.9)), {"none": (0, 4)})
     assert ranks.exchange([torch.zeros(0)] * 2)[1].numel() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_gradients(dtype):
+def test_half_precision_gradients(dtype: Any) -> None:
     ranks = ranks_of(2, lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), 1), dtype=dtype)
     steps = [gradients(2, step) for step in range(4)]
     for own, expected in zip(steps, algorithm_1(steps, 2, 0.05, 0.9, dtype=dtype), strict=True):
         assert torch.equal(ranks.exchange(own)[1].to(dtype), expected)
 
 
-def test_it_takes_matrices_unless_told_otherwise():
+def test_it_takes_matrices_unless_told_otherwise() -> None:
     compressor = DGCCompressor(0.01, NoMemory())
     named = [("w", torch.zeros(3, 4)), ("b", torch.zeros(4)), ("x", torch.zeros(()))]
     segments = make_bucket("b", named).segments
@@ -366,7 +370,7 @@ def test_it_takes_matrices_unless_told_otherwise():
 
 
 @pytest.mark.parametrize("ratio", [0.05, 1.0])
-def test_finite_gradients_whose_mean_is_not_are_named(ratio):
+def test_finite_gradients_whose_mean_is_not_are_named(ratio: Any) -> None:
     """Their sum is not in range: the step must not reach the parameters, nor the error state keep them."""
     ranks = ranks_of(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.0)))
     for bucket in ranks.buckets:

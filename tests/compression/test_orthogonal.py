@@ -1,5 +1,7 @@
 """Orthonormal rows, for each matrix of a batch by itself."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,18 +10,18 @@ from dgc.compression.lowrank.orthogonal import check_orthogonalization, orthonor
 every_way = pytest.mark.parametrize("way", ["auto", "qr", "gram_schmidt", "cholesky_qr"])
 
 
-def normal(*shape, seed=0):
+def normal(*shape: Any, seed: int = 0) -> Any:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_orthonormal(x, tolerance=2e-6):
+def assert_orthonormal(x: Any, tolerance: float = 2e-6) -> None:
     eye = torch.eye(x.shape[1]).expand(len(x), -1, -1)
     torch.testing.assert_close(x @ x.mT, eye, rtol=0, atol=tolerance)
 
 
 @every_way
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 7), (3, 2, 50), (2, 5, 5), (5, 7, 1000)], ids=str)
-def test_rows_are_orthonormal_and_span_the_same(way, shape):
+def test_rows_are_orthonormal_and_span_the_same(way: Any, shape: Any) -> None:
     x = normal(*shape) * torch.logspace(-6, 6, shape[0])[:, None, None]
     basis = orthonormalize(x, way)
     assert_orthonormal(basis)
@@ -31,7 +33,7 @@ def test_rows_are_orthonormal_and_span_the_same(way, shape):
 
 
 @every_way
-def test_a_matrix_does_not_depend_on_the_others_of_its_batch(way):
+def test_a_matrix_does_not_depend_on_the_others_of_its_batch(way: Any) -> None:
     x = normal(6, 1, 40) * torch.tensor([1e-8, 1.0, 1e8, 3.0, 0.1, 7.0])[:, None, None]
     together = orthonormalize(x, way)
     for i in range(6):
@@ -40,13 +42,13 @@ def test_a_matrix_does_not_depend_on_the_others_of_its_batch(way):
 
 @every_way
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_scale_plays_no_part(way, scale):
+def test_scale_plays_no_part(way: Any, scale: Any) -> None:
     assert_orthonormal(orthonormalize(normal(3, 1, 20) * scale, way))
 
 
 @every_way
 @pytest.mark.parametrize("r", [1, 3])
-def test_zeros_become_random_directions(way, r):
+def test_zeros_become_random_directions(way: Any, r: Any) -> None:
     x = normal(3, r, 30)
     x[1] = 0
     basis = orthonormalize(x, way)
@@ -59,7 +61,7 @@ def test_zeros_become_random_directions(way, r):
 
 
 @every_way
-def test_dependent_rows_keep_what_there_is(way):
+def test_dependent_rows_keep_what_there_is(way: Any) -> None:
     x = normal(2, 4, 30)
     x[0, 1] = 2 * x[0, 0]
     x[0, 2] = x[0, 0] + 1e-5 * x[0, 3]
@@ -72,7 +74,7 @@ def test_dependent_rows_keep_what_there_is(way):
         assert float(outside.norm(dim=1)[[0, 1, 3]].max()) < 1e-4
 
 
-def test_what_it_refuses():
+def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="orthogonalization must be one of auto, qr, gram_schmidt, cholesky_qr"):
         check_orthogonalization("svd", 1e-8)
     for epsilon in (0.0, -1.0, 1.0, float("nan")):

@@ -2,11 +2,12 @@
 
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from cases import case
-from torch import nn
+from torch import Tensor, nn
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
@@ -18,7 +19,7 @@ from dgc.testing import Fleet
 from dgc_models import resnet18
 from dgc_training.checkpoint.reshard import blend, shares
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "half step": {},
     "residual": {"num_iters_per_step": 2},
     "residual 5": {"num_iters_per_step": 5},
@@ -31,19 +32,19 @@ MODES = {
 every_mode = pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
 
 
-def normal(*shape, seed=0):
+def normal(*shape: Any, seed: int = 0) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def low_rank(r, n, m, seed):
+def low_rank(r: Any, n: Any, m: Any, seed: Any) -> Any:
     return normal(n, r, seed=seed) @ normal(r, m, seed=seed + 1000)
 
 
-def vector(tensors):
+def vector(tensors: Any) -> Any:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def fleet_of(shapes, size=1, rank=2, **settings):
+def fleet_of(shapes: Any, size: int = 1, rank: int = 2, **settings: Any) -> Any:
     return Fleet(lambda: PowerSGDCompressor(rank, **settings), size, [torch.zeros(s) for s in shapes])
 
 
@@ -52,7 +53,7 @@ def fleet_of(shapes, size=1, rank=2, **settings):
 
 @every_mode
 @pytest.mark.parametrize("size", [1, 3])
-def test_nothing_is_lost_within_rounding(settings, size):
+def test_nothing_is_lost_within_rounding(settings: Any, size: Any) -> None:
     shapes = [(30, 40), (8,), (30, 40), (16, 3, 3, 3), ()]
     fleet = fleet_of(shapes, size, **settings)
     for step in range(4):
@@ -65,7 +66,7 @@ def test_nothing_is_lost_within_rounding(settings, size):
 
 
 @pytest.mark.parametrize("settings", [{"num_iters_per_step": 2}, {"num_iters_per_step": 4}, {"mode": "paper"}])
-def test_matrices_of_low_rank_arrive_whole(settings):
+def test_matrices_of_low_rank_arrive_whole(settings: Any) -> None:
     """Also many of one shape: the original normalises rank-1 factors by the whole batch's norm."""
     for r, count in ((1, 1), (1, 8), (1, 32), (2, 1), (2, 8), (4, 32)):
         matrices = [10.0 ** (i % 5) * low_rank(r, 40, 60, i) for i in range(count)]
@@ -76,13 +77,13 @@ def test_matrices_of_low_rank_arrive_whole(settings):
 
 
 @pytest.mark.parametrize(("half_steps", "expected"), [(1, 1), (2, 1), (4, 2), (6, 3)])
-def test_rank_grows_with_half_steps(half_steps, expected):
+def test_rank_grows_with_half_steps(half_steps: Any, expected: Any) -> None:
     fleet = fleet_of([(20, 30)], rank=1, num_iters_per_step=half_steps, min_compression_rate=0)
     found = fleet.step([[normal(20, 30)]])[0].view(20, 30)
     assert int(torch.linalg.matrix_rank(found, rtol=1e-5)) == expected
 
 
-def test_warm_factors_find_the_best_approximation():
+def test_warm_factors_find_the_best_approximation() -> None:
     M = low_rank(10, 40, 60, 0) + normal(40, 60, seed=3)
     fleet = fleet_of([(40, 60)], mode="paper", error_feedback=False)
     for _ in range(30):
@@ -92,7 +93,7 @@ def test_warm_factors_find_the_best_approximation():
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_each_rank_s_error_stays_bounded_where_the_global_form_s_grows():
+def test_each_rank_s_error_stays_bounded_where_the_global_form_s_grows() -> None:
     """Ranks with different data. e = M - mean(P Q^T), as the paper and torch's hook have it, collects g_i - g."""
     targets = [normal(20, 20, seed=r) for r in range(2)]
     fleet = fleet_of([(20, 20)], 2, rank=1, num_iters_per_step=2)
@@ -115,7 +116,7 @@ def test_each_rank_s_error_stays_bounded_where_the_global_form_s_grows():
 
 
 @every_mode
-def test_zeros_give_zeros_and_training_goes_on(settings):
+def test_zeros_give_zeros_and_training_goes_on(settings: Any) -> None:
     """A factor that a zero gradient made zero would let nothing through ever after."""
     fleet = fleet_of([(30, 40), (30, 40)], **settings)
     for _ in range(3):
@@ -128,7 +129,7 @@ def test_zeros_give_zeros_and_training_goes_on(settings):
 
 
 @every_mode
-def test_odd_shapes(settings):
+def test_odd_shapes(settings: Any) -> None:
     shapes = [(), (1,), (0, 3), (1, 1), (5, 0), (1, 700), (700, 1), (17, 2, 3, 2)]
     fleet = fleet_of(shapes, 2, min_compression_rate=1, **settings)
     own = [[normal(*s, seed=r) for s in shapes] for r in range(2)]
@@ -137,7 +138,7 @@ def test_odd_shapes(settings):
 
 
 @every_mode
-def test_halves_are_multiplied_in_fp32(settings):
+def test_halves_are_multiplied_in_fp32(settings: Any) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         M = low_rank(1, 40, 60, 0).to(dtype)
         half = Fleet(lambda: PowerSGDCompressor(2, **settings), 1, [torch.zeros(40, 60, dtype=M.dtype)])
@@ -150,7 +151,7 @@ def test_halves_are_multiplied_in_fp32(settings):
 
 
 @every_mode
-def test_a_mean_beyond_the_range_is_named(settings):
+def test_a_mean_beyond_the_range_is_named(settings: Any) -> None:
     fleet = fleet_of([(30, 40)], 2, **settings)
     fleet.step([[3e38 * torch.ones(30, 40)]] * 2)
     assert fleet.nonfinite[0] is not None and "p0" in fleet.nonfinite[0]
@@ -158,7 +159,7 @@ def test_a_mean_beyond_the_range_is_named(settings):
 
 
 @every_mode
-def test_a_dropped_step_never_was(settings):
+def test_a_dropped_step_never_was(settings: Any) -> None:
     shapes = [(30, 40), (8,), (16, 3, 3, 3)]
     fleet = fleet_of(shapes, 2, **settings)
     for step in range(3):
@@ -172,7 +173,7 @@ def test_a_dropped_step_never_was(settings):
         assert_same(old, new)
 
 
-def assert_same(a, b, exactly=True):
+def assert_same(a: Any, b: Any, exactly: bool = True) -> None:
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
@@ -186,7 +187,7 @@ def assert_same(a, b, exactly=True):
 # Bytes
 
 
-def test_the_rule_counts_the_flattened_matrix():
+def test_the_rule_counts_the_flattened_matrix() -> None:
     for rate, expected in ((230, 4), (231, 0)):
         assert CompressionRule(4, 1, rate).rank_of("", 512 * 512 * 9, 512, 4608) == expected
     rule = CompressionRule(1, 2, 2)
@@ -197,14 +198,14 @@ def test_the_rule_counts_the_flattened_matrix():
 
 
 @cache
-def resnet18_on_paper():
+def resnet18_on_paper() -> Any:
     with torch.device("meta"):
         return list(resnet18(num_classes=10).named_parameters())
 
 
 @pytest.mark.parametrize(("rank", "mib"), [(1, 4.2), (2, 7.5), (4, 14.2), (7, 24.2)])
 @pytest.mark.parametrize("settings", [{"mode": "paper"}, {"num_iters_per_step": 2}], ids=str)
-def test_bytes_of_resnet18_are_the_paper_s(rank, mib, settings):
+def test_bytes_of_resnet18_are_the_paper_s(rank: Any, mib: Any, settings: Any) -> None:
     """Table 3 of the paper: MiB in an epoch of 24 steps, with all matrices compressed."""
     compressor = PowerSGDCompressor(rank, min_compression_rate=0, **settings)
     named = resnet18_on_paper()
@@ -213,7 +214,7 @@ def test_bytes_of_resnet18_are_the_paper_s(rank, mib, settings):
     assert round(24 * 4 * total / 2**20, 1) == mib
 
 
-def test_fp16_sends_half_and_keeps_what_rounding_takes():
+def test_fp16_sends_half_and_keeps_what_rounding_takes() -> None:
     for settings in [settings for name, settings in MODES.items() if name != "square"]:
         half, full = (fleet_of([(40, 60), (9,)], 2, wire=w, **settings) for w in ("fp16", "fp32"))
         own = [[normal(40, 60, seed=r), 1 + normal(9, seed=r) / 10] for r in range(2)]
@@ -227,18 +228,18 @@ def test_fp16_sends_half_and_keeps_what_rounding_takes():
 
 
 @every_mode
-def test_it_resumes_in_other_buckets(settings):
+def test_it_resumes_in_other_buckets(settings: Any) -> None:
     shapes = [(30, 40), (8,), (30, 40), (16, 3, 3, 3)]
     named = [(f"p{i}", torch.zeros(s)) for i, s in enumerate(shapes)]
 
-    def run(compressor, groups, steps):
+    def run(compressor: Any, groups: Any, steps: Any) -> Any:
         buckets = [make_bucket(f"b{i}", [named[j] for j in group]) for i, group in enumerate(groups)]
         for bucket in buckets:
             compressor.plan(bucket, 1, 0)
         return buckets, compressor, steps
 
-    def step(buckets, compressor, number):
-        found = {}
+    def step(buckets: Any, compressor: Any, number: Any) -> Any:
+        found: dict[str, Tensor] = {}
         for bucket in buckets:
             for s in bucket.segments:
                 s.of(bucket.flat).copy_(normal(*s.shape, seed=10 * number + int(s.name[1:])))
@@ -264,7 +265,7 @@ def test_it_resumes_in_other_buckets(settings):
             step(second, two, 3)
 
 
-def test_state_of_another_model_is_refused():
+def test_state_of_another_model_is_refused() -> None:
     fleet, other = fleet_of([(30, 40)]), fleet_of([(30, 40), (5,)])
     with pytest.raises(ValueError, match=r"error of another model: missing \['p1'\]"):
         other.compressors[0].load_state_dict(fleet.compressors[0].state_dict())
@@ -281,7 +282,7 @@ def test_state_of_another_model_is_refused():
             fleet_of([(30, 40)]).compressors[0].load_state_dict(damaged)
 
 
-def test_a_resumed_run_may_have_another_rank():
+def test_a_resumed_run_may_have_another_rank() -> None:
     fleet = fleet_of([(30, 40)], rank=2, num_iters_per_step=2)
     fleet.step([[normal(30, 40)]])
     state = fleet.compressors[0].state_dict()
@@ -294,7 +295,7 @@ def test_a_resumed_run_may_have_another_rank():
         assert other.step([[normal(30, 40, seed=1)]])[0].isfinite().all()
 
 
-def test_another_number_of_ranks_keeps_the_mean_error():
+def test_another_number_of_ranks_keeps_the_mean_error() -> None:
     fleet = fleet_of([(30, 40), (7,)], 2, num_iters_per_step=2)
     for step in range(3):
         fleet.step([[normal(30, 40, seed=9 * step + r), normal(7)] for r in range(2)])
@@ -307,7 +308,7 @@ def test_another_number_of_ranks_keeps_the_mean_error():
     larger.step([[normal(30, 40), normal(7)]] * 3)
 
 
-def test_everything_is_sent_until_compression_starts():
+def test_everything_is_sent_until_compression_starts() -> None:
     fleet = fleet_of([(30, 40), (7,)], 2, start_compressing_after_num_steps=2, num_iters_per_step=2)
     for step in range(4):
         own = [[normal(30, 40, seed=9 * step + r), normal(7, seed=r)] for r in range(2)]
@@ -317,7 +318,7 @@ def test_everything_is_sent_until_compression_starts():
     assert fleet.world.meters[0].payload_bytes == 2 * (4 * 1207 + 8) + 2 * (4 * (2 * 70 + 7) + 8)
 
 
-def test_global_random_numbers_stay_as_they_are():
+def test_global_random_numbers_stay_as_they_are() -> None:
     before = torch.get_rng_state()
     fleet = fleet_of([(30, 40)], 2, mode="paper", warm_start=False)
     fleet.step([[torch.zeros(30, 40)]] * 2)
@@ -327,7 +328,7 @@ def test_global_random_numbers_stay_as_they_are():
 # Adaptive rank
 
 
-def test_accordion_chooses_by_the_change_of_the_norm():
+def test_accordion_chooses_by_the_change_of_the_norm() -> None:
     accordion = Accordion(1, 4, change=0.5, every=2)
     ends = [e for i, e in enumerate((0, 0, 1, 2, 2, 3, 4)) if accordion.ends_interval(e)]
     assert ends == [2, 4]
@@ -340,7 +341,7 @@ def test_accordion_chooses_by_the_change_of_the_norm():
         Accordion(4, 2)
 
 
-def test_ranks_switch_at_the_ends_of_epochs():
+def test_ranks_switch_at_the_ends_of_epochs() -> None:
     make = {"rank": 1, "high_rank": 3, "num_iters_per_step": 2}
     fleet, other = fleet_of([(30, 40), (40, 30)], 2, **make), fleet_of([(30, 40), (40, 30)], 2, **make)
     ranks = []
@@ -366,12 +367,12 @@ def test_ranks_switch_at_the_ends_of_epochs():
 # Three lines
 
 
-def alone():
+def alone() -> Any:
     return LockstepWorld(1).transports[0]
 
 
 @pytest.mark.parametrize("zero_grad", [False, True])
-def test_three_lines_train(zero_grad):
+def test_three_lines_train(zero_grad: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -383,7 +384,7 @@ def test_three_lines_train(zero_grad):
         loss = (model(inputs) - targets).square().mean()
         loss.backward()
         optimizer_step(optimizer, powersgd)
-        assert not any(p.grad.any() for p in model.parameters())
+        assert not any(p.grad is None or p.grad.any() for p in model.parameters())
         if zero_grad:
             optimizer.zero_grad()
         losses.append(loss.item())
@@ -394,8 +395,8 @@ def test_three_lines_train(zero_grad):
         optimizer_step(other, powersgd)
 
 
-def test_aggregate_averages_over_ranks_and_refuses_nan():
-    def body(transport):
+def test_aggregate_averages_over_ranks_and_refuses_nan() -> None:
+    def body(transport: Any) -> Any:
         params = [torch.zeros(30, 40), torch.zeros(7), torch.zeros((), dtype=torch.float64)]
         config = Config(rank=1, num_iters_per_step=2, start_compressing_after_num_steps=0)
         powersgd = PowerSGD(params, config, transport)
@@ -414,8 +415,8 @@ def test_aggregate_averages_over_ranks_and_refuses_nan():
     assert all(torch.equal(a, b) for a, b in pairwise(P))
 
 
-def test_the_original_s_aggregators_and_its_step_counter():
-    def body(transport):
+def test_the_original_s_aggregators_and_its_step_counter() -> None:
+    def body(transport: Any) -> None:
         p, unused = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))
         sgd = torch.optim.SGD([p, unused], lr=1.0)
         for aggregator in (AllReduce(transport), PowerSGD([p, unused], Config(rank=1), transport)):
@@ -425,7 +426,7 @@ def test_the_original_s_aggregators_and_its_step_counter():
                 optimizer_step(sgd, aggregator)
                 assert not p.grad.any() and unused.grad is None
         assert (p == 1 - 4 * 0.5).all() and (unused == 1).all()
-        assert aggregator.step_counter == 2
+        assert isinstance(aggregator, PowerSGD) and aggregator.step_counter == 2
         resumed = PowerSGD([p, unused], Config(rank=1), transport)
         resumed.load_state_dict(aggregator.state_dict())
         assert resumed.step_counter == 2
@@ -457,6 +458,6 @@ def test_the_original_s_aggregators_and_its_step_counter():
     ],
     ids=str,
 )
-def test_what_it_refuses(settings, message):
+def test_what_it_refuses(settings: Any, message: Any) -> None:
     with pytest.raises(ValueError, match=message):
         PowerSGDCompressor(**settings)

@@ -1,6 +1,7 @@
 """The small quantizing and sampling compressors, each against its definition."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,29 +26,29 @@ from dgc.compression.quantized.onebit import rows_of
 N = 600
 
 
-def once(make, g, shape=None):
+def once(make: Any, g: Any, shape: Any = None) -> Any:
     """What one rank alone gets for a gradient."""
     return Ranks(1, make, [shape or tuple(g.shape)]).step([g.reshape(-1)]).view(g.shape)
 
 
-def average(make, g, draws, shape=None):
+def average(make: Any, g: Any, draws: Any, shape: Any = None) -> Any:
     """Over many steps of the same gradient, without error feedback."""
     ranks = Ranks(1, make, [shape or tuple(g.shape)])
     return sum(ranks.step([g.reshape(-1)]).double() for _ in range(draws)).view(g.shape) / draws
 
 
-def test_scaled_signs():
+def test_scaled_signs() -> None:
     g = normal(N, 0)
     torch.testing.assert_close(once(ScaledSignCompressor, g), g.sign() * g.abs().mean())
 
 
-def test_the_scale_is_each_tensors_own():
+def test_the_scale_is_each_tensors_own() -> None:
     ranks = Ranks(1, ScaledSignCompressor, [(4,), (4,)])
     mean = ranks.step([torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])])
     assert mean.tolist() == [1, -1, 1, 1, 8, 8, -8, 8]
 
 
-def test_the_majority_decides():
+def test_the_majority_decides() -> None:
     votes = [[1.0, -2, 3, 0.1], [-1.0, -5, 3, 0.1], [9.0, 1, 3, -7]]
     ranks = Ranks(3, SignSGDCompressor, [(4,)])
     assert ranks.step([torch.tensor(v) for v in votes]).tolist() == [1, -1, 1, 1]
@@ -55,12 +56,12 @@ def test_the_majority_decides():
     assert even.step([torch.tensor([1.0, 1]), torch.tensor([-1.0, 1])]).tolist() == [0, 1]
 
 
-def test_a_rank_of_zeros_does_not_vote():
+def test_a_rank_of_zeros_does_not_vote() -> None:
     ranks = Ranks(3, SignSGDCompressor, [(2,)])
     assert ranks.step([torch.tensor([1.0, -1]), torch.zeros(2), torch.zeros(2)]).tolist() == [1, -1]
 
 
-def test_signum_is_the_sign_of_the_average():
+def test_signum_is_the_sign_of_the_average() -> None:
     beta, m = 0.9, torch.zeros(N)
     ranks = Ranks(1, lambda: SignSGDCompressor(momentum=beta), [(N,)])
     for step in range(20):
@@ -70,7 +71,7 @@ def test_signum_is_the_sign_of_the_average():
         assert agree[m.abs() > 1e-6].all()
 
 
-def test_one_bit_sends_the_mean_of_each_side_of_each_row():
+def test_one_bit_sends_the_mean_of_each_side_of_each_row() -> None:
     g = normal(12 * 40, 1).view(12, 40)
     sent = once(OneBitCompressor, g)
     for row, got in zip(g, sent, strict=True):
@@ -79,7 +80,7 @@ def test_one_bit_sends_the_mean_of_each_side_of_each_row():
     assert (g - sent).norm() < (g - g.sign() * g.abs().mean()).norm()
 
 
-def test_rows_are_the_outermost_dimension():
+def test_rows_are_the_outermost_dimension() -> None:
     ranks = Ranks(1, OneBitCompressor, [(5, 3, 2), (7,), (), (0, 4)])
     assert [rows_of(s) for s in ranks.buckets[0].segments] == [5, 1, 1, 1]
 
@@ -98,7 +99,7 @@ STOCHASTIC = {
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 @pytest.mark.usefixtures("no_type_checks")
-def test_unbiased(name):
+def test_unbiased(name: Any) -> None:
     """The mean over many steps is the gradient; its error falls as one over the root of their number."""
     g, draws = normal(24 * 25, 2).view(24, 25), 300
     few, many = (float((average(STOCHASTIC[name], g, d) - g).norm() / g.norm()) for d in (draws // 16, draws))
@@ -106,7 +107,7 @@ def test_unbiased(name):
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-def test_randomness_repeats_with_the_seed_and_differs_from_step_to_step(name):
+def test_randomness_repeats_with_the_seed_and_differs_from_step_to_step(name: Any) -> None:
     g = normal(24 * 25, 2).view(24, 25)
     first, second = (Ranks(1, STOCHASTIC[name], [(24, 25)]) for _ in range(2))
     a, b = [first.step([g.reshape(-1)]) for _ in range(2)], [second.step([g.reshape(-1)]) for _ in range(2)]
@@ -114,7 +115,7 @@ def test_randomness_repeats_with_the_seed_and_differs_from_step_to_step(name):
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-def test_torchs_generators_are_left_alone(name):
+def test_torchs_generators_are_left_alone(name: Any) -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -123,14 +124,14 @@ def test_torchs_generators_are_left_alone(name):
 
 
 @pytest.mark.parametrize("name", ["qsgd, 4 bits", "terngrad", "natural"])
-def test_ranks_round_on_their_own(name):
+def test_ranks_round_on_their_own(name: Any) -> None:
     """The mean over ranks that hold the same gradient is better than what one of them sends."""
     g = normal(N, 4)
     alone, together = once(STOCHASTIC[name], g), Ranks(8, STOCHASTIC[name], [(N,)]).step([g] * 8)
     assert (together - g).norm() < 0.6 * (alone - g).norm()
 
 
-def test_qsgd_divides_the_norm_into_levels():
+def test_qsgd_divides_the_norm_into_levels() -> None:
     """7 levels in 4 bits, of the L2 norm or of the largest magnitude."""
     g = normal(N, 5)
     for norm, scale in (("l2", g.norm()), ("max", g.abs().max())):
@@ -138,34 +139,34 @@ def test_qsgd_divides_the_norm_into_levels():
         assert levels.any() and torch.allclose(levels, levels.round(), atol=1e-4)
 
 
-def test_terngrads_levels_and_clipping():
+def test_terngrads_levels_and_clipping() -> None:
     g = normal(N, 5)
     assert set(once(lambda: TernGradCompressor(clip=None), g).abs().tolist()) == {0.0, float(g.abs().max())}
     clipped = once(lambda: TernGradCompressor(clip=2.5), g).abs().max()
     torch.testing.assert_close(clipped, 2.5 * g.std(correction=0), rtol=1e-5, atol=0)
 
 
-def test_natural_sends_powers_of_two():
+def test_natural_sends_powers_of_two() -> None:
     sent = once(lambda: NaturalCompressor(), normal(N, 6))
     assert (sent.abs().log2() == sent.abs().log2().round()).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_blocks_are_rounded_to_the_nearest_level(bits):
+def test_blocks_are_rounded_to_the_nearest_level(bits: Any) -> None:
     g, levels = normal(5000, 7), 2 ** (bits - 1) - 1
     sent = once(lambda: BlockwiseCompressor(bits=bits, block=512), g)
     for part, got in zip(g.split(512), sent.split(512), strict=True):
         assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
 
 
-def test_a_short_last_block_is_no_full_one():
+def test_a_short_last_block_is_no_full_one() -> None:
     ranks = Ranks(1, lambda: BlockwiseCompressor(block=512), [(512,), (513,)])
     ranks.step([normal(1025, 0)])
     codes = 3 * 4 + 512 + 513
     assert ranks.world.meters[0].payload_bytes == 24 + -(-codes // 8) * 8
 
 
-def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks():
+def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks() -> None:
     ranks = Ranks(3, lambda: RandomKCompressor(0.1), [(100,), (7,)])
     mean = ranks.step([torch.ones(107) * r for r in (1, 2, 3)])
     chosen = mean.nonzero().view(-1)
@@ -173,7 +174,7 @@ def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks():
     assert (mean[chosen] == 2).all()
 
 
-def test_random_blocks_follow_one_another_around_the_end():
+def test_random_blocks_follow_one_another_around_the_end() -> None:
     starts = set()
     ranks = Ranks(1, lambda: RandomBlockCompressor(0.3, error_feedback=False), [(10,)])
     for _ in range(60):
@@ -185,14 +186,14 @@ def test_random_blocks_follow_one_another_around_the_end():
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-def test_svd_is_the_best_approximation(rank):
+def test_svd_is_the_best_approximation(rank: Any) -> None:
     M = normal(20 * 30, 8).view(20, 30)
     U, s, Vh = torch.linalg.svd(M.double())  # in fp32 some CPUs' LAPACK is a hundred times less exact than ours
     best = U[:, :rank] * s[:rank] @ Vh[:rank]
     torch.testing.assert_close(once(lambda: SVDCompressor(rank), M).double(), best, rtol=1e-5, atol=2e-6)
 
 
-def test_svd_takes_what_it_makes_smaller():
+def test_svd_takes_what_it_makes_smaller() -> None:
     svd = SVDCompressor(2)
     shapes = [(3, 40), (2, 2), (40,), (), (0, 4), (30, 4, 5)]
     segments = Ranks(1, SVDCompressor, shapes).buckets[0].segments
@@ -210,7 +211,7 @@ def test_svd_takes_what_it_makes_smaller():
         ([0.0, 0], 1, [0.5, 0.5]),
     ],
 )
-def test_probabilities_add_up(s, r, expected):
+def test_probabilities_add_up(s: Any, r: Any, expected: Any) -> None:
     assert inclusion(torch.tensor(s), r).tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -228,11 +229,11 @@ def test_probabilities_add_up(s, r, expected):
         (lambda: SVDCompressor(0), "rank"),
     ],
 )
-def test_bad_options(make, words):
+def test_bad_options(make: Any, words: Any) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def test_ratios_above_one_are_factors():
+def test_ratios_above_one_are_factors() -> None:
     assert RandomKCompressor(20).compress_ratio == 1 / 20
     assert math.isclose(QSGDCompressor(bits=4).compress_ratio, 1 / 8)

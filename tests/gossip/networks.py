@@ -89,10 +89,10 @@ class Trained:
         algorithm: Gossip,
         make_optimizer: MakeOptimizer = momentum,
         dtype: torch.dtype = torch.float32,
-    ):
+    ) -> None:
         self.rank, self.size = transport.rank, transport.size
         generator = torch.Generator().manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 9, dtype=dtype), nn.Tanh(), nn.Linear(9, 3, dtype=dtype))
+        self.model: Any = nn.Sequential(nn.Linear(6, 9, dtype=dtype), nn.Tanh(), nn.Linear(9, 3, dtype=dtype))
         for p in self.model.parameters():
             p.data.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float32))
         self.optimizer = GossipOptimizer(

@@ -4,6 +4,7 @@ import random
 import threading
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ from dgc.gossip.topology.bipartite import bipartite_complete, bipartite_subgraph
 from dgc.optim import GossipOptimizer
 
 
-def line(size):
+def line(size: Any) -> Any:
     """The graph with the largest diameter."""
     return Topology("line", size, 1, lambda r, _: (p for p in (r - 1, r + 1) if 0 <= p < size))
 
 
-def tree(size):
+def tree(size: Any) -> Any:
     """Random, of odd-even pairs only."""
     order = random.Random(size)
     edges = [(r, order.choice([p for p in range(r) if (r - p) % 2])) for r in range(1, size)]
@@ -41,7 +42,7 @@ GRAPHS = {
     gossip.full: (5,),
     gossip.exponential: (8,),
 }
-CASES = [
+CASES: list[Any] = [
     pytest.param(graph, size, id=f"{graph.__name__}-{size}") for graph, sizes in GRAPHS.items() for size in sizes
 ]
 
@@ -57,7 +58,7 @@ class Simulation:
     numel: int = 3
     stopped: set[int] = field(default_factory=set)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         size = self.topology.size
         self.random = random.Random(self.seed)
         self.world = ChannelWorld(size, self.seed, max_delay=5 * size)
@@ -72,28 +73,28 @@ class Simulation:
         for rank in range(size):
             self.begin(rank)
 
-    def begin(self, rank):
+    def begin(self, rank: Any) -> None:
         self.protocols[rank].begin()
         self.links[rank].begin(self.tag, self.now)
 
-    def look(self, rank=None):
+    def look(self, rank: Any = None) -> None:
         rank = self.random.randrange(self.topology.size) if rank is None else rank
         self.now += 0.01
         if rank not in self.stopped and not self.links[rank].is_over:
             self.links[rank].poll(self.now)
 
-    def run(self, looks):
+    def run(self, looks: Any) -> None:
         for _ in range(looks):
             self.look()
 
-    def drain(self):
+    def drain(self) -> None:
         """Drain all ranks, in a random order and at different times."""
         for rank in self.random.sample(range(self.topology.size), self.topology.size):
             self.protocols[rank].is_draining = True
             self.run(self.random.randrange(20 * self.topology.size))
         self.finish()
 
-    def finish(self):
+    def finish(self) -> None:
         for _ in range(3000):
             if all(link.is_over for link in self.links):
                 break
@@ -102,7 +103,7 @@ class Simulation:
         assert all(link.is_over for link in self.links)
         assert self.world.in_flight == self.world.pending_receives == 0
 
-    def spread(self):
+    def spread(self) -> Any:
         x = torch.stack(self.xs)
         return float((x - x.mean(0)).norm())
 
@@ -111,7 +112,7 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 @pytest.mark.parametrize(("graph", "size"), CASES)
-def test_averages_keep_the_sum_come_together_and_end(graph, size):
+def test_averages_keep_the_sum_come_together_and_end(graph: Any, size: Any) -> None:
     simulation = Simulation(graph(size), seed=size)
     total, spread = sum(x.double() for x in simulation.xs), simulation.spread()
     simulation.run(40 * size)
@@ -122,7 +123,7 @@ def test_averages_keep_the_sum_come_together_and_end(graph, size):
     assert active == sum(m.averagings for m in simulation.protocols if not m.is_active) > 0
 
 
-def test_many_cycles_and_messages_that_overtake_the_end_of_one():
+def test_many_cycles_and_messages_that_overtake_the_end_of_one() -> None:
     """The first rank that receives END begins the next cycle while others are still in the old one."""
     simulation = Simulation(bipartite_complete(5))
     total = sum(x.double() for x in simulation.xs)
@@ -141,7 +142,7 @@ def test_many_cycles_and_messages_that_overtake_the_end_of_one():
     torch.testing.assert_close(sum(x.double() for x in simulation.xs), total, rtol=0, atol=1e-5)
 
 
-def test_steps_between_snapshot_and_reply_are_kept():
+def test_steps_between_snapshot_and_reply_are_kept() -> None:
     """Every step adds one to the x of its rank, so the sum over ranks must be the number of steps."""
     simulation = Simulation(bipartite_complete(5))
     for x in simulation.xs:
@@ -158,7 +159,7 @@ def test_steps_between_snapshot_and_reply_are_kept():
 
 @pytest.mark.parametrize("slow", [None, 1])
 @pytest.mark.parametrize(("graph", "size"), [c for c in CASES if c.values[1] < 16])
-def test_all_ranks_are_informed_that_an_epoch_is_over(graph, size, slow):
+def test_all_ranks_are_informed_that_an_epoch_is_over(graph: Any, size: Any, slow: Any) -> None:
     """Each rank trains until its step counts are large enough, which is soon. At the end the counts are exact.
 
     A slow rank may be the only path between two fast ranks.
@@ -178,10 +179,10 @@ def test_all_ranks_are_informed_that_an_epoch_is_over(graph, size, slow):
     simulation.finish()
     total = sum(int(protocol.step_counts[rank]) for rank, protocol in enumerate(protocols))
     assert all(int(protocol.step_counts.sum()) == total for protocol in protocols) and goal <= total
-    assert looks - since <= 60 * size**2
+    assert since is not None and looks - since <= 60 * size**2
 
 
-def test_averages_are_bounded_by_steps():
+def test_averages_are_bounded_by_steps() -> None:
     for rate, most in ((1.0, 50), (0.5, 25), (2.0, 100)):
         simulation = Simulation(bipartite_complete(4), averagings_per_step=rate)
         for _ in range(50):
@@ -193,7 +194,7 @@ def test_averages_are_bounded_by_steps():
             assert protocol.averagings == most if protocol.is_active else protocol.averagings <= 2 * most
 
 
-def test_what_the_network_was_too_slow_for_is_not_caught_up_on():
+def test_what_the_network_was_too_slow_for_is_not_caught_up_on() -> None:
     simulation = Simulation(bipartite_complete(2), averagings_per_step=1.0)
     for _ in range(10):
         simulation.protocols[1].count_step()
@@ -204,7 +205,7 @@ def test_what_the_network_was_too_slow_for_is_not_caught_up_on():
 
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("draining", [False, True])
-def test_a_lost_rank_is_reported_to_all_others(size, draining):
+def test_a_lost_rank_is_reported_to_all_others(size: Any, draining: Any) -> None:
     for lost in range(size):
         simulation = Simulation(bipartite_complete(size), seed=lost, timeout=10.0 * size)
         simulation.run(30 * size)
@@ -227,14 +228,14 @@ def test_a_lost_rank_is_reported_to_all_others(size, draining):
         assert all(f"rank {lost} " in text and "timed out" in text for text in errors.values())
 
 
-def test_idle_ranks_are_not_lost():
+def test_idle_ranks_are_not_lost() -> None:
     simulation = Simulation(bipartite_complete(5), averagings_per_step=1.0, timeout=10.0)
     simulation.run(10_000)
     simulation.drain()
     assert all(protocol.averagings == 0 for protocol in simulation.protocols)
 
 
-def test_a_rank_that_was_stopped_extends_the_time_limits_of_the_others():
+def test_a_rank_that_was_stopped_extends_the_time_limits_of_the_others() -> None:
     simulation = Simulation(bipartite_complete(2), averagings_per_step=1.0, timeout=1.0)
     simulation.run(500)
     simulation.now += 10_000
@@ -242,7 +243,7 @@ def test_a_rank_that_was_stopped_extends_the_time_limits_of_the_others():
     simulation.drain()
 
 
-def test_messages_are_as_long_as_documented():
+def test_messages_are_as_long_as_documented() -> None:
     simulation = Simulation(bipartite_complete(4), numel=101)
     simulation.run(200)
     simulation.drain()
@@ -256,7 +257,7 @@ def test_messages_are_as_long_as_documented():
 
 
 @pytest.mark.parametrize("size", range(1, 18))
-def test_bipartite_complete_has_all_pairs_and_rounds_of_pairs(size):
+def test_bipartite_complete_has_all_pairs_and_rounds_of_pairs(size: Any) -> None:
     topology = bipartite_complete(size)
     assert topology.is_symmetric
     for rank in range(size):
@@ -264,7 +265,7 @@ def test_bipartite_complete_has_all_pairs_and_rounds_of_pairs(size):
         assert sorted(peers) == [p for p in range(size) if (p - rank) % 2]
 
 
-def test_the_bipartite_subgraph_has_both_directions_of_an_edge():
+def test_the_bipartite_subgraph_has_both_directions_of_an_edge() -> None:
     assert peer_schedule(bipartite_subgraph(gossip.ring(4)), 1) == (2, 0)
     assert set(peer_schedule(bipartite_subgraph(gossip.ring(5)), 3)) == {2, 4}
     graph = gossip.bipartite_exponential(8)
@@ -272,7 +273,7 @@ def test_the_bipartite_subgraph_has_both_directions_of_an_edge():
 
 
 @pytest.mark.parametrize("graph", [lambda: gossip.star(4), lambda: gossip.hierarchical(8, 2)])
-def test_graphs_without_a_path_of_odd_even_pairs_are_refused(graph):
+def test_graphs_without_a_path_of_odd_even_pairs_are_refused(graph: Any) -> None:
     with pytest.raises(TopologyError, match=r"never reaches ranks \[.*bipartite_complete"):
         bipartite_subgraph(graph())
 
@@ -280,12 +281,12 @@ def test_graphs_without_a_path_of_odd_even_pairs_are_refused(graph):
 # --- threads -----------------------------------------------------------------------------------------------------
 
 
-def together(size, body, **options):
+def together(size: Any, body: Any, **options: Any) -> Any:
     """Run body(rank, gossip, z) in one thread per rank and return the results."""
     world = ChannelWorld(size)
     results, errors = [None] * size, []
 
-    def work(rank):
+    def work(rank: Any) -> None:
         own, z, meter = ADPSGD(**options), torch.zeros(11), TrafficMeter()
         own.start_on_channel(z, world.channels[rank], meter)
         try:
@@ -305,15 +306,15 @@ def together(size, body, **options):
     return results, world
 
 
-def steps(own, z, number):
+def steps(own: Any, z: Any, number: Any) -> None:
     for _ in range(number):
         own.begin_step()
         own.update(lambda: z.add_(1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_threads_train_synchronize_and_resume(size):
-    def body(rank, own, z):
+def test_threads_train_synchronize_and_resume(size: Any) -> None:
+    def body(rank: Any, own: Any, z: Any) -> Any:
         for number in (1, 20, 0, 5):
             steps(own, z, number)
             own.synchronize_messages()
@@ -330,12 +331,15 @@ def test_threads_train_synchronize_and_resume(size):
     assert size == 1 or all(sent > 0 for *_, sent in results)
 
 
-def test_a_state_goes_on_where_it_was():
-    saved, _ = together(
-        2, lambda rank, own, z: [steps(own, z, 5), own.synchronize_messages(), own.state_dict()][-1]
-    )
+def test_a_state_goes_on_where_it_was() -> None:
+    def start(rank: Any, own: Any, z: Any) -> Any:
+        steps(own, z, 5)
+        own.synchronize_messages()
+        return own.state_dict()
 
-    def body(rank, own, z):
+    saved, _ = together(2, start)
+
+    def body(rank: Any, own: Any, z: Any) -> Any:
         own.synchronize_messages()
         own.load_state_dict(saved[rank])
         loaded = z.clone()
@@ -348,7 +352,7 @@ def test_a_state_goes_on_where_it_was():
     assert [progress for progress, _ in results] == [12, 12]
     assert all(torch.equal(z, state["x"]) for (_, z), state in zip(results, saved, strict=True))
 
-    def other(rank, own, z):
+    def other(rank: Any, own: Any, z: Any) -> None:
         own.synchronize_messages()
         with pytest.raises(ValueError, match="state of another algorithm"):
             own.load_state_dict({"z": saved[0]["x"], "steps": 3})
@@ -358,10 +362,10 @@ def test_a_state_goes_on_where_it_was():
     together(1, other)
 
 
-def test_a_rank_without_a_step_in_an_epoch_holds_nobody_up():
+def test_a_rank_without_a_step_in_an_epoch_holds_nobody_up() -> None:
     """It has gone on as the others have, or they would wait for its answers until the timeout."""
 
-    def body(rank, own, z):
+    def body(rank: Any, own: Any, z: Any) -> Any:
         for _ in range(3):
             own.synchronize_messages()
             own.begin_epoch(0)
@@ -375,22 +379,22 @@ def test_a_rank_without_a_step_in_an_epoch_holds_nobody_up():
 class AgreedTransport:
     """A rank's end of a world of channels, for an optimizer that has nothing else to ask the other ranks."""
 
-    def __init__(self, channel):
+    def __init__(self, channel: Any) -> None:
         self._alone, self._channel = LockstepWorld(1).transports[0], channel
         self.rank, self.size = channel.rank, channel.size
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: Any) -> Any:
         return getattr(self._alone, name)
 
-    def channel(self):
+    def channel(self) -> Any:
         return self._channel
 
 
-def test_closing_an_optimizer_receives_what_is_on_its_way():
+def test_closing_an_optimizer_receives_what_is_on_its_way() -> None:
     """Also on ranks that close long before others do. Each step adds one to its rank's model."""
     world, models, errors = ChannelWorld(3), {}, []
 
-    def work(rank):
+    def work(rank: Any) -> None:
         try:
             p = torch.nn.Parameter(torch.zeros(5))
             inner, transport = torch.optim.SGD([p], lr=1.0), AgreedTransport(world.channels[rank])
@@ -412,10 +416,11 @@ def test_closing_an_optimizer_receives_what_is_on_its_way():
     for thread in threads:
         thread.join(30)
     assert not errors and world.in_flight == world.pending_receives == 0
-    assert float(sum(models.values())[0]) == pytest.approx(60, rel=1e-5)
+    total: Any = sum(models.values())
+    assert float(total[0]) == pytest.approx(60, rel=1e-5)
 
 
-def test_errors_of_the_user():
+def test_errors_of_the_user() -> None:
     with pytest.raises(ValueError, match="averagings_per_step"):
         ADPSGD(averagings_per_step=0)
     with pytest.raises(ValueError, match="timeout"):
@@ -446,9 +451,9 @@ def test_errors_of_the_user():
         own.begin_step()
 
 
-def test_a_failure_in_one_thread_is_an_error_on_every_rank():
-    def body(rank, own, z):
-        def fail(*_):
+def test_a_failure_in_one_thread_is_an_error_on_every_rank() -> None:
+    def body(rank: Any, own: Any, z: Any) -> Any:
+        def fail(*_: Any) -> None:
             raise OSError("the cable is cut")
 
         if rank == 1:

@@ -1,5 +1,7 @@
 """Averages by gossip: sums are preserved and the mean is reached, exactly where theory predicts it."""
 
+from typing import Any
+
 import pytest
 import torch
 from gossip.table import CASES, IDS, named
@@ -12,18 +14,18 @@ from dgc.gossip.pushsum.average import initial_state
 from dgc.gossip.topology.mixing import mixing_matrix
 
 
-def values(size, dtype=torch.float64, shape=(5,)):
+def values(size: Any, dtype: Any = torch.float64, shape: Any = (5,)) -> Any:
     generator = torch.Generator().manual_seed(size)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
 
 
-def averaged(average, own, rounds, topology, mixing=uniform, first=0):
+def averaged(average: Any, own: Any, rounds: Any, topology: Any, mixing: Any = uniform, first: int = 0) -> Any:
     world = LockstepWorld(len(own))
     conversations = [average(x, rounds, rank, topology, mixing, first) for rank, x in enumerate(own)]
     return world.converse("average", conversations), world.meters
 
 
-def product(topology, mixing, rounds):
+def product(topology: Any, mixing: Any, rounds: Any) -> Any:
     """The product of the mixing matrices of the first `rounds` rounds."""
     P = torch.eye(topology.size, dtype=torch.float64)
     for t in range(rounds):
@@ -32,7 +34,7 @@ def product(topology, mixing, rounds):
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
-def test_a_round_preserves_sums_and_equals_the_mixing_matrix(row, size):
+def test_a_round_preserves_sums_and_equals_the_mixing_matrix(row: Any, size: Any) -> None:
     topology, own = row.make(size), values(size, shape=(3,))
     states = [initial_state(x) for x in own]
     for t in range(4):
@@ -45,14 +47,14 @@ def test_a_round_preserves_sums_and_equals_the_mixing_matrix(row, size):
     assert float(sum(s.w for s in states)) == pytest.approx(size, abs=1e-12)
 
 
-def long_product(topology, mixing):
+def long_product(topology: Any, mixing: Any) -> Any:
     """The product of about 100 rounds per rank."""
     periods = -(-100 * topology.size // topology.period)
     return torch.linalg.matrix_power(product(topology, mixing, topology.period), periods)
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
-def test_every_graph_converges_to_the_mean(row, size):
+def test_every_graph_converges_to_the_mean(row: Any, size: Any) -> None:
     P = long_product(row.make(size), uniform)
     z = P / P.sum(1, keepdim=True)
     torch.testing.assert_close(z, torch.full_like(z, 1 / size), rtol=0, atol=1e-6)
@@ -60,12 +62,12 @@ def test_every_graph_converges_to_the_mean(row, size):
 
 
 @pytest.mark.parametrize(("row", "size"), [case for case in CASES if case[0].pairs], ids=named)
-def test_symmetric_graphs_converge_to_the_mean_without_weights(row, size):
+def test_symmetric_graphs_converge_to_the_mean_without_weights(row: Any, size: Any) -> None:
     P = long_product(row.make(size), metropolis)
     torch.testing.assert_close(P, torch.full_like(P, 1 / size), rtol=0, atol=1e-6)
 
 
-def test_push_pull_is_push_sum_where_weights_stay_one():
+def test_push_pull_is_push_sum_where_weights_stay_one() -> None:
     topology, own = gossip.ring(5, 2), values(5)
     assert averaged(push_pull_average, own, 7, topology)[0][3].allclose(
         averaged(push_sum_average, own, 7, topology)[0][3], rtol=0, atol=1e-12
@@ -73,7 +75,7 @@ def test_push_pull_is_push_sum_where_weights_stay_one():
 
 
 @pytest.mark.parametrize("power", range(1, 7))
-def test_one_peer_exponential_is_exact_after_log2_n_rounds(power):
+def test_one_peer_exponential_is_exact_after_log2_n_rounds(power: Any) -> None:
     size = 2**power
     own = [torch.full((1,), float(rank), dtype=torch.float64) for rank in range(size)]
     reached, _ = averaged(push_sum_average, own, power, gossip.n_peer_exponential(size))
@@ -84,7 +86,7 @@ def test_one_peer_exponential_is_exact_after_log2_n_rounds(power):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_one_round_of_all_is_the_mean(size):
+def test_one_round_of_all_is_the_mean(size: Any) -> None:
     own = values(size)
     for topology in (gossip.full(size), gossip.n_peer_exponential(size, size - 1)):
         reached, _ = averaged(push_sum_average, own, 1, topology)
@@ -93,7 +95,7 @@ def test_one_round_of_all_is_the_mean(size):
             assert torch.equal(z, reached[0]), "added in one order"
 
 
-def test_a_change_of_peers_at_a_boundary_of_rounds_keeps_the_mean():
+def test_a_change_of_peers_at_a_boundary_of_rounds_keeps_the_mean() -> None:
     """Two peers, one peer, and so on: shares and edges change together."""
     own = values(9)
     states = [initial_state(x) for x in own]
@@ -107,7 +109,7 @@ def test_a_change_of_peers_at_a_boundary_of_rounds_keeps_the_mean():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes_shapes_and_unchanged_inputs(dtype):
+def test_dtypes_shapes_and_unchanged_inputs(dtype: Any) -> None:
     own = values(4, dtype, shape=(3, 1, 2))
     kept = [x.clone() for x in own]
     reached, _ = averaged(push_sum_average, own, 2, gossip.n_peer_exponential(4))
@@ -121,12 +123,12 @@ def test_dtypes_shapes_and_unchanged_inputs(dtype):
 
 @pytest.mark.parametrize("average", [push_sum_average, push_pull_average])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_integers_are_refused(average, dtype):
+def test_integers_are_refused(average: Any, dtype: Any) -> None:
     with pytest.raises(ValueError, match=f"floating-point numbers, not {dtype}"):
         averaged(average, [torch.ones(3).to(dtype)] * 2, 2, gossip.full(2))
 
 
-def test_bytes_are_those_of_the_peers():
+def test_bytes_are_those_of_the_peers() -> None:
     own = values(8, torch.float32, shape=(100,))
     _, meters = averaged(push_sum_average, own, 3, gossip.exponential(8, 2))
     assert all(isinstance(meter, TrafficMeter) and meter.payload_bytes == 3 * 2 * (400 + 8) for meter in meters)

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ MORE = {
 }
 
 
-def stepped(transport, algorithm, steps, gradients=True, scatter=True):
+def stepped(transport: Any, algorithm: Any, steps: Any, gradients: bool = True, scatter: bool = True) -> Any:
     own = Trained(transport, algorithm)
     if scatter:
         own.scatter()
@@ -38,8 +39,8 @@ def stepped(transport, algorithm, steps, gradients=True, scatter=True):
 
 @pytest.mark.parametrize("make", MORE.values(), ids=MORE)
 @pytest.mark.parametrize("size", [2, 5])
-def test_the_mean_is_kept_and_ranks_come_together(make, size):
-    def body(transport):
+def test_the_mean_is_kept_and_ranks_come_together(make: Any, size: Any) -> None:
+    def body(transport: Any) -> Any:
         start = Trained(transport, make()).scatter()
         return start.z.clone().double(), stepped(transport, make(), 80, gradients=False).z.double()
 
@@ -50,8 +51,8 @@ def test_the_mean_is_kept_and_ranks_come_together(make, size):
 
 
 @pytest.mark.parametrize("make", MORE.values(), ids=MORE)
-def test_it_goes_on_from_a_saved_state_bit_for_bit(make):
-    def body(transport, stop):
+def test_it_goes_on_from_a_saved_state_bit_for_bit(make: Any) -> None:
+    def body(transport: Any, stop: Any) -> Any:
         own = Trained(transport, make())
         for step in range(9):
             if step == 4:
@@ -67,8 +68,8 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit(make):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_sending_all_is_dpsgd():
-    def body(transport, algorithm):
+def test_sending_all_is_dpsgd() -> None:
+    def body(transport: Any, algorithm: Any) -> Any:
         return stepped(transport, algorithm, 20).z.clone()
 
     for size in (2, 5):
@@ -80,10 +81,10 @@ def test_sending_all_is_dpsgd():
 # --- CHOCO-SGD -------------------------------------------------------------------------------------
 
 
-def test_differences_of_public_copies():
+def test_differences_of_public_copies() -> None:
     """d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat."""
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         own = stepped(transport, CHOCO(), 15).algorithm
         return own.xhat.double(), own.d.double(), own.z.double(), next(iter(own.errors())).double()
 
@@ -97,8 +98,8 @@ def test_differences_of_public_copies():
 
 
 @pytest.mark.parametrize("outer", [None, gossip.SlowMo()])
-def test_after_an_average_over_all_ranks_no_error_remains(outer):
-    def body(transport):
+def test_after_an_average_over_all_ranks_no_error_remains(outer: Any) -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, gossip.Periodic(4, CHOCO(), outer))
         for _ in range(4):
             own.step()
@@ -108,8 +109,8 @@ def test_after_an_average_over_all_ranks_no_error_remains(outer):
     assert all(error == 0 and torch.equal(z, found[0][1]) for error, z in found)
 
 
-def test_a_model_that_is_not_finite_is_named():
-    def body(transport):
+def test_a_model_that_is_not_finite_is_named() -> None:
+    def body(transport: Any) -> None:
         own = Trained(transport, CHOCO())
         if transport.rank == 1:
             own.z[7] = float("nan")
@@ -123,14 +124,14 @@ def test_a_model_that_is_not_finite_is_named():
 @pytest.mark.parametrize("new", [3])
 @pytest.mark.parametrize("graph", [two_way_ring, gossip.star, gossip.grid, gossip.random_matching])
 @pytest.mark.parametrize("algorithm", [CHOCO, PowerGossip])
-def test_another_number_of_ranks_goes_on(algorithm, graph, new):
+def test_another_number_of_ranks_goes_on(algorithm: Any, graph: Any, new: Any) -> None:
     """The state about neighbours is reset."""
     if algorithm is CHOCO and graph is gossip.random_matching:
         graph = gossip.full
     make = partial(algorithm, graph)
     states = on(5, lambda t: stepped(t, make(), 5).algorithm.state_dict())
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         own = Trained(transport, make())
         weights = shares(5, new, transport.rank)
         own.algorithm.load_state_dict(blend({rank: copy.deepcopy(states[rank]) for rank in weights}, weights))
@@ -147,15 +148,15 @@ def test_another_number_of_ranks_goes_on(algorithm, graph, new):
     assert float((ends[0] - ends[1]).norm()) < 0.05 * float((starts[0] - starts[1]).norm())
 
 
-def lazy(topology, rank, round):
+def lazy(topology: Any, rank: Any, round: Any) -> Any:
     """Half of the shares that metropolis sends."""
     shares = gossip.metropolis(topology, rank, round)
     return {to: (share + (to == rank)) / 2 for to, share in shares.items()}
 
 
 @pytest.mark.parametrize("other", [{"graph": gossip.full}, {"graph": gossip.star}, {"mixing": lazy}])
-def test_a_choco_state_of_another_graph_is_refused(other):
-    def body(transport):
+def test_a_choco_state_of_another_graph_is_refused(other: Any) -> None:
+    def body(transport: Any) -> None:
         state = stepped(transport, CHOCO(), 2).algorithm.state_dict()
         own = Trained(transport, CHOCO(**other))
         before = own.z.clone()
@@ -169,8 +170,8 @@ def test_a_choco_state_of_another_graph_is_refused(other):
 # --- PowerGossip -----------------------------------------------------------------------------------
 
 
-def test_a_difference_of_rank_1_is_gone_after_a_step():
-    def body(transport):
+def test_a_difference_of_rank_1_is_gone_after_a_step() -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, PowerGossip())
         generator = torch.Generator().manual_seed(transport.rank)
         for p in own.model.parameters():
@@ -186,8 +187,8 @@ def test_a_difference_of_rank_1_is_gone_after_a_step():
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_both_ends_of_an_edge_have_the_same_factor(size):
-    def body(transport):
+def test_both_ends_of_an_edge_have_the_same_factor(size: Any) -> None:
+    def body(transport: Any) -> Any:
         own = stepped(transport, PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm
         edges = own._edges.items()
         return {peer: (edge.even, torch.cat([f.view(-1) for f in edge.factors])) for peer, edge in edges}
@@ -198,7 +199,7 @@ def test_both_ends_of_an_edge_have_the_same_factor(size):
             assert not even and torch.equal(factors, found[j][i][1])
 
 
-def test_factors_stay_orthonormal_whatever_the_difference():
+def test_factors_stay_orthonormal_whatever_the_difference() -> None:
     noise = orthonormal(torch.randn(30, 3), torch.zeros(30, 3))
     column = torch.randn(30, 1)
     alike = column * torch.tensor([1.0, 2.0, 0.0])
@@ -209,8 +210,8 @@ def test_factors_stay_orthonormal_whatever_the_difference():
     assert float((Q @ (Q.T @ column) - column).abs().max()) < 1e-4
 
 
-def test_matrices_have_the_memory_order_of_their_tensors():
-    def shape(size, stride, rank=1):
+def test_matrices_have_the_memory_order_of_their_tensors() -> None:
+    def shape(size: Any, stride: Any, rank: int = 1) -> Any:
         segment = Segment("", 3, torch.Size(size).numel(), size, stride)
         found = as_matrix(segment, rank, 2)
         return None if found is None else (found.offset, found.n, found.m, found.r)
@@ -228,7 +229,7 @@ SHAPES = [(9, 6), (9,), (3, 9), (3,)]
 KS = sum(-(-torch.Size(shape).numel() // 10) for shape in SHAPES)
 
 
-def up(nbytes):
+def up(nbytes: Any) -> Any:
     return -(-nbytes // 8) * 8
 
 
@@ -243,8 +244,8 @@ def up(nbytes):
         (lambda: PowerGossip(num_iters_per_step=1), 4 * (12 + (15 + 12) / 2)),
     ],
 )
-def test_bytes_are_those_of_the_formula(make, nbytes):
-    def body(transport):
+def test_bytes_are_those_of_the_formula(make: Any, nbytes: Any) -> None:
+    def body(transport: Any) -> Any:
         own = stepped(transport, make(), 4)
         meter = own.optimizer.meter
         return own.algorithm.compress_ratio, meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
@@ -254,12 +255,12 @@ def test_bytes_are_those_of_the_formula(make, nbytes):
         assert ratio == pytest.approx(payload / (2 * dense / 1.5))  # 1.5: an all-reduce over 4 ranks
 
 
-def refused(algorithm, size, match, kind=TopologyError):
+def refused(algorithm: Any, size: Any, match: Any, kind: Any = TopologyError) -> None:
     with pytest.raises(kind, match=match):
         on(size, lambda transport: Trained(transport, algorithm()))
 
 
-def test_graphs_that_cannot_be_are_refused():
+def test_graphs_that_cannot_be_are_refused() -> None:
     uneven = gossip.mixing_from_weights([[[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.25, 0.0, 0.75]]])
     skewed = gossip.mixing_from_weights([[[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5]]])
     refused(lambda: CHOCO(gossip.bipartite_exponential), 8, "but they change: use ring with peers=2, grid")
@@ -271,7 +272,7 @@ def test_graphs_that_cannot_be_are_refused():
     on(3, lambda transport: Trained(transport, CHOCO(gossip.star, uneven)))
 
 
-def test_options_that_cannot_be_are_refused():
+def test_options_that_cannot_be_are_refused() -> None:
     for make, match in (
         (partial(CHOCO, gamma=0.0), "gamma must be a step size"),
         (partial(TopK, 0.0), "ratio must be a fraction"),
@@ -282,23 +283,27 @@ def test_options_that_cannot_be_are_refused():
             make()
     refused(lambda: PowerGossip(rank=9), 2, "would send all 4 tensors uncompressed", ValueError)
     for base in (PowerGossip, lambda: gossip.Periodic(4, PowerGossip())):
+
+        def train(transport: Any, base: Any = base) -> Any:
+            return Trained(transport, HierarchicalGossip(base()))
+
         with pytest.raises(ValueError, match="slices of a model, which have no matrices"):
-            LockstepWorld(4, 2).run(lambda transport, base=base: Trained(transport, HierarchicalGossip(base())))
+            LockstepWorld(4, 2).run(train)
 
 
-def test_a_state_with_nan_is_refused():
+def test_a_state_with_nan_is_refused() -> None:
     """In every tensor of the state. A wrong dtype is refused as well."""
     inner = [gossip.SGP, gossip.OSGP, gossip.DPSGD, CHOCO, PowerGossip]
     makes = [*inner, lambda: gossip.Periodic(2), lambda: gossip.Periodic(2, gossip.SGP())]
 
-    def tensors(state):
+    def tensors(state: Any) -> Any:
         for value in state.values():
             if isinstance(value, dict):
                 yield from tensors(value)
             elif isinstance(value, torch.Tensor) and value.is_floating_point():
                 yield state, value
 
-    def body(transport, make):
+    def body(transport: Any, make: Any) -> Any:
         own = stepped(transport, make(), 3).algorithm
         state = own.state_dict()
         for holder, tensor in list(tensors(state)):
@@ -312,11 +317,11 @@ def test_a_state_with_nan_is_refused():
         return True
 
     for make in makes:
-        assert on(2, lambda transport, make=make: body(transport, make)) == [True, True]
+        assert on(2, partial(body, make=make)) == [True, True]
 
 
-def test_states_of_others_are_refused():
-    def body(transport):
+def test_states_of_others_are_refused() -> None:
+    def body(transport: Any) -> None:
         choco, power = (Trained(transport, make()).algorithm for make in (CHOCO, PowerGossip))
         with pytest.raises(ValueError, match="state of another algorithm"):
             power.load_state_dict(choco.state_dict())
@@ -327,8 +332,8 @@ def test_states_of_others_are_refused():
     on(2, body)
 
 
-def test_a_step_without_zero_grad_before_it_is_an_error():
-    def body(transport):
+def test_a_step_without_zero_grad_before_it_is_an_error() -> None:
+    def body(transport: Any) -> None:
         own = Trained(transport, CHOCO())
         own.step()
         own.model(own.inputs).sum().backward()

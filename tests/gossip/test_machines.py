@@ -1,6 +1,9 @@
 """HierarchicalGossip: ranks of a machine have equal models, as single ranks with the mean gradient would have."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,21 +31,21 @@ each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 each_size = pytest.mark.parametrize(("size", "local"), SIZES)
 
 
-def scattered(own, machine):
+def scattered(own: Any, machine: Any) -> Any:
     """Another model on every machine."""
     own.z.add_(torch.randn(own.z.numel(), generator=torch.Generator().manual_seed(machine)))
     own.optimizer.model.scatter()
     return own
 
 
-def off(a, b):
+def off(a: Any, b: Any) -> Any:
     return float((a - b).abs().max())
 
 
 @pytest.mark.parametrize("base", [base for name, base in BASES.items() if name != "slowmo"])
 @each_size
-def test_without_gradients_the_mean_over_machines_is_kept(base, size, local):
-    def body(transport):
+def test_without_gradients_the_mean_over_machines_is_kept(base: Any, size: Any, local: Any) -> None:
+    def body(transport: Any) -> Any:
         own = scattered(Trained(transport, HierarchicalGossip(base())), transport.rank // local)
         start = own.z.double()
         for _ in range(7):
@@ -61,8 +64,8 @@ def test_without_gradients_the_mean_over_machines_is_kept(base, size, local):
 
 @each_base
 @pytest.mark.parametrize(("size", "local"), [(6, 3)])
-def test_it_learns_and_a_machine_has_one_model(base, size, local):
-    def body(transport):
+def test_it_learns_and_a_machine_has_one_model(base: Any, size: Any, local: Any) -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, HierarchicalGossip(base()))
         models, losses = [], []
         for _ in range(40):
@@ -84,8 +87,8 @@ def test_it_learns_and_a_machine_has_one_model(base, size, local):
 
 @pytest.mark.parametrize("base", [SGP, OSGP, lambda: Periodic(3, SGP()), lambda: DPSGD(gossip.full)])
 @each_size
-def test_machines_are_ranks_with_the_mean_gradient(base, size, local):
-    def on_machines(transport):
+def test_machines_are_ranks_with_the_mean_gradient(base: Any, size: Any, local: Any) -> None:
+    def on_machines(transport: Any) -> Any:
         own = Trained(transport, HierarchicalGossip(base()))
         for _ in range(12):
             own.step()
@@ -94,7 +97,7 @@ def test_machines_are_ranks_with_the_mean_gradient(base, size, local):
 
     data = LockstepWorld(size).run(lambda t: (own := Trained(t, Periodic(1))) and (own.inputs, own.targets))
 
-    def alone(transport):
+    def alone(transport: Any) -> Any:
         own = Trained(transport, base())
         here = data[transport.rank * local :][:local]
         own.inputs, own.targets = (torch.cat(parts) for parts in zip(*here, strict=True))
@@ -108,8 +111,8 @@ def test_machines_are_ranks_with_the_mean_gradient(base, size, local):
 
 
 @each_base
-def test_it_goes_on_from_a_saved_state_bit_for_bit(base):
-    def body(transport, stop):
+def test_it_goes_on_from_a_saved_state_bit_for_bit(base: Any) -> None:
+    def body(transport: Any, stop: Any) -> Any:
         own = Trained(transport, HierarchicalGossip(base()))
         for step in range(9):
             if step == 4:
@@ -121,13 +124,13 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit(base):
         own.optimizer.synchronize_messages()
         return own.z.clone()
 
-    straight, stopped = (LockstepWorld(4, 2).run(lambda t, s=stop: body(t, s)) for stop in (False, True))
+    straight, stopped = (LockstepWorld(4, 2).run(partial(body, stop=stop)) for stop in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(straight, stopped, strict=True))
 
 
 @pytest.mark.parametrize("base", [lambda: SGP(blocking=True), lambda: Periodic(1)])
-def test_slices_are_put_together_before_each_step_or_it_is_an_error(base):
-    def body(transport):
+def test_slices_are_put_together_before_each_step_or_it_is_an_error(base: Any) -> None:
+    def body(transport: Any) -> None:
         own = Trained(transport, HierarchicalGossip(base()))
         own.step()
         own.model(own.inputs).sum().backward()
@@ -138,10 +141,10 @@ def test_slices_are_put_together_before_each_step_or_it_is_an_error(base):
 
 
 @pytest.mark.parametrize(("size", "local"), [(3, 1), (3, 3), (1, 1)])
-def test_one_rank_per_machine_and_one_machine(size, local):
+def test_one_rank_per_machine_and_one_machine(size: Any, local: Any) -> None:
     """The first is the base itself, the second all-reduce SGD."""
 
-    def body(transport, algorithm):
+    def body(transport: Any, algorithm: Any) -> Any:
         own = Trained(transport, algorithm)
         for _ in range(8):
             own.step()
@@ -149,13 +152,13 @@ def test_one_rank_per_machine_and_one_machine(size, local):
         return own.z.clone()
 
     machines = LockstepWorld(size, local).run(lambda t: body(t, HierarchicalGossip(SGP())))
-    other = SGP if local == 1 else lambda: SGP(None)
+    other: Callable[[], SGP] = SGP if local == 1 else partial(SGP, None)
     plain = LockstepWorld(size).run(lambda t: body(t, other()))
     assert max(off(a, b) for a, b in zip(machines, plain, strict=True)) < 1e-5
 
 
-def test_bytes_are_those_of_the_formula():
-    def body(transport):
+def test_bytes_are_those_of_the_formula() -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, HierarchicalGossip(SGP()))
         for _ in range(3):
             own.step()
@@ -168,8 +171,8 @@ def test_bytes_are_those_of_the_formula():
         assert payload == 3 * (between + 4 * (n + 4)) + 4 * 4 * -(-n // 4)
 
 
-def test_a_gradient_that_is_not_finite_drops_the_step_of_its_machine():
-    def body(transport):
+def test_a_gradient_that_is_not_finite_drops_the_step_of_its_machine() -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, HierarchicalGossip(Periodic(100)))
         for step in range(3):
             own.optimizer.zero_grad()
@@ -188,8 +191,8 @@ def test_a_gradient_that_is_not_finite_drops_the_step_of_its_machine():
     assert torch.equal(found[0][1], found[1][1]) and bool(found[0][1].isfinite().all())
 
 
-def test_gradients_that_some_ranks_lack():
-    def body(transport):
+def test_gradients_that_some_ranks_lack() -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, HierarchicalGossip(SGP()))
         own.optimizer.zero_grad()
         own.model(own.inputs).sum().backward()
@@ -208,8 +211,8 @@ def test_gradients_that_some_ranks_lack():
         assert off(grad, found[rank - rank % 2][1] / 2) < 1e-6
 
 
-def test_parameters_of_half_precision():
-    def body(transport):
+def test_parameters_of_half_precision() -> None:
+    def body(transport: Any) -> Any:
         own = Trained(
             transport, HierarchicalGossip(SGP()), lambda ps: torch.optim.SGD(ps, lr=0.05), torch.bfloat16
         )
@@ -222,11 +225,11 @@ def test_parameters_of_half_precision():
     assert torch.equal(found[0][2], found[1][2]) and torch.equal(found[2][2], found[3][2])
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="ADPSGD is asynchronous"):
         HierarchicalGossip(ADPSGD())
 
-    def tiny(transport):
+    def tiny(transport: Any) -> None:
         model = torch.nn.Linear(1, 1)
         flat = gossip.FlatModel(list(model.named_parameters()))
         HierarchicalGossip(SGP()).start(flat, transport, TrafficMeter())

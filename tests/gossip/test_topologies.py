@@ -1,5 +1,7 @@
 """Topologies: laws for all of them, the published peer schedules entry by entry, and refused arguments."""
 
+from typing import Any
+
 import pytest
 from gossip.table import CASES, IDS, named
 
@@ -8,13 +10,13 @@ from dgc.gossip import Topology, TopologyError, check_mixing, metropolis, unifor
 from dgc.gossip.topology.mixing import mixing_from_weights, mixing_matrix
 
 
-def schedule(topology, rank=0):
+def schedule(topology: Any, rank: int = 0) -> Any:
     """The peers that a rank sends to, by round."""
     return [topology.out_peers(rank, t) for t in range(topology.period)]
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
-def test_in_peers_mirror_out_peers(row, size):
+def test_in_peers_mirror_out_peers(row: Any, size: Any) -> None:
     topology = row.make(size)
     assert topology.size == size
     for t in range(2 * topology.period + 1):
@@ -26,12 +28,12 @@ def test_in_peers_mirror_out_peers(row, size):
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
-def test_equal_shares_keep_the_sum_over_ranks(row, size):
+def test_equal_shares_keep_the_sum_over_ranks(row: Any, size: Any) -> None:
     check_mixing(row.make(size), uniform, doubly_stochastic=row.doubly_stochastic or size < 3)
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
-def test_metropolis_weights_keep_every_total_on_symmetric_graphs(row, size):
+def test_metropolis_weights_keep_every_total_on_symmetric_graphs(row: Any, size: Any) -> None:
     topology = row.make(size)
     if topology.is_symmetric:
         check_mixing(topology, metropolis, doubly_stochastic=True)
@@ -60,16 +62,16 @@ def test_metropolis_weights_keep_every_total_on_symmetric_graphs(row, size):
     ],
     ids=named,
 )
-def test_the_schedules_of_rank_0(topology, expected):
+def test_the_schedules_of_rank_0(topology: Any, expected: Any) -> None:
     assert schedule(topology()) == expected
 
 
-def test_an_active_rank_takes_plus_first():
+def test_an_active_rank_takes_plus_first() -> None:
     assert schedule(gossip.bipartite_exponential(8), rank=1) == [(2,), (0,), (4,), (6,)]
 
 
 @pytest.mark.parametrize(("row", "size"), [case for case in CASES if "bipartite" in case[0].name], ids=named)
-def test_a_round_of_a_bipartite_graph_is_a_set_of_pairs_as_published(row, size):
+def test_a_round_of_a_bipartite_graph_is_a_set_of_pairs_as_published(row: Any, size: Any) -> None:
     topology = row.make(size)
     for t in range(topology.period):
         mates = [topology.out_peers(rank, t)[0] for rank in range(size)]
@@ -78,20 +80,20 @@ def test_a_round_of_a_bipartite_graph_is_a_set_of_pairs_as_published(row, size):
         assert paired or "later" in row.name
 
 
-def test_a_matching_changes_and_repeats_with_its_seed():
+def test_a_matching_changes_and_repeats_with_its_seed() -> None:
     first, again, other = (gossip.random_matching(9, seed) for seed in (1, 1, 2))
     assert schedule(first) == schedule(again) != schedule(other)
     assert len(set(schedule(first))) > 4
     assert () in schedule(first), "one of nine ranks has no peer"
 
 
-def test_machines_mix_within_and_then_between():
+def test_machines_mix_within_and_then_between() -> None:
     topology = gossip.hierarchical(8, 2)
     assert schedule(topology, rank=3) == [(2,), (5,), (2,), (7,)]
 
 
 @pytest.mark.parametrize("size, peers", [(6, 2), (18, 2), (54, 2), (8, 3), (12, 3), (24, 3), (32, 3), (10, 4)])
-def test_sizes_at_which_the_published_graph_fails_are_refused(size, peers):
+def test_sizes_at_which_the_published_graph_fails_are_refused(size: Any, peers: Any) -> None:
     with pytest.raises(TopologyError, match=r"sends to (itself|one rank twice).*peers=1 works"):
         gossip.n_peer_exponential(size, peers)
 
@@ -126,7 +128,7 @@ def test_sizes_at_which_the_published_graph_fails_are_refused(size, peers):
         (lambda: Topology("mine", 0, 1, lambda rank, _: ()), "at least 1"),
     ],
 )
-def test_unusable_graphs_are_one_clear_error(make, words):
+def test_unusable_graphs_are_one_clear_error(make: Any, words: Any) -> None:
     with pytest.raises(TopologyError, match=f"(?s){words}"):
         make()
 
@@ -136,7 +138,7 @@ def test_unusable_graphs_are_one_clear_error(make, words):
 P = [[0.5, 0.25, 0.0], [0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
 
 
-def test_a_users_weights_are_a_graph_and_its_shares():
+def test_a_users_weights_are_a_graph_and_its_shares() -> None:
     topology = gossip.from_weights([P])
     assert [topology.out_peers(rank, 0) for rank in range(3)] == [(1,), (0, 2), (1,)]
     check_mixing(topology, mixing_from_weights([P]))
@@ -153,7 +155,7 @@ def test_a_users_weights_are_a_graph_and_its_shares():
         ((1, 1, 0.0), "or keeps nothing"),
     ],
 )
-def test_weights_that_do_not_preserve_the_sum_are_refused(change, words):
+def test_weights_that_do_not_preserve_the_sum_are_refused(change: Any, words: Any) -> None:
     i, j, value = change
     changed = [list(row) for row in P]
     changed[i][j] = value

@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +21,11 @@ NEED_ZERO_GRAD = ("sgp", "osgp", "osgp, 2 steps", "osgp, 2 steps, after the step
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def mean(parts):
+def mean(parts: Any) -> Any:
     return sum(parts) / len(parts)
 
 
-def without_gradients(transport, row, steps, per_epoch):
+def without_gradients(transport: Any, row: Any, steps: Any, per_epoch: Any) -> Any:
     """A rank after steps of gossip alone, its model before them, and its x with messages in flight."""
     own = Trained(transport, row.make()).scatter()
     start = own.z.double()
@@ -34,8 +36,8 @@ def without_gradients(transport, row, steps, per_epoch):
 
 
 @pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
-def test_without_gradients_the_mean_is_kept_and_all_agree(row, size):
-    def body(transport):
+def test_without_gradients_the_mean_is_kept_and_all_agree(row: Any, size: Any) -> None:
+    def body(transport: Any) -> Any:
         own, start, between = without_gradients(transport, row, 45, 15)
         own.optimizer.synchronize_messages()
         return start, between, own.biased_parameters(), own.z.double(), getattr(own.algorithm, "w", 1.0)
@@ -54,8 +56,8 @@ def test_without_gradients_the_mean_is_kept_and_all_agree(row, size):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("size", [64, 256])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_many_ranks_keep_the_mean(row, size):
-    def body(transport):
+def test_many_ranks_keep_the_mean(row: Any, size: Any) -> None:
+    def body(transport: Any) -> Any:
         own, start, between = without_gradients(transport, row, 12, 4)
         own.optimizer.synchronize_messages()
         return start, between, float(own.algorithm.w) if hasattr(own.algorithm, "w") else 1.0
@@ -68,11 +70,11 @@ def test_many_ranks_keep_the_mean(row, size):
 
 @pytest.mark.parametrize("size", [5])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_training_learns_and_models_stay_close(row, size):
+def test_training_learns_and_models_stay_close(row: Any, size: Any) -> None:
     if not row.takes(size):
         size = 4
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         own = Trained(transport, row.make())
         losses = []
         for step in range(60):
@@ -90,13 +92,13 @@ def test_training_learns_and_models_stay_close(row, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_complete_graph_is_parameter_averaging(size):
+def test_a_complete_graph_is_parameter_averaging(size: Any) -> None:
     """SGD with momentum on averaged gradients, every rank: the first oracle."""
 
-    def complete(n):
+    def complete(n: Any) -> Any:
         return gossip.n_peer_exponential(n, n - 1)
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         own = Trained(transport, SGP(complete if size > 1 else None))
         for _ in range(20):
             own.step()
@@ -117,8 +119,8 @@ def test_a_complete_graph_is_parameter_averaging(size):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 32])
-def test_the_one_peer_exponential_graph_agrees_after_log2_n_rounds(size):
-    def body(transport):
+def test_the_one_peer_exponential_graph_agrees_after_log2_n_rounds(size: Any) -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, SGP()).scatter()
         start = own.z.clone()
         for _ in range(size.bit_length() - 1):
@@ -131,10 +133,10 @@ def test_the_one_peer_exponential_graph_agrees_after_log2_n_rounds(size):
     assert max(float((z - wanted).abs().max()) for z in ends) < ROUNDING * 4
 
 
-def test_one_peer_and_a_powers_of_two_lose_no_bit():
+def test_one_peer_and_a_powers_of_two_lose_no_bit() -> None:
     """Shares of 1/2, 4 ranks: sums of halves of small integers are exact."""
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         own = Trained(transport, OSGP(synch_freq=1))
         own.z.copy_(torch.arange(own.z.numel()) + 100.0 * transport.rank)
         for _ in range(9):
@@ -146,10 +148,10 @@ def test_one_peer_and_a_powers_of_two_lose_no_bit():
 
 
 @pytest.mark.parametrize("make", [lambda: SGP(gossip.star), lambda: OSGP(gossip.star), OSGP])
-def test_weight_decay_acts_on_z_for_every_weight(make):
+def test_weight_decay_acts_on_z_for_every_weight(make: Any) -> None:
     """With no gradient but decay, lr d, every rank's model shrinks by 1 - lr d where x moves as z does."""
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         decay = Trained(transport, make(), lambda ps: torch.optim.SGD(ps, lr=0.5, weight_decay=0.1))
         start = decay.z.clone()
         for p in decay.model.parameters():
@@ -162,21 +164,21 @@ def test_weight_decay_acts_on_z_for_every_weight(make):
     assert all(error < 1e-6 for _, error in on(4, body))
 
 
-def test_any_optimizer_may_step():
-    def body(transport, make):
+def test_any_optimizer_may_step() -> None:
+    def body(transport: Any, make: Any) -> Any:
         own = Trained(transport, OSGP(), make)
         losses = [own.step() for _ in range(60)]
         return losses[0], losses[-1]
 
     for make in (lambda p: torch.optim.AdamW(p, lr=0.02), lambda p: torch.optim.SGD(p, 0.05, 0.9, nesterov=True)):
-        found = on(4, lambda transport, make=make: body(transport, make))
+        found = on(4, partial(body, make=make))
         assert mean([b for _, b in found]) < 0.3 * mean([a for a, _ in found])
 
 
 @pytest.mark.parametrize("row", [r for r in (*ROWS, *OUTER) if not r.by_timing], ids=lambda row: row.name)
 @pytest.mark.parametrize("size", [1, 4])
-def test_it_goes_on_from_a_saved_state_bit_for_bit(row, size):
-    def body(transport, stop):
+def test_it_goes_on_from_a_saved_state_bit_for_bit(row: Any, size: Any) -> None:
+    def body(transport: Any, stop: Any) -> Any:
         own = Trained(transport, row.make())
         for step in range(14):
             own.optimizer.begin_epoch(step // 5)
@@ -197,10 +199,10 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit(row, size):
 
 @pytest.mark.parametrize("new", [2, 3])
 @pytest.mark.parametrize("algorithm", [SGP, OSGP])
-def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm, new):
+def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any, new: Any) -> None:
     """On a star of 4 ranks weights differ."""
 
-    def before(transport):
+    def before(transport: Any) -> Any:
         own = Trained(transport, algorithm(gossip.star))
         for _ in range(3):
             own.step()
@@ -210,7 +212,7 @@ def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm, new):
     states, biased, weights = zip(*on(4, before), strict=True)
     assert max(weights) - min(weights) > 0.5
 
-    def after(transport):
+    def after(transport: Any) -> Any:
         own = Trained(transport, algorithm(gossip.star))
         weights = shares(4, new, transport.rank)
         own.optimizer.load_compression_state_dict(blend({rank: states[rank] for rank in weights}, weights))
@@ -219,8 +221,8 @@ def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm, new):
     assert float((mean(on(new, after)) - mean(biased)).abs().max()) < 1e-6
 
 
-def test_two_runs_are_the_same():
-    def body(transport):
+def test_two_runs_are_the_same() -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, OSGP(gossip.exponential, synch_freq=2, message=Int8Message(16)))
         for _ in range(15):
             own.step()
@@ -231,8 +233,8 @@ def test_two_runs_are_the_same():
 
 
 @pytest.mark.parametrize("outer", [SlowMo(0.0), Nesterov(1.0, 0.0)])
-def test_an_outer_step_without_momentum_is_the_mean(outer):
-    def body(transport, algorithm):
+def test_an_outer_step_without_momentum_is_the_mean(outer: Any) -> None:
+    def body(transport: Any, algorithm: Any) -> Any:
         own = Trained(transport, algorithm)
         for _ in range(12):
             own.step()
@@ -242,17 +244,17 @@ def test_an_outer_step_without_momentum_is_the_mean(outer):
     assert all(float((a - b).abs().max()) < 1e-5 for a, b in zip(plain, outer, strict=True))
 
 
-def test_slow_momentum_by_hand():
+def test_slow_momentum_by_hand() -> None:
     z0, z, u = torch.tensor([1.0]), torch.tensor([0.4]), torch.tensor([2.0])
     assert SlowMo(0.5, 1.0).step(z0, z, u, 0.1).item() == pytest.approx(1.0 - 0.1 * (0.5 * 2.0 + 0.6 / 0.1))
     u = torch.tensor([2.0])
     assert Nesterov(0.7, 0.9).step(z0, z, u, 0.1).item() == pytest.approx(1.0 - 0.7 * (0.6 + 0.9 * (1.8 + 0.6)))
 
 
-def test_the_biased_ablation_is_biased():
+def test_the_biased_ablation_is_biased() -> None:
     """Half of a model is in flight while gradients are computed, and no weight corrects for it."""
 
-    def body(transport, biased):
+    def body(transport: Any, biased: Any) -> Any:
         own = Trained(transport, OSGP(biased=biased))
         start = own.z.clone()
         own.optimizer.zero_grad()
@@ -262,8 +264,8 @@ def test_the_biased_ablation_is_biased():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_parameters_of_half_precision(dtype):
-    def body(transport):
+def test_parameters_of_half_precision(dtype: Any) -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, SGP(), lambda ps: torch.optim.SGD(ps, lr=0.05), dtype)
         losses = [own.step() for _ in range(60)]
         own.optimizer.synchronize_messages()
@@ -274,8 +276,8 @@ def test_parameters_of_half_precision(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_models_of_half_precision_are_averaged_in_fp32(dtype):
-    def body(transport):
+def test_models_of_half_precision_are_averaged_in_fp32(dtype: Any) -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, SGP(gossip.ring), dtype=dtype).scatter()
         before = own.z.double()
         for _ in range(60):
@@ -286,7 +288,7 @@ def test_models_of_half_precision_are_averaged_in_fp32(dtype):
     assert float((mean(after) - mean(before)).abs().max()) < 1e-5
 
 
-def test_the_flat_model_moves_by_what_its_parameters_moved():
+def test_the_flat_model_moves_by_what_its_parameters_moved() -> None:
     p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
     model = gossip.FlatModel([("p", p)])
     model.z.copy_(torch.tensor([1.001, -2.003, 1e-6]))
@@ -298,10 +300,10 @@ def test_the_flat_model_moves_by_what_its_parameters_moved():
     assert float((model.z - torch.tensor([1.501, -1.503, 0.5])).abs().max()) < 1e-6
 
 
-def test_metrics_have_the_weight_that_the_gradient_was_computed_with():
+def test_metrics_have_the_weight_that_the_gradient_was_computed_with() -> None:
     """Not the weight that remains while messages are in flight."""
 
-    def body(transport, make):
+    def body(transport: Any, make: Any) -> Any:
         own, weights = Trained(transport, make()), []
         for _ in range(4):
             own.step()
@@ -310,7 +312,7 @@ def test_metrics_have_the_weight_that_the_gradient_was_computed_with():
         return weights, own.algorithm.w
 
     for make in (SGP, lambda: SGP(None), DPSGD):
-        assert all(weights == [1.0] * 4 for weights, _ in on(4, lambda t, make=make: body(t, make)))
+        assert all(weights == [1.0] * 4 for weights, _ in on(4, partial(body, make=make)))
     star = on(4, lambda t: body(t, lambda: SGP(gossip.star)))
     assert star == on(4, lambda t: body(t, lambda: SGP(gossip.star, blocking=True)))
     for step in range(4):
@@ -318,8 +320,8 @@ def test_metrics_have_the_weight_that_the_gradient_was_computed_with():
     assert star[0][0][1] > 1.5
 
 
-def test_a_new_graph_begins_at_its_first_round():
-    def body(transport):
+def test_a_new_graph_begins_at_its_first_round() -> None:
+    def body(transport: Any) -> Any:
         own, rounds = Trained(transport, SGP(graph_from_epoch={1: gossip.exponential})), []
         for epoch in range(2):
             own.optimizer.begin_epoch(epoch)
@@ -332,10 +334,10 @@ def test_a_new_graph_begins_at_its_first_round():
     assert on(4, body) == [[0, 0]] * 4
 
 
-def test_a_rank_waits_after_as_many_steps_as_synch_freq():
+def test_a_rank_waits_after_as_many_steps_as_synch_freq() -> None:
     """Messages that seem never to arrive are waited for in every third step."""
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         own, staleness = Trained(transport, OSGP(synch_freq=2)), []
         transport.poll = lambda flight: False
         for _ in range(7):
@@ -352,8 +354,8 @@ def test_a_rank_waits_after_as_many_steps_as_synch_freq():
 
 
 @pytest.mark.parametrize("row", [r for r in (*ROWS, *OUTER) if r.name in NEED_ZERO_GRAD], ids=lambda row: row.name)
-def test_a_step_without_zero_grad_before_it_is_an_error(row):
-    def body(transport):
+def test_a_step_without_zero_grad_before_it_is_an_error(row: Any) -> None:
+    def body(transport: Any) -> None:
         own = Trained(transport, row.make())
         own.step()
         own.model(own.inputs).sum().backward()
@@ -363,8 +365,8 @@ def test_a_step_without_zero_grad_before_it_is_an_error(row):
     on(2, body)
 
 
-def test_messages_that_overlap_need_zero_grad_before_the_first_step():
-    def body(transport):
+def test_messages_that_overlap_need_zero_grad_before_the_first_step() -> None:
+    def body(transport: Any) -> None:
         own = Trained(transport, OSGP())
         own.model(own.inputs).sum().backward()
         with pytest.raises(RuntimeError, match="call the optimizer's zero_grad"):
@@ -374,8 +376,8 @@ def test_messages_that_overlap_need_zero_grad_before_the_first_step():
 
 
 @pytest.mark.parametrize("make", [lambda: SGP(blocking=True), lambda: Periodic(2), OSGP])
-def test_zero_grad_may_be_missing_if_no_message_is_in_flight(make):
-    def body(transport):
+def test_zero_grad_may_be_missing_if_no_message_is_in_flight(make: Any) -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, make())
         for _ in range(4):
             own.model(own.inputs).sum().backward()
@@ -386,11 +388,11 @@ def test_zero_grad_may_be_missing_if_no_message_is_in_flight(make):
     on(1 if make is OSGP else 3, body)
 
 
-def test_no_rank_leaves_before_all_have_closed():
+def test_no_rank_leaves_before_all_have_closed() -> None:
     """The first rank that exits would end MPI on ranks that still train."""
     seen = []
 
-    def body(transport):
+    def body(transport: Any) -> None:
         own = Trained(transport, SGP(gossip.ring))
         own.step()
         own.optimizer.synchronize_messages()
@@ -402,8 +404,8 @@ def test_no_rank_leaves_before_all_have_closed():
     assert seen == ["closes"] * 4 + ["closed"] * 4
 
 
-def test_zero_grad_twice_is_once():
-    def body(transport, times):
+def test_zero_grad_twice_is_once() -> None:
+    def body(transport: Any, times: Any) -> Any:
         own = Trained(transport, OSGP())
         for _ in range(5):
             for _ in range(times - 1):
@@ -416,8 +418,8 @@ def test_zero_grad_twice_is_once():
     assert all(torch.equal(a, b) for a, b in zip(once, often, strict=True))
 
 
-def test_gradients_add_up_over_passes():
-    def body(transport, passes):
+def test_gradients_add_up_over_passes() -> None:
+    def body(transport: Any, passes: Any) -> Any:
         own = Trained(transport, SGP())
         for _ in range(4):
             own.optimizer.zero_grad()
@@ -433,8 +435,8 @@ def test_gradients_add_up_over_passes():
         assert float((a - b).abs().max()) < 1e-5
 
 
-def test_a_gradient_that_is_not_finite_stays_with_its_rank():
-    def body(transport):
+def test_a_gradient_that_is_not_finite_stays_with_its_rank() -> None:
+    def body(transport: Any) -> Any:
         own = Trained(transport, SGP())
         for step in range(6):
             own.optimizer.zero_grad()
@@ -454,7 +456,7 @@ def test_a_gradient_that_is_not_finite_stays_with_its_rank():
     assert "gradient of 0.bias on rank 1 has NaN or inf" in found[1][1][0] and not found[0][1]
 
 
-def test_a_gradient_that_is_not_finite_raises_if_asked():
+def test_a_gradient_that_is_not_finite_raises_if_asked() -> None:
     transport = LockstepWorld(1).transports[0]
     model = torch.nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -464,8 +466,8 @@ def test_a_gradient_that_is_not_finite_raises_if_asked():
         optimizer.step()
 
 
-def test_a_gradient_scaler_scales_each_rank_s_gradients():
-    def body(transport, scaled):
+def test_a_gradient_scaler_scales_each_rank_s_gradients() -> None:
+    def body(transport: Any, scaled: Any) -> Any:
         own = Trained(transport, SGP())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
         for step in range(5):
@@ -486,7 +488,7 @@ def test_a_gradient_scaler_scales_each_rank_s_gradients():
     assert all(float((a[0] - b[0]).abs().max()) < 1e-5 for a, b in zip(plain, scaled, strict=True))
 
 
-def test_bytes_are_those_of_the_formula():
+def test_bytes_are_those_of_the_formula() -> None:
     world = LockstepWorld(4)
     for algorithm, peers, each in (
         (SGP, 1, lambda n: 4 * n + 8),
@@ -495,7 +497,7 @@ def test_bytes_are_those_of_the_formula():
         (lambda: SGP(message=Int8Message(16)), 1, lambda n: n + 4 * -(-n // 16) + 8),
     ):
 
-        def body(transport, algorithm=algorithm):
+        def body(transport: Any, algorithm: Any = algorithm) -> Any:
             own = Trained(transport, algorithm())
             for _ in range(3):
                 own.step()
@@ -507,12 +509,12 @@ def test_bytes_are_those_of_the_formula():
             assert (payload, wire, dense) == (3 * peers * each(n), 3 * peers * each(n), 1.5 * 12 * n)
 
 
-def refused(algorithm, size, match, kind=ValueError):
+def refused(algorithm: Any, size: Any, match: Any, kind: Any = ValueError) -> None:
     with pytest.raises(kind, match=match):
         on(size, lambda transport: Trained(transport, algorithm()))
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_refused() -> None:
     refused(lambda: DPSGD(gossip.star), 4, "the shares that rank 0 receives sum to", TopologyError)
     refused(lambda: SGP(gossip.bipartite_exponential), 3, "even number of ranks", TopologyError)
     refused(lambda: SGP(lambda n: gossip.ring(n + 1)), 3, "is for 4 ranks, not for 3", TopologyError)
@@ -521,8 +523,8 @@ def test_what_cannot_be_is_refused():
     refused(lambda: Periodic(0), 1, "at least 1 step")
 
 
-def test_ranks_with_other_models_are_told_apart():
-    def body(transport):
+def test_ranks_with_other_models_are_told_apart() -> None:
+    def body(transport: Any) -> None:
         model = torch.nn.Linear(2 + transport.rank, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         other = 1 - transport.rank

@@ -6,6 +6,7 @@ and a sum is an error.
 
 import re
 import sys
+from typing import Any
 
 import torch
 import triton
@@ -32,12 +33,12 @@ NUMBERS = {int: "i32", float: "fp32"}
 class Compile:
     """In the place of a `Launcher`."""
 
-    def __init__(self, target):
+    def __init__(self, target: Any) -> None:
         backend, arch = target.split(":")
         self.target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
-        self.done = set()
+        self.done: set[Any] = set()
 
-    def __call__(self, kernel, near, programs, *arguments):
+    def __call__(self, kernel: Any, near: Any, programs: Any, *arguments: Any) -> None:
         signature, constants = {}, {}
         for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
             one = type(value) is int and value == 1 and not parameter.do_not_specialize
@@ -62,7 +63,7 @@ class Compile:
             assert not contracted, f"{name} contracts a product and a sum into one rounding"
 
 
-def every_operation(kernels, dtypes):
+def every_operation(kernels: Any, dtypes: Any) -> None:
     n, capacity = 6000, 50
     bounds = torch.tensor([0, 2500, n])
     budget, lower_bounds = Budget(bounds, torch.tensor([20, 30]), capacity), torch.ones(2)
@@ -83,7 +84,7 @@ def every_operation(kernels, dtypes):
     kernels.merge_mean([part, part], 2, n)
 
 
-def every_quantizer(quantizers):
+def every_quantizer(quantizers: Any) -> None:
     n, bounds, each = 6000, torch.tensor([0, 2500, 6000]), torch.ones(2)
     v = torch.zeros(n)
     codes, _ = quantizers.sign_encode(v, bounds, each, each, each)
@@ -101,10 +102,11 @@ def every_quantizer(quantizers):
 if __name__ == "__main__":
     # nothing runs, so neither GPU nor interpreter is needed
     tier.INTERPRETED = True
+    launch: Any = Compile(sys.argv[1])
     kernels = tier.Triton()
-    kernels._launch = Compile(sys.argv[1])
+    kernels._launch = launch
     every_operation(kernels, [getattr(torch, name) for name in sys.argv[2:]])
     quantizers = TritonQuantizers()
-    quantizers._launch = kernels._launch
+    quantizers._launch = launch
     every_quantizer(quantizers)
-    print(*sorted({variant[0] for variant in kernels._launch.done}))
+    print(*sorted({variant[0] for variant in launch.done}))

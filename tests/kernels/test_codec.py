@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -29,12 +30,12 @@ from dgc.wire.lengths import plan_packed, plan_rice
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
 
-def same(a, b):
+def same(a: Any, b: Any) -> Any:
     """Bit for bit, so that -0.0 is not 0.0."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def supports():
+def supports() -> Any:
     """(ascending indices, size of the bucket): random, clustered, at the ends, everything, far too long."""
     for numel, density in ((1, 1.0), (7, 0.3), (1000, 0.13), (20_000, 0.01), (200_000, 0.001), (3000, 0.6)):
         count = math.ceil(numel * density)
@@ -48,7 +49,7 @@ def supports():
     yield torch.tensor([0, 2**20, 2**31 - 3, 2**31 - 2]), 2**31 - 1
 
 
-def test_codecs_agree_bit_for_bit():
+def test_codecs_agree_bit_for_bit() -> None:
     reference, native = CODECS["reference"], CODECS["native"]
     for seed, (support, numel) in enumerate(supports()):
         capacity = min(numel, support.numel() + 131 * (seed % 2))
@@ -66,7 +67,7 @@ def test_codecs_agree_bit_for_bit():
 
 @pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 @pytest.mark.usefixtures("no_type_checks")
-def test_codecs_agree_on_what_is_broken(form):
+def test_codecs_agree_on_what_is_broken(form: Any) -> None:
     """On noise behind the header with a true checksum."""
     generator = torch.Generator().manual_seed(3)
     for trial in range(60):
@@ -90,7 +91,7 @@ def test_codecs_agree_on_what_is_broken(form):
 
 @every_codec
 @pytest.mark.parametrize("form", [FORMATS["sign rice"], FORMATS["int8 packed"]], ids=["rice", "packed"])
-def test_any_parameter_and_count_is_safe(codec, form):
+def test_any_parameter_and_count_is_safe(codec: Any, form: Any) -> None:
     """Section by section, so that no checksum stands before the decoders."""
     generator = torch.Generator().manual_seed(4)
     section = form.indices.plan(700, 5000)
@@ -106,7 +107,7 @@ def test_any_parameter_and_count_is_safe(codec, form):
 
 
 @every_codec
-def test_the_checksum_is_the_weighted_sum_of_the_words(codec):
+def test_the_checksum_is_the_weighted_sum_of_the_words(codec: Any) -> None:
     payload = torch.randint(0, 256, (808,), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
     bounds, zero = torch.tensor([0, 10]), torch.tensor(0)
     codec.seal_(payload, zero.int(), zero, bounds, zero.float(), Terms(0.1, 2**32 - 2))
@@ -122,7 +123,7 @@ def test_the_checksum_is_the_weighted_sum_of_the_words(codec):
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_half_there_is_decodes_as_pytorch_reads_it(codec, dtype):
+def test_every_half_there_is_decodes_as_pytorch_reads_it(codec: Any, dtype: Any) -> None:
     words = torch.arange(2**16).to(torch.int16)
     expected = words.view(dtype).float()
     one, count = torch.tensor(1.0), torch.tensor(2**16, dtype=torch.int32)
@@ -137,7 +138,7 @@ def test_every_half_there_is_decodes_as_pytorch_reads_it(codec, dtype):
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec, dtype):
+def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec: Any, dtype: Any) -> None:
     values = torch.tensor([1.0, -3e38, 5.0, 3.4e38, -0.25, 0.0])
     room, other = (torch.zeros(6 * dtype.itemsize, dtype=torch.uint8) for _ in range(2))
     decoded, scale = codec.cast_encode_(values, dtype, room, 4.0)
@@ -148,7 +149,7 @@ def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec, dtype
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec, dtype):
+def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec: Any, dtype: Any) -> None:
     count, section = torch.tensor(4, dtype=torch.int32), torch.zeros(4 * dtype.itemsize, dtype=torch.uint8)
     good = torch.tensor([0, 1, 3])
     nonfinite = (0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, 0x7F800000, -0x800000)
@@ -165,7 +166,7 @@ def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec, dtype):
 
 
 @every_codec
-def test_fp32_is_kept_bit_for_bit(codec):
+def test_fp32_is_kept_bit_for_bit(codec: Any) -> None:
     values = torch.tensor([0.0, -0.0, 1e-45, -3.4e38, 0.1])
     section = torch.zeros(20, dtype=torch.uint8)
     decoded, scale = codec.cast_encode_(values, torch.float32, section)
@@ -174,7 +175,7 @@ def test_fp32_is_kept_bit_for_bit(codec):
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_plain_indices_are_read_as_they_were_written(codec, dtype):
+def test_plain_indices_are_read_as_they_were_written(codec: Any, dtype: Any) -> None:
     support = scattered(5000, 50)
     section = torch.zeros(60 * dtype.itemsize, dtype=torch.uint8)
     codec.plain_encode_(selection_of(support, capacity=60).indices, dtype, section)
@@ -184,20 +185,20 @@ def test_plain_indices_are_read_as_they_were_written(codec, dtype):
 
 
 @every_codec
-def test_a_count_beyond_the_section_is_not_sound(codec):
+def test_a_count_beyond_the_section_is_not_sound(codec: Any) -> None:
     section = torch.arange(4, dtype=torch.int32).view(torch.uint8)
     for count, expected in ((4, True), (5, False), (-1, False)):
         _, valid = codec.plain_decode(section, torch.tensor(count, dtype=torch.int32), 100, torch.int32)
         assert bool(valid) is expected
 
 
-def rice_bits(support, b):
+def rice_bits(support: Any, b: Any) -> Any:
     gaps = torch.diff(support, prepend=torch.tensor([-1])) - 1
     return support.numel() * (b + 1) + int((gaps >> b).sum())
 
 
 @every_codec
-def test_every_block_has_its_best_rice_parameter(codec):
+def test_every_block_has_its_best_rice_parameter(codec: Any) -> None:
     numel = 10**6
     parts = (scattered(400_000, 900, 1), 400_000 + scattered(5000, 800, 2), 999_000 + scattered(500, 30, 3))
     support = torch.cat(parts)
@@ -211,7 +212,7 @@ def test_every_block_has_its_best_rice_parameter(codec):
 
 
 @every_codec
-def test_leaving_out_what_rice_cannot_hold_is_enough(codec):
+def test_leaving_out_what_rice_cannot_hold_is_enough(codec: Any) -> None:
     """The hardest supports there are: every gap one more than a multiple of 2**b*, and mixed ones."""
     for numel, capacity in ((10**5, 100), (10**5, 300), (10**6, 1000), (30_000, 6000)):
         code = plan_rice(capacity, numel)
@@ -227,7 +228,7 @@ def test_leaving_out_what_rice_cannot_hold_is_enough(codec):
 
 
 @every_codec
-def test_a_selection_that_fits_is_handed_on_as_it_is(codec):
+def test_a_selection_that_fits_is_handed_on_as_it_is(codec: Any) -> None:
     selection = selection_of(scattered(5000, 50))
     rice, packed = plan_rice(50, 5000), plan_packed(50, 5000)
     for encode_, code in ((codec.rice_encode_, rice), (codec.packed_encode_, packed)):
@@ -238,22 +239,22 @@ def test_a_selection_that_fits_is_handed_on_as_it_is(codec):
 class Waits(TorchDispatchMode):
     """Notes the operations that read from the device, or whose result's size depends on what is there."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.seen = set()
+        self.seen: set[str] = set()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.add(function.name())
         return function(*args, **(kwargs or {}))
 
     @property
-    def waiting(self):
+    def waiting(self) -> Any:
         words = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal")
         return {name for name in self.seen if name.split("::")[1].split(".")[0] in words}
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_encoding_never_waits_and_decoding_does_once(name):
+def test_encoding_never_waits_and_decoding_does_once(name: Any) -> None:
     form, budget = FORMATS[name], budget_of(40, 0, 500, 5000)
     selection, first = selection_of(scattered(5000, 30), capacity=40), torch.tensor(5000)
     with Waits() as waits:
@@ -268,14 +269,14 @@ def test_encoding_never_waits_and_decoding_does_once(name):
     assert not waits.waiting
 
 
-def test_the_waiting_test_would_notice():
+def test_the_waiting_test_would_notice() -> None:
     with Waits() as waits:
         torch.ones(3).nonzero()
         torch.ones(()).item()
     assert len(waits.waiting) == 2
 
 
-def test_sections_are_in_use():
+def test_sections_are_in_use() -> None:
     """The formats above really are coded, and not int32 for want of room."""
     assert [type(INDICES[name].plan(700, 5000)).__name__ for name in ("packed", "rice")] == [
         "PackedSection",

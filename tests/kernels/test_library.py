@@ -16,7 +16,7 @@ KERNELS = Path(__file__).parents[2] / "dgc" / "kernels"
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def test_a_pointer_is_of_a_contiguous_cpu_tensor_of_the_dtype():
+def test_a_pointer_is_of_a_contiguous_cpu_tensor_of_the_dtype() -> None:
     x = torch.arange(12.0).view(3, 4)
     assert pointer(x, torch.float32) == x.data_ptr()
     assert pointer(x[1], torch.float32) == x.data_ptr() + 16
@@ -32,12 +32,12 @@ def test_a_pointer_is_of_a_contiguous_cpu_tensor_of_the_dtype():
                 check(wrong, torch.float32)
 
 
-def test_only_checked_pointers_reach_the_kernels():
+def test_only_checked_pointers_reach_the_kernels() -> None:
     found = {path.name: path.read_text().count("data_ptr") for path in KERNELS.glob("*.py")}
     assert {name: count for name, count in found.items() if count} == {"library.py": 1, "triton_tables.py": 1}
 
 
-def test_kernels_refuse_other_tensors():
+def test_kernels_refuse_other_tensors() -> None:
     native, codec, quantizers = Native(), NativeCodec(), NativeQuantizers()
     n = 64
     x, other = torch.ones(n), torch.ones(n, dtype=torch.float64)

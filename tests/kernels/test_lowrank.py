@@ -3,6 +3,7 @@ are promised they are the same.
 """
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -27,40 +28,40 @@ SHAPES = [
 
 
 @pytest.fixture(params=NAMES, scope="module")
-def kernels(request):
+def kernels(request: pytest.FixtureRequest) -> Any:
     with tier(request.param) as own:
         yield own
 
 
 @pytest.fixture
-def products(kernels):
+def products(kernels: Any) -> Any:
     return NativeLowRank(kernels) if isinstance(kernels, Native) else TorchLowRank(kernels)
 
 
 class Given:
-    def __init__(self, B, n, m, R, r):
+    def __init__(self, B: Any, n: Any, m: Any, R: Any, r: Any) -> None:
         generator = torch.Generator().manual_seed(n * m + R)
 
-        def random(*shape):
+        def random(*shape: Any) -> Any:
             return torch.randn(*shape, generator=generator)
 
         self.M, self.U, self.W, self.g = random(B, n, m), random(B, R, n), random(B, R, m), random(B, n, m)
         self.X = {True: random(B, r, n), False: random(B, r, m)}
 
-    def Y(self, even):
+    def Y(self, even: Any) -> Any:
         B, n, m = self.M.shape
         return torch.full((B, self.X[even].shape[1], m if even else n), torch.nan)
 
 
-def multiplied(M, X, even):
+def multiplied(M: Any, X: Any, even: Any) -> Any:
     return torch.bmm(X.double(), M.double() if even else M.double().mT)
 
 
-def assert_close(own, wanted, terms):
+def assert_close(own: Any, wanted: Any, terms: Any) -> None:
     assert float((own.double() - wanted).abs().max()) <= 1e-6 * terms * max(1.0, float(wanted.abs().max()))
 
 
-def test_one_pass_is_subtraction_addition_and_product(products):
+def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
     for shape, even in product(SHAPES, (True, False)):
         with case(shape, even):
             given = Given(*shape)
@@ -76,7 +77,7 @@ def test_one_pass_is_subtraction_addition_and_product(products):
             assert torch.equal(Y, again)
 
 
-def test_what_is_subtracted_has_the_same_bits_alone(products):
+def test_what_is_subtracted_has_the_same_bits_alone(products: Any) -> None:
     """An error state that is saved goes on exactly as one that is kept."""
     for shape in SHAPES:
         given = Given(*shape)
@@ -88,7 +89,7 @@ def test_what_is_subtracted_has_the_same_bits_alone(products):
         assert torch.equal(alone, together), shape
 
 
-def test_nothing_was_taken(products):
+def test_nothing_was_taken(products: Any) -> None:
     given = Given(2, 9, 40, 1, 2)
     M, Y = given.M.clone(), given.Y(True)
     products.refresh_(M, None, [g.reshape(-1) for g in given.g], given.X[True], True, Y)
@@ -96,7 +97,7 @@ def test_nothing_was_taken(products):
     assert_close(Y, multiplied(M, given.X[True], True), 20)
 
 
-def test_what_is_not_finite_counts_as_zero_and_is_found(products):
+def test_what_is_not_finite_counts_as_zero_and_is_found(products: Any) -> None:
     bads, places = (torch.nan, torch.inf, -torch.inf, TOO_LARGE, -3e38), (0, 5, 129 * 515, 129 * 515 * 2 - 1)
     given = Given(2, 129, 515, 1, 6)
     spots = [*product(bads, places[:1]), *product(bads[:1], places[1:])]
@@ -112,7 +113,7 @@ def test_what_is_not_finite_counts_as_zero_and_is_found(products):
             assert bool(Y.isfinite().all())
 
 
-def test_pieces_that_are_no_matrices_leave_padding(products):
+def test_pieces_that_are_no_matrices_leave_padding(products: Any) -> None:
     """A bucket as one square: pieces of any length, and zeros behind them."""
     given = Given(1, 10, 10, 2, 1)
     g = given.g.view(-1)[:93]
@@ -125,7 +126,7 @@ def test_pieces_that_are_no_matrices_leave_padding(products):
     assert_close(Y, multiplied(M, given.X[True], True), 10)
 
 
-def test_half_precision_gradients(products):
+def test_half_precision_gradients(products: Any) -> None:
     given = Given(3, 6, 35, 1, 1)
     g = given.g.to(torch.bfloat16)
     M = given.M.clone()
@@ -133,7 +134,7 @@ def test_half_precision_gradients(products):
     assert torch.equal(M, given.M + g.float())
 
 
-def test_outer_products_have_the_same_bits_everywhere(products):
+def test_outer_products_have_the_same_bits_everywhere(products: Any) -> None:
     """Replicas are made of them. Factors need not be contiguous."""
     for shape in SHAPES:
         with case(shape):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,25 +25,25 @@ ISAS = supported_isas()
 
 
 @pytest.fixture(params=NAMES[1:])
-def native(request):
+def native(request: pytest.FixtureRequest) -> Any:
     with tier(request.param) as kernels:
         yield kernels
 
 
-def random(n, seed):
+def random(n: Any, seed: Any) -> Any:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def budget_of(*sizes_and_ks):
+def budget_of(*sizes_and_ks: Any) -> Any:
     sizes, ks = zip(*sizes_and_ks, strict=True)
     return Budget(torch.tensor([0, *sizes]).cumsum(0), torch.tensor(ks), sum(ks))
 
 
-def bits(tensor):
+def bits(tensor: Any) -> Any:
     return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
 
 
-def assert_same(ours: TopKResult, expected: TopKResult):
+def assert_same(ours: TopKResult, expected: TopKResult) -> None:
     for a, b in (
         (ours.elements.indices, expected.elements.indices),
         (ours.elements.values, expected.elements.values),
@@ -55,7 +57,7 @@ def assert_same(ours: TopKResult, expected: TopKResult):
 class Given:
     """A pass over random numbers and what the reference makes of it, computed once for all tiers."""
 
-    def __init__(self, budget, bad=()):
+    def __init__(self, budget: Any, bad: Any = ()) -> None:
         n = int(budget.bounds[-1])
         self.budget, self.g, self.u, self.v = budget, random(n, 1), random(n, 2), random(n, 3)
         for where, what in bad:
@@ -63,10 +65,10 @@ class Given:
         self.inputs = self.accumulation()
         self.expected = REFERENCE.accumulate_and_select_(self.inputs, budget, None)
 
-    def accumulation(self):
+    def accumulation(self) -> Any:
         return PassInputs((self.g,), self.u.clone(), self.v.clone(), 0.9)
 
-    def missed(self, native, lower_bounds=None):
+    def missed(self, native: Any, lower_bounds: Any = None) -> Any:
         """The number of segments missed with these lower bounds. Nothing else may depend on them."""
         ours = self.accumulation()
         chosen = native.accumulate_and_select_(ours, self.budget, lower_bounds)
@@ -76,22 +78,22 @@ class Given:
 
 
 @cache
-def large():
+def large() -> Any:
     """Several units of a segment end up in different threads."""
     return Given(budget_of((300_001, 300), (5, 5), (0, 0), (400_000, 4000), (17, 0), (299_980, 1)))
 
 
 @cache
-def tiny():
+def tiny() -> Any:
     return Given(budget_of(*((i % 40, min(i % 40, i % 5)) for i in range(1000))))
 
 
 @cache
-def spoiled(lane, bad):
+def spoiled(lane: Any, bad: Any) -> Any:
     return Given(budget_of((34, 3), (36, 5)), [(lane, bad)])
 
 
-def test_floors_that_fit_and_others(native):
+def test_floors_that_fit_and_others(native: Any) -> None:
     given = large()
     thresholds = given.expected.thresholds
     assert given.missed(native) == 0
@@ -104,7 +106,7 @@ def test_floors_that_fit_and_others(native):
 
 
 @cache
-def levels():
+def levels() -> Any:
     """Buffers of one, two and three magnitudes, without zeros and with: each with its plan and its choice."""
     n, budget = 50_001, budget_of((20_000, 20), (30_001, 300))
     buffers = []
@@ -117,13 +119,13 @@ def levels():
     return [(v, budget, REFERENCE.select(v, budget)) for v in buffers]
 
 
-def test_more_equal_magnitudes_than_any_list_holds(native):
+def test_more_equal_magnitudes_than_any_list_holds(native: Any) -> None:
     """A sample tells of a level, but far more elements share it than candidates fit: magnitudes are counted."""
     for v, budget, expected in levels():
         assert_same(native.select(v, budget), expected)
 
 
-def test_counting_finds_the_last_bit(native):
+def test_counting_finds_the_last_bit(native: Any) -> None:
     """Equal upper halves of the bits: nearly all elements pass a sample's lower bound."""
     n = 60_000
     low = torch.randint(0, 1 << 16, (n,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
@@ -133,7 +135,7 @@ def test_counting_finds_the_last_bit(native):
     assert_same(native.select(v, budget), REFERENCE.select(v, budget))
 
 
-def test_structure_that_misleads_a_sample(native):
+def test_structure_that_misleads_a_sample(native: Any) -> None:
     """What counts lies in one place."""
     n = 200_000
     v = random(n, 5) * 1e-3
@@ -142,7 +144,7 @@ def test_structure_that_misleads_a_sample(native):
     assert_same(native.select(v, budget), REFERENCE.select(v, budget))
 
 
-def test_fewer_nonzero_than_asked_for(native):
+def test_fewer_nonzero_than_asked_for(native: Any) -> None:
     v = torch.zeros(300_000)
     v[[3, 77_000, 140_000, 299_999]] = torch.tensor([1.0, -1e-45, 3e38, 0.5])
     budget = budget_of((100_000, 1000), (100_000, 1000), (100_000, 1))
@@ -153,13 +155,13 @@ def test_fewer_nonzero_than_asked_for(native):
         assert chosen.thresholds.tolist() == [0, 0, 0.5]
 
 
-def test_many_tiny_ranges(native):
+def test_many_tiny_ranges(native: Any) -> None:
     given = tiny()
     for lower_bounds in (None, given.expected.thresholds * 0.9, given.expected.thresholds * 1.1):
         given.missed(native, lower_bounds)
 
 
-def test_all_and_nothing(native):
+def test_all_and_nothing(native: Any) -> None:
     for n in (0, 1, 15, 16, 17, 50_003):
         v = random(n, 10)
         for k in (0, n):
@@ -169,7 +171,7 @@ def test_all_and_nothing(native):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_nonfinite_in_every_lane(native):
+def test_nonfinite_in_every_lane(native: Any) -> None:
     others = (float("inf"), -float("inf"), TOO_LARGE, -3e38)
     for lane in range(70):
         for bad in (float("nan"), others[lane % 4]):
@@ -183,14 +185,14 @@ def test_nonfinite_in_every_lane(native):
                 assert torch.equal(bits(without_u[0].v), bits(without_u[1].v))
 
 
-def test_nonfinite_far_apart(native):
+def test_nonfinite_far_apart(native: Any) -> None:
     """The first one counts, whichever thread comes first."""
     g = torch.zeros(1_000_003)
     g[[200_000, 500_000, 999_999]] = float("nan")
     assert int(native.accumulate_(PassInputs((g,), None, torch.zeros_like(g)))) == 200_000
 
 
-def test_pieces_shorter_than_a_vector(native):
+def test_pieces_shorter_than_a_vector(native: Any) -> None:
     sizes = [1, 2, 0, 3, 30, 0, 0, 200_000, 7, 100_000, 1, 0]
     whole = random(sum(sizes), 14)
     pieces = tuple(torch.cat([torch.zeros(3), part])[3:] for part in whole.split(sizes))
@@ -198,10 +200,11 @@ def test_pieces_shorter_than_a_vector(native):
     inputs = [PassInputs(g, random(len(whole), 15), random(len(whole), 16), 0.9) for g in (pieces, (whole,))]
     expected = REFERENCE.accumulate_and_select_(inputs[1], budget, None)
     assert_same(native.accumulate_and_select_(inputs[0], budget, None), expected)
+    assert inputs[0].u is not None and inputs[1].u is not None
     assert torch.equal(inputs[0].u, inputs[1].u) and torch.equal(inputs[0].v, inputs[1].v)
 
 
-def test_large_merge_and_subtract(native):
+def test_large_merge_and_subtract(native: Any) -> None:
     """Large enough for every thread to have a share."""
     n, k = 300_000, 40_000
     v = random(n, 17)
@@ -218,13 +221,13 @@ def test_large_merge_and_subtract(native):
     assert all(torch.equal(a, b) for a, b in zip(*targets, strict=True))
 
 
-def test_several_python_threads_at_once(native):
+def test_several_python_threads_at_once(native: Any) -> None:
     budget = budget_of((100_000, 100), (60_000, 6000))
     states = [random(160_000, 20 + i) for i in range(4)]
     expected = [REFERENCE.select(v, budget) for v in states]
     found: dict[int, list[TopKResult]] = {}
 
-    def work(i):
+    def work(i: Any) -> None:
         found[i] = [native.select(states[i], budget) for _ in range(5)]
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
@@ -237,7 +240,7 @@ def test_several_python_threads_at_once(native):
             assert_same(chosen, expected[i])
 
 
-def run_python(code, **environment):
+def run_python(code: Any, **environment: Any) -> Any:
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environment},
@@ -248,7 +251,7 @@ def run_python(code, **environment):
     )
 
 
-def test_a_child_of_fork_has_threads_of_its_own():
+def test_a_child_of_fork_has_threads_of_its_own() -> None:
     """In a fresh process, since the parent's pool must have been used and nothing of this one's be in the way."""
     done = run_python(
         """
@@ -271,20 +274,20 @@ print("done")
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_the_environment_names_the_instructions(monkeypatch, isa):
+def test_the_environment_names_the_instructions(monkeypatch: pytest.MonkeyPatch, isa: Any) -> None:
     monkeypatch.setenv("DGC_KERNELS_ISA", isa)
     assert Native().isa == isa and isa in str(Native())
     monkeypatch.delenv("DGC_KERNELS_ISA")
     assert Native().isa == ISAS[-1]
 
 
-def test_instructions_that_do_not_exist_are_refused(monkeypatch):
+def test_instructions_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGC_KERNELS_ISA", "mmx")
     with pytest.raises(KernelsMissing, match="DGC_KERNELS_ISA=mmx: expected portable, avx2 or avx512"):
         Native()
 
 
-def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch):
+def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGC_KERNELS_ISA", "avx512")
     limited = library._open().dgc_limit_isa
     limited(0)
@@ -296,32 +299,32 @@ def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch):
         limited(2)
 
 
-def test_a_library_that_was_never_built(monkeypatch, tmp_path):
+def test_a_library_that_was_never_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "libdgc_kernels.so")
     with pytest.raises(KernelsMissing, match=r"not built: run `python -m dgc\.kernels\.build`"):
         library._open.__wrapped__()
 
 
-def test_a_library_of_other_sources(monkeypatch):
+def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "sources_digest", lambda: "0" * 20)
     with pytest.raises(KernelsMissing, match=r"from other sources: run `python -m dgc\.kernels\.build`"):
         library._open.__wrapped__()
 
 
-def test_a_file_that_is_no_library(monkeypatch, tmp_path):
+def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "libdgc_kernels.so").write_bytes(b"nothing of the kind")
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "libdgc_kernels.so")
     with pytest.raises(KernelsMissing, match="do not load"):
         library._open.__wrapped__()
 
 
-def test_building_needs_a_compiler(monkeypatch):
+def test_building_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler: no-such-compiler was not found"):
         build.build()
 
 
-def test_building_again_does_nothing(monkeypatch, tmp_path):
+def test_building_again_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, text in {"isa.cpp": 'extern "C" const char* stamp() { return DGC_STAMP; }', "x.h": ""}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(build, "SOURCES", tmp_path)
@@ -332,7 +335,7 @@ def test_building_again_does_nothing(monkeypatch, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["isa.cpp", "lib.so", "x.h"]
 
 
-def test_a_build_that_fails_leaves_the_library_alone(monkeypatch, tmp_path):
+def test_a_build_that_fails_leaves_the_library_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken.cpp").write_text("no C++")
     (tmp_path / "lib.so").write_bytes(b"before")
     monkeypatch.setattr(build, "SOURCES", tmp_path)
@@ -343,7 +346,7 @@ def test_a_build_that_fails_leaves_the_library_alone(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="its files are for x86-64")
-def test_no_file_lends_its_instructions_to_others(tmp_path):
+def test_no_file_lends_its_instructions_to_others(tmp_path: Path) -> None:
     """What a file of one instruction set exports is its table; every function in it is its own."""
     for source in sorted(build.SOURCES.rglob("*_avx*.cpp")):
         target = tmp_path / (source.stem + ".o")

@@ -1,6 +1,7 @@
 """Quantizers: all tiers, instruction sets and numbers of threads give the reference's bits, which are right."""
 
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,24 +22,24 @@ UNIFORM = [(2, 1, None), (2, 1, 0), (4, 5, None), (4, 7, 2), (8, 127, None), (8,
 
 
 @pytest.fixture(params=NAMES, scope="module")
-def quantizers(request):
+def quantizers(request: pytest.FixtureRequest) -> Any:
     with tier(request.param):
         yield REFERENCE if request.param == "reference" else NativeQuantizers()
 
 
-def same(a, b):
+def same(a: Any, b: Any) -> Any:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def random(n, seed):
+def random(n: Any, seed: Any) -> Any:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def one_range(v):
+def one_range(v: Any) -> Any:
     return torch.tensor([0, v.numel()])
 
 
-def wild(n):
+def wild(n: Any) -> Any:
     """All magnitudes there are, and zeros of both signs."""
     exponents = torch.randint(-149, 128, (n,), generator=torch.Generator().manual_seed(n))
     v = torch.ldexp(random(n, 1), exponents.float()).clamp(-LARGEST, LARGEST)
@@ -46,13 +47,13 @@ def wild(n):
     return v
 
 
-def numbers(n):
+def numbers(n: Any) -> Any:
     """Buffers, and a unit for what their segments need."""
     return [(random(n, 2), 1.0), (random(n, 3) * 1e37, 1e37), (random(n, 4) * 1e-40, 1e-40), (wild(n), 1e-3)]
 
 
 @cache
-def cases(n):
+def cases(n: Any) -> Any:
     """(v, bounds, a magnitude for each segment): one segment, and uneven ones, some of them empty."""
     cuts = torch.randint(n + 1, (7,), generator=torch.Generator().manual_seed(n)).msort()
     uneven = torch.tensor([0, 0, *cuts.tolist(), *cuts[3:4].tolist(), n, n]).msort()
@@ -61,7 +62,7 @@ def cases(n):
     return made if n < 10_000 else [made[0], made[-1]]
 
 
-def operations(q, bounds, each):
+def operations(q: Any, bounds: Any, each: Any) -> Any:
     """(encode(v), add_(codes, total)) of every kind."""
     cuts, ends = each - each.mean(), (-each, each / 3)
     yield lambda v: q.sign_encode(v, bounds, cuts, *ends), lambda c, t: q.sign_add_(c, bounds, *ends, t)
@@ -77,7 +78,7 @@ def operations(q, bounds, each):
 
 
 @cache
-def results_of(n):
+def results_of(n: Any) -> Any:
     """For every case and operation: codes, residual, and the sum with v."""
     results = []
     for v, bounds, each in cases(n):
@@ -90,7 +91,7 @@ def results_of(n):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers):
+def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers: Any) -> None:
     for n in SIZES:
         expected = iter(results_of(n))
         for number, (v, bounds, each) in enumerate(cases(n)):
@@ -106,7 +107,7 @@ def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers):
                     assert same(added, total) and same(residual, v - decoded)
 
 
-def test_mxnet_s_layouts(quantizers):
+def test_mxnet_s_layouts(quantizers: Any) -> None:
     v = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
     half, one, total = torch.tensor([0.5]), torch.ones(1), torch.zeros(6)
     codes, residual = quantizers.tern_encode(v, one_range(v), half)
@@ -119,13 +120,13 @@ def test_mxnet_s_layouts(quantizers):
     assert total.tolist() == [1.5, 1, -1.5, 1.5, -1.5, 1]
 
 
-def test_the_field_01_of_a_ternary_code_is_zero(quantizers):
+def test_the_field_01_of_a_ternary_code_is_zero(quantizers: Any) -> None:
     total = torch.ones(4)
     quantizers.tern_add_(torch.tensor([0b01111001, 0, 0, 0]).byte(), one_range(total), torch.tensor([2.0]), total)
     assert total.tolist() == [1, 3, -1, 1]
 
 
-def test_uniform_levels(quantizers):
+def test_uniform_levels(quantizers: Any) -> None:
     v, scale = torch.tensor([0.0, -7.0, 2.49, -2.5, 9.0, -0.4]), torch.tensor([7.0])
     codes, residual = quantizers.uniform_encode(v, one_range(v), scale, 7, 4, None)
     assert codes.tolist() == [0xF0, 0xB2, 0x07]
@@ -134,7 +135,7 @@ def test_uniform_levels(quantizers):
     assert codes.tolist() == [0b001100, 0b000100]
 
 
-def test_every_range_begins_at_its_own_unit(quantizers):
+def test_every_range_begins_at_its_own_unit(quantizers: Any) -> None:
     bounds, v = torch.tensor([0, 33, 33, 34, 41]), torch.ones(41)
     each = torch.ones(4)
     signs, _ = quantizers.sign_encode(v, bounds, 0 * each, -each, each)
@@ -146,7 +147,7 @@ def test_every_range_begins_at_its_own_unit(quantizers):
     assert uniform.tolist() == [85] * 8 + [1] + [1] + [85, 21]
 
 
-def test_ranges_that_send_nothing(quantizers):
+def test_ranges_that_send_nothing(quantizers: Any) -> None:
     """Whatever the codes that arrive for them."""
     v = torch.tensor([3.0, -1e38, 1e-40, 0.0, -0.0])
     for each in torch.tensor([[0.0], [INF], [NAN], [-1.0]]):
@@ -161,7 +162,7 @@ def test_ranges_that_send_nothing(quantizers):
             assert torch.equal(total, v)
 
 
-def test_scales_at_the_ends_of_fp32(quantizers):
+def test_scales_at_the_ends_of_fp32(quantizers: Any) -> None:
     v = torch.tensor([LARGEST, -LARGEST, 1e-40])
     for bits in (2, 4, 8):
         for levels in range(1, 2 ** (bits - 1)):
@@ -171,7 +172,7 @@ def test_scales_at_the_ends_of_fp32(quantizers):
     assert same(residual, v), "levels / scale would be inf"
 
 
-def test_natural_powers(quantizers):
+def test_natural_powers(quantizers: Any) -> None:
     v = torch.tensor([1.0, -1.4375, 1.5, 3e-38, 0.0, -0.0, -1e-45, 8e-39, -(2.0**-126)])
     codes, residual = quantizers.natural_encode(v, None)
     assert codes[:4].tolist() == [1, 0, 0, 0]
@@ -185,14 +186,14 @@ def test_natural_powers(quantizers):
     assert same(residual, torch.tensor([LARGEST - 2.0**127, 0.0, 1.0, -0.49]))
 
 
-def test_powers_of_two_stay_what_they_are(quantizers):
+def test_powers_of_two_stay_what_they_are(quantizers: Any) -> None:
     v = torch.ldexp(torch.ones(126), torch.arange(-125.0, 1))
     for seed in SEEDS:
         _, residual = quantizers.natural_encode(v, seed)
         assert not residual.any()
 
 
-def test_codes_at_any_address(quantizers):
+def test_codes_at_any_address(quantizers: Any) -> None:
     v, each = random(100, 1), torch.ones(1)
     bounds = one_range(v)
     for encode, add_ in operations(quantizers, bounds, each):
@@ -204,7 +205,7 @@ def test_codes_at_any_address(quantizers):
         assert same(one, other)
 
 
-def assert_unbiased(encode, v, below, above):
+def assert_unbiased(encode: Any, v: Any, below: Any, above: Any) -> None:
     """The mean over many seeds, within 5 of its standard deviations; below <= |v| <= above are what is decoded."""
     decoded = torch.stack([v - encode(seed)[1] for seed in range(1500)]).double()
     error, size = decoded.mean(0) - v, v.abs().double()
@@ -214,21 +215,21 @@ def assert_unbiased(encode, v, below, above):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_random_rounding_is_unbiased():
+def test_random_rounding_is_unbiased() -> None:
     v = random(300, 5)
     largest, quantizers = v.abs().max().view(1), NativeQuantizers()
     for bits, levels in ((2, 1), (4, 7), (8, 100)):
         step = largest.double() / levels
         below = (v.abs() / step).floor() * step
-        given = (v, one_range(v), largest, levels, bits)
-        assert_unbiased(lambda s, given=given: quantizers.uniform_encode(*given, s), v, below, below + step)
+        encode = partial(quantizers.uniform_encode, v, one_range(v), largest, levels, bits)
+        assert_unbiased(encode, v, below, below + step)
     below = v.abs().double().log2().floor().exp2()
     assert_unbiased(lambda s: quantizers.natural_encode(v, s), v, below, 2 * below)
     tiny = v.clamp(-5, 5) * 2e-39
     assert_unbiased(lambda s: quantizers.natural_encode(tiny, s), tiny, 0.0, 2.0**-126)
 
 
-def test_random_numbers_are_uniform():
+def test_random_numbers_are_uniform() -> None:
     n = 1 << 16
     for seed in (0, 1, 2, 12345, 2**31, 2**32 - 1):
         bits = random_bits(n, seed, torch.device("cpu"))
@@ -238,7 +239,7 @@ def test_random_numbers_are_uniform():
             assert 150 < chi_square < 380  # 255 degrees of freedom: within some five standard deviations
 
 
-def test_neighbours_are_uncorrelated():
+def test_neighbours_are_uncorrelated() -> None:
     n = 1 << 16
     seeds = [0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1]
     rows = torch.stack([random_bits(n, seed, torch.device("cpu")).double() for seed in seeds]) / 2**32
@@ -251,7 +252,7 @@ def test_neighbours_are_uncorrelated():
         assert correlations.abs().max() < 5 / n**0.5
 
 
-def test_torch_s_generator_is_left_alone(quantizers):
+def test_torch_s_generator_is_left_alone(quantizers: Any) -> None:
     before, v = torch.get_rng_state(), random(50, 1)
     for encode, _ in operations(quantizers, one_range(v), torch.ones(1)):
         encode(v)
@@ -259,7 +260,7 @@ def test_torch_s_generator_is_left_alone(quantizers):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_small_integers(quantizers):
+def test_small_integers(quantizers: Any) -> None:
     for n in SIZES[:-1]:
         levels = torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).byte()
         for bits in range(1, 9):
@@ -271,7 +272,7 @@ def test_small_integers(quantizers):
                 assert bytes(packed.tolist()) == stream.to_bytes(-(-n * bits // 8), "little")
 
 
-def test_the_tier_follows_the_kernels(monkeypatch):
+def test_the_tier_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kind in (("reference", TorchQuantizers), ("native", NativeQuantizers)):
         monkeypatch.setattr(kernels, "_asked", name)
         assert type(kernels.of(torch.zeros(1)).quantize) is kind

@@ -1,5 +1,7 @@
 """The reference operations against formulas in float64 and against each other's edge cases."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from dgc.kernels.selection.reference import (
 REFERENCE = Reference()
 
 
-def random(n, seed=0):
+def random(n: Any, seed: int = 0) -> Any:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
@@ -27,7 +29,7 @@ def random(n, seed=0):
 @pytest.mark.parametrize("n", [0, 1, 1000])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_formulas_in_float64(n, momentum, nesterov):
+def test_formulas_in_float64(n: Any, momentum: Any, nesterov: Any) -> None:
     u, v = random(n, 1), random(n, 2)
     u64, v64 = u.double(), v.double()
     for step in range(4):
@@ -44,7 +46,7 @@ def test_formulas_in_float64(n, momentum, nesterov):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_one_step_is_torchs_direction(nesterov):
+def test_one_step_is_torchs_direction(nesterov: Any) -> None:
     """With v emptied after every step, its growth is what torch.optim.SGD subtracts."""
     p = torch.zeros(50, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.9, nesterov=nesterov)
@@ -58,7 +60,7 @@ def test_one_step_is_torchs_direction(nesterov):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_gradients_of_other_types_leave_the_state_in_fp32(dtype):
+def test_gradients_of_other_types_leave_the_state_in_fp32(dtype: Any) -> None:
     u, v, g = torch.full((3,), 0.1), torch.full((3,), 0.2), torch.tensor([1.0, -2.0, 0.5]).to(dtype)
     REFERENCE.accumulate_(PassInputs((g,), u, v, 0.9, False))
     assert u.dtype == v.dtype == torch.float32
@@ -74,7 +76,7 @@ DENORMAL = 1e-42
 
 @pytest.mark.parametrize("n", [1, 2, 63, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_largest_takes_the_k_largest(n, share):
+def test_largest_takes_the_k_largest(n: Any, share: Any) -> None:
     v, k = random(n), int(share * n)
     chosen = largest(v, k)
     assert chosen.dtype == torch.int64 and chosen.numel() == k
@@ -85,36 +87,36 @@ def test_largest_takes_the_k_largest(n, share):
         assert v[chosen].abs().min() >= v[rest].abs().max()
 
 
-def test_largest_takes_all_when_k_is_more():
+def test_largest_takes_all_when_k_is_more() -> None:
     assert largest(torch.tensor([1.0, -2.0]), 5).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_largest_never_takes_a_zero(k):
+def test_largest_never_takes_a_zero(k: Any) -> None:
     assert largest(torch.zeros(4), k).tolist() == []
     assert largest(torch.tensor([0.0, -0.0, 3.0, 0.0]), k).tolist() == [2][:k]
 
 
-def test_largest_of_nothing():
+def test_largest_of_nothing() -> None:
     chosen = largest(torch.empty(0), 3)
     assert chosen.shape == (0,) and chosen.dtype == torch.int64
 
 
 @pytest.mark.parametrize("k", [1, 5, 9])
-def test_largest_of_ties_is_still_k(k):
+def test_largest_of_ties_is_still_k(k: Any) -> None:
     v = torch.tensor([2.0, -2.0, 2.0, 1.0, 2.0, -2.0, 2.0, 2.0, 2.0])
     chosen = largest(v, k)
     assert chosen.numel() == k and (k == 9) == (3 in chosen.tolist())
 
 
-def test_denormals_count_as_non_zero():
+def test_denormals_count_as_non_zero() -> None:
     v = torch.tensor([0.0, DENORMAL, -2 * DENORMAL, 0.0])
     assert largest(v, 1).tolist() == [2]
     assert largest(v, 4).tolist() == [1, 2]
     assert above(v, torch.tensor(0.0)).tolist() == [1, 2]
 
 
-def test_above_is_inclusive_ascending_and_without_zeros():
+def test_above_is_inclusive_ascending_and_without_zeros() -> None:
     v = torch.tensor([3.0, -1.0, 0.0, 1.0, 0.5, -4.0])
     chosen = above(v, torch.tensor(1.0))
     assert chosen.tolist() == [0, 1, 3, 5] and chosen.dtype == torch.int64
@@ -124,7 +126,7 @@ def test_above_is_inclusive_ascending_and_without_zeros():
     assert above(torch.empty(0), torch.tensor(0.0)).tolist() == []
 
 
-def test_above_the_kth_magnitude_is_largest():
+def test_above_the_kth_magnitude_is_largest() -> None:
     v = random(500, 7)
     threshold = v.abs().sort(descending=True).values[30 - 1]
     assert torch.equal(above(v, threshold), largest(v, 30))
@@ -136,7 +138,7 @@ def test_above_the_kth_magnitude_is_largest():
 N = 200
 
 
-def part(pairs):
+def part(pairs: Any) -> Any:
     pairs = list(pairs)
     v = torch.zeros(N)
     for i, x in pairs:
@@ -144,23 +146,23 @@ def part(pairs):
     return as_selection(torch.tensor([i for i, _ in pairs], dtype=torch.int64), v, 40)
 
 
-def merge_mean(parts, size):
+def merge_mean(parts: Any, size: Any) -> Any:
     return REFERENCE.merge_mean(parts, size, N)
 
 
-def test_merge_mean_by_hand():
+def test_merge_mean_by_hand() -> None:
     indices, values = merge_mean([part([(1, 3.0), (5, 1.0)]), part([(0, 6.0), (5, 2.0)]), part([])], 3)
     assert indices.tolist() == [0, 1, 5] and indices.dtype == torch.int64
     assert values.tolist() == [2.0, 1.0, 1.0] and values.dtype == torch.float32
 
 
-def test_merge_mean_of_nothing():
+def test_merge_mean_of_nothing() -> None:
     indices, values = merge_mean([part([]), part([])], 2)
     assert indices.numel() == values.numel() == 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_merge_mean_equals_the_dense_mean(size):
+def test_merge_mean_equals_the_dense_mean(size: Any) -> None:
     dense, parts = torch.zeros(N, dtype=torch.float64), []
     for rank in range(size):
         generator = torch.Generator().manual_seed(rank)
@@ -175,7 +177,7 @@ def test_merge_mean_equals_the_dense_mean(size):
     torch.testing.assert_close(merged, dense, rtol=1e-5, atol=1e-6)
 
 
-def test_values_of_one_index_are_added_in_the_order_of_the_parts():
+def test_values_of_one_index_are_added_in_the_order_of_the_parts() -> None:
     """In fp32 (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1."""
     big, one, minus = part([(3, 1e8)]), part([(3, 1.0)]), part([(3, -1e8)])
     assert merge_mean([big, one, minus], 1)[1].tolist() == [0.0]
@@ -187,7 +189,7 @@ def test_values_of_one_index_are_added_in_the_order_of_the_parts():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("position", "tensor"), [(0, 1), (3, 1), (4, 2), (8, 3), (9, 3)])
-def test_the_first_tensor_with_a_nonfinite_value_is_numbered(bad, position, tensor):
+def test_the_first_tensor_with_a_nonfinite_value_is_numbered(bad: Any, position: Any, tensor: Any) -> None:
     g = torch.arange(10.0) + 1
     expected = g.clone()
     g[position] = expected[position] = 0.0
@@ -198,7 +200,7 @@ def test_the_first_tensor_with_a_nonfinite_value_is_numbered(bad, position, tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_usable_gradients_stay_as_they_are(dtype):
+def test_usable_gradients_stay_as_they_are(dtype: Any) -> None:
     largest = torch.tensor(min(torch.finfo(dtype).max, TOO_LARGE / 2), dtype=dtype)
     g = torch.stack([largest, -largest, -0.0 * largest])
     before = g.clone()
@@ -209,6 +211,6 @@ def test_usable_gradients_stay_as_they_are(dtype):
     assert remove_nonfinite_(torch.empty(0)) == 0 and first_tensor_nonfinite(torch.empty(0), []) == 0
 
 
-def test_all_nonfinite_values_go():
+def test_all_nonfinite_values_go() -> None:
     g = torch.tensor([1.0, float("nan"), float("inf"), 2.0, -float("inf")])
     assert remove_nonfinite_(g) == 1 and g.tolist() == [1.0, 0.0, 0.0, 2.0, 0.0]

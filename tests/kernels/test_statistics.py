@@ -1,6 +1,7 @@
 """Sums over segments: of every tier against fp64, and the same bits whatever the threads and instructions."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ LOWER_BOUNDS = (0.0, 1e-3, 0.3, 1.0, 1.01)
 
 
 @pytest.fixture(params=NAMES, scope="module")
-def kernels(request):
+def kernels(request: pytest.FixtureRequest) -> Any:
     with tier(request.param) as chosen:
         yield chosen
 
 
 @cache
-def case(n):
+def case(n: Any) -> Any:
     """A buffer of all kinds of data, n elements each. A segment is one kind, or a part of one, maybe empty."""
     v = torch.cat([make(n) for make in DATA.values()])
     whole = torch.arange(0, n * len(DATA) + 1, n) if n else torch.zeros(len(DATA) + 1, dtype=torch.int64)
@@ -29,7 +30,7 @@ def case(n):
 
 
 @cache
-def moments_of(n):
+def moments_of(n: Any) -> Any:
     """For each way to cut the buffer: of v, of |v| and of its square, and the largest |v|."""
     return [
         [
@@ -43,7 +44,7 @@ def moments_of(n):
 
 
 @cache
-def tails_of(n):
+def tails_of(n: Any) -> Any:
     """For each way to cut the buffer and each of LOWER_BOUNDS: the lower_bounds, the counts and the sums."""
     tails = []
     for (_, _, parts), (*_, largest) in zip(case(n), moments_of(n), strict=True):
@@ -58,12 +59,12 @@ def tails_of(n):
     return tails
 
 
-def assert_near(sums, expected, scale=None):
+def assert_near(sums: Any, expected: Any, scale: Any = None) -> None:
     """Within 1e-9 of the sum, or of the scale that a sum of terms of both signs is judged by."""
     assert ((sums - expected).abs() <= 1e-9 * (expected if scale is None else scale)).all()
 
 
-def test_moments(kernels):
+def test_moments(kernels: Any) -> None:
     for n in SIZES:
         for (v, bounds, _), (values, magnitudes, squares, largest) in zip(case(n), moments_of(n), strict=True):
             found = kernels.moments(v, bounds)
@@ -73,7 +74,7 @@ def test_moments(kernels):
             assert torch.equal(found.largest.double(), largest)
 
 
-def test_tail(kernels):
+def test_tail(kernels: Any) -> None:
     """A lower bound of 0 leaves out zeros alone; one that is the magnitude of an element lets it through."""
     for n in SIZES:
         tails = iter(tails_of(n))
@@ -85,7 +86,7 @@ def test_tail(kernels):
                 assert_near(found.sums, sums)
 
 
-def test_every_lane_counts(kernels):
+def test_every_lane_counts(kernels: Any) -> None:
     """Ranges of n elements, each with one that is not zero, in a place of its own."""
     for n in (*range(1, 19), 31, 32, 33, 39):
         v, bounds = torch.eye(n).view(-1) * -3, torch.arange(0, n * n + 1, n)
@@ -97,7 +98,7 @@ def test_every_lane_counts(kernels):
         assert not kernels.tail(v, bounds, torch.full((n,), 3.0000002)).counts.any()
 
 
-def test_squares_neither_overflow_nor_vanish(kernels):
+def test_squares_neither_overflow_nor_vanish(kernels: Any) -> None:
     for value in (3e38, -3e38, 1e-45, -1e-40):
         v, wide = torch.full((1000,), value), float(torch.tensor(value))
         found = kernels.moments(v, torch.tensor([0, 1000]))
@@ -106,7 +107,7 @@ def test_squares_neither_overflow_nor_vanish(kernels):
         assert float(found.largest) == abs(wide), value
 
 
-def test_ranges_whose_floor_is_inf_are_not_read(kernels):
+def test_ranges_whose_floor_is_inf_are_not_read(kernels: Any) -> None:
     v = torch.cat([random(40_000, 1), torch.full((40_000,), float("nan")), random(40_000, 2)])
     bounds = torch.tensor([0, 40_000, 80_000, 120_000])
     found = kernels.tail(v, bounds, torch.tensor([1.0, INF, 0.5]))
@@ -116,7 +117,7 @@ def test_ranges_whose_floor_is_inf_are_not_read(kernels):
     assert not nothing.counts.any() and not nothing.sums.any()
 
 
-def test_threads_addresses_and_instructions_change_no_bit():
+def test_threads_addresses_and_instructions_change_no_bit() -> None:
     """Several units of a segment, in different threads; another range before it shifts its address."""
     v = DATA["heavy"](200_003)
     results = []

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,34 +30,34 @@ SLOTS = 8
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch):
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of these tests alone."""
     if INTERPRETED:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
-def kernels():
+def kernels() -> Any:
     return Triton(TILE, SLOTS)
 
 
-def random(n, seed):
+def random(n: Any, seed: Any) -> Any:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def budget_of(lengths, ks):
+def budget_of(lengths: Any, ks: Any) -> Any:
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE)
     return Budget(bounds, torch.tensor(ks).to(DEVICE), sum(ks))
 
 
-def same_bits(a, b):
+def same_bits(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return a is b
     wide = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(wide), b.view(wide))
 
 
-def assert_same_choice(ours, theirs):
+def assert_same_choice(ours: Any, theirs: Any) -> None:
     assert int(ours.elements.count) == int(theirs.elements.count)
     assert same_bits(ours.elements.indices, theirs.elements.indices)
     assert same_bits(ours.elements.values, theirs.elements.values)
@@ -65,11 +66,20 @@ def assert_same_choice(ours, theirs):
     assert ours.missed.dtype == torch.int32 and ours.missed.shape == ()
 
 
-def split(g, lengths):
+def split(g: Any, lengths: Any) -> Any:
     return tuple(part.clone() for part in g.split(lengths))
 
 
-def accumulated(kernels, pieces, u, v, momentum=0.9, nesterov=False, budget=None, lower_bounds=None):
+def accumulated(
+    kernels: Any,
+    pieces: Any,
+    u: Any,
+    v: Any,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    budget: Any = None,
+    lower_bounds: Any = None,
+) -> Any:
     """Results, u and v of one pass over copies of u and v."""
     u, v = None if u is None else u.clone(), v.clone()
     inputs = PassInputs(pieces, u, v, momentum, nesterov)
@@ -81,7 +91,7 @@ def accumulated(kernels, pieces, u, v, momentum=0.9, nesterov=False, budget=None
 # --- accumulate_ -----------------------------------------------------------------------------------
 
 
-def test_accumulate():
+def test_accumulate() -> None:
     for n, nesterov in ((0, False), (1, True), (63, False), (64, True), (65, False), (65, True), (200, True)):
         kernels, g, u, v = Triton(TILE, SLOTS), random(n, 1), random(n, 2), random(n, 3)
         ours = accumulated(kernels, (g,), u, v, 0.9, nesterov)
@@ -91,7 +101,7 @@ def test_accumulate():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_accumulate_pieces(kernels, dtype):
+def test_accumulate_pieces(kernels: Any, dtype: Any) -> None:
     """Pieces that begin and end within tiles, empty ones, and one that is shorter than a tile."""
     lengths = [3, 0, 130, 64, 1, 0]
     g, u, v = random(198, 1).to(dtype), random(198, 2), random(198, 3)
@@ -99,13 +109,13 @@ def test_accumulate_pieces(kernels, dtype):
     assert all(map(same_bits, ours, accumulated(REFERENCE, (g,), u, v)))
 
 
-def test_accumulate_without_momentum(kernels):
+def test_accumulate_without_momentum(kernels: Any) -> None:
     g, v = random(200, 1), random(200, 2)
     assert all(map(same_bits, accumulated(kernels, (g,), None, v), accumulated(REFERENCE, (g,), None, v)))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38])
-def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels, bad):
+def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels: Any, bad: Any) -> None:
     g, u, v = random(300, 1), random(300, 2), random(300, 3)
     g[[299, 131, 190]] = bad
     ours = accumulated(kernels, split(g, [100, 200]), u, v)
@@ -113,7 +123,7 @@ def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels, bad):
     assert all(map(same_bits, ours, accumulated(REFERENCE, (g,), u, v)))
 
 
-def test_denormals_and_negative_zeros_survive(kernels):
+def test_denormals_and_negative_zeros_survive(kernels: Any) -> None:
     g, u, v = random(100, 1) * 1e-42, random(100, 2) * 1e-41, random(100, 3) * 1e-42
     g[::3], u[::3], v[::3] = -0.0, -0.0, -0.0
     ours = accumulated(kernels, (g,), u, v)
@@ -124,7 +134,7 @@ def test_denormals_and_negative_zeros_survive(kernels):
 # --- select ----------------------------------------------------------------------------------------
 
 
-def test_select():
+def test_select() -> None:
     for n, k in ((1, 0), (1, 1), (64, 64), (65, 30), (150, 149)):
         kernels, v, budget = Triton(TILE, SLOTS), random(n, n), budget_of([n], [k])
         with case(n, k):
@@ -132,7 +142,7 @@ def test_select():
             assert kernels.launches == 9
 
 
-def test_select_of_nothing(kernels):
+def test_select_of_nothing(kernels: Any) -> None:
     v, budget = random(0, 0), budget_of([0], [0])
     assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
 
@@ -147,13 +157,13 @@ RANGES = {
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_ranges(kernels, name):
+def test_ranges(kernels: Any, name: Any) -> None:
     budget = budget_of(*RANGES[name])
     v = random(int(budget.bounds[-1]), 4)
     assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
 
 
-def awkward(n):
+def awkward(n: Any) -> Any:
     """Kinds of n values: where ties, zeros, denormals or the low digits of the magnitude decide."""
     x = random(n, 5)
     most = torch.full_like(x, 0.7)
@@ -171,14 +181,14 @@ def awkward(n):
 
 
 @pytest.fixture(scope="module")
-def awkward_bucket():
+def awkward_bucket() -> Any:
     """A segment of each kind, of a full tile and a part of one: v, its budget and what is right."""
     kinds = awkward(90)
     v, budget = torch.cat(list(kinds.values())), budget_of([90] * len(kinds), [11] * len(kinds))
     return v, budget, REFERENCE.select(v, budget)
 
 
-def test_awkward_values(kernels, awkward_bucket):
+def test_awkward_values(kernels: Any, awkward_bucket: Any) -> None:
     v, budget, expected = awkward_bucket
     assert_same_choice(kernels.select(v, budget), expected)
 
@@ -187,7 +197,7 @@ def test_awkward_values(kernels, awkward_bucket):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1.1])
-def test_floors_never_change_the_choice(awkward_bucket, scale):
+def test_floors_never_change_the_choice(awkward_bucket: Any, scale: Any) -> None:
     """Too low, right, too high. A segment that is mostly zeros has a threshold, and so a lower bound, of 0."""
     g, budget, expected = awkward_bucket
     kernels, zeros = Triton(TILE, 32), torch.zeros_like(g)
@@ -201,7 +211,7 @@ def test_floors_never_change_the_choice(awkward_bucket, scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_gradients(kernels, dtype):
+def test_half_precision_gradients(kernels: Any, dtype: Any) -> None:
     g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
     g[200] = float("nan")
     budget, lower_bounds = budget_of([133, 200], [10, 10]), torch.full((2,), 1.5, device=DEVICE)
@@ -214,7 +224,7 @@ def test_half_precision_gradients(kernels, dtype):
     "lower_bounds, missed",
     [([1.5, 1.5], 0), ([9.0, 1.5], 1), ([9.0, float("inf")], 2), ([0.0, 1.5], 1), ([0.0, 0.0], 2)],
 )
-def test_missed(kernels, lower_bounds, missed):
+def test_missed(kernels: Any, lower_bounds: Any, missed: Any) -> None:
     """A lower bound of 0 passes more than the slots hold; one of 9 passes nothing."""
     g, budget = random(1000, 7), budget_of([500, 500], [10, 10])
     lower_bounds = torch.tensor(lower_bounds, device=DEVICE)
@@ -225,7 +235,7 @@ def test_missed(kernels, lower_bounds, missed):
     assert_same_choice(chosen, REFERENCE.select(g, budget))
 
 
-def test_a_full_tile_among_empty_ones_is_noticed(kernels):
+def test_a_full_tile_among_empty_ones_is_noticed(kernels: Any) -> None:
     """Enough candidates in all, but one tile had no room for its own."""
     g = torch.full((640,), 0.01, device=DEVICE)
     g[64:128] = random(64, 8).abs() + 2
@@ -235,7 +245,7 @@ def test_a_full_tile_among_empty_ones_is_noticed(kernels):
     assert_same_choice(chosen, REFERENCE.select(g, budget))
 
 
-def test_all_non_zeros_as_candidates_are_no_miss(kernels):
+def test_all_non_zeros_as_candidates_are_no_miss(kernels: Any) -> None:
     g = torch.zeros(640, device=DEVICE)
     g[[5, 100, 639]] = torch.tensor([1.0, -2.0, 3.0], device=DEVICE)
     budget, lower_bounds = budget_of([640], [20]), torch.zeros(1, device=DEVICE)
@@ -244,7 +254,7 @@ def test_all_non_zeros_as_candidates_are_no_miss(kernels):
     assert_same_choice(chosen, REFERENCE.select(g, budget))
 
 
-def test_other_gradients_in_the_same_bucket(kernels):
+def test_other_gradients_in_the_same_bucket(kernels: Any) -> None:
     """Tables that are kept from the step before must not point at its gradients."""
     budget = budget_of([100, 100], [5, 5])
     for step in range(3):
@@ -260,12 +270,12 @@ def test_other_gradients_in_the_same_bucket(kernels):
 # --- moments and tail ------------------------------------------------------------------------------
 
 
-def segments_of(v, bounds):
+def segments_of(v: Any, bounds: Any) -> Any:
     """In fp64."""
     return [part.cpu().double() for part in v.split(bounds.diff().tolist())]
 
 
-def assert_close(ours, expected):
+def assert_close(ours: Any, expected: Any) -> None:
     torch.testing.assert_close(ours.cpu(), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
@@ -279,7 +289,7 @@ STATISTICS = {
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_moments(kernels, name):
+def test_moments(kernels: Any, name: Any) -> None:
     sizes, scale = STATISTICS[name]
     bounds = budget_of(sizes, [0] * len(sizes)).bounds
     v = random(sum(sizes), 9) * scale
@@ -295,7 +305,7 @@ def test_moments(kernels, name):
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_tail(kernels, name):
+def test_tail(kernels: Any, name: Any) -> None:
     """The lower bound of the first range is a magnitude in it, which is counted; that of the last range is inf."""
     lower_bound = {"straddling": 0.0, "empty": 9.0}.get(name, 1.0)
     sizes, scale = STATISTICS[name]
@@ -317,7 +327,7 @@ def test_tail(kernels, name):
     assert_close(found.sums, [float(part.sum()) for part in chosen])
 
 
-def test_statistics_of_more_tiles_than_a_block(kernels, monkeypatch):
+def test_statistics_of_more_tiles_than_a_block(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dgc.kernels.selection.triton_statistics.BLOCK", 4)
     for sizes in ([1200], [1, 0, 0, 1000, 130, 0]):
         bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 3)
@@ -342,7 +352,7 @@ def test_statistics_of_more_tiles_than_a_block(kernels, monkeypatch):
         ([100, 150], "nesterov", False),
     ],
 )
-def test_what_was_sent_is_taken_out(kernels, ks, form, masked):
+def test_what_was_sent_is_taken_out(kernels: Any, ks: Any, form: Any, masked: Any) -> None:
     """Alone, and by a pass, to which it adds one launch; also where fewer were sent than planned."""
     budget, lower_bounds = budget_of([100, 150], ks), torch.ones(2, device=DEVICE)
     v = awkward(250)["mostly zeros"]
@@ -375,7 +385,7 @@ def test_what_was_sent_is_taken_out(kernels, ks, form, masked):
 # --- merge_mean ------------------------------------------------------------------------------------
 
 
-def sparse(n, k, seed, capacity):
+def sparse(n: Any, k: Any, seed: Any, capacity: Any) -> Any:
     indices = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values.to(DEVICE)
     padded = torch.zeros(2, capacity, device=DEVICE)
     padded[0, :k], padded[1, :k] = indices, random(k, seed)
@@ -383,14 +393,14 @@ def sparse(n, k, seed, capacity):
 
 
 @pytest.mark.parametrize("counts", [[5], [0], [7, 7], [40, 0, 33], [60, 60, 1, 60, 0], [0, 0]])
-def test_merge_mean(kernels, counts):
+def test_merge_mean(kernels: Any, counts: Any) -> None:
     parts = [sparse(90, k, seed, max(k, 9)) for seed, k in enumerate(counts)]
     ours, theirs = (k.merge_mean(parts, len(parts), 90) for k in (kernels, REFERENCE))
     assert ours[0].dtype == torch.int64
     assert torch.equal(ours[0], theirs[0]) and same_bits(ours[1], theirs[1])
 
 
-def test_merge_mean_adds_in_the_order_of_the_parts(kernels):
+def test_merge_mean_adds_in_the_order_of_the_parts(kernels: Any) -> None:
     parts = [sparse(1, 1, 0, 1) for _ in range(4)]
     for part, value in zip(parts, [1e8, 1.0, -1e8, 1.0], strict=True):
         part.values.fill_(value)
@@ -401,18 +411,18 @@ def test_merge_mean_adds_in_the_order_of_the_parts(kernels):
 class NoDivisionByNumbers(TorchDispatchMode):
     """A GPU would multiply with the inverse, which is rounded twice."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         assert name not in ("div", "div_") or isinstance(args[1], torch.Tensor), f"{name} by a number"
         return func(*args, **(kwargs or {}))
 
 
-def test_the_reference_divides_alike_on_every_device():
+def test_the_reference_divides_alike_on_every_device() -> None:
     with NoDivisionByNumbers():
         REFERENCE.merge_mean([sparse(90, 7, seed, 9) for seed in range(3)], 3, 90)
 
 
-def test_merge_mean_of_no_capacity(kernels):
+def test_merge_mean_of_no_capacity(kernels: Any) -> None:
     indices, means = kernels.merge_mean([sparse(4, 0, 0, 0)] * 2, 2, 4)
     assert indices.shape == means.shape == (0,) and indices.dtype == torch.int64
 
@@ -422,7 +432,7 @@ def test_merge_mean_of_no_capacity(kernels):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("k", [0, 1, 200])
-def test_subtract_at(kernels, dtype, k):
+def test_subtract_at(kernels: Any, dtype: Any, k: Any) -> None:
     lengths = [3, 0, 130, 64, 1, 0, 70]
     bounds = budget_of(lengths, [0] * 7).bounds
     targets = [random(n, seed).to(dtype) for seed, n in enumerate(lengths)]
@@ -434,7 +444,7 @@ def test_subtract_at(kernels, dtype, k):
     assert kernels.launches == (k > 0)
 
 
-def test_subtract_at_targets_of_two_dtypes(kernels):
+def test_subtract_at_targets_of_two_dtypes(kernels: Any) -> None:
     bounds = budget_of([50, 50, 50], [0] * 3).bounds
     dtypes = [torch.float32, torch.float16, torch.float32]
     targets = [random(50, seed).to(dtype) for seed, dtype in enumerate(dtypes)]
@@ -447,7 +457,7 @@ def test_subtract_at_targets_of_two_dtypes(kernels):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_decay(kernels, dtype, nesterov):
+def test_decay(kernels: Any, dtype: Any, nesterov: Any) -> None:
     for n in (0, 1, 1025):
         p, buffer = random(n, 1).to(dtype), random(n, 2).to(dtype)
         ours, theirs = (p.clone(), buffer.clone()), (p.clone(), buffer.clone())
@@ -459,7 +469,7 @@ def test_decay(kernels, dtype, nesterov):
 # --- quantizers ------------------------------------------------------------------------------------
 
 
-def quantized(quantizers, v, bounds, each):
+def quantized(quantizers: Any, v: Any, bounds: Any, each: Any) -> Any:
     """Of every operation the codes, the residual, and what adding gives to a buffer of its own."""
     q, coded = quantizers, []
     coded.append((*q.sign_encode(v, bounds, each - 0.5, -each, 2 * each), v.clone()))
@@ -479,7 +489,7 @@ def quantized(quantizers, v, bounds, each):
 @pytest.mark.parametrize(
     ("sizes", "scales"), [([0], [1.0]), ([1], [1.0]), ([33, 0, 70, 64, 1, 0, 66, 0], [1.0, 1e37, 1e-40])]
 )
-def test_quantizers(sizes, scales):
+def test_quantizers(sizes: Any, scales: Any) -> None:
     bounds, n = budget_of(sizes, [0] * len(sizes)).bounds, sum(sizes)
     each = random(len(sizes), 4).abs()
     each[1:3] = torch.tensor([0.0, float("inf")], device=DEVICE)[: len(sizes) - 1]
@@ -492,7 +502,7 @@ def test_quantizers(sizes, scales):
             assert same_bits(mine[1], expected[1]) and same_bits(mine[2], expected[2])
 
 
-def test_small_integers():
+def test_small_integers() -> None:
     for n in (0, 1, 8, 1003):
         levels = torch.arange(n, device=DEVICE).mul(37).byte()
         for bits in range(1, 9):
@@ -501,7 +511,7 @@ def test_small_integers():
             assert torch.equal(TritonQuantizers().unpack(packed, bits, n), levels & 2**bits - 1)
 
 
-def test_quantizers_wait_for_nothing_but_the_bounds(no_lists):
+def test_quantizers_wait_for_nothing_but_the_bounds(no_lists: Any) -> None:
     bounds, v = budget_of([100, 28], [0, 0]).bounds, random(128, 1)
     quantizers, each = TritonQuantizers(TILE), torch.ones(2, device=DEVICE)
     quantized(quantizers, v, bounds, each)
@@ -523,11 +533,11 @@ class NoWaiting(TorchDispatchMode):
 
     WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
 
-    def __init__(self, allowed=()):
+    def __init__(self, allowed: Any = ()) -> None:
         super().__init__()
         self.allowed = list(allowed)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         where = args[1] if name in ("index", "index_put", "index_put_") else ()
         masked = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in where)
@@ -538,7 +548,7 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(kernels, lower_bounds, numel=250):
+def step(kernels: Any, lower_bounds: Any, numel: int = 250) -> None:
     """Every operation once, as a training step calls them."""
     lengths, ks = [100, numel - 100], [5, 9]
     g, u, v = random(numel, 1), random(numel, 2), random(numel, 3)
@@ -560,27 +570,27 @@ def step(kernels, lower_bounds, numel=250):
 
 
 @pytest.fixture
-def no_lists(monkeypatch):
+def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """tolist reads a CPU tensor without the dispatcher."""
 
-    def refuse(tensor):
+    def refuse(tensor: Any) -> None:
         raise Synchronized("tolist")
 
     monkeypatch.setattr(torch.Tensor, "tolist", refuse)
 
 
 @pytest.mark.parametrize("lower_bounds", [None, [0.5, 99.0]])
-def test_nothing_waits_for_the_device(kernels, lower_bounds, no_lists):
+def test_nothing_waits_for_the_device(kernels: Any, lower_bounds: Any, no_lists: Any) -> None:
     step(kernels, None if lower_bounds is None else torch.tensor(lower_bounds, device=DEVICE))
 
 
 @pytest.mark.parametrize("wait", [lambda x: int(x[0]), torch.nonzero, lambda x: x[x > 0], lambda x: x.tolist()])
-def test_the_waiting_that_is_looked_for_is_noticed(wait, no_lists):
+def test_the_waiting_that_is_looked_for_is_noticed(wait: Any, no_lists: Any) -> None:
     with pytest.raises(Synchronized), NoWaiting():
         wait(torch.ones(3, device=DEVICE))
 
 
-def test_launches_do_not_grow_with_the_number_of_tensors(kernels):
+def test_launches_do_not_grow_with_the_number_of_tensors(kernels: Any) -> None:
     launches = []
     for tensors in (1, 7):
         before = kernels.launches
@@ -591,12 +601,12 @@ def test_launches_do_not_grow_with_the_number_of_tensors(kernels):
     assert launches == [10, 10]
 
 
-def test_a_bucket_too_large_for_32_bits_is_refused():
+def test_a_bucket_too_large_for_32_bits_is_refused() -> None:
     with pytest.raises(ValueError, match="2147483648 elements is too large"):
         cut(torch.tensor([0, 2**31], device=DEVICE), (2**31,), TILE)
 
 
-def test_importing_dgc_does_not_import_triton():
+def test_importing_dgc_does_not_import_triton() -> None:
     rooms = "dgc, dgc.compression, dgc.kernels, dgc.memory, dgc.optim, dgc.selection, dgc.wire"
     code = f"import sys, {rooms}; assert 'dgc.kernels.selection.triton' not in sys.modules, 'imports Triton'"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -613,7 +623,7 @@ GPUS = "cuda:75", "cuda:90", "cuda:100", "hip:gfx942"
         *(pytest.param((target, *FLOATS), marks=pytest.mark.proof) for target in GPUS),
     ],
 )
-def test_every_kernel_compiles_for_gpus(arguments, tmp_path):
+def test_every_kernel_compiles_for_gpus(arguments: Any, tmp_path: Path) -> None:
     """The interpreter accepts programs that the compiler refuses. No GPU is needed to compile."""
     script, root = Path(__file__).with_name("compile_triton.py"), Path(__file__).parents[2]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

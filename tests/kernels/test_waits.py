@@ -6,6 +6,8 @@ In Triton's interpreter, where the operations that would wait or copy from the h
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -50,7 +52,7 @@ DECODED = {
 
 
 @pytest.fixture(autouse=True)
-def triton_tier(monkeypatch):
+def triton_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "_asked", "triton")
@@ -61,12 +63,12 @@ class Watching(TorchDispatchMode):
     since its memory is not pinned. Refuses sums whose order changes.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.seen = []
+        self.seen: list[str] = []
 
-    def note(self):
-        frame = sys._getframe(1)
+    def note(self) -> None:
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and (
             PACKAGE not in Path(frame.f_code.co_filename).parents or frame.f_code.co_name.startswith("<")
         ):
@@ -75,7 +77,7 @@ class Watching(TorchDispatchMode):
             where = Path(frame.f_code.co_filename).relative_to(PACKAGE)
             self.seen.append(f"{where} {frame.f_code.co_name}")
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         assert name not in ATOMIC or not args[0].is_floating_point(), f"{name} adds floats in any order on a GPU"
         where = args[1] if name in ("index", "index_put", "index_put_") else ()
@@ -88,10 +90,10 @@ class Watching(TorchDispatchMode):
 
 
 @contextmanager
-def watching():
+def watching() -> Any:
     watch, tolist = Watching(), torch.Tensor.tolist
 
-    def noted(tensor):
+    def noted(tensor: Any) -> Any:
         watch.note()
         return tolist(tensor)
 
@@ -99,7 +101,7 @@ def watching():
         yield watch
 
 
-def answered(conversation):
+def answered(conversation: Any) -> Any:
     """Its result where this process is the only rank."""
     try:
         requests = next(conversation)
@@ -110,7 +112,7 @@ def answered(conversation):
         return stop.value
 
 
-def waits_of(compressor):
+def waits_of(compressor: Any) -> Any:
     """Of one step over a bucket, once the step before it has made what is kept."""
     shapes = {"a": (12, 20), "b": (10, 12), "c": (7,), "d": (10, 12)}
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +138,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("values, indices", FORMATS)
-def test_dgc_waits_where_it_decodes_and_nowhere_else(values, indices):
+def test_dgc_waits_where_it_decodes_and_nowhere_else(values: Any, indices: Any) -> None:
     """Clipping included."""
     memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1.0))
     seen = waits_of(DGCCompressor(0.05, memory, values=values, indices=indices))
@@ -144,15 +146,15 @@ def test_dgc_waits_where_it_decodes_and_nowhere_else(values, indices):
 
 
 @pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])
-def test_powersgd(mode, rank):
+def test_powersgd(mode: Any, rank: Any) -> None:
     seen = waits_of(PowerSGDCompressor(rank, 0, mode=mode, orthogonalization="cholesky_qr"))
     assert set(seen) == {"compression/lowrank/powersgd.py _half_step", "wire/payload.py read_scalars"}
 
 
-def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch):
+def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
 
-    def counted(scalars):
+    def counted(scalars: Any) -> Any:
         reads.append(len(scalars))
         return read_scalars(scalars)
 
@@ -184,6 +186,6 @@ OTHERS = [
 ]
 
 
-def test_other_methods():
+def test_other_methods() -> None:
     for method, expected in OTHERS:
         assert set(waits_of(method)) == expected, type(method).__name__

@@ -69,8 +69,9 @@ def threshold(
     at_zero: bool = True,
     left: float = 0.1,
 ) -> Row:
-    settings = {"payload_at": at, "feedback": True, "at_zero": at_zero, "one_element": False, "left": left}
-    return Row(name, make, lambda bucket: 0, **settings)
+    return Row(
+        name, make, lambda bucket: 0, payload_at=at, feedback=True, at_zero=at_zero, one_element=False, left=left
+    )
 
 
 QUANTIZED = [

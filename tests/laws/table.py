@@ -129,6 +129,15 @@ def low_rank_bytes(
 HALF = 2.0**-10  # rounding of fp16 over a sum of a few ranks
 BRAIN = 2.0**-7
 
+POWERSGD: dict[str, dict[str, Any]] = {
+    "residual": {"rank": 2, "mode": "residual", "num_iters_per_step": 2},
+    "residual-4": {"rank": 1, "mode": "residual", "num_iters_per_step": 4, "min_compression_rate": 1},
+    "paper": {"rank": 2, "mode": "paper"},
+    "paper-cold": {"rank": 1, "mode": "paper", "warm_start": False},
+    "paper-fp16": {"rank": 1, "mode": "paper", "wire": "fp16"},
+    "square": {"rank": 2, "mode": "square"},
+}
+
 TABLE = [
     Row("dense", DenseCompressor, own_bytes),
     Row("fp16", FP16Compressor, two_bytes, conserves=False, dense_limit=FP16Compressor, tolerance=HALF),
@@ -273,13 +282,6 @@ TABLE = [
             tolerance=HALF if settings.keys() & {"wire", "warm_start"} else 32 * 2.0**-24,
             by_shape=settings["mode"] != "square",
         )
-        for name, settings in {
-            "residual": {"rank": 2, "mode": "residual", "num_iters_per_step": 2},
-            "residual-4": {"rank": 1, "mode": "residual", "num_iters_per_step": 4, "min_compression_rate": 1},
-            "paper": {"rank": 2, "mode": "paper"},
-            "paper-cold": {"rank": 1, "mode": "paper", "warm_start": False},
-            "paper-fp16": {"rank": 1, "mode": "paper", "wire": "fp16"},
-            "square": {"rank": 2, "mode": "square"},
-        }.items()
+        for name, settings in POWERSGD.items()
     ),
 ]

@@ -130,12 +130,12 @@ def test_layout_of_the_gradient_plays_no_part(row: Row) -> None:
     plain = torch.zeros(4, 6, 5, 3, dtype=torch.float32)
     for like in (plain.to(memory_format=torch.channels_last), plain.permute(3, 0, 2, 1)):
         fleet = Fleet(row.make, 2, [like])
-        same_memory = like.permute(sorted(range(4), key=lambda d: -like.stride(d)))
+        same_memory = like.permute(sorted(range(4), key=like.stride, reverse=True))
         reference = Fleet(row.make, 2, [same_memory])
         for step in range(3):
             seeds = [torch.Generator().manual_seed(step + r) for r in range(2)]
             own = [torch.randn(like.shape, generator=seed, dtype=torch.float32) for seed in seeds]
-            order = sorted(range(4), key=lambda d: -like.stride(d))
+            order = sorted(range(4), key=like.stride, reverse=True)
             mean = fleet.step([[g] for g in own])[0]
             expected = reference.step([[g.permute(order)] for g in own])[0]
             assert torch.equal(mean, expected)
@@ -229,7 +229,7 @@ def test_converges_on_a_quadratic(row: Row) -> None:
     """min over x of the mean over ranks of |x - c_r|^2 / 2: x must come to the mean of c_r."""
     size, shapes = 2, ((10, 8), (5,))
     targets = [gradients(rank, 99, shapes) for rank in range(size)]
-    best = sum(flat(t) for t in targets) / size
+    best: Any = sum(flat(t) for t in targets) / size
     x = [torch.zeros(shape, dtype=torch.float32) for shape in shapes]
     fleet = Fleet(row.make, size, x)
     steps = 100

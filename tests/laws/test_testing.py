@@ -1,5 +1,7 @@
 """dgc.testing finds each broken law by name, in a compressor that breaks only this one."""
 
+from typing import Any
+
 import pytest
 
 from dgc.compression import RandomKCompressor
@@ -9,34 +11,34 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 class Whole(RandomKCompressor):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(0.5)
 
 
 class OwnMean(Whole):
-    def exchange(self, bucket, v, first_nonfinite):
+    def exchange(self, bucket: Any, v: Any, first_nonfinite: Any) -> Any:
         mean, kept, numbers = yield from super().exchange(bucket, v, first_nonfinite)
         return mean + 1e-6 * self.rank, kept, numbers
 
 
 class Forgets(Whole):
-    def exchange(self, bucket, v, first_nonfinite):
+    def exchange(self, bucket: Any, v: Any, first_nonfinite: Any) -> Any:
         mean, kept, numbers = yield from super().exchange(bucket, v, first_nonfinite)
         return mean, 0.999 * kept, numbers
 
 
 class Restarts(Whole):
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Any) -> None:
         super().load_state_dict({**state, "steps": 0})
 
 
 class KeepsDropped(Whole):
-    def rollback(self, bucket):
+    def rollback(self, bucket: Any) -> None:
         return None
 
 
 class Silent(Whole):
-    def exchange(self, bucket, v, first_nonfinite):
+    def exchange(self, bucket: Any, v: Any, first_nonfinite: Any) -> Any:
         mean, kept, numbers = yield from super().exchange(bucket, v, first_nonfinite)
         return mean, kept, [0] * len(numbers)
 

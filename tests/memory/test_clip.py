@@ -1,6 +1,7 @@
 """The limits on a gradient, against plain formulas."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,21 +9,22 @@ import torch
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, DGCSGDMemory
+from dgc.memory.clip import Clipping
 
 SHAPES = {"a": (4, 3), "none": (0, 2), "b": (5,)}
 
 
-def bucket_of(seed=0):
+def bucket_of(seed: int = 0) -> Any:
     bucket = make_bucket("b", [(name, torch.zeros(shape)) for name, shape in SHAPES.items()])
     bucket.flat.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(seed)))
     return bucket
 
 
-def parts(bucket, flat):
+def parts(bucket: Any, flat: Any) -> Any:
     return [flat[s.offset : s.offset + s.numel] for s in bucket.segments]
 
 
-def test_norms_of_any_order():
+def test_norms_of_any_order() -> None:
     for order in (1, 2.0, 3, math.inf):
         for max_norm in (0.5, 100.0):
             bucket = bucket_of()
@@ -35,7 +37,7 @@ def test_norms_of_any_order():
                 torch.testing.assert_close(new.double(), old, rtol=1e-6, atol=1e-7)
 
 
-def test_values_by_the_global_norm():
+def test_values_by_the_global_norm() -> None:
     """The limit of each tensor's elements is the root of the mean over the ranks of its squared norm."""
     for size in (1, 2, 3):
         world, buckets = LockstepWorld(size), [bucket_of(seed=rank) for rank in range(size)]
@@ -53,9 +55,10 @@ def test_values_by_the_global_norm():
         assert [meter.payload_bytes for meter in world.meters] == [4 * len(SHAPES)] * size
 
 
-def test_a_mean_is_its_own_global_norm():
-    clippings = [ClipByValue(0.3), ClipByNorm(0.5), ClipByNorm(0.5, math.inf), ClipByGlobalNorm(0.5)]
-    for clipping in [*clippings, ClipValueByGlobalNorm()]:
+def test_a_mean_is_its_own_global_norm() -> None:
+    norms = [ClipByNorm(0.5), ClipByNorm(0.5, math.inf)]
+    clippings: list[Clipping] = [ClipByValue(0.3), *norms, ClipByGlobalNorm(0.5), ClipValueByGlobalNorm()]
+    for clipping in clippings:
         alone, mean = bucket_of(), bucket_of()
         LockstepWorld(1).converse("clip", [clipping.clip(alone)])
         clipping.clip_mean(mean)
@@ -63,11 +66,12 @@ def test_a_mean_is_its_own_global_norm():
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_bad_limits():
-    for clipping in (ClipByValue, ClipByNorm, ClipByGlobalNorm, lambda order: ClipByNorm(1.0, order)):
+def test_bad_limits() -> None:
+    kinds: list[Any] = [ClipByValue, ClipByNorm, ClipByGlobalNorm, lambda order: ClipByNorm(1.0, order)]
+    for kind in kinds:
         for limit in (0, -1.0, math.nan, "1", None, True):
             with pytest.raises(ValueError, match="(clip_value|max_norm|norm_type) must be a positive number"):
-                clipping(limit)
+                kind(limit)
     for clipping in (ClipByNorm, 1.0):
         with pytest.raises(ValueError, match="gradient_clipping must be None or one of"):
-            DGCSGDMemory(gradient_clipping=clipping)
+            DGCSGDMemory(gradient_clipping=clipping)  # type: ignore[arg-type]

@@ -1,5 +1,8 @@
 """Error state: what enters it, what leaves it, how it is clipped, saved and loaded."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,11 +23,11 @@ from dgc.memory import (
 REFERENCE = Reference()
 
 
-def rng(seed):
+def rng(seed: Any) -> Any:
     return torch.Generator().manual_seed(seed)
 
 
-def bucket_of(name="b", seed=0, dtype=torch.float32, **shapes):
+def bucket_of(name: str = "b", seed: int = 0, dtype: Any = torch.float32, **shapes: Any) -> Any:
     """A bucket with random gradients; by default of three tensors."""
     shapes = shapes or {"a": (4, 3), "b": (5,), "c": (2, 3, 2, 2)}
     bucket = make_bucket(name, [(n, torch.zeros(s, dtype=dtype)) for n, s in shapes.items()])
@@ -32,7 +35,7 @@ def bucket_of(name="b", seed=0, dtype=torch.float32, **shapes):
     return bucket
 
 
-def finish(conversation):
+def finish(conversation: Any) -> None:
     """Drive a conversation that asks for nothing."""
     assert list(conversation) == []
 
@@ -40,7 +43,7 @@ def finish(conversation):
 # --- clipping --------------------------------------------------------------------------------------
 
 
-def test_clip_by_value():
+def test_clip_by_value() -> None:
     bucket = bucket_of()
     before = bucket.flat.clone()
     finish(ClipByValue(0.5).clip(bucket))
@@ -48,7 +51,7 @@ def test_clip_by_value():
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, 100.0])
-def test_clip_by_norm_clips_each_tensor_as_torch_does(max_norm):
+def test_clip_by_norm_clips_each_tensor_as_torch_does(max_norm: Any) -> None:
     bucket = bucket_of()
     expected = []
     for segment in bucket.segments:
@@ -60,28 +63,28 @@ def test_clip_by_norm_clips_each_tensor_as_torch_does(max_norm):
     torch.testing.assert_close(bucket.flat, torch.cat(expected))
 
 
-def compensate(memory, bucket):
+def compensate(memory: Any, bucket: Any) -> Any:
     """Take in the gradient; all that is due."""
     inputs = memory.pass_inputs(bucket)
     assert int(REFERENCE.accumulate_(inputs)) == bucket.numel
     return inputs.v
 
 
-def sent_(memory, bucket, indices, values):
+def sent_(memory: Any, bucket: Any, indices: Any, values: Any) -> None:
     zeros = torch.zeros(bucket.numel)
     zeros[indices] = values
     memory.sent_(bucket, as_selection(indices, zeros, indices.numel() + 2))
 
 
 @pytest.mark.parametrize("clipping", [ClipByNorm(1.0), ClipByValue(1.0)])
-def test_clipping_zeros_gives_zeros(clipping):
+def test_clipping_zeros_gives_zeros(clipping: Any) -> None:
     bucket = bucket_of()
     bucket.flat.zero_()
     finish(clipping.clip(bucket))
     assert not bucket.flat.any()
 
 
-def test_clip_by_norm_in_half_precision_does_not_overflow():
+def test_clip_by_norm_in_half_precision_does_not_overflow() -> None:
     """The squares of 400 are beyond fp16."""
     bucket = bucket_of(dtype=torch.float16, a=(100,))
     bucket.flat.fill_(400.0)
@@ -91,7 +94,7 @@ def test_clip_by_norm_in_half_precision_does_not_overflow():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_clip_by_global_norm_scales_every_rank_alike(size):
+def test_clip_by_global_norm_scales_every_rank_alike(size: Any) -> None:
     """The norm is the root of the mean over ranks of the squared norm, tensor by tensor."""
     world = LockstepWorld(size)
     buckets = [bucket_of(seed=rank) for rank in range(size)]
@@ -106,7 +109,7 @@ def test_clip_by_global_norm_scales_every_rank_alike(size):
     assert [meter.payload_bytes for meter in world.meters] == [4 * 3] * size
 
 
-def test_the_memory_clips_before_it_accumulates():
+def test_the_memory_clips_before_it_accumulates() -> None:
     memory, bucket = DGCSGDMemory(0.5, gradient_clipping=ClipByValue(0.1)), bucket_of()
     expected = bucket.flat.clamp(-0.1, 0.1)
     memory.plan(bucket)
@@ -119,7 +122,7 @@ def test_the_memory_clips_before_it_accumulates():
 
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_masking_by_hand(masking, nesterov):
+def test_masking_by_hand(masking: Any, nesterov: Any) -> None:
     memory = DGCSGDMemory(0.5, nesterov, momentum_masking=masking)
     bucket = bucket_of(a=(3,))
     memory.plan(bucket)
@@ -140,7 +143,7 @@ def test_masking_by_hand(masking, nesterov):
 
 
 @pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
-def test_what_the_wire_rounds_stays(make):
+def test_what_the_wire_rounds_stays(make: Any) -> None:
     memory, bucket = make(), bucket_of(a=(4,))
     memory.plan(bucket)
     bucket.flat.copy_(torch.tensor([1 / 3, 1e6, -2.0, 5.0]))
@@ -156,7 +159,7 @@ def test_what_the_wire_rounds_stays(make):
 
 
 @pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
-def test_sending_all_leaves_the_rounding_and_the_momentum(make):
+def test_sending_all_leaves_the_rounding_and_the_momentum(make: Any) -> None:
     memory, bucket = make(), bucket_of()
     memory.plan(bucket)
     v = compensate(memory, bucket).clone()
@@ -170,7 +173,7 @@ def test_sending_all_leaves_the_rounding_and_the_momentum(make):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
-def test_state_is_fp32_whatever_the_gradients_are(make, dtype):
+def test_state_is_fp32_whatever_the_gradients_are(make: Any, dtype: Any) -> None:
     memory, bucket = make(), bucket_of(dtype=dtype)
     memory.plan(bucket)
     assert compensate(memory, bucket).dtype == torch.float32
@@ -185,13 +188,13 @@ MEMORIES = {
 }
 
 
-def bits(memory):
+def bits(memory: Any) -> Any:
     return {name: tensor.clone() for name, tensor in leaves(memory.state_dict()).items()}
 
 
 @pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_was_sent_is_taken_back_bit_for_bit(make, whole):
+def test_what_was_sent_is_taken_back_bit_for_bit(make: Any, whole: Any) -> None:
     """Where subtracting and adding again would not do: values cut to fp16's range, far below v."""
     memory, bucket = make(), bucket_of(**SHAPES)
     memory.plan(bucket)
@@ -214,7 +217,7 @@ def test_what_was_sent_is_taken_back_bit_for_bit(make, whole):
 
 @pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
 @pytest.mark.parametrize("looked_at", [False, True])
-def test_after_a_dropped_step_the_next_is_as_if_nothing_had_been_sent(make, looked_at):
+def test_after_a_dropped_step_the_next_is_as_if_nothing_had_been_sent(make: Any, looked_at: Any) -> None:
     """Also where someone read the state before the step's fate was known."""
     memory, twin, bucket = make(), make(), bucket_of(**SHAPES)
     for one in (memory, twin):
@@ -233,22 +236,24 @@ def test_after_a_dropped_step_the_next_is_as_if_nothing_had_been_sent(make, look
 class Eager:
     """u and v by hand, which lose what is sent at once."""
 
-    def __init__(self, memory, n):
+    def __init__(self, memory: Any, n: Any) -> None:
         self.momentum, self.nesterov = getattr(memory, "momentum", None), getattr(memory, "nesterov", False)
         self.masking = getattr(memory, "momentum_masking", False)
-        self.u, self.v = None if self.momentum is None else torch.zeros(n), torch.zeros(n)
+        self.u = None if self.momentum is None else torch.zeros(n)
+        self.v = torch.zeros(n)
 
-    def accumulate(self, g):
+    def accumulate(self, g: Any) -> None:
         REFERENCE.accumulate_(PassInputs((g.clone(),), self.u, self.v, self.momentum or 0.0, self.nesterov))
 
-    def sent(self, indices, values):
+    def sent(self, indices: Any, values: Any) -> None:
         self.v[indices] -= values
         if self.masking:
+            assert self.u is not None
             self.u[indices] = 0
 
 
 @pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
-def test_whoever_looks_between_steps_sees_what_was_sent_gone(make):
+def test_whoever_looks_between_steps_sees_what_was_sent_gone(make: Any) -> None:
     """Step for step the state of an implementation that takes it out at once: sparse, dense and dropped steps."""
     memory, bucket = make(), bucket_of(**SHAPES)
     memory.plan(bucket)
@@ -279,7 +284,7 @@ def test_whoever_looks_between_steps_sees_what_was_sent_gone(make):
 
 
 @pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
-def test_loading_and_planning_forget_what_was_sent(make):
+def test_loading_and_planning_forget_what_was_sent(make: Any) -> None:
     memory, bucket = make(), bucket_of(**SHAPES)
     memory.plan(bucket)
     saved = memory.state_dict()
@@ -296,7 +301,7 @@ def test_loading_and_planning_forget_what_was_sent(make):
 
 
 @pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
-def test_a_step_that_another_has_followed_is_not_taken_back(make):
+def test_a_step_that_another_has_followed_is_not_taken_back(make: Any) -> None:
     memory, bucket = make(), bucket_of(**SHAPES)
     memory.plan(bucket)
     v = compensate(memory, bucket)
@@ -307,7 +312,7 @@ def test_a_step_that_another_has_followed_is_not_taken_back(make):
     assert all(torch.equal(tensor, before[name]) for name, tensor in bits(memory).items())
 
 
-def test_residual_accumulates():
+def test_residual_accumulates() -> None:
     memory, bucket = ResidualMemory(), bucket_of(a=(3,))
     memory.plan(bucket)
     bucket.flat.copy_(torch.tensor([1.0, 2.0, 3.0]))
@@ -317,7 +322,7 @@ def test_residual_accumulates():
     assert memory.correction is None
 
 
-def test_no_memory_forgets():
+def test_no_memory_forgets() -> None:
     memory, bucket = NoMemory(), bucket_of(a=(3,))
     memory.plan(bucket)
     assert torch.equal(compensate(memory, bucket), bucket.flat)
@@ -326,22 +331,22 @@ def test_no_memory_forgets():
     assert list(memory.errors()) == [] and memory.state_dict() == {} and memory.correction is None
 
 
-def test_the_correction_tells_momentum_and_nesterov():
+def test_the_correction_tells_momentum_and_nesterov() -> None:
     assert DGCSGDMemory(0.8, True).correction == MomentumCorrection(0.8, True)
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0])
-def test_bad_momentum(momentum):
+def test_bad_momentum(momentum: Any) -> None:
     with pytest.raises(ValueError, match="momentum"):
         DGCSGDMemory(momentum)
 
 
 # --- saving and loading ----------------------------------------------------------------------------
 
-SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 3, 2, 2)}
+SHAPES: dict[str, Any] = {"a": (4, 3), "b": (5,), "c": (2, 3, 2, 2)}
 
 
-def filled(make, *buckets):
+def filled(make: Any, *buckets: Any) -> Any:
     memory = make()
     for seed, bucket in enumerate(buckets):
         memory.plan(bucket)
@@ -350,12 +355,12 @@ def filled(make, *buckets):
     return memory
 
 
-def leaves(state):
+def leaves(state: Any) -> Any:
     return {f"{kind}.{name}": tensor for kind, part in state.items() for name, tensor in part.items()}
 
 
 @pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
-def test_state_survives_other_buckets_and_strides(make, tmp_path):
+def test_state_survives_other_buckets_and_strides(make: Any, tmp_path: Path) -> None:
     saved = filled(make, bucket_of("b0", **SHAPES)).state_dict()
     torch.save(saved, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -374,7 +379,7 @@ def test_state_survives_other_buckets_and_strides(make, tmp_path):
 
 
 @pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
-def test_a_saved_state_is_a_copy(make):
+def test_a_saved_state_is_a_copy(make: Any) -> None:
     bucket = bucket_of(**SHAPES)
     memory = filled(make, bucket)
     saved = memory.state_dict()
@@ -393,7 +398,7 @@ def test_a_saved_state_is_a_copy(make):
     ],
     ids=["unknown", "missing", "shape"],
 )
-def test_another_models_state_names_the_parameter(make, shapes):
+def test_another_models_state_names_the_parameter(make: Any, shapes: Any) -> None:
     saved = filled(make, bucket_of(**SHAPES)).state_dict()
     with pytest.raises(ValueError, match=r"\bc\b"):
         filled(make, bucket_of(**shapes)).load_state_dict(saved)
@@ -401,7 +406,7 @@ def test_another_models_state_names_the_parameter(make, shapes):
 
 @pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory, NoMemory])
 @pytest.mark.parametrize("other", [DGCSGDMemory, ResidualMemory, NoMemory])
-def test_another_memorys_state_is_a_value_error(make, other):
+def test_another_memorys_state_is_a_value_error(make: Any, other: Any) -> None:
     if make is not other:
         saved = filled(other, bucket_of(**SHAPES)).state_dict()
         with pytest.raises(ValueError):
@@ -409,7 +414,7 @@ def test_another_memorys_state_is_a_value_error(make, other):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_clipping_that_cannot_clip_is_refused_at_once():
+def test_clipping_that_cannot_clip_is_refused_at_once() -> None:
     """Without the checked annotations, which would answer first."""
     with pytest.raises(ValueError, match="^gradient_clipping must be None or one of"):
-        DGCSGDMemory(gradient_clipping=True)
+        DGCSGDMemory(gradient_clipping=True)  # type: ignore[arg-type]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.copies import ROOT, Copy, clone, copy_tree
-from tests.mutants.fault import Fault
-from tests.mutants.faults import FAULTS
+from .copies import ROOT, Copy, clone, copy_tree
+from .fault import Fault
+from .faults import FAULTS
 
 CAUGHT, SURVIVED, NOT_APPLIED, NO_VERDICT = "caught", "SURVIVED", "DID NOT APPLY", "NO VERDICT"
 FAILED = 1  # pytest's exit status if tests failed and all could be collected

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.fault import Fault
+from .fault import Fault
 
 ROOT = Path(__file__).parents[2]
 BUILD = Path("dgc/kernels/build.py")

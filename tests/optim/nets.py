@@ -1,6 +1,7 @@
 """A small model, its data, and N ranks that train it."""
 
 import threading
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +18,13 @@ SIZES = [1, 2, 3]
 class Net(nn.Module):
     """Two layers, and one that `forward` uses only on request."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
         self.spare = nn.Linear(8, 8)
         self.last = nn.Linear(8, 3)
 
-    def forward(self, x, spare=True):
+    def forward(self, x: Any, spare: bool = True) -> Any:
         x = torch.tanh(self.first(x))
         return self.last(torch.tanh(self.spare(x)) if spare else x)
 
@@ -31,46 +32,46 @@ class Net(nn.Module):
 _lock = threading.Lock()
 
 
-def net(seed=0):
+def net(seed: int = 0) -> Any:
     # simulated ranks are threads of one process, with one random generator
     with _lock, torch.random.fork_rng():
         torch.manual_seed(seed)
         return Net()
 
 
-def data(step, rank=0):
+def data(step: Any, rank: int = 0) -> Any:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
 
 
-def loss_of(model, step, rank=0, **options):
+def loss_of(model: Any, step: Any, rank: int = 0, **options: Any) -> Any:
     x, y = data(step, rank)
     return (model(x, **options) - y).square().mean()
 
 
-def joint_loss(model, step, size, **options):
+def joint_loss(model: Any, step: Any, size: Any, **options: Any) -> Any:
     """The mean of the losses of all ranks, computed in one process."""
     return sum(loss_of(model, step, rank, **options) for rank in range(size)) / size
 
 
-def momentum_sgd(model, **options):
+def momentum_sgd(model: Any, **options: Any) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
 
 
-def wrap(model, transport, make=momentum_sgd, **options):
+def wrap(model: Any, transport: Any, make: Any = momentum_sgd, **options: Any) -> Any:
     return DistributedOptimizer(make(model), model.named_parameters(), transport=transport, **options)
 
 
-def values(model):
+def values(model: Any) -> Any:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def assert_same(a, b, exactly=False):
-    tolerance = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(values(a), values(b), **tolerance)
+def assert_same(a: Any, b: Any, *, exactly: bool = False) -> None:
+    rtol, atol = (0.0, 0.0) if exactly else (1e-5, 1e-6)
+    torch.testing.assert_close(values(a), values(b), rtol=rtol, atol=atol)
 
 
-def run(size, body, models=None):
+def run(size: Any, body: Any, models: Any = None) -> Any:
     """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them."""
     models = models or [net() for _ in range(size)]
     LockstepWorld(size).run(lambda t: body(models[t.rank], t))
@@ -79,15 +80,15 @@ def run(size, body, models=None):
     return models
 
 
-def alone():
+def alone() -> Any:
     return LockstepWorld(1).transports[0]
 
 
-def dgc(ratio=0.1, momentum=0.9, nesterov=False, **options):
+def dgc(ratio: float = 0.1, momentum: float = 0.9, nesterov: bool = False, **options: Any) -> Any:
     return DGCCompressor(ratio, DGCSGDMemory(momentum, nesterov), **options)
 
 
-def dgc_sgd(model, **options):
+def dgc_sgd(model: Any, **options: Any) -> Any:
     return DGCSGD(model.parameters(), lr=0.1, momentum=0.9, **options)
 
 

@@ -1,6 +1,7 @@
 """Adam after compression: the size of its steps, as described in docs/methods.md."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ SHAPE = (20, 50)
 SLOPES = torch.logspace(-1, 0, SHAPE[0] * SHAPE[1]).view(SHAPE)
 
 
-def travel(make, optimizer=torch.optim.Adam, steps=STEPS, **settings):
+def travel(make: Any, optimizer: Any = torch.optim.Adam, steps: Any = STEPS, **settings: Any) -> Any:
     """The distance that two ranks move with constant gradients, in units of learning rate and step."""
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         p = torch.nn.Parameter(torch.zeros(SHAPE))
         inner = optimizer([p], lr=1.0, **settings)
         wrapped = DistributedOptimizer(inner, [("p", p)], make(), transport=transport)
@@ -37,7 +38,7 @@ def travel(make, optimizer=torch.optim.Adam, steps=STEPS, **settings):
 
 @pytest.mark.parametrize("ratio", [0.25, 0.1])
 @pytest.mark.usefixtures("no_type_checks")
-def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio(ratio):
+def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio(ratio: Any) -> None:
     """An element sent every T steps is T times as large: the first moment stays g, the second becomes T g^2."""
     steps = travel(lambda: DGCCompressor(ratio, ResidualMemory()), betas=(0.9, 0.99))
     assert float(steps.mean()) == pytest.approx(math.sqrt(ratio), rel=0.35)
@@ -45,27 +46,27 @@ def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio(ratio):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_all_elements_converge_though_few_are_sent():
+def test_all_elements_converge_though_few_are_sent() -> None:
     steps = travel(lambda: DGCCompressor(0.25, ResidualMemory()), betas=(0.9, 0.99))
     assert bool((steps > 0.1).all())
 
 
 @pytest.mark.parametrize("make", [lambda: QSGDCompressor(bits=8), lambda: DGCCompressor(1.0, ResidualMemory())])
 @pytest.mark.usefixtures("no_type_checks")
-def test_dense_gradients_do_not_change_the_steps(make):
+def test_dense_gradients_do_not_change_the_steps(make: Any) -> None:
     assert float(travel(make, steps=100).mean()) == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_scaled_signs_with_error_feedback_move_all_elements_alike():
+def test_scaled_signs_with_error_feedback_move_all_elements_alike() -> None:
     """With one scale for all, small gradients alternate in sign: their second moment is that of the scale."""
     steps = travel(ScaledSignCompressor, betas=(0.9, 0.99))
     assert bool((steps > 0).all()) and float(steps.max()) > 2 * float(steps.min())
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_weight_decay_of_adamw_is_not_compressed():
-    def body(transport):
+def test_weight_decay_of_adamw_is_not_compressed() -> None:
+    def body(transport: Any) -> Any:
         p = torch.nn.Parameter(torch.ones(SHAPE))
         inner = torch.optim.AdamW([p], lr=0.1, weight_decay=0.5)
         optimizer = DistributedOptimizer(
@@ -80,7 +81,7 @@ def test_weight_decay_of_adamw_is_not_compressed():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_momentum_correction_is_refused(kind):
+def test_momentum_correction_is_refused(kind: Any) -> None:
     p = torch.nn.Parameter(torch.zeros(SHAPE))
     with pytest.raises(ValueError, match=f"{kind.__name__}.*ResidualMemory"):
         DistributedOptimizer(

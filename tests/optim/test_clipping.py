@@ -1,5 +1,8 @@
 """gradient_clipping of a memory also limits gradients that the compressor exchanges dense."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from optim.nets import alone
@@ -11,7 +14,7 @@ from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 
-def moved(transport, compression, gradients):
+def moved(transport: Any, compression: Any, gradients: Any) -> Any:
     """The change of a matrix and two vectors, one of them empty, in one step at learning rate 1."""
     shapes = {"weight": (10, 10), "bias": (100,), "empty": (0,)}
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
@@ -22,7 +25,7 @@ def moved(transport, compression, gradients):
     return {name: -p.detach() for name, p in model.items()}, optimizer
 
 
-def normal(rank, scale=1.0):
+def normal(rank: Any, scale: float = 1.0) -> Any:
     generator = torch.Generator().manual_seed(rank)
     return {
         "weight": scale * torch.randn(10, 10, generator=generator),
@@ -30,11 +33,11 @@ def normal(rank, scale=1.0):
     }
 
 
-def clipped(clipping, ratio=0.5, **options):
+def clipped(clipping: Any, ratio: float = 0.5, **options: Any) -> Any:
     return DGCCompressor(ratio, DGCSGDMemory(0.9, gradient_clipping=clipping), **options)
 
 
-def test_a_bias_moves_no_further_than_the_limit():
+def test_a_bias_moves_no_further_than_the_limit() -> None:
     for ratio, options in ((1.0, {}), (0.01, {}), (0.01, {"fp16_values": True})):
         step, _ = moved(alone(), clipped(ClipByNorm(1.0), ratio, **options), normal(0, 100.0))
         for name in ("weight", "bias"):
@@ -42,7 +45,7 @@ def test_a_bias_moves_no_further_than_the_limit():
         assert float(step["bias"].norm()) > 0.99
 
 
-def test_the_mean_of_a_dense_tensor_is_clipped():
+def test_the_mean_of_a_dense_tensor_is_clipped() -> None:
     """After averaging, per tensor, equally on every rank."""
     own = [normal(rank) for rank in range(3)]
     mean = sum(g["bias"] for g in own) / 3
@@ -56,18 +59,18 @@ def test_the_mean_of_a_dense_tensor_is_clipped():
     ]
     for clipping, expected in limits:
 
-        def body(transport, clipping=clipping):
+        def body(transport: Any, clipping: Any = clipping) -> Any:
             return moved(transport, clipped(clipping), own[transport.rank])[0]
 
         steps = LockstepWorld(3).run(body)
-        torch.testing.assert_close(steps[0]["bias"], expected, msg=lambda m, c=clipping: f"{c}: {m}")
+        torch.testing.assert_close(steps[0]["bias"], expected, msg=partial("{}: {}".format, clipping))
         assert all(torch.equal(step[name], steps[0][name]) for step in steps for name in step)
 
 
-def test_dense_warmup_steps_are_clipped():
+def test_dense_warmup_steps_are_clipped() -> None:
     for clipping in (ClipByNorm(1.0), ClipByGlobalNorm(1.0)):
 
-        def body(transport, clipping=clipping):
+        def body(transport: Any, clipping: Any = clipping) -> Any:
             compression = clipped(clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
             compression.begin_epoch(0)
             return moved(transport, compression, normal(transport.rank, 100.0))[0]
@@ -76,7 +79,7 @@ def test_dense_warmup_steps_are_clipped():
             assert float(step["weight"].norm()) < 1.001 and float(step["bias"].norm()) < 1.001
 
 
-def test_a_dropped_step_stays_dropped():
+def test_a_dropped_step_stays_dropped() -> None:
     bad = normal(0)
     bad["bias"][3] = float("nan")
     with pytest.warns(UserWarning, match="the gradient of bias on rank 0 has NaN or inf"):
@@ -84,7 +87,7 @@ def test_a_dropped_step_stays_dropped():
     assert optimizer.dropped_steps == 1 and not any(p.any() for p in step.values())
 
 
-def test_another_compressor_for_vectors_is_not_clipped():
+def test_another_compressor_for_vectors_is_not_clipped() -> None:
     route = Route([Rule(DenseCompressor(), max_dim=1), Rule(clipped(ClipByNorm(1.0)))])
     step, _ = moved(alone(), route, normal(0, 100.0))
     torch.testing.assert_close(step["bias"], normal(0, 100.0)["bias"])

@@ -1,5 +1,7 @@
 """DistributedOptimizer over a lockstep world: its results, in the ways in which training scripts use it."""
 
+from typing import Any
+
 import pytest
 import torch
 from optim.nets import (
@@ -29,8 +31,8 @@ from dgc.optim import DGCSGD, DistributedOptimizer
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-4])
 @pytest.mark.parametrize("compression", [None, DenseCompressor], ids=str)
 @pytest.mark.parametrize("op", ["average", "sum"])
-def test_dense_equals_one_process(size, bucket_mb, compression, op):
-    def body(model, transport):
+def test_dense_equals_one_process(size: Any, bucket_mb: Any, compression: Any, op: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, bucket_mb=bucket_mb, op=op, compression=compression and compression())
         for step in range(5):
             optimizer.zero_grad()
@@ -54,7 +56,7 @@ def test_dense_equals_one_process(size, bucket_mb, compression, op):
         lambda m: DGCSGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
     ],
 )
-def test_one_rank_is_the_plain_optimizer_bit_by_bit(make):
+def test_one_rank_is_the_plain_optimizer_bit_by_bit(make: Any) -> None:
     model, plain = net(), net()
     optimizer, reference = wrap(model, alone(), make), make(plain)
     for step in range(4):
@@ -67,8 +69,8 @@ def test_one_rank_is_the_plain_optimizer_bit_by_bit(make):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.05}], ids=str)
-def test_dgc_at_ratio_one_is_momentum_sgd(size, options):
-    def body(model, transport):
+def test_dgc_at_ratio_one_is_momentum_sgd(size: Any, options: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         compression = dgc(1.0, nesterov=options.get("nesterov", False))
         optimizer = wrap(model, transport, lambda m: dgc_sgd(m, **options), compression=compression)
         for step in range(6):
@@ -86,10 +88,10 @@ def test_dgc_at_ratio_one_is_momentum_sgd(size, options):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_dgc_keeps_replicas_equal_and_sends_less(size):
+def test_dgc_keeps_replicas_equal_and_sends_less(size: Any) -> None:
     meters = []
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.05), bucket_mb=2e-4)
         for step in range(8):
             optimizer.zero_grad()
@@ -107,12 +109,12 @@ def test_dgc_keeps_replicas_equal_and_sends_less(size):
     assert not torch.equal(models[0].first.weight, net().first.weight)
 
 
-def test_sparse_steps_equal_steps_after_synchronize():
+def test_sparse_steps_equal_steps_after_synchronize() -> None:
     """The direct application of sparse results, and the one through .grad."""
     results = []
     for through_gradients in (False, True):
 
-        def body(model, transport, through_gradients=through_gradients):
+        def body(model: Any, transport: Any, through_gradients: Any = through_gradients) -> None:
             optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1), bucket_mb=2e-4)
             for step in range(5):
                 optimizer.zero_grad()
@@ -133,8 +135,8 @@ def test_sparse_steps_equal_steps_after_synchronize():
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("forget", [False, True])
-def test_gradient_accumulation(size, forget):
-    def body(model, transport):
+def test_gradient_accumulation(size: Any, forget: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, backward_passes_per_step=3)
         for step in range(3):
             model.zero_grad() if forget else optimizer.zero_grad()
@@ -152,8 +154,8 @@ def test_gradient_accumulation(size, forget):
     assert_same(run(size, body)[0], reference)
 
 
-def test_fewer_passes_than_planned_are_exchanged_at_step():
-    def body(model, transport):
+def test_fewer_passes_than_planned_are_exchanged_at_step() -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, backward_passes_per_step=4)
         loss_of(model, 0, transport.rank).backward()
         optimizer.step()
@@ -164,7 +166,7 @@ def test_fewer_passes_than_planned_are_exchanged_at_step():
     assert_same(run(2, body)[0], reference)
 
 
-def test_too_many_passes():
+def test_too_many_passes() -> None:
     model = net()
     optimizer = wrap(model, alone(), backward_passes_per_step=2)
     for part in range(2):
@@ -174,7 +176,7 @@ def test_too_many_passes():
     assert optimizer.exchange.in_flight
 
 
-def test_bad_number_of_passes():
+def test_bad_number_of_passes() -> None:
     with pytest.raises(ValueError, match="backward_passes_per_step"):
         wrap(net(), alone(), backward_passes_per_step=0)
 
@@ -184,9 +186,9 @@ def test_bad_number_of_passes():
 
 @pytest.mark.parametrize("zero", ZEROS)
 @pytest.mark.parametrize("compression", [DenseCompressor, lambda: dgc(0.2)], ids=["dense", "dgc"])
-def test_every_way_to_zero_gradients(zero, compression):
-    def train(how):
-        def body(model, transport):
+def test_every_way_to_zero_gradients(zero: Any, compression: Any) -> None:
+    def train(how: Any) -> Any:
+        def body(model: Any, transport: Any) -> None:
             optimizer = wrap(model, transport, dgc_sgd, compression=compression(), bucket_mb=2e-4)
             for step in range(4):
                 how(model, optimizer)
@@ -199,7 +201,7 @@ def test_every_way_to_zero_gradients(zero, compression):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_own_zero_grad_clears_frozen_ones_and_keeps_views_if_asked(keep):
+def test_own_zero_grad_clears_frozen_ones_and_keeps_views_if_asked(keep: Any) -> None:
     model = net()
     model.last.bias.requires_grad_(False)
     optimizer = wrap(model, alone())
@@ -215,7 +217,7 @@ def test_own_zero_grad_clears_frozen_ones_and_keeps_views_if_asked(keep):
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_zero_grad_in_flight():
+def test_zero_grad_in_flight() -> None:
     model = net()
     optimizer = wrap(model, alone())
     loss_of(model, 0).backward()
@@ -228,7 +230,7 @@ def test_zero_grad_in_flight():
 # --- groups, schedulers, closures, synchronize -----------------------------------------------------
 
 
-def two_groups(model):
+def two_groups(model: Any) -> Any:
     return torch.optim.SGD(
         [
             {"params": list(model.last.parameters()), "lr": 0.5},
@@ -239,8 +241,8 @@ def two_groups(model):
     )
 
 
-def test_groups_and_a_scheduler():
-    def train(model, optimizer, loss):
+def test_groups_and_a_scheduler() -> None:
+    def train(model: Any, optimizer: Any, loss: Any) -> Any:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
         for step in range(5):
             optimizer.zero_grad()
@@ -249,7 +251,7 @@ def test_groups_and_a_scheduler():
             scheduler.step()
         return [group["lr"] for group in optimizer.param_groups]
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, two_groups)
         rates = train(model, optimizer, lambda step: loss_of(model, step, transport.rank))
         assert rates == pytest.approx([0.005, 0.0005])
@@ -259,7 +261,7 @@ def test_groups_and_a_scheduler():
     assert_same(run(2, body)[0], reference)
 
 
-def test_a_scheduler_of_the_inner_optimizer():
+def test_a_scheduler_of_the_inner_optimizer() -> None:
     model = net()
     inner = momentum_sgd(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda epoch: 0.5**epoch)
@@ -270,11 +272,11 @@ def test_a_scheduler_of_the_inner_optimizer():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
-def test_closures():
-    def body(model, transport):
+def test_closures() -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport)
 
-        def closure():
+        def closure() -> Any:
             optimizer.zero_grad()
             loss = loss_of(model, 0, transport.rank)
             loss.backward()
@@ -289,8 +291,8 @@ def test_closures():
     assert_same(run(2, body)[0], reference)
 
 
-def test_clipping_after_synchronize():
-    def body(model, transport):
+def test_clipping_after_synchronize() -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport)
         for step in range(3):
             optimizer.zero_grad()
@@ -310,7 +312,7 @@ def test_clipping_after_synchronize():
     assert_same(run(2, body)[0], reference)
 
 
-def test_step_after_synchronize_warns():
+def test_step_after_synchronize_warns() -> None:
     model = net()
     optimizer = wrap(model, alone())
     loss_of(model, 0).backward()
@@ -322,10 +324,10 @@ def test_step_after_synchronize_warns():
 
 
 @pytest.mark.parametrize("zero", ["own", "model"])
-def test_a_step_that_was_left_out_after_synchronize(zero):
+def test_a_step_that_was_left_out_after_synchronize(zero: Any) -> None:
     """A loss scaler skips step() on overflow: the next step exchanges again, without a warning."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport)
         for step in range(3):
             ZEROS[zero](model, optimizer)
@@ -347,8 +349,8 @@ def test_a_step_that_was_left_out_after_synchronize(zero):
 # --- routes, several optimizers, Horovod's compressions --------------------------------------------
 
 
-def test_a_route_of_compressors():
-    def body(model, transport):
+def test_a_route_of_compressors() -> None:
+    def body(model: Any, transport: Any) -> None:
         route = Route([Rule(BF16Compressor(), name="last.*"), Rule(dgc(0.1), min_dim=2), Rule(DenseCompressor())])
         optimizer = wrap(model, transport, dgc_sgd, compression=route)
         kinds = {s.name: type(p.compressor) for p in optimizer.exchange.planned for s in p.bucket.segments}
@@ -368,9 +370,9 @@ def test_a_route_of_compressors():
     run(2, body)
 
 
-def test_two_optimizers_on_one_transport():
-    def body(model, transport):
-        def part(module, prefix):
+def test_two_optimizers_on_one_transport() -> None:
+    def body(model: Any, transport: Any) -> None:
+        def part(module: Any, prefix: Any) -> Any:
             inner = torch.optim.SGD(module.parameters(), lr=0.1)
             return DistributedOptimizer(inner, module.named_parameters(prefix), transport=transport)
 
@@ -388,16 +390,16 @@ def test_two_optimizers_on_one_transport():
 
 class HalfLike:
     @staticmethod
-    def compress(tensor):
+    def compress(tensor: Any) -> Any:
         return tensor.half(), tensor.dtype
 
     @staticmethod
-    def decompress(tensor, ctx):
+    def decompress(tensor: Any, ctx: Any) -> Any:
         return tensor.to(ctx)
 
 
-def test_a_horovod_compression():
-    def body(model, transport):
+def test_a_horovod_compression() -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, compression=HalfLike)
         loss_of(model, 0, transport.rank).backward()
         optimizer.step()
@@ -409,14 +411,14 @@ def test_a_horovod_compression():
     torch.testing.assert_close(values(model), values(reference), rtol=1e-3, atol=1e-3)
 
 
-def test_dgc_learns():
+def test_dgc_learns() -> None:
     """A quadratic with a different minimum on each of two ranks."""
 
-    def train(compression):
+    def train(compression: Any) -> Any:
         models = [nn.Linear(20, 10, bias=False) for _ in range(2)]
         target = torch.randn(10, 20, generator=torch.Generator().manual_seed(9))
 
-        def body(model, transport):
+        def body(model: Any, transport: Any) -> None:
             nn.init.zeros_(model.weight)
             make = lambda m: DGCSGD(m.parameters(), lr=0.05, momentum=0.5)  # noqa: E731
             optimizer = wrap(model, transport, make, compression=compression())

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ KINDS = {"dense": DenseCompressor, "dgc": lambda: dgc(0.2), "dgc dense": lambda:
 every_kind = pytest.mark.parametrize("compression", KINDS.values(), ids=KINDS)
 
 
-def step(model, optimizer, number, rank, **options):
+def step(model: Any, optimizer: Any, number: Any, rank: Any, **options: Any) -> None:
     optimizer.zero_grad()
     loss_of(model, number, rank, **options).backward()
     optimizer.step()
@@ -29,10 +30,10 @@ def step(model, optimizer, number, rank, **options):
 
 
 @every_kind
-def test_unfrozen_parameters_are_refused_on_every_rank_until_wrapped_again(compression):
+def test_unfrozen_parameters_are_refused_on_every_rank_until_wrapped_again(compression: Any) -> None:
     errors = []
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         model.first.requires_grad_(False)
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
         step(model, optimizer, 0, transport.rank)
@@ -54,8 +55,8 @@ def test_unfrozen_parameters_are_refused_on_every_rank_until_wrapped_again(compr
 
 
 @every_kind
-def test_parameters_that_are_frozen_later_stay_and_may_be_unfrozen(compression):
-    def body(model, transport):
+def test_parameters_that_are_frozen_later_stay_and_may_be_unfrozen(compression: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         make = lambda m: dgc_sgd(m, weight_decay=0.1)  # noqa: E731
         optimizer = wrap(model, transport, make, compression=compression())
         for number in range(3):
@@ -76,8 +77,8 @@ def test_parameters_that_are_frozen_later_stay_and_may_be_unfrozen(compression):
 
 
 @every_kind
-def test_parameters_unused_in_some_steps_on_some_ranks(compression):
-    def body(model, transport):
+def test_parameters_unused_in_some_steps_on_some_ranks(compression: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression(), bucket_mb=2e-4)
         for number in range(6):
             step(model, optimizer, number, transport.rank, spare=(number + transport.rank) % 3 == 0)
@@ -87,28 +88,28 @@ def test_parameters_unused_in_some_steps_on_some_ranks(compression):
 
 
 class Shared(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(30, 6)
         self.out = nn.Linear(6, 30, bias=False)
         self.out.weight = self.words.weight
 
-    def forward(self, words):
+    def forward(self, words: Any) -> Any:
         return self.out(torch.tanh(self.words(words)))
 
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
-def test_shared_parameters_compressed(ratio):
+def test_shared_parameters_compressed(ratio: Any) -> None:
     """One gradient, exchanged once. At ratio 1 this equals one process with the data of both ranks."""
     torch.manual_seed(0)
     reference = Shared()
     models = [copy.deepcopy(reference) for _ in range(2)]
     words = [torch.arange(10) + 7 * rank for rank in range(2)]
 
-    def loss(model, rank):
+    def loss(model: Any, rank: Any) -> Any:
         return nn.functional.cross_entropy(model(words[rank]), words[rank])
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(ratio))
         assert [s.name for p in optimizer.exchange.planned for s in p.bucket.segments] == ["words.weight"]
         for _ in range(5):
@@ -129,14 +130,14 @@ def test_shared_parameters_compressed(ratio):
 
 @every_kind
 @pytest.mark.parametrize("passes", [1, 2])
-def test_sparse_embedding_gradients(compression, passes):
+def test_sparse_embedding_gradients(compression: Any, passes: Any) -> None:
     """sparse=True gives the same result as sparse=False, through the same buckets."""
     words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
 
-    def train(sparse):
+    def train(sparse: Any) -> Any:
         models = [nn.EmbeddingBag(20, 4, sparse=sparse) for _ in range(2)]
 
-        def body(model, transport):
+        def body(model: Any, transport: Any) -> None:
             nn.init.ones_(model.weight)
             optimizer = wrap(
                 model, transport, dgc_sgd, compression=compression(), backward_passes_per_step=passes
@@ -155,15 +156,15 @@ def test_sparse_embedding_gradients(compression, passes):
 # --- groups, closures, clipping --------------------------------------------------------------------
 
 
-def groups(model):
+def groups(model: Any) -> Any:
     first = {"params": list(model.first.parameters()), "lr": 0.02}
     rest = {"params": [*model.spare.parameters(), *model.last.parameters()], "weight_decay": 0.1}
     return DGCSGD([first, rest], lr=0.05, momentum=0.9)
 
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
-def test_groups_of_a_compressed_optimizer(ratio):
-    def body(model, transport):
+def test_groups_of_a_compressed_optimizer(ratio: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, groups, compression=dgc(ratio))
         for number in range(4):
             step(model, optimizer, number, transport.rank)
@@ -179,8 +180,8 @@ def test_groups_of_a_compressed_optimizer(ratio):
         assert_same(model, reference)
 
 
-def test_a_group_is_added_by_wrapping_again():
-    def body(model, transport):
+def test_a_group_is_added_by_wrapping_again() -> None:
+    def body(model: Any, transport: Any) -> None:
         inner = torch.optim.SGD(model.first.parameters(), lr=0.1)
         optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
         with pytest.raises(ValueError, match=r"close\(\) this optimizer, add the group to the wrapped one"):
@@ -195,13 +196,13 @@ def test_a_group_is_added_by_wrapping_again():
 
 
 @every_kind
-def test_closures_and_clipping(compression):
+def test_closures_and_clipping(compression: Any) -> None:
     """Gradients of a closure are exchanged as usual, and clipping acts on the mean."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
 
-        def closure():
+        def closure() -> Any:
             optimizer.zero_grad()
             loss = 100 * loss_of(model, 0, transport.rank)
             loss.backward()
@@ -222,9 +223,9 @@ def test_closures_and_clipping(compression):
 
 
 @every_kind
-def test_synchronizing_twice_is_synchronizing_once(compression):
-    def train(times):
-        def body(model, transport):
+def test_synchronizing_twice_is_synchronizing_once(compression: Any) -> None:
+    def train(times: Any) -> Any:
+        def body(model: Any, transport: Any) -> None:
             optimizer = wrap(model, transport, dgc_sgd, compression=compression())
             for number in range(3):
                 optimizer.zero_grad()
@@ -243,7 +244,7 @@ def test_synchronizing_twice_is_synchronizing_once(compression):
 
 
 @every_kind
-def test_copying_the_optimizer_is_an_error_with_a_cure(compression):
+def test_copying_the_optimizer_is_an_error_with_a_cure(compression: Any) -> None:
     optimizer = wrap(net(), alone(), dgc_sgd, compression=compression())
     for copied in (copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())):
         with pytest.raises(TypeError, match="cannot be copied or pickled: save state_dict"):
@@ -251,10 +252,10 @@ def test_copying_the_optimizer_is_an_error_with_a_cure(compression):
 
 
 @every_kind
-def test_copies_of_the_model_are_free_of_hooks(compression):
+def test_copies_of_the_model_are_free_of_hooks(compression: Any) -> None:
     """A model with hooks can be deep-copied, for an average of weights, and saved whole."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
         step(model, optimizer, 0, transport.rank)
         file = io.BytesIO()
@@ -270,11 +271,11 @@ def test_copies_of_the_model_are_free_of_hooks(compression):
 
 
 @every_kind
-def test_state_moves_to_a_new_optimizer(compression):
+def test_state_moves_to_a_new_optimizer(compression: Any) -> None:
     """The replacement for a copy: training continues bit for bit."""
 
-    def body(model, transport):
-        def build(owner):
+    def body(model: Any, transport: Any) -> None:
+        def build(owner: Any) -> Any:
             return wrap(owner, transport, dgc_sgd, compression=compression())
 
         optimizer = build(model)
@@ -295,7 +296,7 @@ def test_state_moves_to_a_new_optimizer(compression):
 # --- what only one optimizer may use ---------------------------------------------------------------
 
 
-def test_the_same_parameters_twice():
+def test_the_same_parameters_twice() -> None:
     world = LockstepWorld(1)
     model = net()
     optimizer = wrap(model, world.transports[0])
@@ -307,7 +308,7 @@ def test_the_same_parameters_twice():
     step(model, optimizer, 0, 0)
 
 
-def test_one_compressor_for_two_optimizers():
+def test_one_compressor_for_two_optimizers() -> None:
     shared = DGCCompressor(0.1, ResidualMemory())
     wrap(net(), alone(), compression=shared)
     with pytest.raises(ValueError, match="this DGCCompressor has the error state of another"):
@@ -318,6 +319,6 @@ def test_one_compressor_for_two_optimizers():
 
 
 @pytest.mark.parametrize("kind", [DenseCompressor, DGCCompressor, Route])
-def test_a_class_in_place_of_a_compressor(kind):
+def test_a_class_in_place_of_a_compressor(kind: Any) -> None:
     with pytest.raises(ValueError, match=rf"compression={kind.__name__} is a class: pass an instance"):
         as_route(kind)

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, net, run, wrap
 
 from dgc.compression import PowerSGDCompressor
 
-WARM = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
+WARM: dict[str, Any] = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
 
 
-def advance(model, optimizer, steps, rank=0):
+def advance(model: Any, optimizer: Any, steps: Any, rank: int = 0) -> Any:
     """The compress_ratio of each step."""
     ratios = []
     for step in steps:
@@ -23,14 +24,14 @@ def advance(model, optimizer, steps, rank=0):
     return ratios
 
 
-def counting(model, transport, steps_per_epoch=2, **options):
+def counting(model: Any, transport: Any, steps_per_epoch: int = 2, **options: Any) -> Any:
     return wrap(
         model, transport, dgc_sgd, compression=dgc(0.1, **WARM), steps_per_epoch=steps_per_epoch, **options
     )
 
 
-def test_a_missing_begin_epoch_warns_once():
-    def forgets(model, transport):
+def test_a_missing_begin_epoch_warns_once() -> None:
+    def forgets(model: Any, transport: Any) -> Any:
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1, **WARM))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -41,7 +42,7 @@ def test_a_missing_begin_epoch_warns_once():
     assert all(word in said for word in ("warmup_epochs=3", "begin_epoch(epoch)", "steps_per_epoch", "0.5"))
 
 
-def test_correct_use_does_not_warn():
+def test_correct_use_does_not_warn() -> None:
     """Warnings are errors in tests. The loop of the original DGC code calls the compressor itself."""
     for begin in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0)):
         model, compression = net(), dgc(0.1, **WARM)
@@ -52,13 +53,13 @@ def test_correct_use_does_not_warn():
     advance(model, wrap(model, alone(), dgc_sgd, compression=dgc(0.1)), range(2))
 
 
-def test_steps_are_counted_into_epochs():
-    def body(model, transport):
+def test_steps_are_counted_into_epochs() -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = counting(model, transport)
         assert optimizer.compress_ratio == 0.5
         assert advance(model, optimizer, range(8), transport.rank) == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2, 0.1, 0.1]
 
-    def by_hand(model, transport):
+    def by_hand(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1, **WARM))
         for epoch in range(4):
             optimizer.begin_epoch(epoch)
@@ -67,7 +68,7 @@ def test_steps_are_counted_into_epochs():
     assert_same(run(2, body)[0], run(2, by_hand)[0], exactly=True)
 
 
-def test_every_kind_of_step_counts_once():
+def test_every_kind_of_step_counts_once() -> None:
     model = net()
     optimizer = counting(model, alone(), backward_passes_per_step=2)
     for p in model.parameters():  # as hvd.broadcast_optimizer_state: no step
@@ -85,7 +86,7 @@ def test_every_kind_of_step_counts_once():
     assert ratios == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2]
 
 
-def test_a_dropped_step_counts():
+def test_a_dropped_step_counts() -> None:
     model = net()
     optimizer = counting(model, alone())
     (loss_of(model, 0) * float("nan")).backward()
@@ -94,7 +95,7 @@ def test_a_dropped_step_counts():
     assert advance(model, optimizer, range(3)) == [0.5, 0.3, 0.3]
 
 
-def test_a_resumed_run_continues_with_the_ratio():
+def test_a_resumed_run_continues_with_the_ratio() -> None:
     """Also mid-epoch, at the end of an epoch, and with another number of steps per epoch."""
     for done, per_epoch, expected in ((3, 2, [0.3, 0.2, 0.2, 0.1]), (4, 2, [0.2, 0.2, 0.1]), (3, 4, [0.3, 0.2])):
         model, again = net(), net()
@@ -114,7 +115,7 @@ def test_a_resumed_run_continues_with_the_ratio():
             assert advance(again, resumed, range(9, 10)) == [0.2] and ratios == [0.3, 0.3]
 
 
-def test_a_state_that_was_saved_without_counting():
+def test_a_state_that_was_saved_without_counting() -> None:
     model = net()
     by_hand = wrap(model, alone(), dgc_sgd, compression=dgc(0.1))
     state = by_hand.compression_state_dict()
@@ -125,15 +126,15 @@ def test_a_state_that_was_saved_without_counting():
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_what_steps_per_epoch_refuses():
+def test_what_steps_per_epoch_refuses() -> None:
     with pytest.raises(ValueError, match="begin_epoch.*steps_per_epoch=2"):
         counting(net(), alone()).begin_epoch(1)
     for wrong in (0, -1, 2.5, "ten", True):
         with pytest.raises(ValueError, match="steps_per_epoch must be"):
-            counting(net(), None, wrong)  # before the transport is started
+            counting(net(), None, wrong)  # type: ignore[arg-type]  # before the transport is started
 
 
-def test_other_methods_get_epochs_too():
+def test_other_methods_get_epochs_too() -> None:
     model = net()
     compression = PowerSGDCompressor(1, min_compression_rate=0, high_rank=2)
     optimizer = wrap(model, alone(), compression=compression, steps_per_epoch=2)

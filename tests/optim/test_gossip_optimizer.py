@@ -1,5 +1,7 @@
 """GossipOptimizer with gradients that are sparse, empty or not finite."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from dgc.gossip import SGP
 from dgc.optim import GossipOptimizer
 
 
-def optimizer_of(model, **options):
+def optimizer_of(model: Any, **options: Any) -> Any:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     transport = LockstepWorld(1).transports[0]
     optimizer = GossipOptimizer(inner, model.named_parameters(), SGP(), transport=transport, **options)
@@ -18,7 +20,7 @@ def optimizer_of(model, **options):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_sparse_gradient_that_is_not_finite_is_dropped_and_named(value):
+def test_a_sparse_gradient_that_is_not_finite_is_dropped_and_named(value: Any) -> None:
     model = torch.nn.Embedding(10, 4, sparse=True)
     before = model.weight.detach().clone()
     optimizer = optimizer_of(model)
@@ -32,7 +34,7 @@ def test_a_sparse_gradient_that_is_not_finite_is_dropped_and_named(value):
         strict.step()
 
 
-def test_a_sparse_gradient_of_no_rows_is_finite():
+def test_a_sparse_gradient_of_no_rows_is_finite() -> None:
     model = torch.nn.Embedding(10, 4, sparse=True)
     optimizer = optimizer_of(model)
     model(torch.empty(0, dtype=torch.long)).sum().backward()
@@ -40,7 +42,7 @@ def test_a_sparse_gradient_of_no_rows_is_finite():
     assert optimizer.dropped_steps == 0
 
 
-def test_an_empty_parameter_beside_others():
+def test_an_empty_parameter_beside_others() -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.ones(3))])
     optimizer = optimizer_of(model)
     (model[0].sum() + model[1].sum()).backward()

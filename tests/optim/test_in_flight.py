@@ -1,5 +1,7 @@
 """Gradients must not change between backward and step(), because they may have been sent already."""
 
+from typing import Any
+
 import pytest
 import torch
 from optim.nets import assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, wrap
@@ -12,7 +14,7 @@ RECIPE = r"call optimizer\.synchronize\(\) first, then clip, then step\(\) insid
 SMALL = 1e-4  # MB: several buckets, of which some start during backward
 
 
-def replace(model):
+def replace(model: Any) -> None:
     model.first.weight.grad = model.first.weight.grad * 2
 
 
@@ -32,16 +34,22 @@ COMPRESSORS = {
 }
 
 
-def make(name):
+def make(name: Any) -> Any:
     return dgc_sgd if name == "dgc" else momentum_sgd
 
 
-def test_every_change_in_flight_is_refused_whichever_buckets_have_started():
+def test_every_change_in_flight_is_refused_whichever_buckets_have_started() -> None:
     cases = [("dgc", change, mb, keep) for change in CHANGES for mb in (SMALL, 25.0) for keep in (True, False)]
     cases += [(name, "clip", SMALL, True) for name in COMPRESSORS]
     for name, change, bucket_mb, set_to_none in cases:
 
-        def body(transport, name=name, change=change, bucket_mb=bucket_mb, set_to_none=set_to_none):
+        def body(
+            transport: Any,
+            name: Any = name,
+            change: Any = change,
+            bucket_mb: Any = bucket_mb,
+            set_to_none: Any = set_to_none,
+        ) -> None:
             model = net()
             optimizer = wrap(model, transport, make(name), compression=COMPRESSORS[name](), bucket_mb=bucket_mb)
             for step in range(3):
@@ -59,8 +67,8 @@ def test_every_change_in_flight_is_refused_whichever_buckets_have_started():
         LockstepWorld(2).run(body)
 
 
-def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused():
-    def body(transport):
+def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused() -> None:
+    def body(transport: Any) -> None:
         model = net()
         optimizer = wrap(model, transport, compression=DenseCompressor())
         optimizer.zero_grad()
@@ -74,10 +82,10 @@ def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused():
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_the_documented_recipe_and_partial_sums_may_be_clipped(name):
+def test_the_documented_recipe_and_partial_sums_may_be_clipped(name: Any) -> None:
     """An incomplete sum of gradients (backward_passes_per_step) may change: nothing of it has been sent."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         options = {"compression": COMPRESSORS[name](), "bucket_mb": SMALL, "backward_passes_per_step": 2}
         optimizer = wrap(model, transport, make(name), **options)
         for step in range(3):
@@ -96,8 +104,8 @@ def test_the_documented_recipe_and_partial_sums_may_be_clipped(name):
         assert_same(models[0], before)
 
 
-def test_a_gradient_that_backward_did_not_compute_may_change():
-    def body(model, transport):
+def test_a_gradient_that_backward_did_not_compute_may_change() -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, compression=DenseCompressor(), bucket_mb=SMALL)
         optimizer.zero_grad()
         loss_of(model, 0, transport.rank, spare=False).backward()

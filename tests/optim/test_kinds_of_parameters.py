@@ -1,6 +1,7 @@
 """DistributedOptimizer and parameters of all kinds: unused, frozen, tied, sparse, of other precision or layout."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ from dgc.optim import DistributedOptimizer
 
 
 @pytest.mark.parametrize("zero", ["own", "model"])
-def test_a_parameter_that_one_rank_does_not_use(zero):
-    def body(model, transport):
+def test_a_parameter_that_one_rank_does_not_use(zero: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport)
         for step in range(4):
             ZEROS[zero](model, optimizer)
@@ -43,8 +44,8 @@ def test_a_parameter_that_one_rank_does_not_use(zero):
     assert_same(run(2, body)[0], reference)
 
 
-def test_a_parameter_that_no_rank_uses_stays():
-    def body(model, transport):
+def test_a_parameter_that_no_rank_uses_stays() -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport)
         for step in range(3):
             optimizer.zero_grad()
@@ -56,8 +57,8 @@ def test_a_parameter_that_no_rank_uses_stays():
     assert not torch.equal(model.first.weight, net().first.weight)
 
 
-def test_frozen_parameters_take_no_part():
-    def body(model, transport):
+def test_frozen_parameters_take_no_part() -> None:
+    def body(model: Any, transport: Any) -> None:
         model.first.requires_grad_(False)
         optimizer = wrap(model, transport)
         names = [s.name for plan in optimizer.exchange.planned for s in plan.bucket.segments]
@@ -72,7 +73,7 @@ def test_frozen_parameters_take_no_part():
     assert not torch.equal(model.last.weight, net().last.weight)
 
 
-def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_until_wrapped_again():
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_until_wrapped_again() -> None:
     model = net()
     model.first.requires_grad_(False)
     world = LockstepWorld(1)
@@ -89,24 +90,24 @@ def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_until_wrapped_ag
 
 
 class Tied(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(6, 6)
         self.b = nn.Linear(6, 6, bias=False)
         self.b.weight = self.a.weight
         self.last = nn.Linear(6, 3)
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         return self.last(self.b(torch.tanh(self.a(x))))
 
 
 @pytest.mark.parametrize("duplicates", [False, True])
-def test_tied_parameters(duplicates):
+def test_tied_parameters(duplicates: Any) -> None:
     torch.manual_seed(0)
     reference = Tied()
     models = [copy.deepcopy(reference) for _ in range(2)]
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         named = model.named_parameters(remove_duplicate=not duplicates)
         optimizer = DistributedOptimizer(momentum_sgd(model), named, transport=transport)
         for step in range(3):
@@ -122,13 +123,13 @@ def test_tied_parameters(duplicates):
     assert_same(run(2, body, models)[0], reference)
 
 
-def test_sparse_embedding_gradients():
+def test_sparse_embedding_gradients() -> None:
     torch.manual_seed(0)
     reference = nn.EmbeddingBag(20, 4, sparse=True)
     models = [copy.deepcopy(reference) for _ in range(2)]
     words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, lambda m: torch.optim.SGD(m.parameters(), lr=0.5))
         for _ in range(2):
             optimizer.zero_grad()
@@ -147,11 +148,11 @@ def test_sparse_embedding_gradients():
 @pytest.mark.parametrize(
     "compression", [DenseCompressor, BF16Compressor, lambda: dgc(0.2)], ids=["dense", "bf16", "dgc"]
 )
-def test_parameters_of_other_precision(dtype, compression):
+def test_parameters_of_other_precision(dtype: Any, compression: Any) -> None:
     models = [net().to(dtype) for _ in range(2)]
     losses = []
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
         x, y = (t.to(dtype) for t in data(0, transport.rank))
         for _ in range(15):
@@ -165,13 +166,13 @@ def test_parameters_of_other_precision(dtype, compression):
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
-def test_channels_last():
-    def build():
+def test_channels_last() -> None:
+    def build() -> Any:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 2))
-        return model.to(memory_format=torch.channels_last)
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def images(rank):
+    def images(rank: Any) -> Any:
         x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
         return x.to(memory_format=torch.channels_last)
 
@@ -179,7 +180,7 @@ def test_channels_last():
     for compression in (DenseCompressor, lambda: dgc(1.0), lambda: dgc(0.1)):
         models = [build() for _ in range(2)]
 
-        def body(model, transport, compression=compression):
+        def body(model: Any, transport: Any, compression: Any = compression) -> None:
             optimizer = wrap(model, transport, dgc_sgd, compression=compression())
             for _ in range(4):
                 optimizer.zero_grad()
@@ -193,7 +194,7 @@ def test_channels_last():
     torch.testing.assert_close(results[2][0].weight, results[0][0].weight, rtol=0.5, atol=0.1)
 
 
-def test_create_graph():
+def test_create_graph() -> None:
     model = net()
     optimizer = wrap(model, alone())
     with pytest.warns(UserWarning, match="create_graph"):

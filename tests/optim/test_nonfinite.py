@@ -1,6 +1,7 @@
 """NaN and inf in a gradient: every rank drops the step, or every rank raises. The error state stays finite."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ from dgc.memory import ResidualMemory
 
 class Half:
     @staticmethod
-    def compress(tensor):
+    def compress(tensor: Any) -> Any:
         return tensor.half(), tensor.dtype
 
     @staticmethod
-    def decompress(tensor, ctx):
+    def decompress(tensor: Any, ctx: Any) -> Any:
         return tensor.to(ctx)
 
 
@@ -40,7 +41,7 @@ COMPRESSIONS = {
 every_compression = pytest.mark.parametrize("compression", COMPRESSIONS.values(), ids=COMPRESSIONS)
 
 
-def spoilt(model, step, rank, at, bad=float("nan")):
+def spoilt(model: Any, step: Any, rank: Any, at: Any, bad: Any = float("nan")) -> None:
     """backward, with `bad` in spare.weight on the last of two ranks at step `at`."""
     hook = None
     if (step, rank) == (at, 1):
@@ -52,8 +53,8 @@ def spoilt(model, step, rank, at, bad=float("nan")):
 
 @every_compression
 @pytest.mark.parametrize(("through_gradients", "bad"), [(False, float("nan")), (True, float("inf"))])
-def test_a_step_is_dropped_on_every_rank(compression, through_gradients, bad):
-    def body(model, transport):
+def test_a_step_is_dropped_on_every_rank(compression: Any, through_gradients: Any, bad: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression(), bucket_mb=2e-4)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         for step in range(6):
@@ -83,8 +84,8 @@ def test_a_step_is_dropped_on_every_rank(compression, through_gradients, bad):
 
 
 @every_compression
-def test_it_warns_once(compression):
-    def body(model, transport):
+def test_it_warns_once(compression: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
         for step in range(4):
             optimizer.zero_grad()
@@ -100,10 +101,10 @@ def test_it_warns_once(compression):
 
 
 @every_compression
-def test_raise_is_one_error_on_every_rank_and_training_can_continue(compression):
+def test_raise_is_one_error_on_every_rank_and_training_can_continue(compression: Any) -> None:
     messages = []
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression(), nonfinite="raise")
         for step in range(4):
             optimizer.zero_grad()
@@ -120,10 +121,10 @@ def test_raise_is_one_error_on_every_rank_and_training_can_continue(compression)
 
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
-def test_what_was_sent_in_any_bucket_returns(ratio):
+def test_what_was_sent_in_any_bucket_returns(ratio: Any) -> None:
     """A flag in one bucket drops all buckets: their error state keeps the whole gradient."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(ratio), bucket_mb=1e-5)
         assert len(optimizer.exchange.planned) == 6
         optimizer.zero_grad()
@@ -144,10 +145,10 @@ def test_what_was_sent_in_any_bucket_returns(ratio):
         run(2, body)
 
 
-def test_an_overflow_of_the_wire_alone_names_no_rank():
+def test_an_overflow_of_the_wire_alone_names_no_rank() -> None:
     """Finite gradients beyond fp16: the mean is inf, though no rank has a gradient that is not finite."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, compression=FP16Compressor(), nonfinite="raise")
         (1e6 * loss_of(model, 0, transport.rank)).backward()
         optimizer.step()
@@ -167,11 +168,13 @@ def test_an_overflow_of_the_wire_alone_names_no_rank():
         (1, torch.float16, True, 1.0),
     ],
 )
-def test_large_gradients_stay_in_range_and_arrive_in_the_end(size, dtype, fp16_values, ratio):
+def test_large_gradients_stay_in_range_and_arrive_in_the_end(
+    size: Any, dtype: Any, fp16_values: Any, ratio: Any
+) -> None:
     """Gradients of 6e4 in three steps, then none: messages are limited to fp16, and the rest is sent later."""
     models = [nn.Linear(20, 10, bias=False).to(dtype) for _ in range(size)]
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         nn.init.zeros_(model.weight)
         make = lambda m: torch.optim.SGD(m.parameters(), lr=1e-6 if dtype == torch.float32 else 1e-3)  # noqa: E731
         compression = DGCCompressor(ratio, ResidualMemory(), fp16_values=fp16_values)
@@ -192,6 +195,6 @@ def test_large_gradients_stay_in_range_and_arrive_in_the_end(size, dtype, fp16_v
     run(size, body, models)
 
 
-def test_the_policy_is_one_of_two():
+def test_the_policy_is_one_of_two() -> None:
     with pytest.raises(ValueError, match="nonfinite must be 'skip' or 'raise', not 'zero'"):
         wrap(net(), alone(), momentum_sgd, nonfinite="zero")

@@ -1,5 +1,7 @@
 """Assignment of gradients to buckets, and their layout."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,31 +13,31 @@ from dgc.optim.exchange.planning import MEGABYTE, describe, plan_buckets
 DENSE = DenseCompressor()
 
 
-def parameters(*sizes, dtype=torch.float32):
+def parameters(*sizes: Any, dtype: Any = torch.float32) -> Any:
     return [(f"p{i}", torch.zeros(n, dtype=dtype)) for i, n in enumerate(sizes)]
 
 
-def names(planned):
+def names(planned: Any) -> Any:
     return [[segment.name for segment in plan.bucket.segments] for plan in planned]
 
 
-def plan(named, elements, route=None):
+def plan(named: Any, elements: Any, route: Any = None) -> Any:
     """Plan buckets of at most `elements` fp32 elements."""
     return plan_buckets(named, route or (lambda segment: DENSE), 4 * elements / MEGABYTE, "x")
 
 
-def test_reverse_order_up_to_the_size():
+def test_reverse_order_up_to_the_size() -> None:
     assert names(plan(parameters(10, 10, 10, 10, 10), 20)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
     assert names(plan(parameters(10, 10, 10), 30)) == [["p2", "p1", "p0"]]
     assert names(plan(parameters(10, 10, 10), 29)) == [["p2", "p1"], ["p0"]]
 
 
-def test_a_large_tensor_is_alone():
+def test_a_large_tensor_is_alone() -> None:
     assert names(plan(parameters(5, 5, 100, 5, 5), 20)) == [["p4", "p3"], ["p2"], ["p1", "p0"]]
     assert names(plan(parameters(100), 20)) == [["p0"]]
 
 
-def test_every_parameter_once_and_no_bucket_too_large():
+def test_every_parameter_once_and_no_bucket_too_large() -> None:
     sizes = torch.randint(1, 40, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     planned = plan(parameters(*sizes), 50)
     flat = [name for bucket in names(planned) for name in bucket]
@@ -44,7 +46,7 @@ def test_every_parameter_once_and_no_bucket_too_large():
     assert len({p.bucket.name for p in planned}) == len(planned)
 
 
-def test_one_bucket_per_dtype_and_compressor():
+def test_one_bucket_per_dtype_and_compressor() -> None:
     sparse, other = DGCCompressor(0.1, NoMemory()), DGCCompressor(0.2, NoMemory())
     route = Route([Rule(other, name="h*"), Rule(sparse)])
     named = [
@@ -63,7 +65,7 @@ def test_one_bucket_per_dtype_and_compressor():
     assert by_names["d", "b"].compressor is sparse.fallback
 
 
-def test_views_have_the_parameters_strides():
+def test_views_have_the_parameters_strides() -> None:
     last = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     named = [("last", last), ("t", torch.zeros(4, 3).t()), ("skip", torch.zeros(4, 6)[:, ::2])]
     (planned,) = plan(named, 1000)
@@ -87,7 +89,7 @@ def test_views_have_the_parameters_strides():
         (torch.zeros(4, 4)[:2, :2], (2, 1)),
     ],
 )
-def test_layout(tensor, stride):
+def test_layout(tensor: Any, stride: Any) -> None:
     (segment,) = lay_out([("p", tensor)])
     assert segment.stride == stride and segment.shape == tuple(tensor.shape)
     bucket = make_bucket("b", [("p", tensor)])
@@ -97,12 +99,12 @@ def test_layout(tensor, stride):
     assert bucket.flat.sum() == tensor.numel()
 
 
-def test_an_empty_tensor_takes_no_place():
+def test_an_empty_tensor_takes_no_place() -> None:
     bucket = make_bucket("b", [("a", torch.zeros(2)), ("empty", torch.zeros(0, 3)), ("c", torch.zeros(4))])
     assert [segment.offset for segment in bucket.segments] == [0, 2, 2] and bucket.numel == 6
 
 
-def test_description_tells_names_shapes_types_and_compressors():
+def test_description_tells_names_shapes_types_and_compressors() -> None:
     first = describe(plan(parameters(3, 4), 100))
     assert first == describe(plan(parameters(3, 4), 100))
     sparse = DGCCompressor(0.1, NoMemory())
@@ -117,10 +119,10 @@ def test_description_tells_names_shapes_types_and_compressors():
 
 
 @pytest.mark.parametrize("size", [0.0, -1.0, float("nan")])
-def test_bad_bucket_size(size):
+def test_bad_bucket_size(size: Any) -> None:
     with pytest.raises(ValueError, match="bucket_mb"):
         plan_buckets(parameters(3), lambda segment: DENSE, size, "x")
 
 
-def test_no_parameters():
+def test_no_parameters() -> None:
     assert plan([], 10) == []

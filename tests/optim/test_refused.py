@@ -1,5 +1,7 @@
 """What DistributedOptimizer refuses or warns about, and that momentum is applied once."""
 
+from typing import Any
+
 import pytest
 import torch
 from optim.nets import (
@@ -23,14 +25,14 @@ from dgc.memory import ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 
-def test_parameters_without_a_name():
+def test_parameters_without_a_name() -> None:
     model = net()
     with pytest.raises(ValueError, match="lacks 2 parameters"):
         DistributedOptimizer(momentum_sgd(model), list(model.named_parameters())[:-2], transport=alone())
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_parameters_in_place_of_named_parameters():
+def test_parameters_in_place_of_named_parameters() -> None:
     """The error is raised before anything is started and needs no transport."""
     model = net()
     for wrong in (
@@ -40,33 +42,33 @@ def test_parameters_in_place_of_named_parameters():
         [(p, n) for n, p in [*model.named_parameters()]],
     ):
         with pytest.raises(ValueError, match=r"pairs of a name and a tensor.*model.named_parameters\(\)"):
-            DistributedOptimizer(momentum_sgd(model), wrong)
+            DistributedOptimizer(momentum_sgd(model), wrong)  # type: ignore[arg-type]
 
 
 class Own(StatelessCompressor):
     """A compressor of the user. speak: its reduce."""
 
-    def __init__(self, speak):
+    def __init__(self, speak: Any) -> None:
         self.speak = speak
 
-    def reduce(self, bucket):
+    def reduce(self, bucket: Any) -> Any:
         return self.speak(bucket)
 
 
-def no_result(bucket):
+def no_result(bucket: Any) -> Any:
     (mean,) = yield (AllReduce(bucket.flat),)
     bucket.flat.copy_(mean)
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_custom_compressor_that_is_no_generator():
+def test_a_custom_compressor_that_is_no_generator() -> None:
     for speak, words in (
         (lambda bucket: None, "reduce of Own must be a generator.*yields.*not NoneType"),
         (lambda bucket: DenseResult(), "reduce of Own must be a generator.*not DenseResult"),
         (no_result, "reduce of Own must return a DenseResult or SparseResult, not None"),
     ):
 
-        def body(model, transport, speak=speak):
+        def body(model: Any, transport: Any, speak: Any = speak) -> None:
             optimizer = wrap(model, transport, compression=Own(speak))
             loss_of(model, 0, transport.rank).backward()
             optimizer.step()
@@ -80,14 +82,14 @@ def test_a_custom_compressor_that_is_no_generator():
     optimizer.step()
 
 
-def test_two_parameters_of_one_name():
+def test_two_parameters_of_one_name() -> None:
     model = net()
     named = [("same" if "bias" in name else name, p) for name, p in model.named_parameters()]
     with pytest.raises(ValueError, match="same"):
         DistributedOptimizer(momentum_sgd(model), named, transport=alone())
 
 
-def test_no_names_at_all():
+def test_no_names_at_all() -> None:
     model = net()
     optimizer = DistributedOptimizer(momentum_sgd(model), transport=alone())
     loss_of(model, 0).backward()
@@ -95,8 +97,8 @@ def test_no_names_at_all():
 
 
 @pytest.mark.parametrize("odd", ["shape", "name", "count"])
-def test_different_models_name_the_rank(odd):
-    def body(transport):
+def test_different_models_name_the_rank(odd: Any) -> None:
+    def body(transport: Any) -> None:
         width = 5 if odd == "shape" and transport.rank == 1 else 4
         model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
         if odd == "count" and transport.rank == 1:
@@ -122,17 +124,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_momentum_has_one_owner(case):
+def test_momentum_has_one_owner(case: Any) -> None:
     make, compression, words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
         wrap(net(), alone(), make, compression=compression())
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.1}], ids=str)
-def test_parameters_that_travel_dense_get_momentum_once(options):
+def test_parameters_that_travel_dense_get_momentum_once(options: Any) -> None:
     """Next to compressed parameters, with gradients that do not depend on these."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         compression = dgc(0.05, nesterov=options.get("nesterov", False))
         optimizer = wrap(model, transport, lambda m: dgc_sgd(m, **options), compression=compression)
         for step in range(5):
@@ -152,7 +154,7 @@ def test_parameters_that_travel_dense_get_momentum_once(options):
         assert alike == (p.dim() == 1), name
 
 
-def test_momentum_that_a_scheduler_cycles_has_two_owners():
+def test_momentum_that_a_scheduler_cycles_has_two_owners() -> None:
     model = net()
     optimizer = wrap(model, alone(), dgc_sgd, compression=dgc())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False)
@@ -167,14 +169,14 @@ def test_momentum_that_a_scheduler_cycles_has_two_owners():
 
 
 @pytest.mark.parametrize("make", [momentum_sgd, lambda m: torch.optim.Adam(m.parameters())])
-def test_a_memory_without_momentum_goes_with_any_optimizer(make):
+def test_a_memory_without_momentum_goes_with_any_optimizer(make: Any) -> None:
     model = net()
     optimizer = wrap(model, alone(), make, compression=DGCCompressor(0.1, ResidualMemory()))
     loss_of(model, 0).backward()
     optimizer.step()
 
 
-def test_sgd_without_momentum_warns_of_dense_parameters():
+def test_sgd_without_momentum_warns_of_dense_parameters() -> None:
     with pytest.warns(UserWarning, match="exchanged dense"):
         wrap(net(), alone(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), compression=dgc())
 
@@ -188,14 +190,14 @@ def test_sgd_without_momentum_warns_of_dense_parameters():
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
     ],
 )
-def test_bad_options(options, words):
+def test_bad_options(options: Any, words: Any) -> None:
     with pytest.raises(ValueError, match=words):
         wrap(net(), alone(), **options)
 
 
 @pytest.mark.parametrize(("op", "scale"), [(0, 1), (1, 2), ("Average", 1), ("SUM", 2), ("mean", 1)])
-def test_horovods_constants(op, scale):
-    def body(model, transport):
+def test_horovods_constants(op: Any, scale: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, op=op)
         loss_of(model, 0, transport.rank).backward()
         optimizer.synchronize()
@@ -207,11 +209,11 @@ def test_horovods_constants(op, scale):
     torch.testing.assert_close(model.seen, reference.first.weight.grad)
 
 
-def test_groups_warn_that_they_have_no_effect():
+def test_groups_warn_that_they_have_no_effect() -> None:
     with pytest.warns(UserWarning, match="bucket_mb"):
         wrap(net(), alone(), num_groups=2)
 
 
-def test_no_new_groups():
+def test_no_new_groups() -> None:
     with pytest.raises(ValueError, match=r"cannot be added here: close\(\)"):
         wrap(net(), alone()).add_param_group({"params": [nn.Parameter(torch.ones(1))]})

@@ -1,5 +1,7 @@
 """The order in which the rounds of several buckets are launched and waited for."""
 
+from typing import Any
+
 import torch
 from optim.nets import alone, dgc_sgd, loss_of, net, wrap
 
@@ -8,7 +10,7 @@ from dgc.compression.protocol import DenseResult, StatelessCompressor
 
 
 class ThreeRounds(StatelessCompressor):
-    def reduce(self, bucket):
+    def reduce(self, bucket: Any) -> Any:
         for _ in range(3):
             (mean,) = yield (AllReduce(bucket.flat.clone()),)
         bucket.flat.copy_(mean)
@@ -18,30 +20,31 @@ class ThreeRounds(StatelessCompressor):
 class Slow:
     """A transport whose replies never arrive before `wait`, and that records its calls."""
 
-    def __init__(self):
-        self._transport, self.events = alone(), []
+    def __init__(self) -> None:
+        self._transport = alone()
+        self.events: list[Any] = []
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: Any) -> Any:
         return getattr(self._transport, name)
 
-    def launch(self, name, requests):
+    def launch(self, name: Any, requests: Any) -> Any:
         self.events.append(("launch", name))
         return name, self._transport.launch(name, requests)
 
-    def poll(self, flight):
+    def poll(self, flight: Any) -> Any:
         return False
 
-    def wait(self, flight):
+    def wait(self, flight: Any) -> Any:
         self.events.append(("wait", flight[0]))
         return self._transport.wait(flight[1])
 
 
 class Prompt(Slow):
-    def poll(self, flight):
+    def poll(self, flight: Any) -> Any:
         return True
 
 
-def events_of(transport):
+def events_of(transport: Any) -> Any:
     model = net()
     optimizer = wrap(model, transport, dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
     names = [plan.bucket.name for plan in optimizer.exchange.planned]
@@ -53,14 +56,14 @@ def events_of(transport):
     return names, transport.events
 
 
-def test_while_one_bucket_waits_rounds_of_the_others_are_in_flight():
+def test_while_one_bucket_waits_rounds_of_the_others_are_in_flight() -> None:
     """One round of each bucket in turn: all second rounds are launched before a third one is waited for."""
     names, events = events_of(Slow())
     for name, other in zip(names, names[1:], strict=False):
         assert events.index(("launch", f"{other}.1")) < events.index(("wait", f"{name}.2"))
 
 
-def test_available_replies_are_used_during_backward():
+def test_available_replies_are_used_during_backward() -> None:
     transport = Prompt()
     model = net()
     optimizer = wrap(model, transport, dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)

@@ -1,5 +1,7 @@
 """Loss scaling and autocast: both recipes of a GradScaler, on ranks of which one overflows."""
 
+from typing import Any
+
 import pytest
 import torch
 from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, values, wrap
@@ -16,11 +18,11 @@ COMPRESSIONS = {
 every_compression = pytest.mark.parametrize("compression", COMPRESSIONS.values(), ids=COMPRESSIONS)
 
 
-def new_scaler(**options):
+def new_scaler(**options: Any) -> Any:
     return torch.amp.GradScaler("cpu", **{"init_scale": 2.0**16, "growth_interval": 3, **options})
 
 
-def explicit(scaler, optimizer, model):
+def explicit(scaler: Any, optimizer: Any, model: Any) -> None:
     optimizer.synchronize()
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -29,7 +31,7 @@ def explicit(scaler, optimizer, model):
     scaler.update()
 
 
-def plain(scaler, optimizer, model):
+def plain(scaler: Any, optimizer: Any, model: Any) -> None:
     scaler.step(optimizer)
     scaler.update()
 
@@ -39,13 +41,13 @@ RECIPES = {"explicit": explicit, "plain": plain}
 
 @every_compression
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_scaling_by_powers_of_two_changes_no_bit(compression, recipe):
+def test_scaling_by_powers_of_two_changes_no_bit(compression: Any, recipe: Any) -> None:
     """Neither the weights nor the error state: it is unscaled while the scale grows."""
 
-    def train(scaled):
+    def train(scaled: Any) -> Any:
         states = {}
 
-        def body(model, transport):
+        def body(model: Any, transport: Any) -> None:
             scaler = new_scaler(enabled=scaled)
             optimizer = wrap(model, transport, dgc_sgd, compression=compression(), grad_scaler=scaler)
             for step in range(8):
@@ -71,8 +73,8 @@ def test_scaling_by_powers_of_two_changes_no_bit(compression, recipe):
 
 @every_compression
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_an_overflow_of_one_rank_halves_the_scale_of_all(compression, recipe):
-    def body(model, transport):
+def test_an_overflow_of_one_rank_halves_the_scale_of_all(compression: Any, recipe: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         scaler = new_scaler(growth_interval=1000)
         optimizer = wrap(model, transport, dgc_sgd, compression=compression(), grad_scaler=scaler, bucket_mb=2e-4)
         for step in range(5):
@@ -93,10 +95,10 @@ def test_an_overflow_of_one_rank_halves_the_scale_of_all(compression, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_fp16_autocast_finds_its_scale(recipe):
+def test_fp16_autocast_finds_its_scale(recipe: Any) -> None:
     """The first scale is so large that every step overflows fp16."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         scaler = new_scaler(init_scale=2.0**30, growth_interval=1000)
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.3), grad_scaler=scaler)
         losses = []
@@ -114,8 +116,8 @@ def test_fp16_autocast_finds_its_scale(recipe):
 
 
 @every_compression
-def test_bf16_autocast_needs_no_scaler(compression):
-    def body(model, transport):
+def test_bf16_autocast_needs_no_scaler(compression: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
         losses = []
         for _ in range(30):
@@ -131,10 +133,10 @@ def test_bf16_autocast_needs_no_scaler(compression):
     run(2, body)
 
 
-def test_horovods_recipe_without_passing_the_scaler():
+def test_horovods_recipe_without_passing_the_scaler() -> None:
     """Dense, as in Horovod: it works because every scaler finds NaN after a dropped step."""
 
-    def body(model, transport):
+    def body(model: Any, transport: Any) -> None:
         scaler = new_scaler(growth_interval=1000)
         optimizer = wrap(model, transport)
         for step in range(3):
@@ -148,12 +150,12 @@ def test_horovods_recipe_without_passing_the_scaler():
         run(2, body)
 
 
-def scaled_backward(scaler, optimizer, model):
+def scaled_backward(scaler: Any, optimizer: Any, model: Any) -> None:
     optimizer.zero_grad()
     scaler.scale(loss_of(model, 0)).backward()
 
 
-def test_a_scaler_that_was_not_passed_is_refused_in_the_plain_recipe():
+def test_a_scaler_that_was_not_passed_is_refused_in_the_plain_recipe() -> None:
     model, scaler = net(), new_scaler()
     optimizer = wrap(model, alone())
     scaled_backward(scaler, optimizer, model)
@@ -161,7 +163,7 @@ def test_a_scaler_that_was_not_passed_is_refused_in_the_plain_recipe():
         scaler.step(optimizer)
 
 
-def test_a_step_without_the_scaler_is_refused():
+def test_a_step_without_the_scaler_is_refused() -> None:
     model, scaler = net(), new_scaler()
     optimizer = wrap(model, alone(), grad_scaler=scaler)
     scaled_backward(scaler, optimizer, model)
@@ -169,7 +171,7 @@ def test_a_step_without_the_scaler_is_refused():
         optimizer.step()
 
 
-def test_unscaling_before_averaging_is_refused():
+def test_unscaling_before_averaging_is_refused() -> None:
     model, scaler = net(), new_scaler()
     optimizer = wrap(model, alone(), grad_scaler=scaler)
     scaled_backward(scaler, optimizer, model)
@@ -178,18 +180,18 @@ def test_unscaling_before_averaging_is_refused():
         scaler.step(optimizer)
 
 
-def test_parameters_in_fp16_have_no_scaler():
+def test_parameters_in_fp16_have_no_scaler() -> None:
     model = net().half()
     with pytest.raises(ValueError, match="first.weight|last.bias"):
         wrap(model, alone(), grad_scaler=new_scaler())
 
 
-def test_a_scaler_drops_steps_and_cannot_be_used_with_raise():
+def test_a_scaler_drops_steps_and_cannot_be_used_with_raise() -> None:
     with pytest.raises(ValueError, match="it needs nonfinite='skip'"):
         wrap(net(), alone(), grad_scaler=new_scaler(), nonfinite="raise")
 
 
-def test_a_disabled_scaler_counts_as_none():
+def test_a_disabled_scaler_counts_as_none() -> None:
     model, reference, scaler = net(), net(), torch.amp.GradScaler("cpu", enabled=False)
     optimizer, other = wrap(model, alone(), grad_scaler=scaler), momentum_sgd(reference)
     scaled_backward(scaler, optimizer, model)

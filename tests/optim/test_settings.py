@@ -4,6 +4,7 @@ import functools
 import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import pytest
 import torch
@@ -30,14 +31,14 @@ from dgc.wire import CastValues, PackedIndices
 
 
 class OfAUser(StatelessCompressor):
-    def __init__(self, seed, table=(1.0,)):
+    def __init__(self, seed: Any, table: Any = (1.0,)) -> None:
         self._seed, self.table = seed, torch.tensor(table)
 
-    def reduce(self, bucket):
+    def reduce(self, bucket: Any) -> Any:
         raise AssertionError
 
 
-def dgc(ratio=0.1, momentum=0.9, clipping=None, **options):
+def dgc(ratio: float = 0.1, momentum: float = 0.9, clipping: Any = None, **options: Any) -> Any:
     return DGCCompressor(ratio, DGCSGDMemory(momentum, gradient_clipping=clipping), **options)
 
 
@@ -90,15 +91,17 @@ CASES = [
 ]
 
 
-def inner(model):
+def inner(model: Any) -> Any:
     return DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_the_setting_that_differs_is_named_on_every_rank():
+def test_the_setting_that_differs_is_named_on_every_rank() -> None:
     for path, first, last, make in CASES:
-        messages = []
+        messages: list[str] = []
 
-        def body(transport, first=first, last=last, make=make, messages=messages):
+        def body(
+            transport: Any, first: Any = first, last: Any = last, make: Any = make, messages: Any = messages
+        ) -> None:
             value = last if transport.rank == transport.size - 1 else first
             with pytest.raises(ValueError, match="every rank needs the same settings") as caught:
                 wrap(nn.Linear(3, 3), transport, inner, **make(value))
@@ -109,9 +112,9 @@ def test_the_setting_that_differs_is_named_on_every_rank():
         assert messages[0].startswith(f"{path} is {first!r} on rank 0 and {last!r} on rank 2"), messages[0]
 
 
-def test_other_kinds_of_settings():
-    def fault(*settings):
-        def body(transport):
+def test_other_kinds_of_settings() -> None:
+    def fault(*settings: Any) -> Any:
+        def body(transport: Any) -> None:
             wrap(nn.Linear(3, 3), transport, inner, compression=settings[transport.rank])
 
         with pytest.raises(ValueError, match="every rank needs the same settings") as caught:
@@ -126,8 +129,8 @@ def test_other_kinds_of_settings():
     assert "compression.table is tensor of shape (1,), torch.float32" in fault(OfAUser(1), OfAUser(1, (2.0,)))
 
 
-def test_gossip_algorithms_too():
-    def weighted(own):
+def test_gossip_algorithms_too() -> None:
+    def weighted(own: Any) -> Any:
         return lambda size: from_weights([[[own, 1 - own], [1 - own, own]]])
 
     for path, make in {
@@ -136,7 +139,7 @@ def test_gossip_algorithms_too():
         "gossip._graphs[0].own": lambda rank: DPSGD(weighted(0.5 + 0.1 * rank)),
     }.items():
 
-        def body(transport, path=path, make=make):
+        def body(transport: Any, path: Any = path, make: Any = make) -> None:
             model = nn.Linear(3, 3)
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             with pytest.raises(ValueError, match=rf"^{re.escape(path)} is .* on rank 0 and .* on rank 1: every"):
@@ -145,12 +148,12 @@ def test_gossip_algorithms_too():
         LockstepWorld(2).run(body)
 
 
-def test_values_of_a_rank_may_differ():
+def test_values_of_a_rank_may_differ() -> None:
     """Learning rates, random number generators, parameters before a broadcast, numbers of devices."""
 
-    def body(transport):
+    def body(transport: Any) -> None:
         rank = transport.rank
-        compression = OfAUser(1)
+        compression: Any = OfAUser(1)
         compression.generator = torch.Generator().manual_seed(rank)
         compression.module = nn.Linear(2 + rank, 2)
         compression.parameter = nn.Parameter(torch.full((2,), float(rank)))
@@ -173,7 +176,7 @@ class Slotted:
     __slots__ = ("empty", "value")
     limit = 7
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.value = {3, 1}
 
 
@@ -181,7 +184,7 @@ class Kind(Enum):
     A = 1
 
 
-def test_description():
+def test_description() -> None:
     texts = describe(a=Settings({"x": (1.0, 2.0)}, functools.partial(sorted, reverse=True)), b=Slotted(), c=Kind.A)
     here = __name__
     assert texts == {

@@ -1,6 +1,7 @@
 """DGCSGD against torch.optim.SGD."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from dgc.optim import DGCSGD
 from dgc.optim.sgd import SparseUpdate
 
 
-def random(*shape, seed=0):
+def random(*shape: Any, seed: int = 0) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layouts():
+def layouts() -> Any:
     """Parameters of every layout, by name, each with its own storage."""
     skipping = random(6, 8, seed=1)[:, ::2]
     return {
@@ -27,14 +28,14 @@ def layouts():
     }
 
 
-def pair(**options):
+def pair(**options: Any) -> Any:
     """The same parameters twice, once for each optimizer."""
     own = [torch.nn.Parameter(t) for t in layouts().values()]
     others = [torch.nn.Parameter(t) for t in layouts().values()]
     return own, others, DGCSGD(own, **options)
 
 
-def give(parameters, step):
+def give(parameters: Any, step: Any) -> None:
     for i, p in enumerate(parameters):
         p.grad = random(*p.shape, seed=100 * step + i)
 
@@ -53,7 +54,7 @@ def give(parameters, step):
     ],
     ids=str,
 )
-def test_equals_torchs_sgd(options):
+def test_equals_torchs_sgd(options: Any) -> None:
     own, others, optimizer = pair(lr=0.1, **options)
     reference = torch.optim.SGD(others, lr=0.1, **options)
     for step in range(5):
@@ -70,7 +71,7 @@ def test_equals_torchs_sgd(options):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_corrected_gradients_with_weight_decay_are_momentum_sgd(nesterov):
+def test_corrected_gradients_with_weight_decay_are_momentum_sgd(nesterov: Any) -> None:
     """Momentum is linear: momentum of the gradient, applied before, plus momentum of the weight decay."""
     options = {"momentum": 0.9, "nesterov": nesterov}
     own, others, optimizer = pair(lr=0.05, weight_decay=0.1, **options)
@@ -89,7 +90,7 @@ def test_corrected_gradients_with_weight_decay_are_momentum_sgd(nesterov):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_corrected_gradients_without_decay_keep_no_state():
+def test_corrected_gradients_without_decay_keep_no_state() -> None:
     own, _, optimizer = pair(lr=0.1, momentum=0.9)
     optimizer.skip_momentum_of(own[:3])
     before = [p.detach().clone() for p in own]
@@ -103,7 +104,7 @@ def test_corrected_gradients_without_decay_keep_no_state():
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_decoupled_decay(corrected):
+def test_decoupled_decay(corrected: Any) -> None:
     """SGDW: p (1 - lr wd), followed by a step without decay."""
     own, others, optimizer = pair(lr=0.1, momentum=0.9, weight_decay=0.2, decoupled_weight_decay=True)
     if corrected:
@@ -121,11 +122,11 @@ def test_decoupled_decay(corrected):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
-def update_of(p, indices, values):
+def update_of(p: Any, indices: Any, values: Any) -> Any:
     return SparseUpdate((p,), torch.tensor([0, p.numel()]), indices, values)
 
 
-def block_order(p):
+def block_order(p: Any) -> Any:
     """(flat gradient in the order in which a bucket holds it, a dense gradient) of some elements."""
     bucket = make_bucket("b", [("p", p)])
     return bucket.flat, bucket.segments[0].of(bucket.flat)
@@ -135,7 +136,7 @@ def block_order(p):
     "decay", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}]
 )
 @pytest.mark.parametrize("layout", list(layouts()))
-def test_sparse_updates_equal_dense_ones(layout, decay):
+def test_sparse_updates_equal_dense_ones(layout: Any, decay: Any) -> None:
     p, q = (torch.nn.Parameter(layouts()[layout]) for _ in range(2))
     first, second = (DGCSGD([x], lr=0.1, momentum=0.9, **decay) for x in (p, q))
     first.skip_momentum_of([p])
@@ -155,7 +156,7 @@ def test_sparse_updates_equal_dense_ones(layout, decay):
     torch.testing.assert_close(*whole, rtol=1e-6, atol=1e-7)
 
 
-def test_a_sparse_update_takes_the_rate_of_each_parameters_group():
+def test_a_sparse_update_takes_the_rate_of_each_parameters_group() -> None:
     p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     optimizer = DGCSGD([{"params": [p]}, {"params": [q], "lr": 0.5}], lr=0.25)
     optimizer.skip_momentum_of([p, q])
@@ -165,7 +166,7 @@ def test_a_sparse_update_takes_the_rate_of_each_parameters_group():
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_decay_with_a_buffer_of_another_memory_format(nesterov):
+def test_decay_with_a_buffer_of_another_memory_format(nesterov: Any) -> None:
     """torch.optim loads the buffers of a checkpoint with their saved strides."""
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
@@ -182,7 +183,7 @@ def test_decay_with_a_buffer_of_another_memory_format(nesterov):
     assert torch.equal(*results)
 
 
-def test_an_empty_sparse_update_still_decays():
+def test_an_empty_sparse_update_still_decays() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = DGCSGD([p], lr=0.1, weight_decay=0.5)
     optimizer.skip_momentum_of([p])
@@ -190,7 +191,7 @@ def test_an_empty_sparse_update_still_decays():
     torch.testing.assert_close(p.detach(), torch.full((3,), 0.95))
 
 
-def test_state_round_trip():
+def test_state_round_trip() -> None:
     own, others, optimizer = pair(lr=0.1, momentum=0.9)
     give(own, 0)
     give(others, 0)
@@ -208,11 +209,11 @@ def test_state_round_trip():
     assert all(torch.equal(p, q) for p, q in zip(own, others, strict=True))
 
 
-def test_closure():
+def test_closure() -> None:
     p = torch.nn.Parameter(torch.ones(2))
     optimizer = DGCSGD([p], lr=0.5)
 
-    def closure():
+    def closure() -> Any:
         optimizer.zero_grad()
         loss = p.square().sum()
         loss.backward()
@@ -231,6 +232,6 @@ def test_closure():
         ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov"),
     ],
 )
-def test_bad_options(options, word):
+def test_bad_options(options: Any, word: Any) -> None:
     with pytest.raises(ValueError, match=word):
         DGCSGD([torch.nn.Parameter(torch.ones(1))], **options)

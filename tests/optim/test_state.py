@@ -1,5 +1,8 @@
 """The state of a DistributedOptimizer: saved, loaded, broadcast."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from optim.nets import (
@@ -18,7 +21,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.optim import broadcast_optimizer_state, broadcast_parameters
 
 
-def test_begin_epoch_returns_the_ratio_in_force():
+def test_begin_epoch_returns_the_ratio_in_force() -> None:
     optimizer = wrap(net(), alone(), dgc_sgd, compression=dgc(0.001, warmup_epochs=5))
     seen = [optimizer.begin_epoch(epoch) for epoch in (0, 1, 4, 9)]
     assert seen == pytest.approx([0.001**0.2, 0.001**0.4, 0.001, 0.001])
@@ -26,7 +29,7 @@ def test_begin_epoch_returns_the_ratio_in_force():
     assert wrap(net(), alone()).begin_epoch(0) == 1.0
 
 
-def test_error_norm():
+def test_error_norm() -> None:
     model = net()
     assert wrap(model, alone()).error_norm() == 0.0
     model = net()
@@ -40,28 +43,28 @@ def test_error_norm():
 
 
 @pytest.mark.parametrize("other_bucket_mb", [25.0, 2e-4, 1e-5])
-def test_saved_runs_continue_bit_by_bit(other_bucket_mb, tmp_path):
+def test_saved_runs_continue_bit_by_bit(other_bucket_mb: Any, tmp_path: Path) -> None:
     """Also into other buckets: exact selection acts on each tensor separately."""
 
-    def advance(model, optimizer, transport, steps):
+    def advance(model: Any, optimizer: Any, transport: Any, steps: Any) -> None:
         optimizer.begin_epoch(1)
         for step in steps:
             optimizer.zero_grad()
             loss_of(model, step, transport.rank).backward()
             optimizer.step()
 
-    def build(model, transport, bucket_mb):
+    def build(model: Any, transport: Any, bucket_mb: Any) -> Any:
         compression = dgc(0.1, sample_ratio=1, warmup_epochs=1)
         return wrap(model, transport, dgc_sgd, compression=compression, bucket_mb=bucket_mb)
 
-    def save(model, transport):
+    def save(model: Any, transport: Any) -> None:
         optimizer = build(model, transport, 25.0)
         advance(model, optimizer, transport, range(4))
         saved = model.state_dict(), optimizer.state_dict(), optimizer.compression_state_dict()
         torch.save(saved, tmp_path / f"{transport.rank}.pt")
         advance(model, optimizer, transport, range(4, 8))
 
-    def resume(model, transport):
+    def resume(model: Any, transport: Any) -> None:
         optimizer = build(model, transport, other_bucket_mb)
         saved = torch.load(tmp_path / f"{transport.rank}.pt", weights_only=True)
         for owner, state in zip((model, optimizer), saved[:2], strict=True):
@@ -72,13 +75,13 @@ def test_saved_runs_continue_bit_by_bit(other_bucket_mb, tmp_path):
     assert_same(run(2, save)[0], run(2, resume, [net(seed) for seed in (1, 2)])[0], exactly=True)
 
 
-def test_compression_state_of_another_run():
+def test_compression_state_of_another_run() -> None:
     dense, sparse = wrap(net(), alone()), wrap(net(), alone(), dgc_sgd, compression=dgc())
     with pytest.raises(ValueError, match="other compressors"):
         sparse.load_compression_state_dict(dense.compression_state_dict())
 
 
-def horovods_broadcast_optimizer_state(optimizer):
+def horovods_broadcast_optimizer_state(optimizer: Any) -> None:
     """hvd.broadcast_optimizer_state calls step() on an optimizer without state."""
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -87,8 +90,8 @@ def horovods_broadcast_optimizer_state(optimizer):
     optimizer.step()
 
 
-def test_making_state_on_zeros_moves_no_weight():
-    def body(model, transport):
+def test_making_state_on_zeros_moves_no_weight() -> None:
+    def body(model: Any, transport: Any) -> None:
         compression = dgc(0.1)
         optimizer = wrap(model, transport, lambda m: dgc_sgd(m, weight_decay=0.1), compression=compression)
         if transport.rank == 0:  # no other rank steps: nothing may be exchanged
@@ -101,10 +104,10 @@ def test_making_state_on_zeros_moves_no_weight():
     assert not torch.equal(model.first.weight, net().first.weight)
 
 
-def test_broadcast_optimizer_state():
+def test_broadcast_optimizer_state() -> None:
     models = [net(seed) for seed in range(3)]
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         model = models[transport.rank]
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (transport.rank + 1))
         if transport.rank == 1:
@@ -121,10 +124,11 @@ def test_broadcast_optimizer_state():
 
 
 @pytest.mark.parametrize("root", [0, 1])
-def test_broadcast_parameters(root):
-    def build(seed):
+def test_broadcast_parameters(root: Any) -> None:
+    def build(seed: Any) -> Any:
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3))
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.register_buffer("mask", torch.rand(5) > 0.5)
         model.register_buffer("narrow", torch.rand(3).bfloat16())
         model.register_buffer("empty", torch.zeros(0))
@@ -139,7 +143,7 @@ def test_broadcast_parameters(root):
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_broadcast_named_parameters():
+def test_broadcast_named_parameters() -> None:
     models = [net(seed) for seed in range(2)]
     LockstepWorld(2).run(lambda t: broadcast_parameters(models[t.rank].named_parameters(), transport=t))
     assert_same(models[1], net(0), exactly=True)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
@@ -21,28 +22,35 @@ SHAPES = ((20, 10), (6, 5, 2), (20, 5), (3, 1), (1, 1), (0, 4))
 LIKE = [torch.zeros(shape) for shape in SHAPES]
 
 
-def normal(shape, generator):
+def normal(shape: Any, generator: Any) -> Any:
     return torch.randn(shape, generator=generator)
 
 
-def in_halves(shape, generator):
+def in_halves(shape: Any, generator: Any) -> Any:
     """Many equal magnitudes, and zeros."""
     return (torch.randn(shape, generator=generator) * 2).round() / 2
 
 
-def heavy_tailed(shape, generator):
+def heavy_tailed(shape: Any, generator: Any) -> Any:
     return torch.randn(shape, generator=generator) ** 3
 
 
-def errors(fleet):
+def errors(fleet: Any) -> Any:
     return [torch.cat(list(compressor.errors())) for compressor in fleet.compressors]
 
 
-def same_bits(ours, theirs):
+def same_bits(ours: Any, theirs: Any) -> Any:
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, theirs, strict=True))
 
 
-def run(fast, definition, size, shapes=SHAPES, draw=normal, after=lambda fast, definition: None):
+def run(
+    fast: Any,
+    definition: Any,
+    size: Any,
+    shapes: Any = SHAPES,
+    draw: Any = normal,
+    after: Any = lambda fast, definition: None,
+) -> Any:
     """Both in lockstep, compared in every step; the means of all. after: a further comparison of their fleets."""
     like, history = [torch.zeros(shape) for shape in shapes], []
     fleets = [Fleet(make, size, like, seed) for seed, make in enumerate((fast, definition))]
@@ -65,19 +73,21 @@ def run(fast, definition, size, shapes=SHAPES, draw=normal, after=lambda fast, d
     return tuple(history)
 
 
-def fast_dgc(ratio, momentum, nesterov, masking, limit, warmup_epochs, selector):
+def fast_dgc(
+    ratio: Any, momentum: Any, nesterov: Any, masking: Any, limit: Any, warmup_epochs: Any, selector: Any
+) -> Any:
     """At 3 ranks a quarter of the elements with int64 indices would cost more than dense."""
     memory = DGCSGDMemory(momentum, nesterov, None if limit is None else ClipByNorm(limit), masking)
     warmup = {"warmup_epochs": warmup_epochs, "warmup_coeff": 0.25}
     return DGCCompressor(ratio, memory, selector=selector, int32_indices=warmup_epochs > 0, **warmup)
 
 
-def sparse_at_the_same_ratio(fast, definition):
+def sparse_at_the_same_ratio(fast: Any, definition: Any) -> None:
     for ours, theirs in zip(fast.compressors, definition.compressors, strict=True):
         assert ours.dense_share == 0 and ours.compress_ratio == theirs.compress_ratio
 
 
-def test_dgc():
+def test_dgc() -> None:
     """With an exact selector, in steps that are sent sparse: the paper has no others."""
     cases = [(0.9, *options) for options in product((False, True), (True, False), (None, 5.0))]
     selectors, others, histories = cycle([Exact(), Histogram(), Predicted()]), cycle([1, 3, 3]), []
@@ -89,13 +99,13 @@ def test_dgc():
     assert len(set(histories)) == len(histories) == 9  # each option matters
 
 
-def same_momenta(fast, definition):
+def same_momenta(fast: Any, definition: Any) -> None:
     for ours, theirs in zip(fast.compressors, definition.compressors, strict=True):
         momentums, expected = ours.memory.state_dict()["momentums"], theirs.state_dict()["U"]
         assert all(torch.equal(momentums[name], u) for name, u in expected.items())
 
 
-def test_dgc_with_equal_magnitudes():
+def test_dgc_with_equal_magnitudes() -> None:
     """Of equal ones the first is sent, never a zero, and a zero keeps its momentum."""
     for size, selector in zip(SIZES, (Exact(), Histogram(), Predicted()), strict=True):
         options = (0.05, 0.5, False, True, None, 0)
@@ -103,24 +113,27 @@ def test_dgc_with_equal_magnitudes():
         run(*makes, size, draw=in_halves, after=same_momenta)
 
 
-def test_dgc_sends_vectors_dense():
+def test_dgc_sends_vectors_dense() -> None:
     fast, definition = DGCCompressor(0.05, DGCSGDMemory()), paper.DGC(0.05)
     segments = make_bucket("b", [(str(shape), torch.zeros(shape)) for shape in [*SHAPES, (7,), ()]]).segments
     assert [fast.accepts(s) for s in segments] == [definition.accepts(s) for s in segments]
     assert [definition.accepts(s) for s in segments] == [True] * len(SHAPES) + [False] * 2
     own = [[torch.randn(7), torch.randn(())] for _ in range(3)]
-    means = [Fleet(lambda c=c: c.fallback, 3, own[0]).step(own) for c in (fast, definition)]
-    assert same_bits(*means)
+
+    def mean(compressor: Any) -> Any:
+        return Fleet(lambda: compressor.fallback, 3, own[0]).step(own)
+
+    assert same_bits(mean(fast), mean(definition))
 
 
 COUNTS = {"redsync": (1, 2), "tight": (0.8, 1.25), "exact": (1, 1)}
 
 
-def fast_ldte_bs(stop):
+def fast_ldte_bs(stop: Any) -> Any:
     return DGCCompressor(0.05, ResidualMemory(), selector=Laplace(stop))
 
 
-def test_ldte_bs():
+def test_ldte_bs() -> None:
     """In a bucket of one tensor. A single element goes dense in the fast one, which sends all of it too."""
     data = [((40, 25), normal), ((30, 20), heavy_tailed), ((20, 20), in_halves)]
     cases = [(size, stop, *data[(i + size) % 3]) for i, stop in enumerate(COUNTS) for size in SIZES]
@@ -128,7 +141,7 @@ def test_ldte_bs():
         run(partial(fast_ldte_bs, stop), partial(paper.LDTEBS, 0.05, *COUNTS[stop]), size, (shape,), draw)
 
 
-def test_ldte_bs_in_a_bucket_of_several_tensors():
+def test_ldte_bs_in_a_bucket_of_several_tensors() -> None:
     """The fast one lets a tensor fill what others leave of their k: it sends what the definition does, or more."""
     shapes, more = ((40, 25), (30, 20), (0, 4), (20, 20)), 0
     like, slots = [torch.zeros(shape) for shape in shapes], 50 + 30 + 20
@@ -147,7 +160,7 @@ def test_ldte_bs_in_a_bucket_of_several_tensors():
 THRESHOLDS = [(2, 0.5), (2, 0.3), (1, 0.0), (1, -0.2)]
 
 
-def test_threshold():
+def test_threshold() -> None:
     draws, shapes, histories = cycle([normal, in_halves]), (*SHAPES, (7,), ()), []
     for width, t in THRESHOLDS:
         for size, wire in zip(SIZES, ("gather", "scatter", "server"), strict=True):
@@ -156,7 +169,7 @@ def test_threshold():
     assert len(set(histories)) == len(histories)
 
 
-def test_threshold_with_many_ranks():
+def test_threshold_with_many_ranks() -> None:
     """t added 5 times is rounded more often than 5 t: exact for t a power of 2, else within 4 roundings."""
     differ = 0
     for width, t in [*THRESHOLDS, (2, 0.7)]:
@@ -173,7 +186,7 @@ def test_threshold_with_many_ranks():
     assert differ > 0
 
 
-def test_the_codes_are_mxnets():
+def test_the_codes_are_mxnets() -> None:
     """Its worked example, and the bytes of the fast one."""
     v = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
     assert bytes(paper.Threshold(2, 0.5).quantize(v).tolist()).hex() == "cb800000"

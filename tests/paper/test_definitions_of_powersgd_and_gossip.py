@@ -4,11 +4,12 @@ A bound is relative to the largest magnitude of the definition's outcome, and in
 """
 
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dgc import gossip
 from dgc.bucket import make_bucket
@@ -27,11 +28,11 @@ SIZES = (1, 2, 3)
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def normal(*shape, seed):
+def normal(*shape: Any, seed: Any) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
-def distance(found, wanted):
+def distance(found: Any, wanted: Any) -> Any:
     """In units of ULP."""
     return float((found.double() - wanted).abs().max() / wanted.abs().max()) / ULP
 
@@ -44,13 +45,13 @@ MATRICES = {"p0": (12, 20), "p1": (8,), "p2": (12, 20), "p3": (6, 3, 2, 2)}
 class Defined:
     """N workers of the definition, in fp64."""
 
-    def __init__(self, make, size):
+    def __init__(self, make: Any, size: Any) -> None:
         named = [(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in MATRICES.items()]
         self.world = LockstepWorld(size)
         self.workers = [make() for _ in range(size)]
         self.buckets = [make_bucket("bucket", named) for _ in range(size)]
 
-    def step(self, own):
+    def step(self, own: Any) -> Any:
         for bucket, gradients in zip(self.buckets, own, strict=True):
             for segment, gradient in zip(bucket.segments, gradients, strict=True):
                 segment.of(bucket.flat).copy_(gradient)
@@ -58,16 +59,16 @@ class Defined:
         assert all(torch.equal(bucket.flat, self.buckets[0].flat) for bucket in self.buckets)
         return self.buckets[0].flat
 
-    def continue_from(self, states):
+    def continue_from(self, states: Any) -> None:
         for worker, state in zip(self.workers, states, strict=True):
             worker.e = {name: e.double() for name, e in state["errors"].items()}
             worker.Q = {name: Q.double() for name, Q in state["Q"].items()}
 
-    def states(self):
+    def states(self) -> Any:
         return [{"errors": worker.e, "Q": worker.Q} for worker in self.workers]
 
 
-def test_powersgd():
+def test_powersgd() -> None:
     """Products are added up in another order, and orthogonalization makes rounding larger where columns are nearly
     dependent. Each step begins with the fast one's state: over steps rounding grows, until with warm start and
     error feedback the definition itself, in fp32, is far from itself in fp64.
@@ -78,14 +79,14 @@ def test_powersgd():
             assert farthest(*case) < 128, case
 
 
-def farthest(size, rank, warm_start, error_feedback):
+def farthest(size: Any, rank: Any, warm_start: Any, error_feedback: Any) -> Any:
     """The largest distance of an update, an error or a factor."""
-    settings = {"mode": "paper", "min_compression_rate": 0, "orthogonalization": "gram_schmidt"}
+    settings: dict[str, Any] = {"mode": "paper", "min_compression_rate": 0, "orthogonalization": "gram_schmidt"}
     options = {"warm_start": warm_start, "error_feedback": error_feedback}
     shapes = MATRICES.values()
     fast = Fleet(lambda: PowerSGDCompressor(rank, **settings, **options), size, [torch.zeros(s) for s in shapes])
 
-    def draw(name, t, m, r):
+    def draw(name: Any, t: Any, m: Any, r: Any) -> Any:
         generator = torch.Generator().manual_seed(crc32(f"0 {name} Q {t} -1".encode()))
         return torch.randn(r, m, generator=generator, dtype=torch.float32).T
 
@@ -112,18 +113,18 @@ NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
 LR, MOMENTUM = 0.0625, 0.5
 
 
-def curvature_and_target(rank):
+def curvature_and_target(rank: Any) -> Any:
     return 0.5 + normal(sum(NUMELS), seed=10 + rank).abs() / 2, normal(sum(NUMELS), seed=20 + rank)
 
 
-def start():
+def start() -> Any:
     return normal(sum(NUMELS), seed=1)
 
 
-def trained(size, make):
+def trained(size: Any, make: Any) -> Any:
     """By rank: the models that gradients were computed at, and the last one."""
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         parts = [nn.Parameter(part.view(s)) for part, s in zip(start().split(NUMELS), SHAPES, strict=True)]
         named = [(f"p{i}", p) for i, p in enumerate(parts)]
         sgd = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM)
@@ -143,15 +144,15 @@ def trained(size, make):
     return torch.stack(LockstepWorld(size).run(body))
 
 
-def defined(size, algorithm, dtype):
+def defined(size: Any, algorithm: Any, dtype: Any) -> Any:
     """The same of the definition: algorithm(x, gradient, i)."""
-    seen = [[] for _ in range(size)]
+    seen: list[list[Tensor]] = [[] for _ in range(size)]
 
-    def gradient(i):
+    def gradient(i: Any) -> Any:
         curvature, target = (part.to(dtype) for part in curvature_and_target(i))
         momentum = torch.zeros_like(target)
 
-        def direction(z, k):
+        def direction(z: Any, k: Any) -> Any:
             nonlocal momentum
             seen[i].append(z)
             momentum = MOMENTUM * momentum + curvature * (z - target)
@@ -164,11 +165,11 @@ def defined(size, algorithm, dtype):
     return torch.stack([torch.stack([*own, end]) for own, end in zip(seen, ends, strict=True)])
 
 
-def topology_of(graph, size):
+def topology_of(graph: Any, size: Any) -> Any:
     return Topology("alone", 1, 1, lambda rank, round: ()) if size == 1 else graph(size)
 
 
-def same(found, algorithm, bound):
+def same(found: Any, algorithm: Any, bound: Any) -> Any:
     """bound: 0 for the same bits."""
     size = found.shape[0]
     assert found.shape == (size, STEPS + 1, sum(NUMELS)) and not torch.equal(found[:, 0], found[:, -1])
@@ -177,12 +178,12 @@ def same(found, algorithm, bound):
     return torch.equal(found, defined(size, algorithm, torch.float32))
 
 
-def graphs(size):
+def graphs(size: Any) -> Any:
     """Of 2 ranks all are the same."""
     return (gossip.n_peer_exponential, *((gossip.ring, gossip.full, gossip.star) if size == 3 else ()))
 
 
-def test_sgp_and_osgp():
+def test_sgp_and_osgp() -> None:
     """The same bits where weights stay 1: on regular graphs, and in the biased ablation. Where they do not, the
     fast one keeps z and w and lets the optimizer move z, so that x = w z is rounded once more in each step.
     """
@@ -191,7 +192,7 @@ def test_sgp_and_osgp():
             topology = topology_of(graph, size)
             options = {"gamma": LR, "topology": topology, "mixing": gossip.uniform, "K": STEPS}
 
-            def node(algorithm, x, gradient, i, options=options, **more):
+            def node(algorithm: Any, x: Any, gradient: Any, i: Any, options: Any = options, **more: Any) -> Any:
                 return algorithm(x, gradient, i=i, **options, **more)
 
             for make, algorithm, bound in (
@@ -202,26 +203,26 @@ def test_sgp_and_osgp():
                 assert same(trained(size, partial(make, graph)), algorithm, bound), (size, graph, make)
 
 
-def in_fp16(q):
+def in_fp16(q: Any) -> Any:
     """Scaled by the power of two that puts the largest magnitude just below 2**15."""
     exponent = 15 - torch.frexp(q.abs().max())[1]
     return torch.ldexp(torch.ldexp(q, exponent).half().to(q.dtype), -exponent)
 
 
-def by_tensor(operator, after=None):
-    def Q(v):
+def by_tensor(operator: Any, after: Any = None) -> Any:
+    def Q(v: Any) -> Any:
         q = torch.cat([operator(part) for part in v.split(NUMELS)])
         return q if after is None else after(q)
 
     return Q
 
 
-def test_choco():
+def test_choco() -> None:
     """The fast one keeps d, the sum over j of w_ij (xhat_j - xhat_i), and changes it by what arrives: sums in
     another order. In fp16 a value that lies between two others may be rounded to either: half an ulp of fp16.
     """
 
-    def quarter(v):
+    def quarter(v: Any) -> Any:
         return top_k(v, -(-v.numel() // 4))
 
     for size in SIZES:
@@ -235,7 +236,9 @@ def test_choco():
             ):
                 step_size = quantizer.gamma if gamma is None else gamma
 
-                def worker(x, gradient, i, topology=topology, step_size=step_size, Q=Q):
+                def worker(
+                    x: Any, gradient: Any, i: Any, topology: Any = topology, step_size: Any = step_size, Q: Any = Q
+                ) -> Any:
                     return choco_sgd(x, gradient, LR, step_size, Q, gossip.metropolis(topology, i, 0), i, STEPS)
 
                 found = trained(size, partial(CHOCO, graph, quantizer=quantizer, gamma=gamma))

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from dgc.optim import DGCSGD, DistributedOptimizer
 N = 40 * 5
 
 
-def momentum_sgd(steps, nesterov, momentum=0.9):
+def momentum_sgd(steps: Any, nesterov: Any, momentum: float = 0.9) -> Any:
     """The sum of what the optimizer subtracts from a parameter, with the mean of the ranks' gradients."""
     p = torch.zeros(N, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=1.0, momentum=momentum, nesterov=nesterov)
@@ -24,7 +25,7 @@ def momentum_sgd(steps, nesterov, momentum=0.9):
     return -p.detach()
 
 
-def test_momentum_correction_loses_nothing():
+def test_momentum_correction_loses_nothing() -> None:
     """Without masking what was sent and what waits add up to momentum SGD; all of it is sent at D = 1."""
     steps = [[normal(N, 10 * step + rank) for rank in range(2)] for step in range(10)]
     for nesterov in (False, True):
@@ -37,7 +38,7 @@ def test_momentum_correction_loses_nothing():
             assert bool(waits.any()) == (ratio < 1)
 
 
-def test_what_is_sent_loses_its_momentum():
+def test_what_is_sent_loses_its_momentum() -> None:
     """By hand: U = V = (4, 2, 1) sends 4. Then U = (0, 1, 0.5), V = (0, 3, 1.5); not masked: (2, ..), (2, ..)."""
     for masking, waits, momenta in ((True, [0, 0, 1.5], [0, 0, 0.5]), (False, [2, 0, 1.5], [2, 1, 0.5])):
         ranks = Ranks(1, partial(paper.DGC, 1 / 3, 0.5, masking=masking), [(3, 1)])
@@ -47,7 +48,7 @@ def test_what_is_sent_loses_its_momentum():
         assert ranks.compressors[0].state_dict()["U"]["p0"].view(-1).tolist() == momenta
 
 
-def test_clipping_and_warm_up():
+def test_clipping_and_warm_up() -> None:
     ranks = Ranks(1, partial(paper.DGC, 1.0, 0.0, thr_G=1.0), [(2, 1), (1, 1)])
     mean = ranks.step([torch.tensor([3.0, 4.0, 0.5])])
     torch.testing.assert_close(mean, torch.tensor([0.6, 0.8, 0.5]))
@@ -59,7 +60,7 @@ def test_clipping_and_warm_up():
     assert ratios == [0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001]
 
 
-def test_the_laplace_threshold():
+def test_the_laplace_threshold() -> None:
     """At the quantiles of a Laplace distribution the first estimate is accepted. Others take a search."""
     n, k = 10_000, 100
     a = -((torch.arange(n) + 0.5) / n).log()
@@ -70,7 +71,7 @@ def test_the_laplace_threshold():
         assert 0.8 * k <= int((other >= t).sum()) <= 1.25 * k
 
 
-def test_the_worked_examples_of_mxnet():
+def test_the_worked_examples_of_mxnet() -> None:
     g = torch.tensor([0.75, 0.25, -0.625, 0.125, -0.5, 0.375])
     residual = torch.tensor([0.0, 0.125, -0.25, 0.375, 0.0, 0.0])
     two, one = (Ranks(1, partial(paper.Threshold, *s), [(6,)]) for s in ((2, 0.5), (1, 0.0)))
@@ -84,14 +85,14 @@ def test_the_worked_examples_of_mxnet():
     assert one.errors()[0].tolist() == [-0.25, -0.625, 0.125, -0.5, 0.5, -0.625]
 
 
-def test_the_optimizer_takes_them():
+def test_the_optimizer_takes_them() -> None:
     """As any compressor, and alike on every rank: `run` compares. The momentum of DGC is its own."""
 
-    def trains(make):
-        def body(model, transport):
-            optimizer = DGCSGD(model.parameters(), lr=0.05, momentum=0.9 if make().correction else 0.0)
+    def trains(make: Any) -> Any:
+        def body(model: Any, transport: Any) -> None:
+            inner = DGCSGD(model.parameters(), lr=0.05, momentum=0.9 if make().correction else 0.0)
             optimizer = DistributedOptimizer(
-                optimizer, model.named_parameters(), transport=transport, compression=make()
+                inner, model.named_parameters(), transport=transport, compression=make()
             )
             for step in range(5):
                 optimizer.zero_grad()

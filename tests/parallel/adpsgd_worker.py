@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def one_is_slow(transport: Any) -> Finding:
         while gossip.progress < 40 * transport.size:
             start = time.perf_counter()
             gossip.begin_step()
-            gossip.update(lambda z=z: z.add_(1))
+            gossip.update(partial(z.add_, 1))
             time.sleep(pause)
             times.append(time.perf_counter() - start)
         gossip.synchronize_messages()
@@ -145,7 +146,7 @@ def clean_ends(transport: Any) -> Finding:
         gossip, z, _ = begun(transport, 5000, averagings_per_step=None if i % 2 else 1.0)
         while gossip.progress < 20 * transport.size:
             gossip.begin_step()
-            gossip.update(lambda z=z: z.add_(1))
+            gossip.update(partial(z.add_, 1))
             time.sleep(0.0005 * ((transport.rank + i) % transport.size))
         gossip.synchronize_messages()
         gossip.close()

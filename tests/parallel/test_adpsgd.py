@@ -1,15 +1,12 @@
 """AD-PSGD on real ranks, over MPI beside Horovod: it converges, counts exactly, waits for nobody, ends cleanly."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from ranks import alone, mpirun  # noqa: E402
+from parallel.ranks import alone, mpirun
 
 WORKER = str(Path(__file__).parent / "adpsgd_worker.py")
 

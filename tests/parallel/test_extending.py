@@ -4,15 +4,13 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from documented import DOCS, code  # noqa: E402
-from ranks import REPOSITORY  # noqa: E402
+from documented import DOCS, code
+from parallel.ranks import REPOSITORY
 
-from scripts.launch import prepare  # noqa: E402
+from scripts.launch import prepare
 
 PAGE = "extending.md"
 
@@ -43,7 +41,7 @@ def test_the_page_s_files_and_commands(tmp_path: Path) -> None:
     ends = {run.name: summary(run) for run in (my / "runs").iterdir()}
     ranks = {name: end["ranks"] for name, end in ends.items()}
     assert ranks == {"experiment": 1, "ternary": 2, "share": 1, "chords": 2}
-    for name in ("experiment", "share", "chords"):
-        assert ends[name]["metric"] == "recall/test_malignant" and ends[name]["best"]["recall/test_malignant"] > 80
-        assert ends[name]["final"]["acc/test_top1"] > 90, (name, ends[name])
+    for run in ("experiment", "share", "chords"):
+        assert ends[run]["metric"] == "recall/test_malignant" and ends[run]["best"]["recall/test_malignant"] > 80
+        assert ends[run]["final"]["acc/test_top1"] > 90, (run, ends[run])
     assert ends["ternary"]["final"]["acc/test_top1"] > 50 and ends["ternary"]["wire_over_dense"] < 0.2

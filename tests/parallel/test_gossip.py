@@ -1,15 +1,12 @@
 """Gossip between real ranks, over MPI beside Horovod: what it keeps, for whom it waits, and when a rank dies."""
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from ranks import mpirun  # noqa: E402
+from parallel.ranks import mpirun
 
 WORKER = str(Path(__file__).parent / "gossip_worker.py")
 ROUNDING = 1e-5

@@ -1,16 +1,13 @@
 """What only real ranks can show: Horovod over MPI at 1 to 4 ranks, and over Gloo."""
 
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+from parallel.ranks import alone, findings, horovodrun, mpirun
 
-sys.path.insert(0, str(Path(__file__).parent))
-from ranks import alone, findings, horovodrun, mpirun  # noqa: E402
-
-from dgc.kernels.library import supported_isas  # noqa: E402
+from dgc.kernels.library import supported_isas
 
 QUICK = (
     "requests",

@@ -255,7 +255,8 @@ def clipped_in_flight(transport: Any) -> Finding:
         clipped()
         with optimizer.skip_synchronize():
             optimizer.step()
-    found = {"weights": hashlib.sha256(model[0].weight.detach().numpy().tobytes()).hexdigest()}
+    first: Any = model[0]
+    found = {"weights": hashlib.sha256(first.weight.detach().numpy().tobytes()).hexdigest()}
     optimizer.zero_grad()
     model(torch.ones(3, 4) + transport.rank).square().sum().backward()
     clipped()

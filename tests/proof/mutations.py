@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import yaml
-from small_runs import METHODS
+from small_runs import METHODS  # type: ignore[import-not-found]  # run as a script: its folder is on the path
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -40,7 +40,8 @@ QUICK = {
     "checkpoint_every": "2",
     "timeout": "50",
 }
-VALUES = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf"), "", "abc", "${x}", "${", "1e-3", []]
+VALUES: list[Any] = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf")]
+VALUES += ["", "abc", "${x}", "${", "1e-3", []]
 VALUES += [[1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowhere.Nothing"}]
 VALUES += ["\u00e9\u0000", 10**30]
 
@@ -312,7 +313,7 @@ def run_case(reference: Reference, draw: random.Random, make: Callable[..., Any]
     return f"{what} -> {message[:150]}", None
 
 
-def main(kind: str, seed: int, count: int, method: str = "dgc", verbose: bool = False) -> int:
+def main(kind: str, seed: int, count: int, method: str = "dgc", *, verbose: bool = False) -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         reference = Reference(Path(folder), method)

@@ -1,21 +1,23 @@
 """Data of many shapes to select from, and plans over them."""
 
+from typing import Any
+
 import torch
 
 from dgc.bucket import Segment
 from dgc.selection import plan_selection
 
 
-def rng(seed):
+def rng(seed: Any) -> Any:
     return torch.Generator().manual_seed(seed)
 
 
-def laplace(n, seed=0):
+def laplace(n: Any, seed: int = 0) -> Any:
     uniform = torch.rand(n, generator=rng(seed), dtype=torch.float64) - 0.5
     return (-uniform.sign() * torch.log1p(-2 * uniform.abs())).float()
 
 
-def plan_of(*numels, ratio):
+def plan_of(*numels: Any, ratio: Any) -> Any:
     segments, offset = [], 0
     for i, n in enumerate(numels):
         segments.append(Segment(f"p{i}", offset, n, (n,), (1,)))
@@ -26,7 +28,7 @@ def plan_of(*numels, ratio):
 WALL_THRESHOLD = 1.0
 
 
-def wall(n, seed=0):
+def wall(n: Any, seed: int = 0) -> Any:
     """Accumulated gradients: dense right below last step's threshold, few above it."""
     generator = rng(seed)
     v = WALL_THRESHOLD * torch.rand(n, generator=generator).pow(0.3)

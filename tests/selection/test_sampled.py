@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from dgc.selection import Sampled
 from dgc.selection.estimators.estimator import Ranges
 
 
-def estimate(selector, v, ratio, seed=0):
+def estimate(selector: Any, v: Any, ratio: Any, seed: int = 0) -> Any:
     """How many elements reach the threshold of one tensor, before anything is cut to fit."""
     return int(selector.estimate(Ranges(v, plan_of(v.numel(), ratio=ratio), seed))[1])
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
 @pytest.mark.parametrize("strided", [True, False])
-def test_count_on_laplace_data(ratio, strided):
+def test_count_on_laplace_data(ratio: Any, strided: Any) -> None:
     n = 100_000
     plan = plan_of(n, ratio=ratio)
     for seed in range(5):
@@ -29,20 +30,20 @@ def test_count_on_laplace_data(ratio, strided):
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
-def test_candidates_before_the_cut_lie_within_the_bounds(ratio):
+def test_candidates_before_the_cut_lie_within_the_bounds(ratio: Any) -> None:
     n = 100_000
     for seed in range(5):
         assert 0.8 * n * ratio <= estimate(Sampled(), laplace(n, seed), ratio, seed) <= 1.3 * math.ceil(n * ratio)
 
 
-def test_count_on_the_wall():
+def test_count_on_the_wall() -> None:
     """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k."""
     n, plan = 100_000, plan_of(100_000, ratio=0.001)
     counts = [Sampled().indices(wall(n, seed), plan, seed).numel() for seed in range(10)]
     assert all(80 <= count <= 100 for count in counts)
 
 
-def test_a_single_outlier_is_found():
+def test_a_single_outlier_is_found() -> None:
     """A sample that misses it gives threshold 0, which takes what is not zero and no more."""
     v, plan = SHAPES["outlier"](30_000), plan_of(30_000, ratio=0.001)
     for seed in range(5):
@@ -50,20 +51,20 @@ def test_a_single_outlier_is_found():
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 100, 1999])
-def test_tiny_tensors_send_at_least_one(n):
+def test_tiny_tensors_send_at_least_one(n: Any) -> None:
     """Where the sample would be the whole tensor, the selection is exact."""
     v = laplace(n) + 0.01
     chosen = Sampled().indices(v, plan_of(n, ratio=0.001), 0)
     assert torch.equal(chosen, largest(v, math.ceil(n / 1000)))
 
 
-def test_seeds_differ():
+def test_seeds_differ() -> None:
     v, plan = laplace(60_000), plan_of(60_000, ratio=0.005)
     different = {tuple(Sampled().indices(v, plan, seed).tolist()) for seed in range(6)}
     assert len(different) > 1
 
 
-def test_torchs_global_generator_is_left_alone():
+def test_torchs_global_generator_is_left_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -73,7 +74,7 @@ def test_torchs_global_generator_is_left_alone():
 
 
 @pytest.mark.parametrize("n", [2001, 4096, 10_000, 65_536, 99_999, 300_001])
-def test_strided_samples(n):
+def test_strided_samples(n: Any) -> None:
     """Enough of them, an odd stride, and a start that varies."""
     v = torch.arange(n, dtype=torch.float64)
     for ratio, sample_ratio in product((0.001, 0.01, 0.25), (0.01, 0.3)):
@@ -90,11 +91,11 @@ def test_strided_samples(n):
 
 
 @pytest.fixture
-def counted(monkeypatch):
+def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """How many elements each pass counted."""
     found, count = [], Ranges.count
 
-    def noted(self, t, where):
+    def noted(self: Any, t: Any, where: Any) -> Any:
         counts = count(self, t, where)
         found.append(int(counts))
         return counts
@@ -106,7 +107,7 @@ def counted(monkeypatch):
 class FixedSample(Sampled):
     """Its sample is a constant, so that the first threshold is known."""
 
-    def _sample(self, v, ratio, generator):
+    def _sample(self, v: Any, ratio: Any, generator: Any) -> Any:
         return torch.full((10,), getattr(self, "threshold", 1.0))
 
 
@@ -118,30 +119,30 @@ class Low(FixedSample):
     threshold = 0.5
 
 
-def ramp(n=1000):
+def ramp(n: int = 1000) -> Any:
     """Magnitudes 0.005, 0.015, ... 9.995: |v| >= t holds 100 (10 - t) elements."""
     return torch.arange(n) * 0.01 + 0.005
 
 
-def test_too_few_lowers_the_threshold_step_by_step(counted):
+def test_too_few_lowers_the_threshold_step_by_step(counted: Any) -> None:
     """9.95, 7.96, 6.368: 5, 204, 363 elements for k = 400, where 320 are enough."""
     assert estimate(High(), ramp(), 0.4) == 363
     assert counted == [5, 204, 363]
 
 
-def test_too_many_are_resampled_at_once(counted):
+def test_too_many_are_resampled_at_once(counted: Any) -> None:
     plan = plan_of(1000, ratio=0.1)
     assert Low().indices(ramp(), plan, 0).tolist() == list(range(900, 1000))
     assert counted == [950]
 
 
-def test_too_many_raise_the_threshold_without_resampling(counted):
+def test_too_many_raise_the_threshold_without_resampling(counted: Any) -> None:
     assert estimate(Low(resample=False), ramp(), 0.6) == counted[-1]
     assert counted == pytest.approx([100 * (10 - 0.5 * 1.3**i) for i in range(7)], abs=1)
     assert counted[-2] > 1.3 * 600 >= counted[-1]
 
 
-def test_adaptation_ends_after_its_iterations(counted):
+def test_adaptation_ends_after_its_iterations(counted: Any) -> None:
     estimate(Low(resample=False, max_adaptation_iters=3), ramp(), 0.001)
     assert len(counted) == 4
     counted.clear()
@@ -149,7 +150,7 @@ def test_adaptation_ends_after_its_iterations(counted):
     assert counted == [5]
 
 
-def test_within_the_bounds_nothing_adapts(counted):
+def test_within_the_bounds_nothing_adapts(counted: Any) -> None:
     estimate(FixedSample(), ramp(), 0.85)
     assert counted == [900]
 
@@ -165,6 +166,6 @@ def test_within_the_bounds_nothing_adapts(counted):
         {"max_adaptation_iters": -1},
     ],
 )
-def test_bad_options(options):
+def test_bad_options(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Sampled(**options)

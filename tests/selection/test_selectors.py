@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -53,13 +54,13 @@ SELECTORS = {
 EXACT = ("exact", "histogram", "predicted", "trimmed", "mstopk")
 
 
-def chosen_by(selector, v, plan, seed):
+def chosen_by(selector: Any, v: Any, plan: Any, seed: Any) -> Any:
     """By the whole pass, of a gradient of zeros."""
     selection = selector.select(PassInputs((torch.zeros_like(v),), None, v.clone()), plan, seed).elements
     return selection.indices[: int(selection.count)].long()
 
 
-def check(indices, v, plan):
+def check(indices: Any, v: Any, plan: Any) -> None:
     assert indices.dtype == torch.int64
     assert indices.numel() <= plan.capacity
     assert (indices.diff() > 0).all()
@@ -68,7 +69,7 @@ def check(indices, v, plan):
         assert indices[0] >= 0 and indices[-1] < v.numel()
 
 
-def each(v, plan, indices):
+def each(v: Any, plan: Any, indices: Any) -> Any:
     """Of every tensor its part of v and what was chosen in it."""
     for offset, n in zip(plan.offsets, plan.numels, strict=True):
         own = indices[(indices >= offset) & (indices < offset + n)] - offset
@@ -77,7 +78,7 @@ def each(v, plan, indices):
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.usefixtures("no_type_checks")
-def test_promises_on_every_shape(selector):
+def test_promises_on_every_shape(selector: Any) -> None:
     """Within capacity, no zero, something of every tensor that has anything, the largest first, and repeatable."""
     for shape in SHAPES:
         with case(shape):
@@ -87,7 +88,7 @@ def test_promises_on_every_shape(selector):
             keeps_promises(selector, shape, 1.0)
 
 
-def keeps_promises(selector, shape, ratio):
+def keeps_promises(selector: Any, shape: Any, ratio: Any) -> None:
     sizes = (4000, 20_000, 0, 3, 1)
     plans = [plan_of(*sizes, ratio=ratio) for _ in range(2)]
     for step in range(2):
@@ -108,7 +109,7 @@ def keeps_promises(selector, shape, ratio):
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.usefixtures("no_type_checks")
-def test_nan_and_inf_end_in_a_choice(selector):
+def test_nan_and_inf_end_in_a_choice(selector: Any) -> None:
     """Gradients with them never reach v; a tensor of one's own may hold them. They count as the largest."""
     for bad in (math.nan, math.inf, -math.inf):
         v, plan = laplace(30_000), plan_of(10_000, 20_000, ratio=0.01)
@@ -119,26 +120,26 @@ def test_nan_and_inf_end_in_a_choice(selector):
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_nothing_to_choose_from(selector):
+def test_nothing_to_choose_from(selector: Any) -> None:
     empty = SELECTORS[selector].indices(torch.empty(0), plan_of(0, ratio=0.1), 0)
     assert empty.numel() == 0
     assert SELECTORS[selector].indices(torch.ones(3), plan_of(0, 3, ratio=0.1), 0).numel() == 1
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_a_single_element(selector):
+def test_a_single_element(selector: Any) -> None:
     for value in (1e-45, -1.0, 3e38):
         assert SELECTORS[selector].indices(torch.tensor([value]), plan_of(1, ratio=0.001), 0).tolist() == [0]
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_all_equal_fills_the_plan(selector):
+def test_all_equal_fills_the_plan(selector: Any) -> None:
     plan = plan_of(30_000, ratio=0.001)
     assert SELECTORS[selector].indices(torch.full((30_000,), 2.0), plan, 0).numel() == plan.capacity == 30
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_all_elements_are_due_and_chosen(selector):
+def test_all_elements_are_due_and_chosen(selector: Any) -> None:
     v = laplace(5000)
     assert SELECTORS[selector].indices(v, plan_of(5000, ratio=1.0), 0).numel() >= 0.8 * 5000
 
@@ -147,16 +148,16 @@ def test_all_elements_are_due_and_chosen(selector):
 
 
 @pytest.fixture
-def passes(monkeypatch):
+def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The name of every pass over v that estimates make."""
     tier, made = kernels.of(torch.empty(0)), []
 
-    class Noted(type(tier.selection)):
-        def moments(self, *arguments):
+    class Noted(type(tier.selection)):  # type: ignore[misc]
+        def moments(self, *arguments: Any) -> Any:
             made.append("moments")
             return tier.selection.moments(*arguments)
 
-        def tail(self, *arguments):
+        def tail(self, *arguments: Any) -> Any:
             made.append("tail")
             return tier.selection.tail(*arguments)
 
@@ -164,7 +165,7 @@ def passes(monkeypatch):
     return made
 
 
-def estimates(selector, v, ratio, steps=1):
+def estimates(selector: Any, v: Any, ratio: Any, steps: int = 1) -> Any:
     """Elements that reach the estimated threshold, by k, in the last of several steps on the same numbers."""
     plan = plan_of(v.numel(), ratio=ratio)
     for _ in range(steps):
@@ -196,13 +197,15 @@ FITS = [
 
 @pytest.mark.parametrize(("selector", "shape", "steps", "counts", "most"), FITS)
 @pytest.mark.parametrize("ratio", [0.001, 0.01])
-def test_estimates_where_they_should_hold(selector, shape, steps, counts, most, ratio, passes):
+def test_estimates_where_they_should_hold(
+    selector: Any, shape: Any, steps: Any, counts: Any, most: Any, ratio: Any, passes: Any
+) -> None:
     assert counts[0] <= estimates(selector, SHAPES[shape](N, 3), ratio, steps) <= counts[1]
     assert len(passes) <= most
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01])
-def test_the_fits_alone_miss_on_accumulated_gradients(ratio):
+def test_the_fits_alone_miss_on_accumulated_gradients(ratio: Any) -> None:
     """On the wall, Laplace's first threshold is above nearly everything: the correction is the algorithm."""
     v = SHAPES["wall"](N)
     segments = Ranges(v, plan_of(N, ratio=ratio))
@@ -210,7 +213,7 @@ def test_the_fits_alone_miss_on_accumulated_gradients(ratio):
     assert int((v.abs() >= first).sum()) < 0.05 * N * ratio
 
 
-def test_stages_rise_where_too_few_and_fall_where_too_many():
+def test_stages_rise_where_too_few_and_fall_where_too_many() -> None:
     """On the wall a single stage selects next to nothing: M grows, each period by one."""
     v, plan, selector = SHAPES["wall"](N), plan_of(N, ratio=0.01), Exponential()
     stages = []
@@ -225,14 +228,14 @@ def test_stages_rise_where_too_few_and_fall_where_too_many():
     assert int(plan.history["stages"][0, 0]) != stages[-1]
 
 
-def test_a_stage_that_nothing_survives_leaves_the_threshold_where_it_is():
+def test_a_stage_that_nothing_survives_leaves_the_threshold_where_it_is() -> None:
     v, plan = torch.full((10_000,), 0.5), plan_of(10_000, ratio=0.001)
     plan.history["stages"] = torch.tensor([[5.0, 0.0, 0.0]], dtype=torch.float64)
     t, counts = Exponential().estimate(Ranges(v, plan, 0))
     assert 0 < float(t) <= 0.5 and int(counts) == 10_000
 
 
-def test_a_warm_start_begins_at_the_last_threshold(passes):
+def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
     v, plan, selector = SHAPES["wall"](N), plan_of(N, ratio=0.001), Laplace(warm_start=True)
     for scale in (1.0, 8.0):
         selector.estimate(Ranges(scale * v, plan, 0))
@@ -241,7 +244,7 @@ def test_a_warm_start_begins_at_the_last_threshold(passes):
         assert passes == ["moments", "tail"]  # the first count is accepted
 
 
-def test_the_gaussian_search_does_not_go_to_and_fro():
+def test_the_gaussian_search_does_not_go_to_and_fro() -> None:
     """A count that doubles and halves around the accepted ones: 3 k at t, k/3 at 1.5 t."""
     v = torch.cat([torch.full((300,), 1.0), torch.full((30,), 1.4), torch.full((20,), 2.0), torch.zeros(99_650)])
     counts = estimates(Gaussian(passes=20), v, 0.0005)
@@ -264,12 +267,12 @@ def test_the_gaussian_search_does_not_go_to_and_fro():
         (lambda: Predicted(margin=0.0), "margin"),
     ],
 )
-def test_bad_options(make, words):
+def test_bad_options(make: Any, words: Any) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def test_every_estimator_is_in_the_table():
+def test_every_estimator_is_in_the_table() -> None:
     estimators = {kind for base in Estimator.__subclasses__() for kind in (base, *base.__subclasses__())}
     of_tests = {"FixedSample", "High", "Low", "WidePlan"}
     # Fixed sends nothing where nothing reaches its threshold, which others never do
@@ -278,7 +281,7 @@ def test_every_estimator_is_in_the_table():
     }
 
 
-def test_a_fixed_threshold():
+def test_a_fixed_threshold() -> None:
     plan, v = plan_of(40, 40, ratio=0.1), torch.zeros(80)
     v[[3, 50, 51, 52, 53, 54, 55]] = torch.tensor([0.4, 0.5, -0.6, 0.7, 0.8, -0.9, 1.0])
     assert Fixed(0.5).indices(v, plan, 0).tolist() == [50, 51, 52, 53, 54, 55]
@@ -297,17 +300,17 @@ LIMIT = 45.0
 class WidePlan(Sampled):
     """Takes some 30 percent too many before the cut, as adaptation may."""
 
-    def estimate(self, segments):
+    def estimate(self, segments: Any) -> Any:
         k = math.ceil(1.29 * int(segments.k))
         return segments.v.abs().topk(k).values.min().view(1), torch.tensor([k])
 
 
 @cache
-def draws():
+def draws() -> Any:
     return [laplace(LENGTH, 1000 + seed) for seed in range(DRAWS)]
 
 
-def chi_square(cut):
+def chi_square(cut: Any) -> Any:
     """Of the counts per tenth of the tensor, over many draws of data without any order."""
     plan = plan_of(LENGTH, ratio=RATIO)
     counts = torch.zeros(DECILES)
@@ -318,7 +321,7 @@ def chi_square(cut):
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def cut_in_index_order(v, plan, seed):
+def cut_in_index_order(v: Any, plan: Any, seed: Any) -> Any:
     """What the original does with a selection between k and 1.3 k."""
     (k,) = plan.ks
     return largest(v, math.ceil(1.29 * k))[:k]
@@ -326,10 +329,10 @@ def cut_in_index_order(v, plan, seed):
 
 @pytest.mark.parametrize("selector", [*SELECTORS.values(), WidePlan()])
 @pytest.mark.usefixtures("no_type_checks")
-def test_no_positional_bias(selector):
+def test_no_positional_bias(selector: Any) -> None:
     assert chi_square(partial(chosen_by, selector)) < LIMIT
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_cut_in_index_order_would_fail():
+def test_the_cut_in_index_order_would_fail() -> None:
     assert chi_square(cut_in_index_order) > 10 * LIMIT

@@ -1,5 +1,7 @@
 """What selectors send in a real run: scikit-learn's digits, two ranks, DGC at 1 %."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,20 +20,20 @@ WARM, STEPS = 20, 30
 class Counting(DGCSGDMemory):
     """Keeps (elements planned, elements sent) of every bucket and step."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(0.9)
-        self.sent = []
+        self.sent: list[tuple[int, int]] = []
 
-    def sent_(self, bucket, sent):
+    def sent_(self, bucket: Any, sent: Any) -> None:
         self.sent.append((sent.indices.numel(), int(sent.count)))
         super().sent_(bucket, sent)
 
 
-def counts(steps, **settings):
+def counts(steps: Any, **settings: Any) -> Any:
     """Of rank 1, by step: elements sent for each one planned."""
-    data = Digits()["train"]
+    data: Any = Digits()["train"]
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         torch.manual_seed(0)
         model = DigitsCNN(width=8)
         memory = Counting()
@@ -53,14 +55,14 @@ def counts(steps, **settings):
 
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("selector", [Predicted, Histogram, Exact, lambda: Predicted(per_bucket=True)])
-def test_as_many_elements_as_planned(selector):
+def test_as_many_elements_as_planned(selector: Any) -> None:
     steady = counts(STEPS, selector=selector)[WARM:]
     assert len(steady) >= STEPS - WARM and all(abs(share - 1) <= 0.02 for share in steady)
 
 
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("indices", [RiceIndices, PackedIndices])
-def test_codes_of_any_length_leave_few_behind(indices):
+def test_codes_of_any_length_leave_few_behind(indices: Any) -> None:
     """Their plan has room for what is likely: now and then some elements wait for the next step."""
     steady = counts(STEPS, indices=indices)[WARM:]
     assert 0.98 <= sum(steady) / len(steady) <= 1

@@ -1,11 +1,14 @@
 """Reports of ranks with other weights, code or waits."""
 
 import threading
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.faults.failure import UsageError
 from dgc_training.faults.replicas import check_replicas, minority_ranks
@@ -18,14 +21,14 @@ from dgc_training.startup.agreement import check_agreement, code_difference, cod
     ("sums", "odd"),
     [([1, 1], []), ([1, 2, 1], [1]), ([2, 1, 1], [0]), ([1, 2], [1]), ([1, 2, 2, 1], [1, 2]), ([1, None, 1], [1])],
 )
-def test_minority_ranks(sums, odd):
+def test_minority_ranks(sums: Any, odd: Any) -> None:
     assert minority_ranks(sums) == odd
 
 
 @pytest.mark.parametrize("changed", range(3))
-def test_the_rank_with_other_weights_is_reported(changed):
-    def body(transport):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+def test_the_rank_with_other_weights_is_reported(changed: Any) -> None:
+    def body(transport: Any) -> None:
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
         # Simulated ranks are threads of one process and share its random generator.
         torch.nn.init.constant_(model[0].weight, 0.5)
         torch.nn.init.constant_(model[0].bias, 0.5)
@@ -40,8 +43,8 @@ def test_the_rank_with_other_weights_is_reported(changed):
     LockstepWorld(3).run(body)
 
 
-def test_two_ranks_have_no_majority():
-    def body(transport):
+def test_two_ranks_have_no_majority() -> None:
+    def body(transport: Any) -> None:
         model = torch.nn.Linear(1, 1)
         torch.nn.init.constant_(model.weight, transport.rank)
         with pytest.raises(RuntimeError, match=r"rank 1 differs .*\(no majority: rank 0's value"):
@@ -50,7 +53,7 @@ def test_two_ranks_have_no_majority():
     LockstepWorld(2).run(body)
 
 
-def test_every_file_of_the_product_is_hashed(tmp_path, monkeypatch):
+def test_every_file_of_the_product_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = code_hashes()
     some = {"train.py", "dgc_training/startup/agreement.py", "dgc_models/__init__.py", "dgc/bucket.py"}
     assert some <= hashes.keys()
@@ -64,12 +67,12 @@ def test_every_file_of_the_product_is_hashed(tmp_path, monkeypatch):
     assert code_difference({}, {"x.py": "1"}) == "x.py (one of them has no such file)"
 
 
-def test_the_rank_with_other_code_is_reported(monkeypatch):
+def test_the_rank_with_other_code_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = OmegaConf.create({"seed": 1})
     own = threading.local()
     monkeypatch.setattr(agreement, "code_hashes", lambda: own.hashes)
 
-    def body(transport):
+    def body(transport: Any) -> None:
         own.hashes = {"dgc/a.py": "1", "train.py": "2" if transport.rank == 2 else "1"}
         with pytest.raises(UsageError, match=r"rank 2 runs other code than rank 0: train\.py differs"):
             check_agreement(tree, torch.device("cpu"), transport)
@@ -77,36 +80,42 @@ def test_the_rank_with_other_code_is_reported(monkeypatch):
     LockstepWorld(3).run(body)
 
 
-def test_no_rank_is_stuck_while_waits_are_short():
+def test_no_rank_is_stuck_while_waits_are_short() -> None:
     assert find_stuck_rank([None, (3.0, "loss"), None], 5.0) is None
     assert find_stuck_rank([None, None], 5.0) is None
 
 
-def test_the_rank_that_does_not_wait_is_stuck():
-    rank, why = find_stuck_rank([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 5.0)
+def test_the_rank_that_does_not_wait_is_stuck() -> None:
+    found = find_stuck_rank([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 5.0)
+    assert found is not None
+    rank, why = found
     assert rank == 1 and why == "rank 1 did not join dgc0.1.0, for which the others have waited 6 s"
-    rank, why = find_stuck_rank([(6.0, "a"), None, None], 5.0)
+    found = find_stuck_rank([(6.0, "a"), None, None], 5.0)
+    assert found is not None
+    rank, why = found
     assert rank == 1 and why.startswith("ranks [1, 2] did not join a")
 
 
-def test_ranks_that_wait_for_different_messages():
-    rank, why = find_stuck_rank([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 5.0)
+def test_ranks_that_wait_for_different_messages() -> None:
+    found = find_stuck_rank([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 5.0)
+    assert found is not None
+    rank, why = found
     assert rank == 1 and "rank 0 for loss; rank 1 for replicas" in why
 
 
-def test_a_watched_transport_records_its_waits():
-    seen = []
+def test_a_watched_transport_records_its_waits() -> None:
+    seen: list[Any] = []
 
     class Slow:
         rank, size, local_rank, local_size = 0, 1, 0, 1
 
-        def launch(self, name, requests):
+        def launch(self, name: Any, requests: Any) -> Any:
             return "flight"
 
-        def wait(self, flight):
+        def wait(self, flight: Any) -> Any:
             seen.append(watched.waiting)
             return (flight,)
 
-    watched = WatchedTransport(Slow())
+    watched = WatchedTransport(cast(Transport, Slow()))
     assert watched.wait(watched.launch("a", ())) == ("flight",)
     assert seen[0][1] == "a" and watched.waiting is None

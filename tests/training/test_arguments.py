@@ -10,7 +10,7 @@ from dgc_training.config.layers import FLAGS, REPOSITORY
 from dgc_training.startup.arguments import parse_arguments
 
 
-def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys):
+def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
     text = capsys.readouterr().out

@@ -3,6 +3,8 @@
 import json
 import os
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from dgc_training.checkpoint.files import Checkpoints, checkpoint_name, read_ten
 from dgc_training.faults.failure import UsageError
 
 
-def save(directory, names, size=2, best=()):
-    def body(transport):
+def save(directory: Any, names: Any, size: int = 2, best: Any = ()) -> None:
+    def body(transport: Any) -> None:
         checkpoints = Checkpoints(directory, transport)
         for name in names:
             shared = {"name": name, "weight": torch.ones(3)}
@@ -23,8 +25,8 @@ def save(directory, names, size=2, best=()):
     LockstepWorld(size).run(body)
 
 
-def load(directory, *which, size=2):
-    def body(transport):
+def load(directory: Any, *which: Any, size: int = 2) -> Any:
+    def body(transport: Any) -> Any:
         checkpoints = Checkpoints(directory, transport)
         found = checkpoints.find(*which)
         return None if found is None else checkpoints.load(found)
@@ -32,11 +34,11 @@ def load(directory, *which, size=2):
     return LockstepWorld(size).run(body)
 
 
-def test_names():
+def test_names() -> None:
     assert checkpoint_name(4) == "e0004" and checkpoint_name(4, 120) == "e0004s00120"
 
 
-def test_round_trip(tmp_path):
+def test_round_trip(tmp_path: Path) -> None:
     save(tmp_path, ["e0001"])
     for rank, loaded in enumerate(load(tmp_path, "latest")):
         assert (loaded.name, loaded.size) == ("e0001", 2)
@@ -44,7 +46,7 @@ def test_round_trip(tmp_path):
         assert loaded.own == {"rank": rank}
 
 
-def test_the_last_three_the_latest_and_the_best_are_kept(tmp_path):
+def test_the_last_three_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
     names = [checkpoint_name(e, s) for e, s in [(0, 5), (1, 0), (1, 5), (2, 0), (9999, 3), (10000, 0)]]
     save(tmp_path, names, best=["e0001"])
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(["e0001", *names[-3:]])
@@ -53,14 +55,14 @@ def test_the_last_three_the_latest_and_the_best_are_kept(tmp_path):
     assert not [file for _, _, files in os.walk(tmp_path) for file in files if file.endswith(".tmp")]
 
 
-def test_nothing_to_find(tmp_path):
+def test_nothing_to_find(tmp_path: Path) -> None:
     assert load(tmp_path, "best", "latest") == [None, None]
 
 
-def save_errors(directory, size):
+def save_errors(directory: Any, size: Any) -> None:
     """Saves a checkpoint. The error state of rank r is filled with r."""
 
-    def body(transport):
+    def body(transport: Any) -> None:
         own = {"compression": {"velocities": {"w": torch.full((4,), float(transport.rank))}, "steps": 7}}
         Checkpoints(directory, transport).save("e0001", {"name": "e0001"}, own)
 
@@ -68,7 +70,7 @@ def save_errors(directory, size):
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (4, 1), (1, 4)])
-def test_another_number_of_ranks_redistributes_the_error_state(tmp_path, old, new):
+def test_another_number_of_ranks_redistributes_the_error_state(tmp_path: Path, old: Any, new: Any) -> None:
     save_errors(tmp_path, old)
     loaded = load(tmp_path, "latest", size=new)
     assert all(part.size == old and part.shared["name"] == "e0001" for part in loaded)
@@ -77,25 +79,25 @@ def test_another_number_of_ranks_redistributes_the_error_state(tmp_path, old, ne
     torch.testing.assert_close(mean, torch.full((4,), (old - 1) / 2), rtol=1e-6, atol=0)
 
 
-def test_another_number_of_ranks_reports_the_missing_file(tmp_path):
+def test_another_number_of_ranks_reports_the_missing_file(tmp_path: Path) -> None:
     save_errors(tmp_path, 3)
     (tmp_path / "e0001" / "rank2.pt").unlink()
     with pytest.raises(UsageError, match=r"rank2\.pt is missing on .* \(needed because 2 ranks resume 3\)"):
         load(tmp_path, "latest", size=2)
 
 
-def test_evaluation_needs_only_the_shared_file(tmp_path):
+def test_evaluation_needs_only_the_shared_file(tmp_path: Path) -> None:
     save(tmp_path, ["e0001"])
     (tmp_path / "e0001" / "rank1.pt").unlink()
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         return Checkpoints(tmp_path, transport).load("e0001", own_part=False)
 
     assert [part.own for part in LockstepWorld(3).run(body)] == [{}] * 3
 
 
 @pytest.mark.parametrize("file", ["shared.pt", "rank1.pt"])
-def test_a_flipped_bit_is_found(tmp_path, file):
+def test_a_flipped_bit_is_found(tmp_path: Path, file: Any) -> None:
     save(tmp_path, ["e0001"])
     path = tmp_path / "e0001" / file
     content = bytearray(path.read_bytes())
@@ -106,7 +108,7 @@ def test_a_flipped_bit_is_found(tmp_path, file):
 
 
 @pytest.mark.parametrize("size", ["3", 1, 0, -1, "two", None, 2.5, 10**30])
-def test_a_manifest_that_differs_from_its_files_is_an_error(tmp_path, size):
+def test_a_manifest_that_differs_from_its_files_is_an_error(tmp_path: Path, size: Any) -> None:
     save(tmp_path, ["e0001"])
     path = tmp_path / "e0001" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "size": size}))
@@ -114,7 +116,7 @@ def test_a_manifest_that_differs_from_its_files_is_an_error(tmp_path, size):
         load(tmp_path, "latest")
 
 
-def test_the_latest_and_the_best_are_never_overwritten(tmp_path):
+def test_the_latest_and_the_best_are_never_overwritten(tmp_path: Path) -> None:
     """Another number of ranks can reach the same step again. A crash then must keep the latest checkpoint."""
     save(tmp_path, ["e0001s00006"], size=2, best=["e0001s00006"])
     before = (tmp_path / "e0001s00006" / "shared.pt").stat().st_ino
@@ -129,12 +131,14 @@ def test_the_latest_and_the_best_are_never_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("dies_at", range(5))
-def test_a_crash_while_saving_keeps_the_previous_checkpoint(tmp_path, monkeypatch, dies_at):
+def test_a_crash_while_saving_keeps_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: Any
+) -> None:
     save(tmp_path, ["e0001"], size=1)
     calls = iter(range(100))
     replace = os.replace
 
-    def dying_replace(source, target):
+    def dying_replace(source: Any, target: Any) -> None:
         if next(calls) == dies_at:
             raise KeyboardInterrupt
         replace(source, target)
@@ -153,10 +157,10 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(tmp_path, monkeypatc
     assert load(tmp_path, "latest", size=1)[0].shared["name"] == "e0002"
 
 
-def test_a_rank_that_cannot_write_keeps_the_previous_checkpoint(tmp_path):
+def test_a_rank_that_cannot_write_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, ["e0001"])
 
-    def body(transport):
+    def body(transport: Any) -> None:
         own = {"rank": transport.rank} if transport.rank == 0 else {"lock": threading.Lock()}
         Checkpoints(tmp_path, transport).save("e0002", {}, own)
 
@@ -167,7 +171,7 @@ def test_a_rank_that_cannot_write_keeps_the_previous_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("file", ["shared.pt", "rank1.pt"])
 @pytest.mark.parametrize("damage", ["truncate", "remove", "foreign"])
-def test_a_damaged_file_is_one_error_on_every_rank(tmp_path, file, damage):
+def test_a_damaged_file_is_one_error_on_every_rank(tmp_path: Path, file: Any, damage: Any) -> None:
     save(tmp_path, ["e0001"])
     path = tmp_path / "e0001" / file
     if damage == "truncate":
@@ -177,7 +181,7 @@ def test_a_damaged_file_is_one_error_on_every_rank(tmp_path, file, damage):
     else:
         path.unlink()
 
-    def body(transport):
+    def body(transport: Any) -> None:
         with pytest.raises(UsageError, match=rf"damaged: .*{file}"):
             Checkpoints(tmp_path, transport).load("e0001")
 
@@ -185,25 +189,25 @@ def test_a_damaged_file_is_one_error_on_every_rank(tmp_path, file, damage):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"other": 1}'])
-def test_a_damaged_pointer_is_one_error_on_every_rank(tmp_path, text):
+def test_a_damaged_pointer_is_one_error_on_every_rank(tmp_path: Path, text: Any) -> None:
     (tmp_path / "latest.json").write_text(text)
 
-    def body(transport):
+    def body(transport: Any) -> None:
         with pytest.raises(UsageError, match="latest.json"):
             Checkpoints(tmp_path, transport).find("latest")
 
     LockstepWorld(2).run(body)
 
 
-def test_a_pointer_cannot_leave_the_directory(tmp_path):
+def test_a_pointer_cannot_leave_the_directory(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", ["e0001"], size=1)
     (tmp_path / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": "../../e0001"}))
     assert load(tmp_path / "checkpoints", "latest", size=1)[0].name == "e0001"
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path):
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     class Evil:
-        def __reduce__(self):
+        def __reduce__(self) -> Any:
             return (os.mkdir, (str(tmp_path / "made"),))
 
     torch.save({"x": Evil()}, tmp_path / "evil.pt")
@@ -212,11 +216,11 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_an_interrupted_write_keeps_the_old_file(tmp_path):
+def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
 
-    def write(temporary):
+    def write(temporary: Any) -> None:
         temporary.write_text("ne")
         raise OSError("disk full")
 

@@ -116,7 +116,7 @@ def test_another_constructor_alone_says_how_to_begin_anew() -> None:
     load([CNN], ["--configs.train.optimizer", "{_target_: torch.optim.Adam, lr: 0.001}"])
 
 
-def test_a_selection_without_dgc_says_what_to_stack():
+def test_a_selection_without_dgc_says_what_to_stack() -> None:
     message = refusal(CNN, "configs/selection/laplace.py")
     assert "stack a file of configs/dgc before it" in message and "dgc.compression.DenseCompressor" in message
 

@@ -5,6 +5,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def train(out: CsvLog, start: tuple[int, int], end: tuple[int, int]) -> CsvLog:
     return out
 
 
-def test_rows_and_columns(tmp_path):
+def test_rows_and_columns(tmp_path: Path) -> None:
     train(log(tmp_path), (0, 0), (2, 0)).close()
     table = rows(tmp_path)
     assert [(row["Epoch"], row["itr"]) for row in table] == [
@@ -75,7 +76,7 @@ def test_rows_and_columns(tmp_path):
         assert table[4][name] == "-1" and float(table[3][name]) > 0
 
 
-def test_statistics(tmp_path):
+def test_statistics(tmp_path: Path) -> None:
     """Times cover all epochs without their first two steps. Losses cover one epoch, weighted by samples."""
     train(log(tmp_path), (0, 0), (2, 0)).close()
     table = rows(tmp_path)
@@ -96,7 +97,7 @@ def test_statistics(tmp_path):
 
 @pytest.mark.parametrize("at", [(0, 1), (0, 4), (0, STEPS), (1, 0), (1, 7), (1, STEPS)])
 @pytest.mark.parametrize("killed", ["", "1,2,0.5,0", "1,-1,0.5\n", "no row\n"])
-def test_a_resumed_job_writes_the_same_rows(tmp_path, at, killed):
+def test_a_resumed_job_writes_the_same_rows(tmp_path: Path, at: Any, killed: Any) -> None:
     """The state is saved before step `at`. The killed job continues to the end and leaves an incomplete line."""
     train(log(tmp_path / "whole"), (0, 0), (2, 0)).close()
     first = train(log(tmp_path / "parts"), (0, 0), at)
@@ -114,13 +115,13 @@ def test_a_resumed_job_writes_the_same_rows(tmp_path, at, killed):
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
 
 
-def test_without_a_checkpoint_a_new_file_is_begun(tmp_path):
+def test_without_a_checkpoint_a_new_file_is_begun(tmp_path: Path) -> None:
     train(log(tmp_path), (0, 0), (1, 0))
     train(log(tmp_path), (0, 0), (0, 1))
     assert len(rows(tmp_path)) == 1
 
 
-def test_a_missing_or_foreign_file_is_replaced(tmp_path):
+def test_a_missing_or_foreign_file_is_replaced(tmp_path: Path) -> None:
     state = train(log(tmp_path / "a"), (0, 0), (1, 0)).state_dict()
     foreign = tmp_path / "b" / "csv" / "out_r1_n4.csv"
     foreign.parent.mkdir(parents=True)
@@ -130,7 +131,7 @@ def test_a_missing_or_foreign_file_is_replaced(tmp_path):
         assert [row["itr"] for row in rows(tmp_path / name)] == ["0", "3"]
 
 
-def test_a_killed_job_keeps_every_row(tmp_path):
+def test_a_killed_job_keeps_every_row(tmp_path: Path) -> None:
     out = train(log(tmp_path), (0, 0), (0, 4))
     assert [row["itr"] for row in rows(tmp_path)] == ["0", "3"]
     out.close()
@@ -138,13 +139,13 @@ def test_a_killed_job_keeps_every_row(tmp_path):
     assert [row["itr"] for row in rows(tmp_path)] == ["0", "3", "6", "7", "-1"]
 
 
-def test_an_epoch_without_validation(tmp_path):
+def test_an_epoch_without_validation(tmp_path: Path) -> None:
     out = train(log(tmp_path), (0, 0), (0, STEPS))
     out.end_epoch(0)
     assert [rows(tmp_path)[-1][name] for name in ("itr", "val", "consensus")] == ["-1"] * 3
 
 
-def test_errors(tmp_path):
+def test_errors(tmp_path: Path) -> None:
     out = log(tmp_path)
     with pytest.raises(ValueError, match="no metrics .'bites'.*wait"):
         out.step(0, 0, 1.0, 0.0, 1.0, -1, -1, 32, {"bites": 1.0})
@@ -157,14 +158,14 @@ def test_errors(tmp_path):
         log(tmp_path, every=0)
 
 
-def test_unknown_scores_and_nan(tmp_path):
+def test_unknown_scores_and_nan(tmp_path: Path) -> None:
     out = log(tmp_path)
     out.step(0, 0, 1.0, 0.0, torch.tensor(float("nan")), -1, -1, 32)
     (row,) = rows(tmp_path)
     assert (row["Loss"], row["Prec@1"], row["avg:Prec@5"], row["weight"]) == ("nan", "-1", "-1", "1")
 
 
-def test_running_is_stable_far_from_zero():
+def test_running_is_stable_far_from_zero() -> None:
     running, values = Running(), [1e9 + x for x in (4.0, 7.0, 13.0, 16.0)]
     assert running.deviation == -1
     for value in values:
@@ -172,13 +173,13 @@ def test_running_is_stable_far_from_zero():
     assert running.mean == 1e9 + 10 and running.deviation == pytest.approx(30**0.5)
 
 
-def test_increments():
+def test_increments() -> None:
     since = Increments({"bytes": 10.0})
     assert since({"bytes": 15.0, "wait(s)": 2.0}) == {"bytes": 5.0, "wait(s)": 2.0}
     assert since({"bytes": 15.0, "wait(s)": 2.5}) == {"bytes": 0.0, "wait(s)": 0.5}
 
 
-def test_accuracy():
+def test_accuracy() -> None:
     outputs = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.3], [0.2, 0.3, 0.4], [0.0, 0.5, 0.2]])
     targets = torch.tensor([1, 2, 0, 1])
     assert [float(value) for value in accuracy(outputs, targets, (1, 2, 5))] == [50.0, 75.0, 100.0]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,17 +20,17 @@ CPU = torch.device("cpu")
 class Noisy(Dataset):
     """Item: (index plus noise in [0, 1), index)."""
 
-    def __init__(self, samples=23):
+    def __init__(self, samples: int = 23) -> None:
         self.samples = samples
 
-    def __len__(self):
+    def __len__(self) -> Any:
         return self.samples
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         return index + torch.rand(()), index
 
 
-def sampler(rank, size, samples=23, batch_size=3, passes=1, seed=7):
+def sampler(rank: Any, size: Any, samples: int = 23, batch_size: int = 3, passes: int = 1, seed: int = 7) -> Any:
     return PassSampler(samples, batch_size, passes, rank=rank, size=size, seed=seed)
 
 
@@ -42,12 +43,12 @@ def sampler(rank, size, samples=23, batch_size=3, passes=1, seed=7):
     (5, 4, 8, 1, 1),
     (5, 4, 8, 2, 0),
 ])  # fmt: skip
-def test_number_of_steps(samples, size, batch, passes, steps):
+def test_number_of_steps(samples: Any, size: Any, batch: Any, passes: Any, steps: Any) -> None:
     assert steps_per_epoch(samples, size, batch, passes) == steps
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_ranks_together_use_all_samples_in_equal_steps(size):
+def test_the_ranks_together_use_all_samples_in_equal_steps(size: Any) -> None:
     samplers = [sampler(rank, size) for rank in range(size)]
     for epoch in (0, 1):
         for s in samplers:
@@ -62,12 +63,12 @@ def test_the_ranks_together_use_all_samples_in_equal_steps(size):
         assert set(seen) == set(range(23)) and len(seen) < 23 + size
 
 
-def test_more_ranks_than_samples():
+def test_more_ranks_than_samples() -> None:
     shares = [sampler(rank, 5, samples=2).indices() for rank in range(5)]
     assert [len(share) for share in shares] == [1] * 5 and {i for s in shares for i in s} == {0, 1}
 
 
-def test_the_order_depends_only_on_seed_and_epoch():
+def test_the_order_depends_only_on_seed_and_epoch() -> None:
     torch.manual_seed(0)
     first, second, other = sampler(0, 2), sampler(0, 2), sampler(0, 2, seed=8)
     a = list(first)
@@ -79,8 +80,8 @@ def test_the_order_depends_only_on_seed_and_epoch():
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_position_suffices_to_resume(passes):
-    def batches():
+def test_a_position_suffices_to_resume(passes: Any) -> None:
+    def batches() -> Any:
         return TrainBatches(Noisy(), 3, passes, rank=1, size=2, seed=7, device=CPU)
 
     state = torch.get_rng_state()
@@ -93,8 +94,8 @@ def test_a_position_suffices_to_resume(passes):
         assert len(seen) == passes and all(torch.equal(a, b) for a, b in zip(expected, seen, strict=True))
 
 
-def test_augmentation_differs_between_epochs_and_ranks():
-    def noise(rank, epoch):
+def test_augmentation_differs_between_epochs_and_ranks() -> None:
+    def noise(rank: Any, epoch: Any) -> Any:
         batches = TrainBatches(Noisy(), 3, rank=rank, size=2, seed=7, device=CPU)
         return torch.cat([x - y for _, [(x, y)] in batches.epoch(epoch)])
 
@@ -102,7 +103,7 @@ def test_augmentation_differs_between_epochs_and_ranks():
         assert (noise(0, 0) - noise(rank, epoch)).abs().max() > 0.01  # by more than rounding
 
 
-def test_too_little_data_is_an_error():
+def test_too_little_data_is_an_error() -> None:
     with pytest.raises(ValueError, match="too few for one step of 4 ranks x 2 passes x 8 samples"):
         TrainBatches(Noisy(5), 8, 2, rank=0, size=4, seed=0, device=CPU)
     with pytest.raises(ValueError, match="train.batch_size is 0"):
@@ -110,7 +111,7 @@ def test_too_little_data_is_an_error():
 
 
 @pytest.mark.parametrize(("samples", "size"), [(10, 1), (10, 3), (2, 5)])
-def test_evaluation_covers_every_sample_once(samples, size):
+def test_evaluation_covers_every_sample_once(samples: Any, size: Any) -> None:
     dataset = TensorDataset(torch.arange(samples), torch.arange(samples))
     seen = [
         int(y)
@@ -137,7 +138,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path):
+def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path: Path) -> None:
     (tmp_path / "workers.py").write_text(WORKERS)
     with subprocess.Popen(
         [sys.executable, str(tmp_path / "workers.py")],
@@ -162,7 +163,7 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path)
     assert values == [str(int(y)) for _, [(_, targets)] in batches.epoch(0) for y in targets]
 
 
-def test_too_many_workers_are_an_error():
+def test_too_many_workers_are_an_error() -> None:
     message = r"num_workers is 500: 2 ranks on this machine would have 1000 .* at most 32 .* 8 cores and 64 GB"
     with pytest.raises(ValueError, match=message):
         check_workers(500, local_size=2, cores=8, memory=64 * 10**9)

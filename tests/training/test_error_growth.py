@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,52 +14,52 @@ from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.faults.error_growth import ErrorGrowthMonitor
 
 
-def warnings_of(norms, ratio=0.01, steps=10):
+def warnings_of(norms: Any, ratio: float = 0.01, steps: int = 10) -> Any:
     monitor = ErrorGrowthMonitor()
     return [text for norm in norms if (text := monitor.update(norm, ratio, steps))]
 
 
-def test_growth_that_levels_off_is_healthy():
+def test_growth_that_levels_off_is_healthy() -> None:
     for time_constant in (20, 100, 300):
         assert warnings_of([10 * (1 - math.exp(-10 * i / time_constant)) for i in range(1, 400)]) == []
 
 
-def test_a_random_walk_until_coordinates_are_sent_is_healthy():
+def test_a_random_walk_until_coordinates_are_sent_is_healthy() -> None:
     assert warnings_of([math.sqrt(min(10 * i, 1000)) for i in range(1, 500)], ratio=0.001) == []
 
 
-def test_a_new_ratio_starts_a_new_reference():
+def test_a_new_ratio_starts_a_new_reference() -> None:
     monitor = ErrorGrowthMonitor()
     for ratio, norm in ((0.25, 1.0), (0.063, 8.0), (0.016, 60.0), (0.001, 500.0)):
         assert not any(monitor.update(norm * (1 + i / 1000), ratio, 10) for i in range(200))
 
 
 @pytest.mark.parametrize("growth", [lambda i: 1.02**i, lambda i: float(i)])
-def test_unbounded_growth_gives_one_warning(growth):
+def test_unbounded_growth_gives_one_warning(growth: Any) -> None:
     (text,) = warnings_of([growth(i) for i in range(1, 600)])
     assert "error state's norm has grown from" in text and "compress_ratio 0.01" in text
 
 
-def test_a_high_plateau_is_not_growth():
+def test_a_high_plateau_is_not_growth() -> None:
     assert warnings_of([1.0] * 40 + [50.0] * 9 + [49.0] * 200) == []
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_nonfinite_norm_gives_one_warning_at_once(norm):
+def test_a_nonfinite_norm_gives_one_warning_at_once(norm: Any) -> None:
     (text,) = warnings_of([1.0, norm, norm])
     assert "not finite" in text
 
 
-def test_dense_training_gives_no_warning():
+def test_dense_training_gives_no_warning() -> None:
     assert warnings_of([float(i) for i in range(1, 600)], ratio=1.0) == []
 
 
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("lr", [pytest.param(0.05, marks=pytest.mark.proof), 1.5])
-def test_real_training(lr):
+def test_real_training(lr: Any) -> None:
     """A stable learning rate gives no warning in 1000 steps of DGC. A diverging one gives a warning."""
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         torch.manual_seed(1)
         model = torch.nn.Linear(50, 40, bias=False)
         compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9))
@@ -84,7 +85,7 @@ def test_real_training(lr):
 
 
 @pytest.mark.parametrize("make", [SVDCompressor, AtomoCompressor])
-def test_low_rank_methods_are_monitored(make):
+def test_low_rank_methods_are_monitored(make: Any) -> None:
     """Their compress_ratio is below 1. A ratio of 1 would turn the monitor off."""
     model = torch.nn.Linear(40, 60)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ FILES = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 @pytest.mark.usefixtures("no_type_checks")
-def test_it_trains(path, tmp_path):
+def test_it_trains(path: Any, tmp_path: Path) -> None:
     stack = ["configs/digits/cnn.py", *BEFORE.get(path.stem, []), str(path.relative_to(CONFIGS.parent))]
     words = ["--configs", *stack]
     args, overrides = parse_arguments([*words, "--devices", "cpu", *QUICK, "--run-dir", str(tmp_path / "run")])

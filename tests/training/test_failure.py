@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle"
 FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_worker", "1"]
 
 
-def launch(command, cwd, timeout=100):
+def launch(command: Any, cwd: Any, timeout: int = 100) -> Any:
     return subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -81,7 +82,7 @@ for name, (body, rank, size) in json.loads(sys.argv[1]).items():
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(exit status, standard output, standard error) of each of BODIES, by name."""
     folder = tmp_path_factory.mktemp("bodies")
     done = launch([sys.executable, "-c", PROGRAM, json.dumps(BODIES), folder], folder)
@@ -93,29 +94,29 @@ def results(tmp_path_factory):
     return found
 
 
-def test_an_error_has_rank_host_message_and_traceback(results):
+def test_an_error_has_rank_host_message_and_traceback(results: Any) -> None:
     status, _, errors = results["error"]
     first, second, *_ = errors.splitlines()
     assert first.startswith("[rank 2 of 4 on ") and first.endswith("] ValueError: no shard")
     assert second.startswith("Traceback") and status == 1
 
 
-def test_a_usage_error_has_no_traceback(results):
+def test_a_usage_error_has_no_traceback(results: Any) -> None:
     for name in ("UsageError", "ConfigError"):
         assert results[name] == (2, "", "not like this\n")
 
 
-def test_signals_end_the_process_without_a_traceback(results):
+def test_signals_end_the_process_without_a_traceback(results: Any) -> None:
     for name, shown in (("SIGINT", "Ctrl-C"), ("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGUSR1")):
         assert results[name][0] == 128 + signal.Signals[name]
         assert "Traceback" not in results[name][2] and f"Stopped by {shown}" in results[name][2]
 
 
-def test_without_an_error_nothing_changes(results):
+def test_without_an_error_nothing_changes(results: Any) -> None:
     assert results["no error"] == (0, "fine\n", "")
 
 
-def test_a_rank_terminated_during_its_delay_prints_nothing(results):
+def test_a_rank_terminated_during_its_delay_prints_nothing(results: Any) -> None:
     assert results["terminated before its message"] == (143, "", "")
 
 
@@ -140,17 +141,17 @@ class Failing(DigitsCNN):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
-def test_an_error_of_one_rank_in_step_3_ends_all_ranks(tmp_path, monkeypatch, launcher):
+def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Any
+) -> None:
     (tmp_path / "failing.py").write_text(FAILING_MODEL)
     (tmp_path / "broken.yaml").write_text("model: {_target_: failing.Failing}\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    start = [*MPIRUN, "-np", "2"] if launcher == "mpirun" else [BIN / "horovodrun", "--gloo", "-np", "2"]
+    start = [*MPIRUN, "-np", "2"] if launcher == "mpirun" else [str(BIN / "horovodrun"), "--gloo", "-np", "2"]
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{BIN}:{os.environ['PATH']}")
     configs = ["--configs", "configs/digits/cnn.py", tmp_path / "broken.yaml"]
     started = time.monotonic()
-    result = launch(
-        [*start, sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=150
-    )
+    result = launch([*start, sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=150)
     assert time.monotonic() - started < 120
     assert result.returncode != 0
     errors = [line for line in result.stderr.splitlines() if "[rank " in line]
@@ -158,7 +159,7 @@ def test_an_error_of_one_rank_in_step_3_ends_all_ranks(tmp_path, monkeypatch, la
     assert len(errors) == 1, "the other rank prints nothing"
 
 
-def test_command_line_errors_are_printed_once(tmp_path):
+def test_command_line_errors_are_printed_once(tmp_path: Path) -> None:
     command = [
         *MPIRUN,
         "-np",
@@ -175,13 +176,13 @@ def test_command_line_errors_are_printed_once(tmp_path):
 
 
 @pytest.mark.timeout(150)
-def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, capsys):
-    command = [sys.executable, REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py", *FLAGS]
-    command = [str(word) for word in [*command, "--configs.train.batch_size", "256"]]
+def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [sys.executable, REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py", *FLAGS]
+    command = [str(word) for word in [*words, "--configs.train.batch_size", "256"]]
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True) as process:
         # Resuming needs a checkpoint: that of epoch 1.
         while process.poll() is None and not list(tmp_path.glob("runs/*/checkpoints/latest.json")):
             time.sleep(0.01)
@@ -190,8 +191,8 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(tmp_path, capsy
     # 0 if the run finished before the signal.
     assert process.returncode in (75, 0) and "Traceback" not in errors
     assert process.returncode == 0 or "Stopped by SIGTERM: saved e0001" in output
-    words = [*command[2:], "--run-dir", str(tmp_path / "runs" / "digits.cnn.np1")]
-    args, overrides = parse_arguments(words)
+    again = [*command[2:], "--run-dir", str(tmp_path / "runs" / "digits.cnn.np1")]
+    args, overrides = parse_arguments(again)
     LockstepWorld(1).run(lambda transport: train.run(args, load(args.configs, overrides), transport))
     assert "resumed from checkpoint e000" in capsys.readouterr().out
     assert (tmp_path / "runs/digits.cnn.np1/summary.json").exists()
@@ -216,7 +217,7 @@ class Stuck(DigitsCNN):
 
 
 @pytest.mark.timeout(150)
-def test_a_stuck_rank_is_reported_with_its_stack(tmp_path, monkeypatch):
+def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stuck.py").write_text(STUCK_MODEL)
     (tmp_path / "stuck.yaml").write_text("model: {_target_: stuck.Stuck}\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
@@ -232,7 +233,7 @@ def test_a_stuck_rank_is_reported_with_its_stack(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(150)
-def test_a_stopped_process_is_reported(tmp_path):
+def test_a_stopped_process_is_reported(tmp_path: Path) -> None:
     """No thread of the rank responds."""
     program = """
 import os, signal, time
@@ -258,7 +259,9 @@ with ending_all_ranks():
     assert len(printed) == 1 and "Traceback" not in result.stderr
 
 
-def test_a_missing_file_on_one_rank_ends_all_ranks_with_its_message(tmp_path, monkeypatch):
+def test_a_missing_file_on_one_rank_ends_all_ranks_with_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "shards.py").write_text("""
 import os
 from dgc_datasets import Digits
@@ -280,7 +283,7 @@ def make(path: str) -> Digits:
 
 
 @pytest.mark.timeout(120)
-def test_torchrun_gives_one_error(tmp_path):
+def test_torchrun_gives_one_error(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", REPOSITORY / "train.py"]
     result = launch([*words, "--configs", "configs/digits/cnn.py", *FLAGS], tmp_path)
     assert result.returncode != 0 and list(tmp_path.iterdir()) == []
@@ -288,7 +291,7 @@ def test_torchrun_gives_one_error(tmp_path):
     assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr
 
 
-def test_a_python_without_torch_gives_the_remedy(tmp_path):
+def test_a_python_without_torch_gives_the_remedy(tmp_path: Path) -> None:
     """`-I -S` hides the packages of the environment."""
     program = f"import runpy, sys; sys.path.insert(0, '{REPOSITORY}'); runpy.run_path('{REPOSITORY}/train.py')"
     result = launch([sys.executable, "-I", "-S", "-c", program], tmp_path)
@@ -308,7 +311,7 @@ class Mine(DigitsCNN):
 """
 
 
-def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path):
+def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) -> None:
     """In the run and in its data workers."""
     for name in ("benchmarks", "configs", "datasets", "models", "scripts", "training"):
         (tmp_path / "path" / name).mkdir(parents=True)

@@ -5,6 +5,7 @@ import json
 import math
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ STACKS = [
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def run(stack, directory, *words, size=2):
+def run(stack: Any, directory: Any, *words: Any, size: int = 2) -> Any:
     args, overrides = parse_arguments(
         ["--configs", CNN, *stack, "--devices", "cpu", *QUICK, "--run-dir", str(directory), *words]
     )
@@ -55,19 +56,19 @@ def run(stack, directory, *words, size=2):
     return json.loads((directory / "summary.json").read_text())
 
 
-def saved(directory, name="e0002"):
+def saved(directory: Any, name: str = "e0002") -> Any:
     folder = directory / "checkpoints" / name
     return [read_tensors(folder / file) for file in ("shared.pt", "rank0.pt", "rank1.pt")]
 
 
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: "+".join(Path(p).stem for p in stack))
-def test_it_trains(stack, tmp_path):
+def test_it_trains(stack: Any, tmp_path: Path) -> None:
     words = ["--configs.train.gossip.graph.local_size=2"] if "configs/topology/hierarchical.py" in stack else []
     summary = run(stack, tmp_path / "run", *words, "--configs.train.num_epochs=1", size=4)
     assert math.isfinite(summary["best"]["acc/test_top1"]) and summary["dropped_steps"] == 0
 
 
-def test_it_learns_and_logs_a_row_for_each_rank(tmp_path):
+def test_it_learns_and_logs_a_row_for_each_rank(tmp_path: Path) -> None:
     summary = run([SGP], tmp_path / "run", "--configs.train.num_epochs=4", size=4)
     assert summary["best"]["acc/test_top1"] > 80
     for rank in range(4):
@@ -84,11 +85,11 @@ class Killed(Exception):
     pass
 
 
-def killed(monkeypatch, stack, directory, *words):
+def killed(monkeypatch: pytest.MonkeyPatch, stack: Any, directory: Any, *words: Any) -> None:
     """Runs until an exception after the checkpoint of step 3 of the second epoch."""
     steps = train.Log.step
 
-    def dying(log, loss, samples):
+    def dying(log: Any, loss: Any, samples: Any) -> None:
         if log.progress.epoch == 1 and log.progress.step == 5:
             raise Killed
         steps(log, loss, samples)
@@ -104,7 +105,7 @@ EVERY_3 = ["--configs.train.checkpoint_every=3", "--configs.train.csv=False"]
 
 
 @pytest.mark.parametrize("first", ["all_reduce_first", "two_peers_first"])
-def test_the_topology_changes_during_a_run(first, tmp_path):
+def test_the_topology_changes_during_a_run(first: Any, tmp_path: Path) -> None:
     stack = [SGP, f"configs/topology/{first}.py"]
     words = ["--configs.train.csv=False", "--configs.train.num_epochs=4"]
     words += ["--run-dir", str(tmp_path / "run")]
@@ -116,7 +117,7 @@ def test_the_topology_changes_during_a_run(first, tmp_path):
     distances = []
     consensus = train.Log.end_epoch
 
-    def end_epoch(log, results):
+    def end_epoch(log: Any, results: Any) -> None:
         distances.append(log.optimizer.consensus_distance)
         consensus(log, results)
 
@@ -130,7 +131,9 @@ def test_the_topology_changes_during_a_run(first, tmp_path):
 
 
 @pytest.mark.parametrize("way", [SGP, OSGP, "configs/gossip/dpsgd.py"])
-def test_a_run_resumed_in_mid_epoch_ends_bit_identical(way, tmp_path, monkeypatch):
+def test_a_run_resumed_in_mid_epoch_ends_bit_identical(
+    way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run([way], tmp_path / "straight", *EVERY_3)
     killed(monkeypatch, [way], tmp_path / "killed")
     run([way], tmp_path / "killed", *EVERY_3)
@@ -139,13 +142,13 @@ def test_a_run_resumed_in_mid_epoch_ends_bit_identical(way, tmp_path, monkeypatc
         assert flat.keys() == again.keys() and all(torch.equal(flat[k], again[k]) for k in flat)
 
 
-def flattened(state, where=""):
+def flattened(state: Any, where: str = "") -> Any:
     if isinstance(state, dict):
         return {k: v for key in state for k, v in flattened(state[key], f"{where}/{key}").items()}
     return {where: state} if isinstance(state, torch.Tensor) else {}
 
 
-def test_ranks_save_their_models_and_the_mean(tmp_path):
+def test_ranks_save_their_models_and_the_mean(tmp_path: Path) -> None:
     run([OSGP], tmp_path / "run")
     shared, *own = saved(tmp_path / "run")
     (name,) = [key for key in own[0]["compression"] if key.startswith("OSGP")]
@@ -159,18 +162,18 @@ def test_ranks_save_their_models_and_the_mean(tmp_path):
 
 
 @pytest.mark.parametrize("way", [SGP, OSGP])
-def test_resuming_on_another_number_of_ranks(way, tmp_path, monkeypatch):
+def test_resuming_on_another_number_of_ranks(way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, [way], tmp_path / "run")
     with pytest.warns(UserWarning, match="saved by 2 ranks and is resumed by 3"):
         summary = run([way], tmp_path / "run", *EVERY_3, size=3)
     assert summary["epochs"] == 2
 
 
-def test_a_signal_stops_all_ranks_some_steps_later(tmp_path, monkeypatch):
+def test_a_signal_stops_all_ranks_some_steps_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     begin = Interruption.begin_step
 
-    def begin_step(interruption):
+    def begin_step(interruption: Any) -> None:
         if interruption.transport.rank == 1:
             steps.append(1)
             interruption.received = signal.SIGUSR1 if len(steps) == 3 else interruption.received
@@ -205,7 +208,7 @@ def test_a_signal_stops_all_ranks_some_steps_later(tmp_path, monkeypatch):
         (["configs/gossip/adpsgd.py"], ["--configs.train.checkpoint_every=5"], "train.checkpoint_every null"),
     ],
 )
-def test_errors(stack, words, match, tmp_path):
+def test_errors(stack: Any, words: Any, match: Any, tmp_path: Path) -> None:
     size = int(words.pop()) if words and words[-1].isdigit() else 2
     with pytest.raises(ConfigError, match=match):
         run(stack, tmp_path / "run", *words, size=size)

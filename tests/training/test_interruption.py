@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,10 @@ from dgc_training.startup.arguments import parse_arguments
 
 
 @pytest.mark.parametrize("received", [(3, 0, 0), (0, 0, 5), (2, 4, 3)])
-def test_all_ranks_stop_after_the_same_step(received):
+def test_all_ranks_stop_after_the_same_step(received: Any) -> None:
     """received: the step in which each rank receives the signal; 0: never."""
 
-    def body(transport):
+    def body(transport: Any) -> Any:
         with Interruption(transport) as interruption:
             for step in range(1, 10):
                 interruption.begin_step()
@@ -34,8 +35,8 @@ def test_all_ranks_stop_after_the_same_step(received):
     assert LockstepWorld(3).run(body) == [first + 1] * 3
 
 
-def test_without_a_signal():
-    def body(transport):
+def test_without_a_signal() -> None:
+    def body(transport: Any) -> Any:
         with Interruption(transport) as interruption:
             return interruption.check()
 
@@ -44,13 +45,13 @@ def test_without_a_signal():
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_a_run_stopped_after_the_last_step_of_an_epoch_resumes_with_its_evaluation(
-    tmp_path, monkeypatch, capsys
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(tmp_path / "run")]
     quick = ["--configs.train.batch_size=1437", "--configs.train.num_epochs=2", "--configs.model.width=8"]
     args, overrides = parse_arguments([*words, *quick])  # an epoch is one step
 
-    def status():
+    def status() -> Any:
         return LockstepWorld(1).run(lambda transport: train.run(args, load(args.configs, overrides), transport))
 
     with monkeypatch.context() as patch:
@@ -65,7 +66,7 @@ def test_a_run_stopped_after_the_last_step_of_an_epoch_resumes_with_its_evaluati
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored(number):
+def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored(number: Any) -> None:
     before = signal.getsignal(number)
     with Interruption(LockstepWorld(1).transports[0]) as interruption:
         assert interruption.check() is None
@@ -78,7 +79,7 @@ def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored(number):
     assert signal.getsignal(number) == before
 
 
-def test_a_second_sigterm_ends_at_once_even_inside_a_blocking_call():
+def test_a_second_sigterm_ends_at_once_even_inside_a_blocking_call() -> None:
     program = """
 import ctypes, os, threading, time
 from dgc.comm.lockstep import LockstepWorld

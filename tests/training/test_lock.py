@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,9 @@ def held_by_another_process(directory: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_run_in_the_directory_is_an_error_until_the_first_has_ended(tmp_path, capsys):
+def test_a_second_run_in_the_directory_is_an_error_until_the_first_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also if the first run is killed. Evaluation needs no lock."""
     directory = tmp_path / "run"
     run(directory)
@@ -65,7 +68,7 @@ def test_a_second_run_in_the_directory_is_an_error_until_the_first_has_ended(tmp
     assert not list(tmp_path.rglob(lock.NAME))
 
 
-def test_a_lock_applies_to_the_current_directory_of_this_name(tmp_path):
+def test_a_lock_applies_to_the_current_directory_of_this_name(tmp_path: Path) -> None:
     """The holder may move a lock file after a waiting process has opened it."""
     first = RunLock(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "aside")
@@ -78,8 +81,8 @@ def test_a_lock_applies_to_the_current_directory_of_this_name(tmp_path):
     assert not (tmp_path / "run" / lock.NAME).exists()
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
-    def unsupported(descriptor, operation):
+def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(descriptor: Any, operation: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock.fcntl, "flock", unsupported)
@@ -87,7 +90,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
         RunLock(tmp_path).release()
 
 
-def test_only_temporary_files_of_killed_processes_are_removed(tmp_path):
+def test_only_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass
     (tmp_path / "checkpoints").mkdir()
@@ -100,7 +103,7 @@ def test_only_temporary_files_of_killed_processes_are_removed(tmp_path):
     assert not any(path.exists() for path in left) and all(path.exists() for path in others)
 
 
-def test_a_run_removes_temporary_files_at_its_start(tmp_path):
+def test_a_run_removes_temporary_files_at_its_start(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass
     left = tmp_path / "run" / "checkpoints" / f".latest.json.{dead.pid}.tmp"

@@ -13,6 +13,7 @@ import dgc.gossip
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, DGCCompressor
+from dgc.memory import DGCSGDMemory
 from dgc_training.config import Config, ConfigError, instantiate, load
 from dgc_training.config.tree import checked, plain
 from dgc_training.startup.arguments import parse_arguments
@@ -135,8 +136,10 @@ def test_files_in_the_original_form_load(place: Path) -> None:
         assert tree.train.optimizer._target_ == "dgc.optim.DGCSGD"
         assert tree.train.optimizer.lr == 0.05 and tree.train.optimizer.momentum == 0.8
         compression = instantiate(tree.train.compression)
-        assert type(compression) is DGCCompressor and compression.memory.momentum == 0.8
-        assert compression.memory.nesterov == bool(extra)
+        assert type(compression) is DGCCompressor
+        memory = compression.memory
+        assert isinstance(memory, DGCSGDMemory) and memory.momentum == 0.8
+        assert memory.nesterov == bool(extra)
 
 
 @pytest.mark.usefixtures("no_type_checks")

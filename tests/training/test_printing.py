@@ -5,6 +5,7 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ VALUES = {
 }
 
 
-def test_formatting():
+def test_formatting() -> None:
     assert [human_bytes(n) for n in (0, 907, 2820, 999_600, 1_360_764, 15_020_000, 3e12)] == [
         *("0 B", "907 B", "2.82 kB", "1.00 MB", "1.36 MB", "15.0 MB", "3.00 TB"),
     ]
@@ -49,9 +50,9 @@ def test_formatting():
         assert against_dense(wire, 100) == words
 
 
-def test_the_summary_compares_wire_with_wire():
+def test_the_summary_compares_wire_with_wire() -> None:
     """A single process sends nothing and has no comparison."""
-    sent = {"payload_bytes": 8_060_000, "wire_bytes": 15e6, "dense_wire_bytes": 150e6}
+    sent: dict[str, Any] = {"payload_bytes": 8_060_000, "wire_bytes": 15e6, "dense_wire_bytes": 150e6}
     progress = TrainingProgress(epoch=1, samples=10, **sent)
     output = table(summarize("run", progress, ranks=4, metric=None))
     assert "payload per rank     8.06 MB" in output
@@ -63,7 +64,7 @@ def test_the_summary_compares_wire_with_wire():
     assert alone["wire_over_dense"] is None
 
 
-def test_changed_settings_fit_the_line():
+def test_changed_settings_fit_the_line() -> None:
     lines = changed_settings(load(STACK, ["--configs.train.num_epochs=7", "--configs.seed=3"])).splitlines()
     words = " ".join(" ".join(lines).split())
     assert "train.num_epochs 7" in words and "seed 3" in words and "fp16_values=True" in words
@@ -73,7 +74,7 @@ def test_changed_settings_fit_the_line():
     assert len(lines) < 20 and max(map(len, lines)) <= 80
 
 
-def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys):
+def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Console(0, 100, 12, "acc/test_top1")
     screen.step(0, 1, "")
     screen.end_epoch(100, VALUES, best=True)
@@ -93,7 +94,7 @@ def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys):
     }
 
 
-def test_colour_only_in_terminals_that_support_it(monkeypatch):
+def test_colour_only_in_terminals_that_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert wants_colour("/dev/pts/0") and not wants_colour(None)
@@ -104,7 +105,9 @@ def test_colour_only_in_terminals_that_support_it(monkeypatch):
     assert not wants_colour("/dev/pts/0")
 
 
-def test_the_bar_uses_the_stream_of_the_rows_and_is_removed_before_them(capsys, monkeypatch):
+def test_the_bar_uses_the_stream_of_the_rows_and_is_removed_before_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """mpirun forwards the two streams independently. A bar on the other stream would overwrite rows."""
     monkeypatch.setattr("dgc_training.logging.console.terminal_of", lambda descriptor: "/dev/pts/0")
     monkeypatch.setattr("dgc_training.logging.console.columns", lambda terminal: 70)
@@ -126,7 +129,7 @@ TELL = "from dgc_training.logging.terminal import terminal_of; print(terminal_of
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_the_terminal_is_found_under_mpirun(launched):
+def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
     """Open MPI gives each rank a pseudo-terminal. The output of mpirun decides."""
     command, environment = prepare(1, ["-c", TELL])
     command = command if launched else [sys.executable, "-c", TELL]
@@ -145,7 +148,7 @@ def test_the_terminal_is_found_under_mpirun(launched):
     assert in_file.stdout.decode().split() == ["None", "None"]
 
 
-def printed(capsys, tmp_path, *words, size):
+def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: Any, size: Any) -> Any:
     quick = ["--configs.train.num_epochs=1", "--configs.train.batch_size=90", "--configs.model.width=8"]
     place = ["--devices", "cpu", "--run-dir", str(tmp_path / "r")]
     args, overrides = parse_arguments(["--configs", *words, *place, *quick])
@@ -154,25 +157,25 @@ def printed(capsys, tmp_path, *words, size):
     return capsys.readouterr().out
 
 
-def test_one_process_sends_nothing(capsys, tmp_path):
+def test_one_process_sends_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = printed(capsys, tmp_path, "configs/digits/cnn.py", size=1)
     assert "1 rank on cpu" in output and output.count("1 process: nothing is sent") == 2 and "MB" not in output
 
 
-def test_a_dense_warmup_is_explained(capsys, tmp_path):
+def test_a_dense_warmup_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = printed(capsys, tmp_path, *STACK, size=4)
     assert "at compress_ratio 0.2512 sparse messages cost more" in output
     assert "100% of the gradient went dense" in output
     assert max(len(line) for line in output.splitlines() if str(tmp_path) not in line) <= 80
 
 
-def test_gossip_that_sends_more_than_dense(capsys, tmp_path):
+def test_gossip_that_sends_more_than_dense(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     stack = ["configs/digits/cnn.py", "configs/gossip/dpsgd.py", "configs/topology/full.py"]
     assert "2 times the bytes of a dense fp32 all-reduce" in printed(capsys, tmp_path, *stack, size=4)
 
 
-def test_the_demonstration_compares_both_runs():
-    def run(accuracy, wire):
+def test_the_demonstration_compares_both_runs() -> None:
+    def run(accuracy: Any, wire: Any) -> Any:
         found = {"acc/test_top1": accuracy}
         sent = {"wire_bytes": wire, "dense_wire_bytes": 3e8, "wire_over_dense": wire / 3e8}
         return {"final": found, **sent, "seconds": 9.5}

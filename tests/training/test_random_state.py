@@ -2,6 +2,7 @@
 
 import io
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +12,12 @@ from dgc_training.random_state import random_state, restore_random_state, seed_e
 CPU = torch.device("cpu")
 
 
-def draw():
+def draw() -> Any:
     """Of normal variables too: of these, two generators keep every second one for later."""
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 
 
-def test_all_generators_continue():
+def test_all_generators_continue() -> None:
     seed_everything(5)
     first = draw()
     file = io.BytesIO()

@@ -1,6 +1,7 @@
 """Error state redistributed to another number of ranks: the mean is unchanged, and no state is scaled up."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from dgc_training.checkpoint.reshard import blend, shares
 
 @pytest.mark.parametrize("old", range(1, 9))
 @pytest.mark.parametrize("new", range(1, 9))
-def test_rows_sum_to_one_and_columns_to_new_over_old(old, new):
+def test_rows_sum_to_one_and_columns_to_new_over_old(old: Any, new: Any) -> None:
     rows = [shares(old, new, rank) for rank in range(new)]
     assert all(sum(row.values()) == 1 for row in rows)
     for rank in range(old):
@@ -24,7 +25,7 @@ def test_rows_sum_to_one_and_columns_to_new_over_old(old, new):
         assert rows == [{rank: 1} for rank in range(new)]
 
 
-def train(transport, memory, states=None, steps=4):
+def train(transport: Any, memory: Any, states: Any = None, steps: int = 4) -> Any:
     """The state of the compression after some steps on different data of each rank."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
@@ -46,7 +47,7 @@ def train(transport, memory, states=None, steps=4):
     return optimizer.compression_state_dict()
 
 
-def leaves(state, where=""):
+def leaves(state: Any, where: str = "") -> Any:
     if isinstance(state, dict):
         return {name: leaf for key in state for name, leaf in leaves(state[key], f"{where}.{key}").items()}
     return {where: state}
@@ -54,7 +55,7 @@ def leaves(state, where=""):
 
 @pytest.mark.parametrize("memory", [DGCSGDMemory, ResidualMemory])
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (3, 4), (4, 1), (1, 4), (2, 5)])
-def test_the_mean_is_preserved_to_rounding(memory, old, new):
+def test_the_mean_is_preserved_to_rounding(memory: Any, old: Any, new: Any) -> None:
     before = LockstepWorld(old).run(lambda transport: train(transport, memory))
     after = LockstepWorld(new).run(lambda transport: train(transport, memory, before, steps=0))
     tensors = 0
@@ -72,13 +73,13 @@ def test_the_mean_is_preserved_to_rounding(memory, old, new):
     LockstepWorld(new).run(lambda transport: train(transport, memory, before))
 
 
-def test_a_blend_is_rounded_once():
+def test_a_blend_is_rounded_once() -> None:
     states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
-    expected = sum(state["v"].double() for state in states.values()) / 8
+    expected: Any = sum(state["v"].double() for state in states.values()) / 8
     assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
 
 
-def test_values_equal_on_all_ranks_are_kept_bit_for_bit():
+def test_values_equal_on_all_ranks_are_kept_bit_for_bit() -> None:
     q = torch.rand(50)
     states = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
     mixed = blend(states, shares(3, 2, 0))
@@ -96,6 +97,6 @@ def test_values_equal_on_all_ranks_are_kept_bit_for_bit():
         ({"a": torch.tensor([1])}, {"a": torch.tensor([2])}),
     ],
 )
-def test_values_that_cannot_be_summed_are_reported(first, second):
+def test_values_that_cannot_be_summed_are_reported(first: Any, second: Any) -> None:
     with pytest.raises(ValueError, match=r"^state"):
         blend({0: first, 1: second}, shares(2, 1, 0))

@@ -1,6 +1,7 @@
 """Names of run directories and comparison of configs."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,11 +41,11 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("configs", "suffix", "size", "name"), NAMES)
-def test_names(configs, suffix, size, name):
+def test_names(configs: Any, suffix: Any, size: Any, name: Any) -> None:
     assert run_name(configs, suffix, size) == name
 
 
-def test_all_spellings_of_a_path_give_one_name(tmp_path):
+def test_all_spellings_of_a_path_give_one_name(tmp_path: Path) -> None:
     for path in (
         "./configs/cifar/resnet20.py",
         "x/../configs/cifar/resnet20.py",
@@ -54,7 +55,7 @@ def test_all_spellings_of_a_path_give_one_name(tmp_path):
     assert run_name(["cifar/resnet20.py"], size=8, base=tmp_path / "configs") == "cifar.resnet20.np8"
 
 
-def test_differences_have_the_keys():
+def test_differences_have_the_keys() -> None:
     old = "train: {num_epochs: 3, log_every: 10, betas: [1, 2]}\nseed: 1\nmodel: null\n"
     new = "train: {num_epochs: 4, log_every: 99, betas: [1, 3]}\nmodel: {_target_: m}\nextra: 1\n"
     assert config_differences(old, old) == []
@@ -68,7 +69,7 @@ def test_differences_have_the_keys():
     ]
 
 
-def test_moving_aside_overwrites_nothing(tmp_path: Path):
+def test_moving_aside_overwrites_nothing(tmp_path: Path) -> None:
     for content in ("first", "second"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "file").write_text(content)

@@ -1,6 +1,7 @@
 """The learning rate of every step, compared with the formulas, also after resuming at any step."""
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from dgc_training.schedule import Schedule, scale_learning_rate, warmup_factor
 STEPS = 4
 
 
-def make(scheduler=None, size=4, passes=2, warmup=3, per_epoch=True, lr=0.1):
+def make(
+    scheduler: Any = None, size: int = 4, passes: int = 2, warmup: int = 3, per_epoch: bool = True, lr: float = 0.1
+) -> Any:
     optimizer = SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr, momentum=0.9)
     scale_learning_rate(optimizer, passes * size)
     return Schedule(
@@ -36,7 +39,7 @@ def make(scheduler=None, size=4, passes=2, warmup=3, per_epoch=True, lr=0.1):
     )
 
 
-def rates(schedule, epochs, start=(0, 0)):
+def rates(schedule: Any, epochs: Any, start: Any = (0, 0)) -> Any:
     """The rate of each step, from `start` on."""
     seen = []
     for epoch in range(start[0], epochs):
@@ -47,7 +50,7 @@ def rates(schedule, epochs, start=(0, 0)):
     return seen
 
 
-def test_warmup_goes_from_one_rank_to_all():
+def test_warmup_goes_from_one_rank_to_all() -> None:
     seen = rates(make(), epochs=5)
     scaled = 0.1 * 2 * 4
     for i in range(3 * STEPS):
@@ -57,16 +60,16 @@ def test_warmup_goes_from_one_rank_to_all():
     assert seen[3 * STEPS :] == [pytest.approx(scaled)] * (2 * STEPS)
 
 
-def test_one_rank_never_warms_up():
+def test_one_rank_never_warms_up() -> None:
     assert warmup_factor(0.0, 1, 5) == 1.0
     assert set(rates(make(size=1), epochs=5)) == {0.1 * 2}
 
 
-def test_no_warmup_and_no_scheduler():
+def test_no_warmup_and_no_scheduler() -> None:
     assert set(rates(make(warmup=0), epochs=3)) == {0.1 * 2 * 4}
 
 
-def test_the_scheduler_starts_after_the_warmup():
+def test_the_scheduler_starts_after_the_warmup() -> None:
     seen = rates(make(lambda o: MultiStepLR(o, [2, 4])), epochs=10)
     by_epoch = seen[::STEPS]
     scaled = 0.1 * 2 * 4
@@ -74,7 +77,7 @@ def test_the_scheduler_starts_after_the_warmup():
     assert by_epoch[3:] == [pytest.approx(scaled * factor) for factor in (1, 1, 0.1, 0.1, 0.01, 0.01, 0.01)]
 
 
-def test_cosine_per_step_reaches_zero_at_its_end():
+def test_cosine_per_step_reaches_zero_at_its_end() -> None:
     left = 2 * STEPS
     seen = rates(make(lambda o: CosineAnnealingLR(o, left - 1), per_epoch=False), epochs=5)
     assert seen[3 * STEPS] == pytest.approx(0.8)
@@ -82,7 +85,7 @@ def test_cosine_per_step_reaches_zero_at_its_end():
     assert sorted(seen[3 * STEPS :], reverse=True) == seen[3 * STEPS :]
 
 
-def test_a_scheduler_keeps_its_low_starting_rate():
+def test_a_scheduler_keeps_its_low_starting_rate() -> None:
     seen = rates(
         make(lambda o: LinearLR(o, start_factor=0.25, total_iters=3), warmup=0, size=1, passes=1), epochs=5
     )
@@ -105,7 +108,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("per_epoch", [True, False])
-def test_a_resumed_schedule_continues_identically(name, per_epoch):
+def test_a_resumed_schedule_continues_identically(name: Any, per_epoch: Any) -> None:
     undisturbed = rates(make(SCHEDULERS[name], per_epoch=per_epoch), epochs=8)
     # In warm-up, at its end, right after a milestone (the checkpoint after epoch 4), and in mid-epoch.
     for at in (2, 3 * STEPS - 1, 3 * STEPS, 3 * STEPS + 1, 4 * STEPS, 5 * STEPS, 5 * STEPS + 3):
@@ -127,7 +130,7 @@ def test_a_resumed_schedule_continues_identically(name, per_epoch):
 
 
 @pytest.mark.parametrize("name", ["none", "multistep", "cosine"])
-def test_the_rate_is_rescaled_on_another_number_of_ranks(name):
+def test_the_rate_is_rescaled_on_another_number_of_ranks(name: Any) -> None:
     first = make(SCHEDULERS[name], size=4)
     rates(first, epochs=5)
     second = make(SCHEDULERS[name], size=2)
@@ -137,7 +140,7 @@ def test_the_rate_is_rescaled_on_another_number_of_ranks(name):
     assert rates(second, epochs=8, start=(5, 0)) == [pytest.approx(rate) for rate in expected]
 
 
-def test_a_repeated_first_step_does_not_step_the_scheduler():
+def test_a_repeated_first_step_does_not_step_the_scheduler() -> None:
     """On more ranks a run can resume at the first step of an epoch that it has already begun."""
     first = make(SCHEDULERS["multistep"])
     rates(first, epochs=5)
@@ -149,7 +152,7 @@ def test_a_repeated_first_step_does_not_step_the_scheduler():
     assert rates(second, epochs=8, start=(5, 0)) == undisturbed
 
 
-def test_unsupported_schedulers_are_errors():
+def test_unsupported_schedulers_are_errors() -> None:
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
         make(lambda o: ReduceLROnPlateau(o))
     with pytest.raises(ValueError, match="not a learning-rate scheduler"):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,13 +36,13 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 BRIEF = ["--configs.train.num_epochs=1", "--configs.train.checkpoint_every=null"]
 
 
-def run(words, size=2, experiment=EXPERIMENT):
+def run(words: Any, size: int = 2, experiment: Any = EXPERIMENT) -> None:
     args, overrides = parse_arguments([*experiment, "--devices", "cpu", *QUICK, *words])
     tree = load(args.configs, overrides)
     LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
 
 
-def assert_equal(a, b, where=""):
+def assert_equal(a: Any, b: Any, where: str = "") -> None:
     """Compares nested states bit for bit."""
     assert type(a) is type(b), where
     if isinstance(a, dict):
@@ -60,7 +61,7 @@ def assert_equal(a, b, where=""):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished run; tests copy it."""
     directory = tmp_path_factory.mktemp("finished") / "run"
     run(["--run-dir", str(directory)])
@@ -68,12 +69,12 @@ def finished(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def copy(finished, tmp_path) -> Path:
+def copy(finished: Any, tmp_path: Path) -> Path:
     shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
 
 
-def test_the_files_of_a_run(finished):
+def test_the_files_of_a_run(finished: Any) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["ranks"] == 2 and summary["epochs"] == 2
     assert summary["samples"] == 2 * (11 * 64 + 15) * 2
@@ -87,21 +88,21 @@ def test_the_files_of_a_run(finished):
     assert best == f"e000{summary['best_epoch']}"
 
 
-def test_the_rate_is_scaled_by_the_ranks(finished):
+def test_the_rate_is_scaled_by_the_ranks(finished: Any) -> None:
     """After the warm-up of one epoch."""
     (group,) = read_tensors(finished / "checkpoints" / "e0002" / "shared.pt")["optimizer"]["param_groups"]
     assert group["lr"] == pytest.approx(2 * 0.025)
 
 
-def test_ranks_draw_different_random_numbers(tmp_path, monkeypatch):
-    seeds = []
+def test_ranks_draw_different_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
     monkeypatch.setattr(train, "seed_everything", seeds.append)
     with pytest.raises(ValueError, match="not a result"):  # told after all parts have been built
         run(["--run-dir", str(tmp_path / "run"), "--configs.train.metric=acc/val_top1"], size=3)
     assert len(seeds) == 3 and len(set(seeds)) == 3
 
 
-def test_scalars(finished):
+def test_scalars(finished: Any) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(finished)).Reload()
@@ -121,7 +122,7 @@ def test_scalars(finished):
     assert dense == 4 * sum(p.numel() for p in __import__("dgc_models").DigitsCNN(width=8).parameters())
 
 
-def test_tensorboard_has_the_settings(finished):
+def test_tensorboard_has_the_settings(finished: Any) -> None:
     """The config as text, and as hyperparameters of the HParams page."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -134,7 +135,7 @@ def test_tensorboard_has_the_settings(finished):
     assert settings["train.compression.compress_ratio"].number_value == 0.001
 
 
-def test_a_traced_run_has_a_timeline_of_each_rank(tmp_path):
+def test_a_traced_run_has_a_timeline_of_each_rank(tmp_path: Path) -> None:
     run(["--run-dir", str(tmp_path / "run"), "--configs.train.trace", "True", "--configs.train.num_epochs", "1"])
     for rank in range(2):
         events = json.loads((tmp_path / "run" / "trace" / f"rank{rank}.json").read_text())["traceEvents"]
@@ -144,14 +145,16 @@ def test_a_traced_run_has_a_timeline_of_each_rank(tmp_path):
         assert {"data", "forward_backward", "compress", "launch", "decode", "step", "in flight"} <= phases
 
 
-def test_a_run_prints_its_kernels_and_uses_them(tmp_path, capsys, monkeypatch):
+def test_a_run_prints_its_kernels_and_uses_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "_asked", "auto")
     run(["--run-dir", str(tmp_path / "run"), "--configs.train.kernels", "reference", *BRIEF])
     assert "reference (plain PyTorch)" in capsys.readouterr().out
     assert kernels.describe(torch.device("cpu")) == "reference (plain PyTorch)"
 
 
-def test_unavailable_kernels_are_one_error(monkeypatch, tmp_path):
+def test_unavailable_kernels_are_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels, "_asked", "auto")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     kernels._tier.cache_clear()  # tests of the Triton tier fill it
@@ -161,7 +164,7 @@ def test_unavailable_kernels_are_one_error(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("start", ["e0001s00005", "e0001s00010"])
-def test_a_run_resumed_in_mid_epoch_ends_bit_identical(copy, start):
+def test_a_run_resumed_in_mid_epoch_ends_bit_identical(copy: Any, start: Any) -> None:
     checkpoints = copy / "checkpoints"
     last = [read_tensors(checkpoints / "e0002" / name) for name in ("shared.pt", "rank0.pt", "rank1.pt")]
     shutil.rmtree(checkpoints / "e0002")
@@ -176,7 +179,7 @@ def test_a_run_resumed_in_mid_epoch_ends_bit_identical(copy, start):
         assert_equal(expected, again)
 
 
-def test_a_finished_run_is_not_run_again(copy, capsys):
+def test_a_finished_run_is_not_run_again(copy: Any, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")}
     run(["--run-dir", str(copy)])
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")} == before
@@ -184,7 +187,9 @@ def test_a_finished_run_is_not_run_again(copy, capsys):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(copy, capsys, size):
+def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(
+    copy: Any, capsys: pytest.CaptureFixture[str], size: Any
+) -> None:
     best = json.loads((copy / "summary.json").read_text())["best"]
     run(["--run-dir", str(copy), "--evaluate"], size)
     lines = capsys.readouterr().out.splitlines()
@@ -203,7 +208,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_resumed_with_accumulation_and_any_schedule(tmp_path, name):
+def test_resumed_with_accumulation_and_any_schedule(tmp_path: Path, name: Any) -> None:
     """2 passes per step. Resumed after an epoch, right after the milestone, and in mid-epoch."""
     target, *keywords = SCHEDULES[name]
     (tmp_path / "schedule.yaml").write_text(
@@ -231,7 +236,7 @@ def test_resumed_with_accumulation_and_any_schedule(tmp_path, name):
             assert_equal(*states)
 
 
-def test_resuming_on_another_number_of_ranks_warns(copy):
+def test_resuming_on_another_number_of_ranks_warns(copy: Any) -> None:
     (copy / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": "e0001s00005"}))
     with pytest.warns(UserWarning, match="saved by 2 ranks and is resumed by 3: .* mean over the ranks"):
         run(["--run-dir", str(copy)], size=3)
@@ -240,7 +245,7 @@ def test_resuming_on_another_number_of_ranks_warns(copy):
     assert summary["ranks"] == 3 and summary["samples"] == 1438 + 5 * 64 * 2 + (479 - 3 * 64) * 3
 
 
-def test_another_config_is_an_error_and_nothing_is_overwritten(copy):
+def test_another_config_is_an_error_and_nothing_is_overwritten(copy: Any) -> None:
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     with pytest.raises(UsageError, match=r"train\.optimizer\.lr: 0\.025 -> 0\.5(.|\n)*--suffix"):
         run(["--run-dir", str(copy), "--configs.train.optimizer.lr=0.5"])
@@ -249,7 +254,7 @@ def test_another_config_is_an_error_and_nothing_is_overwritten(copy):
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
 
-def update_manifest(folder, name):
+def update_manifest(folder: Any, name: Any) -> None:
     """Enters a changed file into the manifest."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -276,7 +281,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_checkpoint_that_does_not_fit_is_one_error_on_every_rank(copy, what):
+def test_a_checkpoint_that_does_not_fit_is_one_error_on_every_rank(copy: Any, what: Any) -> None:
     change, message = FOREIGN[what]
     folder = copy / "checkpoints" / "e0002"
     shared = read_tensors(folder / "shared.pt")
@@ -289,7 +294,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_error_on_every_rank(copy, what):
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
 
-def test_a_foreign_file_of_one_rank_is_reported_with_the_rank(copy):
+def test_a_foreign_file_of_one_rank_is_reported_with_the_rank(copy: Any) -> None:
     folder = copy / "checkpoints" / "e0002"
     torch.save({"compression": {}, "batch_norm": {"other": 1}, "random": {}}, folder / "rank1.pt")
     update_manifest(folder, "rank1.pt")
@@ -297,28 +302,28 @@ def test_a_foreign_file_of_one_rank_is_reported_with_the_rank(copy):
         run(["--run-dir", str(copy)])
 
 
-def test_nonfinite_values_and_other_types_are_errors(tmp_path):
+def test_nonfinite_values_and_other_types_are_errors(tmp_path: Path) -> None:
     """The error has file, name and remedy. Without it every step would be dropped."""
     nan, inf = float("nan"), float("inf")
 
-    def poison(tensor):
+    def poison(tensor: Any) -> None:
         tensor.view(-1)[-1] = nan
 
-    def error_of(own, *path):
+    def error_of(own: Any, *path: Any) -> None:
         state = own["compression"]
         for key in path:
             state = state[key]
         poison(next(iter(state.values())))
 
-    def double(own):
+    def double(own: Any) -> None:
         errors = own["compression"]["PowerSGDCompressor.0"]["errors"]
         errors.update({name: error.double() for name, error in errors.items()})
 
-    def narrow(shared):
+    def narrow(shared: Any) -> None:
         buffers = shared["optimizer"]["state"][0]
         buffers[buffer] = buffers[buffer].to(torch.int8)
 
-    def group(**values):
+    def group(**values: Any) -> Any:
         return lambda s: s["optimizer"]["param_groups"][0].update(values)
 
     onebit, powersgd, osgp = "configs/quant/onebit.py", "configs/powersgd/rank4.py", "configs/gossip/osgp.py"
@@ -368,7 +373,7 @@ def test_nonfinite_values_and_other_types_are_errors(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"a: [", b"\x00\x1a", b"\xff\xfe\xfa", b"  a: 1\nb: 2\n"])
-def test_a_damaged_config_of_the_run_is_an_error(copy, damage):
+def test_a_damaged_config_of_the_run_is_an_error(copy: Any, damage: Any) -> None:
     (copy / "config.yaml").write_bytes(damage)
     with pytest.raises(UsageError, match=r"config\.yaml is damaged .* --no-resume"):
         run(["--run-dir", str(copy)])
@@ -386,7 +391,7 @@ def test_a_damaged_config_of_the_run_is_an_error(copy, damage):
         ("seed=1000000000000000000000", r"seed is 10{21}; its magnitude must be less than 2\*\*62"),
     ],
 )
-def test_impossible_values_give_one_line(tmp_path, word, message):
+def test_impossible_values_give_one_line(tmp_path: Path, word: Any, message: Any) -> None:
     words = [*EXPERIMENT, "--devices", "cpu", *QUICK, f"--configs.{word}"]
     with pytest.raises(ConfigError, match=message) as raised:
         args, overrides = parse_arguments([*words, "--run-dir", str(tmp_path / "run")])
@@ -396,7 +401,7 @@ def test_impossible_values_give_one_line(tmp_path, word, message):
     assert "\n" not in str(raised.value) and list(tmp_path.iterdir()) == []
 
 
-def test_labels_outside_of_the_outputs_give_one_line(tmp_path):
+def test_labels_outside_of_the_outputs_give_one_line(tmp_path: Path) -> None:
     """At the first batch with such a label. Labels that the loss ignores are no error."""
     words = ["--run-dir", str(tmp_path / "run"), "--configs.model.num_classes=9", *BRIEF]
     with pytest.raises(ConfigError, match=r"label 9, but model has 9 outputs, for labels from 0 to 8: .*classes"):
@@ -408,27 +413,31 @@ def test_labels_outside_of_the_outputs_give_one_line(tmp_path):
         LabelCheck(torch.nn.CrossEntropyLoss())(torch.zeros(3, 9, 4), labels.clamp(min=-1).view(3, 1))
 
 
-def test_a_config_that_raises_keyboard_interrupt_has_no_traceback(tmp_path, capsys):
+def test_a_config_that_raises_keyboard_interrupt_has_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "stop.py").write_text("raise KeyboardInterrupt\n")
     assert train.main(["--configs", str(tmp_path / "stop.py")]) == 130
     assert capsys.readouterr().err.startswith("Stopped by Ctrl-C")
 
 
-def test_settings_without_effect_on_the_result_may_change(copy, capsys, monkeypatch):
+def test_settings_without_effect_on_the_result_may_change(
+    copy: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "_asked", "auto")
     free = ["train.bucket_mb=1", "train.log_every=3", "train.trace=True", "train.kernels=reference"]
     run(["--run-dir", str(copy), *(f"--configs.{setting}" for setting in free)])
     assert "resumed" in capsys.readouterr().out
 
 
-def test_no_resume_moves_the_earlier_run_aside(copy):
+def test_no_resume_moves_the_earlier_run_aside(copy: Any) -> None:
     before = (copy / "summary.json").read_bytes()
     run(["--run-dir", str(copy), "--no-resume", "--configs.train.num_epochs=1"])
     assert (copy.with_name("run.1") / "summary.json").read_bytes() == before
     assert json.loads((copy / "summary.json").read_text())["epochs"] == 1
 
 
-def test_a_damaged_best_json_is_an_error_before_training(copy):
+def test_a_damaged_best_json_is_an_error_before_training(copy: Any) -> None:
     (copy / "checkpoints" / "best.json").write_text("{")
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     with pytest.raises(UsageError, match=r"best\.json cannot be read"):
@@ -436,14 +445,14 @@ def test_a_damaged_best_json_is_an_error_before_training(copy):
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
 
-def test_files_of_several_configs_options_stack(capsys):
+def test_files_of_several_configs_options_stack(capsys: pytest.CaptureFixture[str]) -> None:
     args, _ = parse_arguments(["--configs", "a.py", "b.py", "--suffix", ".x", "--configs", "c.py"])
     assert args.configs == ["a.py", "b.py", "c.py"]
     with pytest.raises(SystemExit):
         parse_arguments(["--configs", "a.py", "--evaluate", "--no-resume"])
 
 
-def test_any_number_is_better_than_nan():
+def test_any_number_is_better_than_nan() -> None:
     progress, nan = TrainingProgress(), float("nan")
     seen = []
     for epoch, value in enumerate((nan, 80.0, nan, 90.0, 90.0, 85.0), start=1):
@@ -453,13 +462,13 @@ def test_any_number_is_better_than_nan():
     assert progress.best == {"m": 90.0} and progress.best_epoch == 4
 
 
-def test_evaluate_without_a_checkpoint(tmp_path):
+def test_evaluate_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no checkpoint in .*nothing/checkpoints. Train first"):
         run(["--run-dir", str(tmp_path / "nothing"), "--evaluate"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_optional_parts_are_optional(tmp_path):
+def test_optional_parts_are_optional(tmp_path: Path) -> None:
     """No scheduler, no warm-up, no metric; with accumulation and a separate group for batch norm."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -478,7 +487,7 @@ def test_optional_parts_are_optional(tmp_path):
     run(["--run-dir", str(tmp_path / "run"), "--evaluate", *(f"--configs.{word}" for word in words)])
 
 
-def test_an_unknown_metric_is_an_error_before_anything_is_written(tmp_path):
+def test_an_unknown_metric_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="'acc/val_top1' is not a result; there are: acc/test_top1, acc/test_top5"
     ):
@@ -486,7 +495,9 @@ def test_an_unknown_metric_is_an_error_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_print_config_prints_and_stops(tmp_path, monkeypatch, capsys):
+def test_print_config_prints_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert train.main([*EXPERIMENT, "--print-config", "--configs.train.num_epochs", "500"]) == 0
     assert "num_epochs: 500" in capsys.readouterr().out
@@ -496,25 +507,27 @@ def test_print_config_prints_and_stops(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words", [["--config", "x"], ["--configs.train.num_epoch", "5"], ["stray.py"], ["--eval"]]
 )
-def test_wrong_arguments_are_errors_before_anything_starts(tmp_path, monkeypatch, capsys, words):
+def test_wrong_arguments_are_errors_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert train.main([*EXPERIMENT, "--devices", "cpu", *words]) == 2
-    assert (
-        words[0] in capsys.readouterr().err or words[0].removeprefix("--configs.") in capsys.readouterr().err
-    )
+    assert words[0] in capsys.readouterr().err or words[0].removeprefix("--configs.") in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_an_error(tmp_path, monkeypatch, capsys):
+def test_a_missing_gpu_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert train.main([*EXPERIMENT, "--devices", "gpu"]) == 2
     assert "torch finds no GPU" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_with_other_configs_are_reported(tmp_path):
-    def body(transport):
+def test_ranks_with_other_configs_are_reported(tmp_path: Path) -> None:
+    def body(transport: Any) -> None:
         args, _ = parse_arguments([*EXPERIMENT, "--devices", "cpu", "--run-dir", str(tmp_path)])
         train.run(args, trees[transport.rank // 2], transport)
 
@@ -523,7 +536,7 @@ def test_ranks_with_other_configs_are_reported(tmp_path):
         LockstepWorld(3).run(body)
 
 
-def test_the_saved_config_repeats_the_run(finished, tmp_path, monkeypatch):
+def test_the_saved_config_repeats_the_run(finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     args, _ = parse_arguments(["--configs", str(finished / "config.yaml"), "--devices", "cpu"])
     tree = load(args.configs, [])
@@ -534,7 +547,7 @@ def test_the_saved_config_repeats_the_run(finished, tmp_path, monkeypatch):
         assert again[key] == before[key]
 
 
-def test_wrong_options_print_the_usage(capsys):
+def test_wrong_options_print_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         train.main(["--devices", "tpu"])
     assert leaving.value.code == 2 and "usage: train.py" in capsys.readouterr().err

@@ -1,19 +1,31 @@
 """Selections, and every format, for the tests of payloads."""
 
+from typing import Any
+
 import torch
 
 from dgc.kernels.codec.reference import TorchCodec
 from dgc.kernels.selection.protocol import Budget, SparseVector
-from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
+from dgc.wire import (
+    CastValues,
+    IndexFormat,
+    Int8Values,
+    PackedIndices,
+    PlainIndices,
+    RiceIndices,
+    SignValues,
+    SparseFormat,
+    ValueFormat,
+)
 
-VALUES = {
+VALUES: dict[str, ValueFormat] = {
     "fp32": CastValues(),
     "fp16": CastValues("fp16"),
     "bf16": CastValues("bf16"),
     "int8": Int8Values(),
     "sign": SignValues(),
 }
-INDICES = {
+INDICES: dict[str, IndexFormat] = {
     "int64": PlainIndices(),
     "int32": PlainIndices("int32"),
     "packed": PackedIndices(),
@@ -25,7 +37,7 @@ SOME = {name: FORMATS[name] for name in ("fp32 int64", "fp16 int32", "bf16 packe
 CODEC = TorchCodec()
 
 
-def formats_for(number):
+def formats_for(number: Any) -> Any:
     """Of a case of this number all formats of indices, with those of values in turn; of the first all pairs."""
     if number == 0:
         return FORMATS
@@ -34,7 +46,7 @@ def formats_for(number):
     return {name: FORMATS[name] for name in names}
 
 
-def selection_of(indices, values=None, capacity=None, seed=0):
+def selection_of(indices: Any, values: Any = None, capacity: Any = None, seed: int = 0) -> Any:
     """Ascending indices, and values (normal ones where none are given), filled up to the capacity."""
     count = len(indices)
     capacity = count if capacity is None else capacity
@@ -47,16 +59,16 @@ def selection_of(indices, values=None, capacity=None, seed=0):
     return SparseVector(padded, slots, torch.tensor(count, dtype=torch.int32))
 
 
-def budget_of(capacity, *bounds):
-    bounds = torch.tensor(bounds)
-    return Budget(bounds, torch.zeros(bounds.numel() - 1, dtype=torch.int64), capacity)
+def budget_of(capacity: Any, *bounds: Any) -> Any:
+    edges = torch.tensor(bounds)
+    return Budget(edges, torch.zeros(edges.numel() - 1, dtype=torch.int64), capacity)
 
 
-def scattered(numel, count, seed=0):
+def scattered(numel: Any, count: Any, seed: int = 0) -> Any:
     return torch.randperm(numel, generator=torch.Generator().manual_seed(seed))[:count].sort().values
 
 
-def clustered(numel, count, seed=0):
+def clustered(numel: Any, count: Any, seed: int = 0) -> Any:
     """Half of them in a hundredth of the bucket, the rest in runs."""
     dense = scattered(max(count // 2, numel // 100), count // 2, seed)
     runs = (scattered(numel // 8, count // 8 + 1, seed) * 8).unsqueeze(1) + torch.arange(5)
@@ -64,16 +76,24 @@ def clustered(numel, count, seed=0):
     return both[both < numel][:count]
 
 
-def encode(form, selection, budget, numel, first_nonfinite=None, codec=CODEC, result=torch.float32):
+def encode(
+    form: Any,
+    selection: Any,
+    budget: Any,
+    numel: Any,
+    first_nonfinite: Any = None,
+    codec: Any = CODEC,
+    result: Any = torch.float32,
+) -> Any:
     first = torch.tensor(numel if first_nonfinite is None else first_nonfinite)
     return form.encode(codec, selection, budget, numel, first, result)
 
 
-def decode(form, payloads, budget, numel, codec=CODEC):
+def decode(form: Any, payloads: Any, budget: Any, numel: Any, codec: Any = CODEC) -> Any:
     return form.decode(codec, payloads, budget, numel)
 
 
-def seal_(payload):
+def seal_(payload: Any) -> None:
     """Make the checksum that of the bytes, as a sender would that does not know better."""
     total = sum(int(w) * (2 * i + 1) for i, w in enumerate(payload.view(torch.int64).tolist()))
     total -= 3 * (int(payload[8:12].view(torch.int32)) & 0xFFFFFFFF)

@@ -1,5 +1,7 @@
 """Payloads that were changed on their way: an error that names the rank, never a wrong gradient."""
 
+from typing import Any
+
 import pytest
 import torch
 from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, seal_, selection_of
@@ -13,18 +15,18 @@ NUMEL = 5000
 every_format = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
-def payload_of(form, count=5, capacity=6, numel=NUMEL):
+def payload_of(form: Any, count: int = 5, capacity: int = 6, numel: Any = NUMEL) -> Any:
     budget = budget_of(capacity, 0, 100, numel)
     return encode(form, selection_of(scattered(numel, count), capacity=capacity), budget, numel).payload, budget
 
 
-def changed(payload, start, dtype, value):
+def changed(payload: Any, start: Any, dtype: Any, value: Any) -> Any:
     other = payload.clone()
     other[start : start + dtype.itemsize].view(dtype)[0] = value
     return other
 
 
-def refuse(form, payload, budget, match):
+def refuse(form: Any, payload: Any, budget: Any, match: Any) -> None:
     good = encode(form, selection_of(scattered(NUMEL, 5), capacity=budget.capacity), budget, NUMEL).payload
     with pytest.raises(PayloadError, match=f"rank 2 .*{match}"):
         decode(form, [good, good, payload], budget, NUMEL)
@@ -32,7 +34,7 @@ def refuse(form, payload, budget, match):
 
 @every_format
 @pytest.mark.usefixtures("no_type_checks")
-def test_every_flipped_bit_is_noticed(form):
+def test_every_flipped_bit_is_noticed(form: Any) -> None:
     payload, budget = payload_of(form)
     for byte in range(payload.numel()):
         for bit in range(8):
@@ -42,7 +44,7 @@ def test_every_flipped_bit_is_noticed(form):
                 decode(form, [other], budget, NUMEL)
 
 
-def test_every_flipped_bit_of_sealed_codes_is_noticed():
+def test_every_flipped_bit_of_sealed_codes_is_noticed() -> None:
     codec, terms, numel = TorchCodec(), Terms(1 / 32, 7), torch.tensor(40)
     payload = seal(codec, torch.arange(5, dtype=torch.uint8), numel, torch.tensor([0, 40]), terms)
     for byte in range(payload.numel()):
@@ -55,14 +57,14 @@ def test_every_flipped_bit_of_sealed_codes_is_noticed():
 
 @every_format
 @pytest.mark.parametrize("change", [-16, -8, -1, 8])
-def test_wrong_size(form, change):
+def test_wrong_size(form: Any, change: Any) -> None:
     payload, budget = payload_of(form)
     other = payload[:change] if change < 0 else torch.cat([payload, payload[:change]])
     refuse(form, other, budget, "bytes")
 
 
 @every_format
-def test_swapped_words_and_lost_payloads(form):
+def test_swapped_words_and_lost_payloads(form: Any) -> None:
     payload, budget = payload_of(form)
     swapped = payload.view(torch.int64).flip(0).view(torch.uint8)
     refuse(form, swapped, budget, "checksum")
@@ -71,7 +73,7 @@ def test_swapped_words_and_lost_payloads(form):
 
 @every_format
 @pytest.mark.parametrize("count", [-1, 7, 2**31 - 1, -(2**31)])
-def test_counts_that_no_sender_writes(form, count):
+def test_counts_that_no_sender_writes(form: Any, count: Any) -> None:
     payload, budget = payload_of(form)
     other = changed(payload, 0, torch.int32, count)
     seal_(other)
@@ -80,7 +82,7 @@ def test_counts_that_no_sender_writes(form, count):
 
 @every_format
 @pytest.mark.parametrize("number", [-1, 3])
-def test_tensors_that_do_not_exist(form, number):
+def test_tensors_that_do_not_exist(form: Any, number: Any) -> None:
     payload, budget = payload_of(form)
     other = changed(payload, 4, torch.int32, number)
     seal_(other)
@@ -89,7 +91,7 @@ def test_tensors_that_do_not_exist(form, number):
 
 @pytest.mark.parametrize("name", ["fp32 int32", "sign int64"])
 @pytest.mark.parametrize(("slot", "index"), [(0, -1), (0, NUMEL - 1), (4, NUMEL), (4, 0), (2, 2**31 - 1)])
-def test_plain_indices_out_of_range_or_order(name, slot, index):
+def test_plain_indices_out_of_range_or_order(name: Any, slot: Any, index: Any) -> None:
     form = FORMATS[name]
     payload, budget = payload_of(form)
     dtype = torch.int32 if "int32" in name else torch.int64
@@ -100,7 +102,7 @@ def test_plain_indices_out_of_range_or_order(name, slot, index):
 
 @pytest.mark.parametrize("name", ["fp32 packed", "fp32 rice"])
 @pytest.mark.parametrize("parameter", [13, 31, 32, 64, 255])
-def test_parameters_that_no_sender_writes(name, parameter):
+def test_parameters_that_no_sender_writes(name: Any, parameter: Any) -> None:
     form = FORMATS[name]
     payload, budget = payload_of(form, 200, 200)
     other = payload.clone()
@@ -110,7 +112,7 @@ def test_parameters_that_no_sender_writes(name, parameter):
 
 
 @pytest.mark.parametrize("name", ["fp32 int32", "fp16 rice", "int8 packed", "sign rice"])
-def test_values_that_are_not_finite(name):
+def test_values_that_are_not_finite(name: Any) -> None:
     form = FORMATS[name]
     payload, budget = payload_of(form)
     start = 24 + form.indices.plan(6, NUMEL).nbytes
@@ -123,7 +125,7 @@ def test_values_that_are_not_finite(name):
 
 @every_format
 @pytest.mark.usefixtures("no_type_checks")
-def test_any_bytes_at_all_give_an_error_or_a_sound_selection(form):
+def test_any_bytes_at_all_give_an_error_or_a_sound_selection(form: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     sound = 0
     for trial in range(150):

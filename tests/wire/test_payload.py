@@ -1,6 +1,7 @@
 """Round trips of payloads, their planned sizes, and what every format does with the values."""
 
 import math
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -27,7 +28,7 @@ PAIR_BYTES = {"fp32 int64": 12, "fp32 int32": 8, "fp16 int64": 10, "fp16 int32":
 some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
-def check_round_trip(form, selection, budget, numel):
+def check_round_trip(form: Any, selection: Any, budget: Any, numel: Any) -> Any:
     """Decoding gives what the sender was told that it would; returns what was sent."""
     done = encode(form, selection, budget, numel)
     assert done.payload.dtype == torch.uint8 and done.payload.shape == (form.nbytes(budget, numel),)
@@ -43,7 +44,7 @@ def check_round_trip(form, selection, budget, numel):
 
 
 @pytest.mark.parametrize("name", PAIR_BYTES)
-def test_planned_size_of_plain_formats(name):
+def test_planned_size_of_plain_formats(name: Any) -> None:
     for capacity in (0, 1, 2, 3, 7, 64, 101, 1000):
         exact = 24 + capacity * PAIR_BYTES[name]
         planned = FORMATS[name].nbytes(budget_of(capacity, 0, NUMEL), NUMEL)
@@ -54,7 +55,7 @@ COUNTS = [(0, 0), (0, 1), (1, 1), (0, 5), (3, 5), (127, 127), (128, 128), (129, 
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_round_trip(form):
+def test_round_trip(form: Any) -> None:
     for count, capacity in COUNTS:
         selection = selection_of(scattered(NUMEL, count), capacity=capacity)
         with case(count, "of", capacity):
@@ -63,7 +64,7 @@ def test_round_trip(form):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_supports_of_every_shape():
+def test_supports_of_every_shape() -> None:
     numel = 20_000
     everything = torch.arange(numel)
     shapes = [
@@ -87,7 +88,7 @@ def test_supports_of_every_shape():
 
 
 @pytest.mark.parametrize("indices", [PlainIndices(), PlainIndices("int32"), PackedIndices(), RiceIndices()])
-def test_indices_and_fp32_values_come_back_exactly(indices):
+def test_indices_and_fp32_values_come_back_exactly(indices: Any) -> None:
     form = SparseFormat(CastValues(), indices)
     values = torch.tensor([1e-42, -3.4e38, 0.1, 1.0])
     selection = selection_of(torch.tensor([0, 1, 4000, NUMEL - 1]), values)
@@ -96,7 +97,7 @@ def test_indices_and_fp32_values_come_back_exactly(indices):
 
 
 @some_formats
-def test_payloads_that_lie_behind_one_another_decode(form):
+def test_payloads_that_lie_behind_one_another_decode(form: Any) -> None:
     """As an all-gather returns them: slices of one buffer."""
     for capacity in (1, 3, 8, 13):
         budget = budget_of(capacity, 0, NUMEL)
@@ -109,14 +110,14 @@ def test_payloads_that_lie_behind_one_another_decode(form):
 
 
 @some_formats
-def test_a_payload_at_an_odd_address_decodes(form):
+def test_a_payload_at_an_odd_address_decodes(form: Any) -> None:
     budget = budget_of(5, 0, NUMEL)
     done = encode(form, selection_of(scattered(NUMEL, 5)), budget, NUMEL)
     moved = torch.cat([torch.zeros(3, dtype=torch.uint8), done.payload])[3:]
     assert torch.equal(decode(form, [moved], budget, NUMEL)[0][0].values, done.sent.values)
 
 
-def test_bytes_by_hand():
+def test_bytes_by_hand() -> None:
     form, budget = FORMATS["fp32 int32"], budget_of(3, 0, NUMEL)
     selection = selection_of(torch.tensor([2, 258]), torch.tensor([1.0, -2.0]), 3)
     payload = encode(form, selection, budget, NUMEL).payload
@@ -129,7 +130,7 @@ def test_bytes_by_hand():
     assert payload[24:].tolist() == indices + values
 
 
-def test_rice_and_sign_bytes_by_hand():
+def test_rice_and_sign_bytes_by_hand() -> None:
     """Gaps 1, 0, 2: all with b = 0, so in unary, 01 1 001 from the lowest bit on, behind the byte for b."""
     form, budget = FORMATS["sign rice"], budget_of(3, 0, 5, 6)
     selection = selection_of(torch.tensor([1, 2, 5]), torch.tensor([1.0, -2.0, -4.0]))
@@ -139,7 +140,7 @@ def test_rice_and_sign_bytes_by_hand():
     assert payload[24:].tolist() == indices + means + [0b110, 0, 0, 0]
 
 
-def test_packed_bytes_by_hand():
+def test_packed_bytes_by_hand() -> None:
     """Gaps 1, 0, 5 in three bits each."""
     form, budget = FORMATS["int8 packed"], budget_of(3, 0, 100)
     selection = selection_of(torch.tensor([1, 2, 8]), torch.tensor([127.0, -64.4, 1.0]))
@@ -150,7 +151,7 @@ def test_packed_bytes_by_hand():
 
 
 @some_formats
-def test_the_first_tensor_that_is_not_finite_is_named(form):
+def test_the_first_tensor_that_is_not_finite_is_named(form: Any) -> None:
     budget = budget_of(4, 0, 7, 7, 3000, NUMEL)
     selection = selection_of(scattered(NUMEL, 4))
     good = encode(form, selection, budget, NUMEL).payload
@@ -165,7 +166,7 @@ LARGEST = torch.finfo(torch.float32).max
 ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
-def sent_values(name, values, *bounds, result=torch.float32):
+def sent_values(name: Any, values: Any, *bounds: Any, result: Any = torch.float32) -> Any:
     values = torch.tensor(values)
     numel = values.numel()
     budget = budget_of(numel, *(bounds or (0, numel)))
@@ -177,7 +178,7 @@ def sent_values(name, values, *bounds, result=torch.float32):
 
 
 @pytest.mark.parametrize("name", ROUNDING)
-def test_casting_is_as_exact_at_every_magnitude(name):
+def test_casting_is_as_exact_at_every_magnitude(name: Any) -> None:
     for unit in (1.0, 1e30, 1e-30, 1e38, 1e-37, 2.0**-120):
         values = (torch.randn(300, generator=torch.Generator().manual_seed(1)).clamp(-3, 3) * unit).tolist()
         error = (sent_values(name, values) - torch.tensor(values)).abs()
@@ -186,7 +187,7 @@ def test_casting_is_as_exact_at_every_magnitude(name):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_ends_of_the_range(name):
+def test_the_ends_of_the_range(name: Any) -> None:
     for values in ([LARGEST, -LARGEST], [LARGEST, 1.0], [1e-45, -1e-45], [1e-40, 3e-40], [65520.0, 1e-8]):
         got = sent_values(name, values)
         assert got.sign().tolist() == torch.tensor(values).sign().tolist() or name in ("fp16", "int8")
@@ -195,14 +196,14 @@ def test_the_ends_of_the_range(name):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_values_stay_in_the_gradients_range(name):
+def test_values_stay_in_the_gradients_range(name: Any) -> None:
     """A mean that is to be written into fp16 gradients must not be inf there, whatever the wire holds."""
     for result in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         got = sent_values(name, [LARGEST, -1e6, 2.0, 65504.0], 0, 1, 2, 4, result=result)
         assert got.to(result).isfinite().all(), result
 
 
-def test_int8_errs_by_half_a_step_of_each_tensor():
+def test_int8_errs_by_half_a_step_of_each_tensor() -> None:
     generator = torch.Generator().manual_seed(2)
     values = torch.cat([torch.randn(200, generator=generator), 1e-6 * torch.randn(100, generator=generator)])
     got = sent_values("int8", values.tolist(), 0, 200, 200, 300)
@@ -211,19 +212,19 @@ def test_int8_errs_by_half_a_step_of_each_tensor():
         assert ((got[part] - values[part]).abs() <= 0.5001 * step).all()
 
 
-def test_signs_carry_each_tensors_mean_magnitude():
+def test_signs_carry_each_tensors_mean_magnitude() -> None:
     got = sent_values("sign", [1.0, -2.0, 3.0, -4e-6, 2e-6], 0, 3, 3, 5)
     assert torch.equal(got, torch.tensor([2.0, -2.0, 2.0, -3e-6, 3e-6]))
 
 
-def test_the_mean_is_added_up_in_double_precision():
+def test_the_mean_is_added_up_in_double_precision() -> None:
     values = [1.0] + [1e-4] * 20_000
     got = sent_values("sign", values)
     exact = math.fsum(torch.tensor(values).tolist()) / len(values)
     assert got[0].item() == torch.tensor(exact).item()
 
 
-def test_a_tensor_that_sends_nothing_has_mean_zero():
+def test_a_tensor_that_sends_nothing_has_mean_zero() -> None:
     form, budget = SparseFormat(SignValues(), PlainIndices("int32")), budget_of(2, 0, 2, 50, 60)
     payload = encode(form, selection_of(torch.tensor([3, 55])), budget, 60).payload
     means = payload[24 + 8 : 24 + 8 + 12].view(torch.float32)
@@ -234,23 +235,25 @@ def test_a_tensor_that_sends_nothing_has_mean_zero():
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_values_beyond_the_range_are_cut_and_not_infinite(name):
-    limit = torch.finfo(VALUES[name].torch_dtype).max
+def test_values_beyond_the_range_are_cut_and_not_infinite(name: Any) -> None:
+    values = VALUES[name]
+    assert isinstance(values, CastValues)
+    limit = torch.finfo(values.torch_dtype).max
     wide = torch.tensor([LARGEST, -LARGEST, 0.5, 0.0])
-    assert VALUES[name].quantize(wide).float().tolist() == [limit, -limit, 0.5, 0.0]
+    assert values.quantize(wide).float().tolist() == [limit, -limit, 0.5, 0.0]
 
 
-def test_just_below_half_a_step_beyond_the_fp16_range():
+def test_just_below_half_a_step_beyond_the_fp16_range() -> None:
     cut = CastValues("fp16").quantize(torch.tensor([65519.0, 65520.0, 1e30, -1e30]))
     assert cut.tolist() == [65504.0, 65504.0, 65504.0, -65504.0]
 
 
-def test_a_sum_on_the_wire_stays_in_range():
+def test_a_sum_on_the_wire_stays_in_range() -> None:
     cut = CastValues("fp16").quantize(torch.full((3,), 1e5), summands=4)
     assert (4 * cut).isfinite().all()
 
 
-def test_what_travels_where_all_does():
+def test_what_travels_where_all_does() -> None:
     assert {name: values.dense.dtype for name, values in VALUES.items()} == {
         "fp32": "fp32",
         "fp16": "fp16",
@@ -260,14 +263,14 @@ def test_what_travels_where_all_does():
     }
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="fp32, fp16, bf16"):
         CastValues("float16")
     with pytest.raises(ValueError, match="int64 or int32"):
         PlainIndices("int16")
 
 
-def test_indices_that_do_not_fit_are_refused():
+def test_indices_that_do_not_fit_are_refused() -> None:
     for indices in (PlainIndices(), PlainIndices("int32"), PackedIndices(), RiceIndices()):
         indices.plan(1, 2**31 - 1)
         with pytest.raises(ValueError, match="too large"):

@@ -2,6 +2,7 @@
 
 import math
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ CODES = {"packed": PackedIndices(), "rice": RiceIndices()}
 every_code = pytest.mark.parametrize("indices", CODES.values(), ids=CODES)
 
 
-def entropy(density):
+def entropy(density: Any) -> Any:
     """Bits per element of an iid support of this density."""
     rest = 1 - density
     return -(density * math.log2(density) + rest * math.log2(rest)) / density
 
 
-def send(indices, support, numel):
+def send(indices: Any, support: Any, numel: Any) -> Any:
     """(elements sent, indices of these)"""
     form, budget = SparseFormat(SignValues(), indices), budget_of(support.numel(), 0, numel)
     sent = encode(form, selection_of(support), budget, numel).sent
@@ -31,21 +32,21 @@ def send(indices, support, numel):
 
 @pytest.mark.parametrize("density", [0.001, 0.01])
 @pytest.mark.parametrize("numel", [1_500_000, 6_500_000, 50_000_000])
-def test_rice_plans_within_a_fifth_of_a_bit_of_the_entropy(numel, density):
+def test_rice_plans_within_a_fifth_of_a_bit_of_the_entropy(numel: Any, density: Any) -> None:
     """With all rounding up."""
     capacity = math.ceil(numel * density)
     bits = 8 * RiceIndices().plan(capacity, numel).nbytes / capacity
     assert entropy(density) < bits < entropy(density) + 0.2
 
 
-def test_sign_and_rice_take_less_than_14_bits():
+def test_sign_and_rice_take_less_than_14_bits() -> None:
     for numel in (400_000, 1_000_000, 6_500_000):
         capacity = numel // 1000
         planned = SparseFormat(SignValues(), RiceIndices()).nbytes(budget_of(capacity, 0, numel), numel)
         assert 8 * planned < 14 * capacity
 
 
-def test_the_expected_length_is_that_of_random_supports():
+def test_the_expected_length_is_that_of_random_supports() -> None:
     """The mean of ten; the planned deviation is about that of one."""
     numel, capacity = 200_000, 2000
     room = 8 * plan_packed(capacity, numel).nbytes
@@ -59,7 +60,7 @@ def test_the_expected_length_is_that_of_random_supports():
 @every_code
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
 @pytest.mark.usefixtures("no_type_checks")
-def test_nearly_all_of_a_random_support_is_sent(indices, density):
+def test_nearly_all_of_a_random_support_is_sent(indices: Any, density: Any) -> None:
     numel = 100_000
     capacity = math.ceil(numel * density)
     sent = [send(indices, scattered(numel, capacity, seed), numel)[0] for seed in range(10)]
@@ -67,7 +68,7 @@ def test_nearly_all_of_a_random_support_is_sent(indices, density):
 
 
 @every_code
-def test_no_plan_exceeds_int32_and_all_of_them_admit_an_element(indices):
+def test_no_plan_exceeds_int32_and_all_of_them_admit_an_element(indices: Any) -> None:
     for numel in (1, 2, 3, 17, 100, 128, 1000, 10**6, 2**31 - 1):
         for capacity in {1, 2, 3, 100, 128, 129, 513, numel // 1000, numel // 3}:
             if 0 < capacity <= min(numel, 10**6):
@@ -77,14 +78,14 @@ def test_no_plan_exceeds_int32_and_all_of_them_admit_an_element(indices):
                     assert 0 < section.code.sure <= capacity
 
 
-def test_tiny_supports_in_large_buckets_are_int32():
+def test_tiny_supports_in_large_buckets_are_int32() -> None:
     assert isinstance(RiceIndices().plan(1, 2**31 - 1), PlainSection)
     assert isinstance(RiceIndices().plan(100, 10**5), RiceSection)
 
 
 @every_code
 @pytest.mark.usefixtures("no_type_checks")
-def test_small_buckets_send_every_support_there_is(indices):
+def test_small_buckets_send_every_support_there_is(indices: Any) -> None:
     """Where a support of few elements is coded, the longest code there is has room."""
     for numel, capacity in ((9, 2), (9, 5), (8, 7), (8, 8)):
         for support in combinations(range(numel), capacity):
@@ -92,7 +93,7 @@ def test_small_buckets_send_every_support_there_is(indices):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_longest_packed_code_is():
+def test_the_longest_packed_code_is() -> None:
     for numel in (200, 2000):
         for count in (1, 5, 128, 129, 150):
             for seed in range(20):
@@ -101,14 +102,14 @@ def test_the_longest_packed_code_is():
                 assert bits <= 8 * -(-count // 128) + packed_longest(count, numel)
 
 
-def worst_for_rice(capacity, numel):
+def worst_for_rice(capacity: Any, numel: Any) -> Any:
     """All low bits zero, so that the high parts, in unary, are as long as can be."""
     step = 2 ** plan_rice(capacity, numel).parameter
     multiples = torch.arange(capacity + 1) * ((numel - capacity) // step) // capacity
     return (step * torch.diff(multiples) + 1).cumsum(0) - 1
 
 
-def worst_for_packed(capacity, numel):
+def worst_for_packed(capacity: Any, numel: Any) -> Any:
     """One wide gap in every block."""
     gaps = torch.zeros(capacity, dtype=torch.int64)
     blocks = -(-capacity // 128)
@@ -118,7 +119,9 @@ def worst_for_packed(capacity, numel):
 
 @pytest.mark.parametrize(("numel", "capacity"), [(10**5, 1000), (10**6, 1000), (10**5, 10**4), (50_000, 20_000)])
 @pytest.mark.parametrize(("name", "worst"), [("rice", worst_for_rice), ("packed", worst_for_packed)])
-def test_of_a_support_that_does_not_fit_evenly_spaced_elements_are_sent(name, worst, numel, capacity):
+def test_of_a_support_that_does_not_fit_evenly_spaced_elements_are_sent(
+    name: Any, worst: Any, numel: Any, capacity: Any
+) -> None:
     support = worst(capacity, numel)
     kept, sent = send(CODES[name], support, numel)
     assert 0.3 * capacity < kept <= capacity
@@ -129,18 +132,18 @@ def test_of_a_support_that_does_not_fit_evenly_spaced_elements_are_sent(name, wo
         assert steps.max() <= capacity // kept + 1, "no run of elements stays behind"
 
 
-def test_these_supports_do_not_fit():
+def test_these_supports_do_not_fit() -> None:
     assert send(CODES["rice"], worst_for_rice(1000, 10**6), 10**6)[0] < 1000
     assert send(CODES["packed"], worst_for_packed(1000, 10**6), 10**6)[0] < 1000
 
 
 @every_code
-def test_clusters_fit(indices):
+def test_clusters_fit(indices: Any) -> None:
     support = clustered(10**6, 5000)
     assert send(indices, support, 10**6)[0] == support.numel()
 
 
-def test_thinning():
+def test_thinning() -> None:
     selection = selection_of(torch.arange(0, 100, 10), torch.arange(1.0, 11.0), capacity=12)
     some = thin(selection, torch.tensor(4))
     assert some.indices.tolist() == [0, 20, 50, 70] + [0] * 8 and some.values[:4].tolist() == [1, 3, 6, 8]
@@ -149,7 +152,7 @@ def test_thinning():
         assert torch.equal(thin(selection, torch.tensor(kept)).values[:kept], selection.values[:kept])
 
 
-def test_rice_parameters_follow_the_blocks():
+def test_rice_parameters_follow_the_blocks() -> None:
     """A dense block after a sparse one has a smaller parameter, so both take fewer bits than with b*."""
     numel, capacity = 10**6, 1024
     support = torch.cat([torch.arange(512) * 1800, torch.arange(512) * 2 + 919_801])

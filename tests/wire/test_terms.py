@@ -1,5 +1,7 @@
 """Ranks that encode at different ratios or in different formats: an error on every rank that says so."""
 
+from typing import Any
+
 import pytest
 import torch
 from wire.payloads import FORMATS, SOME, budget_of, encode, scattered, selection_of
@@ -16,7 +18,7 @@ from dgc.wire.sealed import seal, unseal
 CODEC, NUMEL = TorchCodec(), 4000
 
 
-def sent(form, ratio):
+def sent(form: Any, ratio: Any) -> Any:
     """(payload, budget) of a rank."""
     count = round(ratio * NUMEL)
     budget = budget_of(count, 0, 100, NUMEL)
@@ -25,18 +27,18 @@ def sent(form, ratio):
     return form.encode(CODEC, selection, budget, NUMEL, first, ratio=ratio).payload, budget
 
 
-def as_horovod_gathers(payloads):
+def as_horovod_gathers(payloads: Any) -> Any:
     """It tells the whole alone: each rank cuts it into equal parts."""
     return torch.cat(payloads).chunk(len(payloads))
 
 
-def told(form, ratio, budget, payloads):
+def told(form: Any, ratio: Any, budget: Any, payloads: Any) -> Any:
     with pytest.raises(PayloadError) as caught:
         form.decode(CODEC, as_horovod_gathers(payloads), budget, NUMEL, ratio, "bucket b")
     return str(caught.value)
 
 
-def test_a_rank_at_another_ratio_is_named_on_every_rank_whatever_the_sizes():
+def test_a_rank_at_another_ratio_is_named_on_every_rank_whatever_the_sizes() -> None:
     for form in SOME.values():
         for ratios in ([0.1, 0.2], [0.2, 0.1], [0.1, 0.1, 0.2], [0.1, 0.2, 0.1], [0.2, 0.1, 0.1, 0.1]):
             made = [sent(form, ratio) for ratio in ratios]
@@ -47,7 +49,7 @@ def test_a_rank_at_another_ratio_is_named_on_every_rank_whatever_the_sizes():
                 assert words.startswith(f"{theirs}, this rank at {own}: call begin_epoch")
 
 
-def test_where_the_sizes_are_the_same_too():
+def test_where_the_sizes_are_the_same_too() -> None:
     """Two ratios that send the same number of elements."""
     form, (payload, budget) = SOME["fp32 int64"], sent(SOME["fp32 int64"], 0.1)
     words = told(form, 0.1001, budget, [payload, payload])
@@ -55,7 +57,7 @@ def test_where_the_sizes_are_the_same_too():
     form.decode(CODEC, [payload, payload], budget, NUMEL, 0.1)
 
 
-def test_another_format_is_told_as_such():
+def test_another_format_is_told_as_such() -> None:
     forms = ["fp16 int32", "bf16 int32", "fp32 int64"]  # the first two are of one size
     for own in forms:
         for other in set(forms) - {own}:
@@ -64,11 +66,11 @@ def test_another_format_is_told_as_such():
             assert words.startswith("rank 1 encoded bucket b in another format than this rank"), (own, other)
 
 
-def test_codes_are_sealed_on_terms_too():
+def test_codes_are_sealed_on_terms_too() -> None:
     bounds, first = torch.tensor([0, 10]), torch.tensor(10)
     one, two = Terms(2 / 32, 7), Terms(1 / 32, 7)
 
-    def sealed(nbytes, terms):
+    def sealed(nbytes: Any, terms: Any) -> Any:
         return seal(CODEC, torch.ones(nbytes, dtype=torch.uint8), first, bounds, terms)
 
     for nbytes in (16, 48):
@@ -79,7 +81,7 @@ def test_codes_are_sealed_on_terms_too():
         unseal(CODEC, [sealed(16, one)], 16, 1, Terms(2 / 32, 8), "bucket b")
 
 
-def test_defaults_agree():
+def test_defaults_agree() -> None:
     form, (payload, budget) = SOME["sign rice"], sent(SOME["sign rice"], 0.1)
     plain = encode(form, selection_of(scattered(NUMEL, 400)), budget, NUMEL).payload
     form.decode(CODEC, [plain], budget, NUMEL)
@@ -87,14 +89,14 @@ def test_defaults_agree():
         form.decode(CODEC, [payload], budget, NUMEL)
 
 
-def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent():
+def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent() -> None:
     """The lockstep transport refuses payloads of two sizes, or a dense step beside a sparse one."""
     for ratios, words in (
         ((0.25, 0.125), "AllGather"),
         ((1.0, 0.125), r"different numbers of requests: \[2, 1\]"),
     ):
 
-        def body(transport, ratios=ratios):
+        def body(transport: Any, ratios: Any = ratios) -> None:
             model = torch.nn.Linear(1000, 1, bias=False)
             dgc = DGCCompressor(ratios[1], DGCSGDMemory(), warmup_epochs=2, warmup_coeff=ratios)
             inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,6 +1,6 @@
 """Faults of communication: lockstep, Horovod, MPI, meter, staging."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 COMM = [
     Fault(

@@ -1,6 +1,6 @@
 """Faults of compressors: sparse, low rank, quantized, dense, routes and warm-up."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 COMPRESSION = [
     Fault(

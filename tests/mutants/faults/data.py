@@ -1,6 +1,6 @@
 """Faults of models and data sets."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 DATA = [
     Fault(

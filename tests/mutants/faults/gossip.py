@@ -1,6 +1,6 @@
 """Faults of gossip: graphs and weights, push-sum, compressed and low-rank gossip, AD-PSGD, averages."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 GOSSIP = [
     Fault(

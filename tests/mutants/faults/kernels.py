@@ -1,6 +1,6 @@
 """Faults of buckets and of the kernels in Python."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 KERNELS = [
     Fault(

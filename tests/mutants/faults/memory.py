@@ -1,6 +1,6 @@
 """Faults of error feedback and momentum correction."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 MEMORY = [
     Fault(

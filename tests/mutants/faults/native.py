@@ -1,6 +1,6 @@
 """Faults of the kernels in C++: selection, codec, quantizers, low rank, statistics."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 NATIVE = [
     Fault(

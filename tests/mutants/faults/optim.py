@@ -1,6 +1,6 @@
 """Faults of the optimizers: exchange, scaling, SGD, agreement, epochs, broadcast, options."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 OPTIM = [
     Fault(

@@ -1,6 +1,6 @@
 """Faults of selectors."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 SELECTION = [
     Fault(

@@ -1,6 +1,6 @@
 """Faults of the trainer: checkpoints, resharding, schedule, evaluation, data, configs."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 TRAINING = [
     Fault(

@@ -1,6 +1,6 @@
 """Faults of payload formats."""
 
-from tests.mutants.fault import Fault
+from ..fault import Fault
 
 WIRE = [
     Fault(
