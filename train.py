@@ -41,12 +41,12 @@ from dgc_training.launcher import launched_rank, print_error
 from dgc_training.logging.log import Log
 from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.summary import summarize, write_summary
-from dgc_training.parameters import parameter_groups
 from dgc_training.random_state import seed_everything
 from dgc_training.schedule import Schedule, is_due, scale_learning_rate
 from dgc_training.startup.agreement import check_agreement
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.build import build, config_errors, open_transport, wrap_optimizer
+from dgc_training.startup.parameters import parameter_groups
 from dgc_training.startup.run_directory import check_run_directory, open_run_directory
 from dgc_training.startup.run_name import run_name
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete

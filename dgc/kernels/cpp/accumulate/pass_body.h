@@ -6,7 +6,6 @@
 //   collect(F, lanes, first, candidates)          appends the lanes; lane j is element first + j
 //   collect_from(indices, F, lanes, candidates)   appends the lanes; lane j is element indices[j]
 // The last two may write up to one vector past the appended elements.
-//
 // Sums use eight lanes of fp64 with every vector width:
 //
 //   D; zero, add, mul, abs, max, spread(D, double[8])
@@ -14,8 +13,7 @@
 //   Counts; none, count(Counts)              counts per lane, summed by count()
 //   widen_at_least(p, lower_bound, counts)   the magnitudes of p[0] .. p[7] with bits >= lower_bound, 0 elsewhere
 //
-// Everything is in an anonymous namespace, so that the linker never uses this file's code for another instruction
-// set.
+// The anonymous namespace keeps the linker from using this code for another instruction set.
 #include "pass.h"
 
 namespace dgc {
