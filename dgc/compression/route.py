@@ -45,7 +45,7 @@ class Route:
         ValueError: if there are no rules, or by `compressor_for` if no rule matches a parameter.
 
     Example:
-        >>> route = Route([Rule(PowerSGDCompressor(rank=4), min_dim=2), Rule(FP16())])
+        >>> route = Route([Rule(PowerSGDCompressor(rank=4), min_dim=2), Rule(FP16Compressor())])
     """
 
     def __init__(self, rules: Sequence[Rule]):

@@ -131,7 +131,7 @@ class Sign:
     """Signs, scaled by the mean magnitude of each tensor: 1 bit per element.
 
     Example:
-        >>> CHOCO(quantizer=Sign())
+        >>> gossip = CHOCO(quantizer=Sign())
     """
 
     gamma = 0.3

@@ -1,0 +1,96 @@
+"""The example of every docstring runs, on one simulated rank, and prints what the docstring says."""
+
+import ast
+import doctest
+import warnings
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dgc.comm
+import dgc.compression
+import dgc.gossip
+import dgc.memory
+import dgc.optim
+import dgc.selection
+import dgc.wire
+from dgc.comm.channel import ChannelWorld
+from dgc.comm.collectives import all_reduce
+from dgc.comm.lockstep import LockstepWorld
+from dgc.gossip.model import FlatModel
+from dgc.gossip.topology.bipartite import peer_schedule
+from dgc.testing import check_compressor
+
+DGC = Path(dgc.__path__[0])
+PACKAGES = (dgc.comm, dgc.compression, dgc.gossip, dgc.memory, dgc.optim, dgc.selection, dgc.wire)
+
+
+def examples() -> dict[str, tuple[str, str]]:
+    """(code, file) of each docstring's example, by the name of its class or function."""
+    found = {}
+    for file in sorted(DGC.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                continue
+            text = ast.get_docstring(node) or ""
+            if "\nExample:\n" in text:
+                block = text.split("\nExample:\n")[1].split("\n\n")[0]
+                found[f"{file.relative_to(DGC)} {node.name}"] = (dedent(block), str(file))
+    return found
+
+
+def one_rank() -> Any:
+    transport: Any = LockstepWorld(1).transports[0]
+    transport.channel = lambda: ChannelWorld(1).channels[0]
+    return transport
+
+
+def names() -> dict[str, Any]:
+    """What an example may use: public names, and the objects of a training script."""
+    public = {name: value for package in PACKAGES for name, value in vars(package).items() if name[0] != "_"}
+    model = nn.Linear(32, 16)
+    return public | {
+        "torch": torch,
+        "dgc": dgc,
+        "ChannelWorld": ChannelWorld,
+        "FlatModel": FlatModel,
+        "LockstepWorld": LockstepWorld,
+        "all_reduce": all_reduce,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "transport": one_rank(),
+        "connect": lambda **options: one_rank(),
+        "peer_schedule": peer_schedule,
+        "check_compressor": check_compressor,
+        "x": torch.ones(3),
+        "inputs": torch.ones(4, 32),
+        "targets": torch.zeros(4, dtype=torch.int64),
+        "loss_fn": lambda outputs, *targets: outputs.square().mean(),
+    }
+
+
+def test_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("distributed", "gossip"):
+        name = f"dgc.optim.{module}.default_transport"
+        monkeypatch.setattr(name, lambda **options: one_rank())
+    found = examples()
+    assert len(found) > 30
+    failed = []
+    for name, (code, file) in found.items():
+        namespace, lines = names(), list[str]()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one rank has nobody to exchange with
+            if ">>>" in code:
+                test = doctest.DocTestParser().get_doctest(code, namespace, name, file, 0)
+                doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=lines.append)
+            else:
+                try:
+                    exec(code, namespace)
+                except Exception as error:
+                    lines.append(f"{name}: {type(error).__name__}: {error}\n{code}")
+        failed += lines
+    assert not failed, "\n".join(failed)
