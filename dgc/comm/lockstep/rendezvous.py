@@ -34,26 +34,38 @@ def invalidate(launched: Iterable[Request]) -> None:
                 tensor.fill_(float("nan"))
 
 
-def check_agreement(name: str, requests: Mapping[int, Request], shapes: bool = True) -> None:
-    """Check that the ranks' requests match.
+def check_numbers(name: str, group: str, numbers: Mapping[int, int]) -> None:
+    """Check that the ranks of a group have sent equal numbers of requests to it.
 
-    Kind and group must be equal. With `shapes`, dtype, operation and root must be equal as well, and the shape if
-    the kind requires it. These may differ between groups.
+    Raises:
+        LockstepError: A number differs. The message names both ranks.
+    """
+    (first, expected), *others = numbers.items()
+    for rank, number in others:
+        if number != expected:
+            raise LockstepError(
+                f"{name}: ranks sent different numbers of requests: rank {rank} sent {number} to the group "
+                f"{group!r}, rank {first} sent {expected}{HINT}"
+            )
+
+
+def check_agreement(name: str, requests: Mapping[int, Request]) -> None:
+    """Check that the requests of a group's ranks match.
+
+    Kind, dtype, operation and root must be equal, and the shape if the kind requires it.
 
     Raises:
         LockstepError: A request differs. The message names both ranks.
     """
-    (first, expected), *others = ((rank, _signature(request, shapes)) for rank, request in requests.items())
+    (first, expected), *others = ((rank, _signature(request)) for rank, request in requests.items())
     for rank, signature in others:
         if signature != expected:
             raise LockstepError(f"{name}: rank {rank} sent {signature}, rank {first} sent {expected}{HINT}")
 
 
-def _signature(request: Request, shapes: bool) -> tuple[object, ...]:
+def _signature(request: Request) -> tuple[object, ...]:
     """The properties that must be equal on all ranks."""
     kind = (type(request).__name__, request.group)
-    if not shapes:
-        return kind
     match request:
         case AllReduce(tensor, op) | ReduceScatter(tensor, op):
             return (*kind, tuple(tensor.shape), tensor.dtype, op)
