@@ -3,9 +3,9 @@
 A bucket's tensors are divided into L shares, one for each of the L ranks of a machine. On every rank, with
 local rank l:
 
-    round 1       g = mean, over the machine's ranks, of their gradients of share l    all-to-all, sums in rank order
-    rounds 2 ..   the compressor on g, with local rank l of the other machines         M machines are its M ranks
-    last round    the results of all shares                                            broadcasts inside the machine
+    round 1       g = mean over the machine's ranks of their gradients of share l      all-to-all, rank order
+    rounds 2 ..   the compressor on g, with local rank l of the other machines         M machines are its ranks
+    last round    the results of all shares                                            one broadcast per share
 
 Each rank thus carries 1/L of the traffic between machines and of the error state. A share holds whole tensors, so
 that methods that need matrices work. Shares are balanced over all buckets; one may be empty.
@@ -32,7 +32,16 @@ from torch import Tensor
 
 from dgc.bucket import Bucket, Segment
 from dgc.comm.collectives import Place
-from dgc.comm.requests import AllGather, AllToAll, Broadcast, Conversation, Reply, Request, as_bytes, between_machines
+from dgc.comm.requests import (
+    AllGather,
+    AllToAll,
+    Broadcast,
+    Conversation,
+    Reply,
+    Request,
+    as_bytes,
+    between_machines,
+)
 from dgc.compression.finite import nonfinite_message, probe
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult, conversation_of
 from dgc.kernels.selection.reference import first_tensor_nonfinite

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ from torch.optim import Optimizer
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import SparseOrDense
+
+
+class ErrorStatePart(TypedDict):
+    """Which part of the error state a rank has, if the ranks of a machine divide it among them."""
+
+    machine: int
+    machines: int
+    tensors: list[str]  # names of parameters
 
 
 @runtime_checkable
@@ -41,6 +49,7 @@ class Wrapper(Optimizer):
     transport: Transport
     meter: TrafficMeter
     dropped_steps: int  # number of steps dropped because of NaN or inf in a gradient
+    part: ErrorStatePart | None = None  # the part of a machine's error state that this rank has; None: it has all
 
     def __init__(self, inner: Optimizer, methods: Sequence[Method]):
         # Optimizer.__init__ is not called: it would create its own groups and hooks
@@ -133,11 +142,25 @@ class Wrapper(Optimizer):
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's error state. Unlike `state_dict()` it differs between ranks: save it on each."""
-        return {f"{type(m).__name__}.{i}": m.state_dict() for i, m in enumerate(self._methods)}
+        states: dict[str, Any] = {f"{type(m).__name__}.{i}": m.state_dict() for i, m in enumerate(self._methods)}
+        return states if self.part is None else {**states, "part": self.part}
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        saved, state = state.get("part"), {name: value for name, value in state.items() if name != "part"}
+        if saved != self.part:
+            raise ValueError(
+                f"this error state is {_describe(saved)}, and this rank needs {_describe(self.part)}: load it "
+                "with the same `hierarchical`, machines, ranks and bucket_mb, or redistribute it with "
+                "dgc_training.checkpoint.reshard (docs/checkpoints.md)"
+            )
         methods = {f"{type(m).__name__}.{i}": m for i, m in enumerate(self._methods)}
         if methods.keys() != state.keys():
             raise ValueError(f"state of other compressors: it has {sorted(state)}, not {sorted(methods)}")
         for name, method in methods.items():
             method.load_state_dict(state[name])
+
+
+def _describe(part: ErrorStatePart | None) -> str:
+    if part is None:
+        return "that of a rank of its own"
+    return f"that of {len(part['tensors'])} tensors on machine {part['machine']} of {part['machines']}"

@@ -231,7 +231,7 @@ def test_different_numbers_of_requests() -> None:
     def two() -> Any:
         return (yield (AllReduce(ONE), AllReduce(ONE)))
 
-    with pytest.raises(LockstepError, match="different numbers of requests: rank 1 sent 1 to the group 'world', rank 0 sent 2"):
+    with pytest.raises(LockstepError, match="different numbers of requests: rank 1 sent 1 to the group 'world', "):
         LockstepWorld(2).converse("test", [two(), ask(AllReduce(ONE))])
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.lockstep.rendezvous import check_agreement, check_numbers, execute, invalidate
 from dgc.comm.lockstep.rendezvous import LockstepError as LockstepError
+from dgc.comm.lockstep.rendezvous import check_agreement, check_numbers, execute, invalidate
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation, Group, Reply, Request, T
 
