@@ -10,8 +10,8 @@ sends for it under the usual bandwidth-optimal algorithm with N ranks and b payl
     broadcast (pipeline)     b from every rank but the last: b (N-1)/N on average
     exchange                 bytes for other ranks
 
-`cross_wire_bytes` is the part of `wire_bytes` that goes to other machines: nothing in the group `local`, everything
-in `cross`. In `world`, a ring of N ranks that visits machines of L ranks one after another has N/L of its N edges
+`cross_wire_bytes` is the part of `wire_bytes` that goes to other machines: nothing in the group `local`, all in
+`cross`. In `world`, a ring of N ranks that visits machines of L ranks one after another has N/L of its N edges
 between machines: 1/L of the bytes. Messages to single ranks count if the rank is on another machine; ranks are
 numbered machine by machine.
 
