@@ -34,6 +34,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.comm.lockstep": ("dgc.comm",),
     "dgc.comm.mpi": ("dgc.comm",),
     "dgc.comm.horovod": ("dgc.comm", "dgc.comm.mpi"),
+    "dgc.comm.torch_distributed": ("dgc.comm",),
     "dgc.comm.__init__": ("dgc.comm",),
     "dgc.wire": ("dgc.kernels.selection", "dgc.kernels.codec"),
     "dgc.selection": ("dgc.bucket", "dgc.kernels.__init__"),
@@ -231,7 +232,7 @@ OURS = {room.split(".")[0] for room in EDGES}
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "horovod": ("dgc.comm.horovod", "examples"),
     "mpi4py": ("dgc.comm.mpi.runtime",),
-    "torch.distributed": ("benchmarks.powersgd_step",),
+    "torch.distributed": ("dgc.comm.torch_distributed", "benchmarks.powersgd_step"),
 }
 # packages that import nothing outside the standard library but these
 OUTSIDE: dict[str, tuple[str, ...]] = {
