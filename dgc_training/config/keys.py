@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from dgc_training.constructors import signature
+
 # Kinds of values, as messages name them.
 _KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 _KINDS |= {"list": "a list", "dict": "a mapping", "Config": "a node that names its constructor (_target_)"}
@@ -24,34 +26,23 @@ class Key:
         default: value before any other file. If it is None, but `type` is not, an experiment must set the key.
         least: the smallest value.
         items: what the values of a mapping with free names accept.
-        section: whether only declared keys are accepted in a mapping.
     """
 
     type: Any
     default: Any = None
     least: float | None = None
     items: "Key | None" = None
-    section: bool = False
 
     def kinds(self) -> set[str]:
         """The kinds of accepted values; empty: every value."""
         words = re.findall(r"\w+", inspect.formatannotation(self.type))
         return {_WORDS[word] for word in words} - {""} if _WORDS.keys() >= set(words) else set()
 
-    @property
-    def must_be_set(self) -> bool:
-        """Whether an experiment must set the key."""
-        return self.default is None and not self.section and bool(self.wanted(None))
-
     def wanted(self, value: Any) -> str:
         """What the value must be instead; '' if it is accepted. 100.0 is accepted as a whole number."""
-        kinds, kind = self.kinds(), kind_of(value)
-        if kind == "float" and "float" not in kinds and value.is_integer():
-            kind = "int"
-        elif kind not in kinds:
-            kind = {"int": "float", "Config": "dict"}.get(kind, kind)
-        too_small = self.least is not None and kind in ("int", "float") and not value >= self.least
-        if not kinds or kind in kinds and not too_small:
+        kinds, fitting = self.kinds(), kinds_of(value)
+        too_small = self.least is not None and "float" in fitting and not value >= self.least
+        if not kinds or kinds.intersection(fitting) and not too_small:
             return ""
         names = [name for kind, name in _KINDS.items() if kind in kinds and (kind != "Config" or kinds <= _NODES)]
         return " or ".join(names) + (f", at least {self.least}" if self.least is not None else "")
@@ -65,19 +56,19 @@ def key_of(kinds: set[str], default: Any = None) -> Key:
     return Key(" | ".join(kinds | _NODES) if kinds - _NODES else Any, default)
 
 
-def kind_of(value: Any) -> str:
-    """The kind of a value: "None", or a key of `_KINDS`."""
+def kinds_of(value: Any) -> list[str]:
+    """The kind of a value, and the other kind that it is accepted as. "None", or keys of `_KINDS`."""
+    kind = "None" if value is None else type(value).__name__
     if isinstance(value, dict):
-        return "Config" if "_target_" in value else "dict"
-    return "None" if value is None else type(value).__name__
+        return ["Config", "dict"] if "_target_" in value else ["dict"]
+    if kind == "int" or kind == "float" and value.is_integer():
+        return [kind, "float" if kind == "int" else "int"]
+    return [kind]
 
 
 def keywords(target: Any) -> dict[str, Key] | None:
     """What the keywords of `target` accept, by annotation or default. None if it accepts any keyword."""
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except (ValueError, TypeError):  # written in C, without a signature
-        return None
+    parameters = signature(target).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     keys = {"_target_": Key(str), "_partial_": Key(bool)}

@@ -65,23 +65,17 @@ class Config(dict[str, Any]):
         for key, value in dict(*others, **keys).items():
             self[key] = value
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Like dict.setdefault, with the value checked."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
 
 def checked(value: Any, key: str = "configs") -> Any:
     """Returns the value, with other mappings as Config objects and tuples as lists. Raises ValueError."""
-    if value is None or isinstance(value, Config | Key) or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, dict):
+    if isinstance(value, list | tuple):
+        return [checked(item, key) for item in value]
+    if isinstance(value, dict) and not isinstance(value, Config):
         node = Config()
         node.update(value)
         return node
-    if isinstance(value, list | tuple):
-        return [checked(item, key) for item in value]
+    if value is None or isinstance(value, Config | Key) or type(value) in (bool, int, float, str):
+        return value
     accepted = "null, bool, int, float, str, list or Config(Class, ...)"
     raise ValueError(f"{key} is {short(repr(value))}, but it must be {accepted}")
 
@@ -111,13 +105,12 @@ def assign_(tree: Config, key: str, value: Any) -> None:
     """Sets a dotted key. Mappings that do not exist are created. A mapping is merged, but {} empties the node."""
     *above, last = key.split(".")
     node: Any = tree
-    for part in above:
-        at, child = _child(node, part)
-        if not isinstance(child, Config | list):
-            node[at] = Config()
-        node = node[at]
-    for given in [None, value] if value == {} else [value]:
-        merge_(node, {last: given})
+    for name in above:
+        merge_(node, {name: {}})
+        node = _child(node, name)[1]
+    if value == {}:
+        merge_(node, {last: None})
+    merge_(node, {last: value})
 
 
 def _child(node: Config | list[Any], key: str) -> tuple[Any, Any]:
