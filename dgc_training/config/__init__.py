@@ -21,9 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from dgc_training.config.check import Check
 from dgc_training.config.formulas import derived as derived
-from dgc_training.config.keys import Key as Key
 from dgc_training.config.layers import UNDER_CONSTRUCTION, Stack, find
 from dgc_training.config.tree import Config as Config
+from dgc_training.config.tree import Key as Key
 from dgc_training.constructors import instantiate as instantiate
 from dgc_training.errors import ConfigError as ConfigError
 from dgc_training.errors import collecting

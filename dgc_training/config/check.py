@@ -9,9 +9,8 @@ from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dgc_training.config.formulas import is_formula
-from dgc_training.config.keys import ANYTHING, Key, key_of, keywords
 from dgc_training.config.layers import ROOT_BASE, Stack, bases_of, config_files, show
-from dgc_training.config.tree import similar
+from dgc_training.config.tree import ANYTHING, Key, key_of, keywords, similar
 from dgc_training.constructors import SPECIAL, import_target
 from dgc_training.errors import ConfigError, closest, short
 

@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dgc_training.config.formulas import NUMBER, is_formula, number
-from dgc_training.config.keys import Key, kinds_of
-from dgc_training.config.tree import Config, assign_, checked, leaves, merge_, plain, similar
+from dgc_training.config.tree import Config, Key, assign_, checked, kinds_of, leaves, merge_, plain, similar
 from dgc_training.errors import ConfigError, closest, collecting, short
 
 REPOSITORY = Path(__file__).resolve().parents[2]
