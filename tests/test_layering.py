@@ -34,6 +34,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.comm.lockstep": ("dgc.comm",),
     "dgc.comm.mpi": ("dgc.comm",),
     "dgc.comm.horovod": ("dgc.comm", "dgc.comm.mpi"),
+    "dgc.comm.torch_distributed": ("dgc.comm",),
     "dgc.comm.__init__": ("dgc.comm",),
     "dgc.wire": ("dgc.kernels.selection", "dgc.kernels.codec"),
     "dgc.selection": ("dgc.bucket", "dgc.kernels.__init__"),
@@ -121,6 +122,14 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "dgc.optim.gossip": ("dgc.comm", "dgc.compression", "dgc.gossip", "dgc.optim"),
     "dgc.optim.__init__": ("dgc.optim", "dgc.optim.sgd", "dgc.optim.distributed", "dgc.optim.gossip"),
+    "dgc.ddp": (
+        "dgc.comm",
+        "dgc.comm.torch_distributed",
+        "dgc.compression",
+        "dgc.optim",
+        "dgc.optim.exchange",
+        "dgc.optim.momentum",
+    ),
     "dgc.paper": ("dgc.bucket", "dgc.comm", "dgc.compression", "dgc.gossip.topology"),
     "dgc.testing": ("dgc.bucket", "dgc.comm.lockstep", "dgc.compression"),
     "dgc.__init__": ("dgc.comm", "dgc.optim"),
@@ -231,7 +240,7 @@ OURS = {room.split(".")[0] for room in EDGES}
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "horovod": ("dgc.comm.horovod", "examples"),
     "mpi4py": ("dgc.comm.mpi.runtime",),
-    "torch.distributed": ("benchmarks.powersgd_step",),
+    "torch.distributed": ("dgc.comm.torch_distributed", "dgc.ddp", "benchmarks.powersgd_step"),
 }
 # packages that import nothing outside the standard library but these
 OUTSIDE: dict[str, tuple[str, ...]] = {

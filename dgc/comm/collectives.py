@@ -47,7 +47,7 @@ def barrier(transport: Transport, name: str = "barrier") -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class MachineRank:
     """The machine of this rank. Every machine has the same number of ranks.
 
     Attributes:
@@ -63,7 +63,7 @@ class Place:
     local_size: int
 
 
-def find_place(transport: Transport, what: str) -> Place:
+def find_machine_rank(transport: Transport, what: str) -> MachineRank:
     """Return this rank's place among the machines. Collective.
 
     Args:
@@ -78,7 +78,7 @@ def find_place(transport: Transport, what: str) -> Place:
     fewest, most, fewest_across, most_across = all_reduce(transport, bounds, "max", f"{what}.machines").tolist()
     if -fewest != most or -fewest_across != most_across:
         raise ValueError(f"{what} needs the same number of ranks on every machine, not {-fewest} to {most}")
-    return Place(transport.group_rank("cross"), across, transport.group_rank("local"), here)
+    return MachineRank(transport.group_rank("cross"), across, transport.group_rank("local"), here)
 
 
 def _to_bytes(obj: Any) -> Tensor:

@@ -21,17 +21,18 @@ round 1, this rank's share and 16 for the last round.
 Differences from the original code: Deep Gradient Compression lists this on its roadmap.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dgc.bucket import Bucket, Segment
-from dgc.comm.collectives import Place
+from dgc.bucket import Bucket, Segment, divide
+from dgc.comm.collectives import MachineRank
 from dgc.comm.requests import (
     AllGather,
     AllToAll,
@@ -93,16 +94,16 @@ class HierarchicalCompressor:
 
     Args:
         inner (Compressor): method between machines.
-        place (Place): machine of this rank, from `find_place`.
+        place (MachineRank): machine of this rank, from `find_machine_rank`.
         loads (list of int, optional): elements per local rank in the buckets planned so far; shared by the
             compressors of an optimizer, to balance their shares together.
 
     Example:
-        >>> place = find_place(transport, "my loop")
+        >>> place = find_machine_rank(transport, "my loop")
         >>> compressor = HierarchicalCompressor(PowerSGDCompressor(rank=4), place)
     """
 
-    def __init__(self, inner: Compressor, place: Place, loads: list[int] | None = None):
+    def __init__(self, inner: Compressor, place: MachineRank, loads: list[int] | None = None):
         self.inner, self.place = inner, place
         self._loads = [0] * place.local_size if loads is None else loads
         self._shares: dict[str, _Share] = {}
@@ -130,7 +131,7 @@ class HierarchicalCompressor:
         firsts = divide(bucket.segments, self._loads)
         offsets = [*(s.offset for s in bucket.segments), bucket.numel]
         bounds = tuple(offsets[first] for first in firsts)
-        for local_rank, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for local_rank, (start, end) in enumerate(pairwise(bounds)):
             self._loads[local_rank] += end - start
         first, end = firsts[self.place.local_rank :][:2]
         own = [replace(s, offset=s.offset - offsets[first]) for s in bucket.segments[first:end]]
@@ -183,11 +184,11 @@ class HierarchicalCompressor:
 
     def _mean_inside(self, bucket: Bucket, share: _Share) -> Conversation[Shaped[Tensor, "share"]]:
         """The mean over the machine's ranks of their gradients of this rank's share, in the bucket's dtype."""
-        sizes = [end - start for start, end in zip(share.bounds, share.bounds[1:], strict=False)]
-        itemsize = bucket.flat.element_size()
         # as bytes, because not every transport sends bf16
-        splits = tuple(size * itemsize for size in sizes)
-        (parts,) = yield (AllToAll(as_bytes(bucket.flat), splits, "local"),)
+        edges = [bound * bucket.dtype.itemsize for bound in share.bounds]
+        splits = tuple(end - start for start, end in pairwise(edges))
+        own = (splits[self.place.local_rank],) * len(splits)
+        (parts,) = yield (AllToAll(as_bytes(bucket.flat), splits, "local", own),)
         first, *others = (part.view(bucket.dtype) for part in parts)
         total = first.to(torch.promote_types(bucket.dtype, torch.float32), copy=True)
         for other in others:
@@ -212,7 +213,7 @@ class HierarchicalCompressor:
         elif result is not None and share.bucket.segments:
             own.copy_(share.bucket.flat)
         report = [RUNNING, 0] if result is None else [between.rounds, int(result.nonfinite is not None)]
-        parts = [bucket.flat[start:end] for start, end in zip(share.bounds, share.bounds[1:], strict=False)]
+        parts = [bucket.flat[start:end] for start, end in pairwise(share.bounds)]
         return (
             AllGather(torch.tensor(report, dtype=torch.int64, device=bucket.device), "local"),
             *(Broadcast(as_bytes(part), root, "local") for root, part in enumerate(parts) if part.numel()),
@@ -238,25 +239,3 @@ class HierarchicalCompressor:
         if first is None:
             return f"a gradient of bucket {bucket.name} is not finite"
         return nonfinite_message(bucket, first, [rank for rank, flag in enumerate(bad) if flag])
-
-
-def divide(segments: Sequence[Segment], loads: Sequence[int]) -> list[int]:
-    """Divide adjacent tensors into one group per local rank, such that their loads become similar.
-
-    Args:
-        segments: The tensors of a bucket.
-        loads: Elements that each local rank has already.
-
-    Returns:
-        The number of the first tensor of each group, and the number of tensors.
-    """
-    total = sum(s.numel for s in segments)
-    target = (sum(loads) + total) / len(loads)
-    wanted = [max(0.0, target - load) for load in loads]
-    scale = total / (sum(wanted) or 1.0)
-    firsts, edge = [0], 0.0
-    for share in wanted[:-1]:
-        edge += share * scale
-        # a tensor belongs to the group in which its middle lies
-        firsts.append(sum(s.offset + s.numel / 2 < edge for s in segments))
-    return [*firsts, len(segments)]

@@ -28,8 +28,11 @@ class CrossMachineTransport:
     def group_rank(self, group: Group) -> int:
         return self.rank
 
-    def launch(self, name: str, requests: Sequence[Request]) -> Any:
-        return self._inner.launch(name, [between_machines(request) for request in requests])
+    def open_lane(self, lane: str) -> None:
+        self._inner.open_lane(lane)
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
+        return self._inner.launch(name, [between_machines(request) for request in requests], lane)
 
     def poll(self, flight: Any) -> bool:
         return self._inner.poll(flight)

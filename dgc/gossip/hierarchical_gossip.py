@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from dgc.comm.collectives import find_place
+from dgc.comm.collectives import find_machine_rank
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllGather, AllReduce, Conversation
@@ -76,7 +76,7 @@ class HierarchicalGossip:
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         self.name, self.model, self._transport, self._meter = name, model, transport, meter
-        place = find_place(transport, "HierarchicalGossip")
+        place = find_machine_rank(transport, "HierarchicalGossip")
         L, local, n = place.local_size, place.local_rank, model.z.numel()
         if n < L:
             raise ValueError(

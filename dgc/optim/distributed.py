@@ -21,11 +21,11 @@ from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result,
 from dgc.compression.route import Route
 from dgc.optim.agreement import check_settings
 from dgc.optim.broadcast import default_transport
-from dgc.optim.epochs import EpochWrapper
+from dgc.optim.compression_state import CountsEpochs
 from dgc.optim.exchange.gradients import GradientExchange, check_not_wrapped
+from dgc.optim.exchange.hierarchy import plan_compressors
 from dgc.optim.exchange.planning import check_agreement, compressors_in_order, plan_buckets
 from dgc.optim.exchange.scaling import LossScale, is_used
-from dgc.optim.hierarchy import choose_place, plan_compressors
 from dgc.optim.momentum import MomentumCheck
 from dgc.optim.options import (
     as_route,
@@ -38,9 +38,10 @@ from dgc.optim.options import (
     warn_of_dropped_step,
 )
 from dgc.optim.sgd import SparseUpdate, SupportsCorrectedGradients
+from dgc.optim.wrapper import Wrapper
 
 
-class DistributedOptimizer(EpochWrapper):
+class DistributedOptimizer(CountsEpochs, Wrapper):
     """Wraps an optimizer: averages its gradients over all ranks with compression, then steps it on the averages.
 
     Learning-rate schedulers, parameter groups and state are those of the wrapped optimizer. Parameters without
@@ -116,15 +117,15 @@ class DistributedOptimizer(EpochWrapper):
             hierarchical=hierarchical,
             compression=self.route if isinstance(compression, Route) else self.route.rules[0].compressor,
         )
-        planned = plan_buckets(named, self.route.compressor_for, bucket_mb, unique_prefix(self.transport))
+        prefix = unique_prefix(self.transport)
+        planned = plan_buckets(named, self.route.compressor_for, bucket_mb, prefix)
         compressors = compressors_in_order(planned, named)
-        super().__init__(optimizer, compressors)
+        Wrapper.__init__(self, optimizer, compressors)
         self._loss_scale = LossScale(grad_scaler, planned)
         self._momentum = MomentumCheck(optimizer, planned)
         check_agreement(planned, self.transport)
         register_compressors(compressors)
-        self.place = choose_place(self.transport, hierarchical, compressors)
-        self.part = plan_compressors(planned, self.transport, self.place)
+        self.place, self.part = plan_compressors(planned, self.transport, hierarchical)
         self.exchange = GradientExchange(
             planned,
             backward_passes_per_step,
@@ -132,6 +133,7 @@ class DistributedOptimizer(EpochWrapper):
             self.meter,
             self._loss_scale,
             self._epochs.begin_step,
+            prefix,
         )
         self._epochs.begin()
         self._should_synchronize, self._averaged_for_scaler = True, False

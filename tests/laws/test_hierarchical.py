@@ -15,12 +15,12 @@ from laws.table import TABLE as OTHERS
 from laws.table import Row
 from torch import Tensor
 
-from dgc.bucket import Bucket, Segment, make_bucket
-from dgc.comm.collectives import Place
+from dgc.bucket import Bucket, Segment, divide, make_bucket
+from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
 from dgc.compression import DenseCompressor, DenseResult, StatelessCompressor
-from dgc.compression.hierarchical import HierarchicalCompressor, divide
+from dgc.compression.hierarchical import HierarchicalCompressor
 from dgc.compression.lowrank.powersgd import PowerSGDCompressor
 from dgc.testing import LIKE, Fleet, flat, gradients
 
@@ -40,7 +40,7 @@ class Machines(Fleet):
         self, make: Callable[[], Any], machines: int, local_size: int, like: Sequence[Tensor] = LIKE, seed: int = 0
     ) -> None:
         self.machines, self.local_size, size = machines, local_size, machines * local_size
-        places = [Place(m, machines, r, local_size) for m in range(machines) for r in range(local_size)]
+        places = [MachineRank(m, machines, r, local_size) for m in range(machines) for r in range(local_size)]
         self.hierarchical = [HierarchicalCompressor(make(), place) for place in places]
         made = iter(self.hierarchical)
         super().__init__(lambda: next(made), size, like, seed)
@@ -226,7 +226,7 @@ def test_groups_are_adjacent_and_balance_the_loads(
 
 
 def test_large_tensors_go_to_every_rank_in_turn() -> None:
-    compressor = HierarchicalCompressor(DenseCompressor(), Place(0, 2, 0, 4))
+    compressor = HierarchicalCompressor(DenseCompressor(), MachineRank(0, 2, 0, 4))
     for i in range(8):
         compressor.plan(make_bucket(str(i), [(f"p{i}", torch.zeros(100))]), 8, 0)
     assert compressor._loads == [200] * 4

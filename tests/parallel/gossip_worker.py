@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parallel.carrier import new_transport
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gossip.networks import Trained, momentum, on  # noqa: E402
 
 from dgc import gossip  # noqa: E402
 from dgc.comm import all_gather_object, all_reduce  # noqa: E402
-from dgc.comm.horovod import connect  # noqa: E402
 from dgc.compression import DenseCompressor  # noqa: E402
 from dgc.gossip import (  # noqa: E402
     DPSGD,
@@ -248,7 +248,7 @@ SCENARIOS = {
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     faulthandler.dump_traceback_later(HANGS, exit=True)
-    transport = connect(point_to_point=True)
+    transport = new_transport(point_to_point=True)
     found, seconds = {}, {}
     for name in names:
         start = time.monotonic()

@@ -25,6 +25,12 @@ def horovodrun(ranks: int, words: list[str], timeout: float = 300) -> subprocess
     return _run([launcher, "--gloo", "-np", str(ranks), sys.executable, *words], environment, timeout)
 
 
+def torchrun(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """torch.distributed's launcher: neither Horovod nor MPI."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return _run([*launcher, *words], dict(os.environ), timeout)
+
+
 def alone(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """One process, no launcher."""
     assert ranks == 1
@@ -33,7 +39,9 @@ def alone(ranks: int, words: list[str], timeout: float = 300) -> subprocess.Comp
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
     environment = {**environment, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(REPOSITORY), str(REPOSITORY / "tests"), environment.get("PYTHONPATH", "")]
+    )
     return subprocess.run(
         command,
         cwd=REPOSITORY,

@@ -3,19 +3,19 @@
 import warnings
 from collections.abc import Sequence
 
-from dgc.comm.collectives import Place, find_place
+from dgc.comm.collectives import MachineRank, find_machine_rank
 from dgc.comm.transport import Transport
 from dgc.compression.hierarchical import HierarchicalCompressor
 from dgc.compression.protocol import Compressor, StatelessCompressor
+from dgc.optim.compression_state import ErrorStatePart
 from dgc.optim.exchange.planning import PlannedBucket
-from dgc.optim.wrapper import ErrorStatePart
 
 MODES = {True: "on", False: "off"}
 
 
 def choose_place(
     transport: Transport, hierarchical: str | bool, compressors: Sequence[Compressor]
-) -> Place | None:
+) -> MachineRank | None:
     """Return this rank's place among the machines, or None if all ranks are treated alike. Collective.
 
     With "auto" and only stateless compressors, which reduce in one step, the result is None: the all-reduce of MPI
@@ -37,7 +37,7 @@ def choose_place(
     if mode == "off" or (mode == "auto" and (stateless or not _has_groups(transport))):
         return None
     try:
-        place = find_place(transport, "hierarchical='on'")
+        place = find_machine_rank(transport, "hierarchical='on'")
     except ValueError as error:
         if mode == "on":
             raise
@@ -57,22 +57,29 @@ def _has_groups(transport: Transport) -> bool:
 
 
 def plan_compressors(
-    planned: Sequence[PlannedBucket], transport: Transport, place: Place | None
-) -> ErrorStatePart | None:
-    """Let the compressors plan their buckets. With a place, they are used between machines.
+    planned: Sequence[PlannedBucket], transport: Transport, hierarchical: str | bool
+) -> tuple[MachineRank | None, ErrorStatePart | None]:
+    """Let the compressors plan their buckets, for all ranks or for the machines. Collective.
+
+    Args:
+        planned: The buckets. On two levels their compressors are replaced.
+        transport: Connects the ranks.
+        hierarchical: As in `choose_place`.
 
     Returns:
-        The part of its machine's error state that this rank has. None without a place.
+        This rank's place among the machines, and the part of its machine's error state that it has. None if all
+        ranks are treated alike.
     """
+    place = choose_place(transport, hierarchical, [plan.compressor for plan in planned])
+    two_levels: dict[int, HierarchicalCompressor] = {}
     if place is not None:
         loads = [0] * place.local_size
-        two_levels: dict[int, HierarchicalCompressor] = {}
         for plan in planned:
             inner = plan.compressor
             plan.compressor = two_levels.setdefault(id(inner), HierarchicalCompressor(inner, place, loads))
     for plan in planned:
         plan.compressor.plan(plan.bucket, transport.size, transport.rank)
     if place is None:
-        return None
-    tensors = [name for compressor in two_levels.values() for name in compressor.tensors()]
-    return ErrorStatePart(machine=place.machine, machines=place.machines, tensors=sorted(tensors))
+        return None, None
+    tensors = sorted(name for compressor in two_levels.values() for name in compressor.tensors())
+    return place, ErrorStatePart(machine=place.machine, machines=place.machines, tensors=tensors)
