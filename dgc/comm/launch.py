@@ -42,3 +42,18 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None) -> N
                 f"{name} is {ranks}, but Horovod sees {size} rank{'s' * (size > 1)}: each process would train a "
                 f"separate run. {cure}. To train on {size} nevertheless: env -u {name}"
             )
+
+
+def may_span_machines(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher may have started ranks on several machines. False only where it is known not to have.
+
+    Args:
+        environment: Environment variables of the process, usually `os.environ`.
+    """
+    for size, local_size in (
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    ):
+        if size in environment:
+            return environment.get(local_size) != environment[size]
+    return "PMI_SIZE" in environment or "PMIX_RANK" in environment

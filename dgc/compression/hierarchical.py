@@ -170,10 +170,11 @@ class HierarchicalCompressor:
             between.resume((yield between.requests))
         reports = [[RUNNING, 0]]
         while any(rounds == RUNNING for rounds, _ in reports):
-            requests, shared = between.requests, self._shared(bucket, share, between)
-            replies = yield (*requests, *shared)
-            between.resume(replies[: len(requests)])
-            gathered, *parts = replies[len(requests) :]
+            # equal places on all ranks of a group name equal requests: those of all ranks come first
+            shared = self._shared(bucket, share, between)
+            replies = yield (*shared, *between.requests)
+            between.resume(replies[len(shared) :])
+            gathered, *parts = replies[: len(shared)]
             reports = [report.tolist() for report in gathered]
             for request, part in zip(shared[1:], parts, strict=True):
                 request.tensor.copy_(part)

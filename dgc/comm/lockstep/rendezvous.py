@@ -34,18 +34,25 @@ def invalidate(launched: Iterable[Request]) -> None:
                 tensor.fill_(float("nan"))
 
 
-def check_numbers(name: str, group: str, numbers: Mapping[int, int]) -> None:
-    """Check that the ranks of a group have sent equal numbers of requests to it.
+def check_places(name: str, group: str, places: Mapping[int, Sequence[int]]) -> None:
+    """Check that the ranks of a group have sent their requests to it at the same places among all requests.
+
+    Transports name a request by its place.
 
     Raises:
-        LockstepError: A number differs. The message names both ranks.
+        LockstepError: A place differs. The message names both ranks.
     """
-    (first, expected), *others = numbers.items()
-    for rank, number in others:
-        if number != expected:
+    (first, expected), *others = places.items()
+    for rank, own in others:
+        if len(own) != len(expected):
             raise LockstepError(
-                f"{name}: ranks sent different numbers of requests: rank {rank} sent {number} to the group "
-                f"{group!r}, rank {first} sent {expected}{HINT}"
+                f"{name}: ranks sent different numbers of requests: rank {rank} sent {len(own)} to the group "
+                f"{group!r}, rank {first} sent {len(expected)}{HINT}"
+            )
+        if own != expected:
+            raise LockstepError(
+                f"{name}: requests to the group {group!r} are at the places {own} of rank {rank}, and {expected} "
+                f"of rank {first}"
             )
 
 

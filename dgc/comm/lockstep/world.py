@@ -15,7 +15,7 @@ from typing import Any, get_args
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.lockstep.order import LaunchOrder
 from dgc.comm.lockstep.rendezvous import LockstepError as LockstepError
-from dgc.comm.lockstep.rendezvous import check_agreement, check_numbers, execute, invalidate
+from dgc.comm.lockstep.rendezvous import check_agreement, check_places, execute, invalidate
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation, Exchange, Group, Reply, Request, T
 
@@ -220,11 +220,11 @@ class LockstepWorld:
         for group in get_args(Group):
             for members in dict.fromkeys(tuple(self.members(group, rank)) for rank in range(self.size)):
                 own = {r: [i for i, request in enumerate(requests[r]) if request.group == group] for r in members}
-                check_numbers(name, group, {rank: len(places) for rank, places in own.items()})
-                for j in range(len(own[members[0]])):
-                    matching = {rank: requests[rank][places[j]] for rank, places in own.items()}
+                check_places(name, group, own)
+                for i in own[members[0]]:
+                    matching = {rank: requests[rank][i] for rank in members}
                     check_agreement(name, matching)
                     for rank, reply in zip(members, execute(list(matching.values())), strict=True):
-                        replies[rank][own[rank][j]] = reply
+                        replies[rank][i] = reply
         invalidate(request for of_rank in requests for request in of_rank)
         return [tuple(r[i] for i in sorted(r)) for r in replies]
