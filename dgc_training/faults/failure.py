@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from dgc.comm.launch import LaunchError
+from dgc.launch import LaunchError
 from dgc_training.config import ConfigError
 from dgc_training.launcher import launched_rank, launched_size
 
