@@ -1,7 +1,7 @@
 """How this process was started: rank, number of ranks, and the transport that fits, by environment variables.
 
-A launcher (torchrun, mpirun, horovodrun, srun) sets environment variables for the processes that it starts. Nothing
-else is imported here, so they are known before PyTorch, Horovod or MPI is loaded.
+A launcher (torchrun, mpirun, horovodrun, srun) sets environment variables for the processes that it starts.
+Nothing else is imported here, so they are known before PyTorch, Horovod or MPI is loaded.
 """
 
 import re
