@@ -186,10 +186,11 @@ def _cure(name: str, ranks: int, horovod: bool) -> str:
 
 
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of torchrun for a process that another launcher started, or none.
+    """Return the variables that torch.distributed reads, for a process of any launcher.
 
-    torch.distributed reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The last two are derived
-    where that is safe: under srun, and if all ranks are on one machine. Values that are set are kept.
+    RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are those of the launcher. MASTER_ADDR and MASTER_PORT are
+    kept if they are set, and derived where that is safe: under srun, and if all ranks are on one machine. A single
+    process needs none.
 
     Args:
         environment: Environment variables of the process, usually `os.environ`.
@@ -198,34 +199,31 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
         LaunchError: A variable is not set and cannot be derived.
     """
     started = started_by(environment)
-    if started is None:
-        found = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    else:
-        found = {"RANK": str(started.rank), "WORLD_SIZE": str(started.size)}
-        for name, source in (
-            ("LOCAL_RANK", started.launcher.local_rank),
-            ("LOCAL_WORLD_SIZE", started.launcher.local_size),
-        ):
-            if environment.get(source, "").isdecimal():
-                found[name] = environment[source]
+    if started is None or (started.size == 1 and "RANK" not in environment):
+        return {}
+    launcher = started.launcher
+    found = {"RANK": str(started.rank), "WORLD_SIZE": str(started.size)}
+    for name, source in (("LOCAL_RANK", launcher.local_rank), ("LOCAL_WORLD_SIZE", launcher.local_size)):
+        if environment.get(source, "").isdecimal():
+            found[name] = environment[source]
     found |= _address(environment, started, found.get("LOCAL_WORLD_SIZE"))
     found |= {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if environment.get(name)}
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in found]
-    if started is not None and missing:
+    if missing:
         cure = "mpirun -x MASTER_ADDR=server0 -x MASTER_PORT=29500"
-        if started.launcher is not MPIRUN:
+        if launcher is not MPIRUN:
             cure = "export MASTER_ADDR=server0 MASTER_PORT=29500"
         raise LaunchError(
-            f"{started.launcher.name} started {started.size} ranks, but {' and '.join(missing)} "
+            f"{launcher.name} started {started.size} ranks, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set. torch.distributed needs the name of the machine of "
             f"rank 0 and a free port of it: {cure}"
         )
     return found
 
 
-def _address(environment: Mapping[str, str], started: Started | None, local_size: str | None) -> dict[str, str]:
+def _address(environment: Mapping[str, str], started: Started, local_size: str | None) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT, as far as they can be derived. Ports of different jobs usually differ."""
-    if started is None or started.size == 1:
+    if started.size == 1:
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     address, job = "", ""
     if started.launcher is SRUN:

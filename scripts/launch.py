@@ -2,9 +2,9 @@
 
     python -m scripts.launch 4 train.py --configs configs/digits/cnn.py
 
-replaces `mpirun -np 4 python train.py ...` or `torchrun --nproc-per-node 4 train.py ...`, and adds the settings for
-one machine: programs and python of the environment, threads that share the cores, idle ranks that yield if there are
-more ranks than cores, and the two variables that Open MPI requires to run as root (as in a container).
+replaces `mpirun -np 4 python train.py ...` or `torchrun --nproc-per-node 4 train.py ...`, and adds the settings
+for one machine: programs and python of the environment, threads that share the cores, idle ranks that yield if
+there are more ranks than cores, and the two variables that Open MPI requires to run as root (as in a container).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def torchrun(ranks: int, words: Sequence[str]) -> list[str]:
     """The command: torchrun with its options, this interpreter, and `words` (a script and its arguments)."""
     # --standalone: on a free port, so that several runs on one machine do not meet
     options = ["--standalone", "--nproc-per-node", str(ranks), "--no-python"]
-    return [sys.executable, "-m", "torch.distributed.run", *options, sys.executable, *words]
+    return ["torchrun", *options, sys.executable, *words]
 
 
 def prepare(ranks: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

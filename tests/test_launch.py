@@ -157,7 +157,7 @@ def test_the_variables_of_torch_under_other_launchers() -> None:
     given = {"MASTER_ADDR": "server0", "MASTER_PORT": "29500"}
     found = torch_variables({**of("mpirun", 5, 8, **local), "RANK": "0", "WORLD_SIZE": "1", **given})
     assert found == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **given}
-    assert torch_variables({})["WORLD_SIZE"] == torch_variables(PTY)["WORLD_SIZE"] == "1"
+    assert torch_variables({}) == torch_variables(PTY) == torch_variables(of("mpirun", 0, 1)) == {}
     torchrun = of("torchrun", 1, 4, LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", **given)
     assert torch_variables(torchrun).items() <= torchrun.items()
 

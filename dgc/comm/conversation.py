@@ -1,6 +1,7 @@
 """Execution of one conversation: the generator of an algorithm, driven with a transport and a meter."""
 
 from collections.abc import Sequence
+from math import inf
 from time import perf_counter
 from typing import Any, Generic
 
@@ -20,6 +21,7 @@ class RunningConversation(Generic[T]):
         conversation: Generator of an algorithm.
         transport: Carries the requests.
         meter: Counts bytes and seconds.
+        lanes: Lanes of the first rounds. Later rounds use the first of these lanes.
 
     Example:
         >>> def mean(x):
@@ -29,21 +31,33 @@ class RunningConversation(Generic[T]):
         >>> y = running.finish()
     """
 
-    def __init__(self, name: str, conversation: Conversation[T], transport: Transport, meter: TrafficMeter):
+    def __init__(
+        self,
+        name: str,
+        conversation: Conversation[T],
+        transport: Transport,
+        meter: TrafficMeter,
+        lanes: Sequence[str] = ("",),
+    ):
         self.name = name
         self.done = False
         self.rounds = 0
         self._conversation = conversation
         self._transport = transport
         self._meter = meter
+        self._lanes = lanes
         self._flight: Any = None
         self._launched = 0.0
         self._result: T
         self._resume(None)
 
-    def advance(self) -> bool:
-        """Continue while replies are available, without waiting. Return whether the conversation has ended."""
-        while not self.done and self._transport.poll(self._flight):
+    def advance(self, max_rounds: float = inf) -> bool:
+        """Continue while replies are available, without waiting. Return whether the conversation has ended.
+
+        Args:
+            max_rounds: Largest number of rounds that may have been launched afterwards.
+        """
+        while not self.done and self.rounds < max_rounds and self._transport.poll(self._flight):
             self._resume(self._transport.wait(self._flight))
         return self.done
 
@@ -81,6 +95,7 @@ class RunningConversation(Generic[T]):
             size = self._transport.group_size(request.group)
             self._meter.count(request, self._transport.group_rank(request.group), size)
         self._meter.rounds += 1
-        self._flight = self._transport.launch(f"{self.name}.{self.rounds}", requests)
+        lane = self._lanes[self.rounds if self.rounds < len(self._lanes) else 0]
+        self._flight = self._transport.launch(f"{self.name}.{self.rounds}", requests, lane)
         self.rounds += 1
         self._meter.add_time("launch", self.name, self._launched, perf_counter())

@@ -168,7 +168,10 @@ class HorovodTransport:
             raise ValueError(f"group {group!r} does not exist: use HorovodTransport(hierarchical=True)")
         return self._process_sets[group]
 
-    def launch(self, name: str, requests: Sequence[Request]) -> HorovodFlight:
+    def open_lane(self, lane: str) -> None:
+        """Lanes have no effect: Horovod matches requests by name."""
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> HorovodFlight:
         handles = tuple(self._start(f"{name}.{i}", request) for i, request in enumerate(requests))
         return HorovodFlight(tuple(requests), handles)
 

@@ -38,11 +38,24 @@ class AllGather:
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """Send the first `splits[0]` elements to rank 0, and so on. Reply: a tuple of the received parts, by rank."""
+    """Send the first `splits[0]` elements to rank 0, and so on. Reply: a tuple of the received parts, by rank.
+
+    Args:
+        tensor: One-dimensional tensor of sum(splits) elements.
+        splits: Number of elements for each rank of the group.
+        group: Group of the exchange.
+        receives: Number of elements that each rank sends to this one. None: those of `splits`.
+    """
 
     tensor: Tensor
     splits: tuple[int, ...]
     group: Group = "world"
+    receives: tuple[int, ...] | None = None
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """Number of elements from each rank of the group."""
+        return self.splits if self.receives is None else self.receives
 
 
 @dataclass(frozen=True, eq=False)

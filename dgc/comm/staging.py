@@ -2,7 +2,8 @@
 
 A message is copied to the host after the work that is already queued on the GPU. It is launched on the inner
 transport when the copy is complete. `poll` checks this without waiting. `wait` first launches all pending
-messages. Replies are copied back to the GPU when they arrive.
+messages. The messages of a lane are launched in the order in which they were given. Replies are copied back to the
+GPU when they arrive.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ class StagedFlight:
 
     Attributes:
         requests: The requests with tensors in host memory.
+        lane: Lane of the inner transport.
         ready: Event after the copies to the host; None if there were none.
         device: Device of the replies.
         inner: Flight of the inner transport. None until the copies are complete.
@@ -39,6 +41,7 @@ class StagedFlight:
 
     name: str
     requests: tuple[Request, ...]
+    lane: str
     ready: Event | None
     device: torch.device
     inner: Any = None
@@ -74,38 +77,46 @@ class StagedTransport:
         """Open a channel of the inner transport, for tensors in host memory."""
         return open_channel(self._inner)
 
-    def launch(self, name: str, requests: Sequence[Request]) -> StagedFlight:
+    def open_lane(self, lane: str) -> None:
+        self._inner.open_lane(lane)
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> StagedFlight:
         tensors = [tensor for request in requests for tensor in _tensors(request)]
         device = next((tensor.device for tensor in tensors if self._needs_copy(tensor)), None)
         if device is None:
-            flight = StagedFlight(name, tuple(requests), None, torch.device("cpu"))
+            flight = StagedFlight(name, tuple(requests), lane, None, torch.device("cpu"))
         else:
             copies = tuple(_map_tensors(request, self._to_host) for request in requests)
             ready = self._make_event()
             ready.record()
-            flight = StagedFlight(name, copies, ready, device)
+            flight = StagedFlight(name, copies, lane, ready, device)
         self._pending.append(flight)
-        self._launch_if_ready(flight)
+        self._launch_ready()
         return flight
 
     def poll(self, flight: StagedFlight) -> bool:
-        return self._launch_if_ready(flight) and self._inner.poll(flight.inner)
+        self._launch_ready()
+        return flight.inner is not None and self._inner.poll(flight.inner)
 
     def wait(self, flight: StagedFlight) -> tuple[Reply, ...]:
         # launch everything pending: two ranks could each wait for a message that is pending on the other
-        for other in list(self._pending):
+        for other in self._pending:
             if other.ready is not None:
                 other.ready.synchronize()
-            self._launch_if_ready(other)
+        self._launch_ready()
         replies = self._inner.wait(flight.inner)
         return replies if flight.ready is None else tuple(_to_device(reply, flight.device) for reply in replies)
 
-    def _launch_if_ready(self, flight: StagedFlight) -> bool:
-        """Launch the requests if the copies are complete. Return whether they are launched."""
-        if flight.inner is None and (flight.ready is None or flight.ready.query()):
-            flight.inner = self._inner.launch(flight.name, flight.requests)
-            self._pending.remove(flight)
-        return flight.inner is not None
+    def _launch_ready(self) -> None:
+        """Launch all flights whose copies are complete, on each lane in the order in which they were given."""
+        waiting: list[StagedFlight] = []
+        for flight in self._pending:
+            is_behind = any(flight.lane == other.lane for other in waiting)
+            if is_behind or not (flight.ready is None or flight.ready.query()):
+                waiting.append(flight)
+            else:
+                flight.inner = self._inner.launch(flight.name, flight.requests, flight.lane)
+        self._pending = waiting
 
     @staticmethod
     def _to_host(tensor: Tensor) -> Tensor:

@@ -1,6 +1,11 @@
 """The interface of a transport, which carries messages between ranks.
 
-Implementations use Horovod, MPI, or N simulated ranks in one process.
+Implementations use Horovod, MPI, torch.distributed, or N simulated ranks in one process.
+
+Horovod and MPI match the requests of different ranks by name. torch.distributed matches the collectives of a
+process group by the order in which they are launched. An algorithm works with all of them if every rank launches
+the collectives of a lane in the same order. A lane is a sequence of requests with an order of its own. A request
+whose place among the others depends on timing is launched on a separate lane. An Exchange is matched by name.
 """
 
 from collections.abc import Sequence
@@ -13,8 +18,8 @@ from dgc.comm.requests import Group, Reply, Request
 class Transport(Protocol):
     """Carries requests between ranks.
 
-    Requests of different ranks are matched by name, not by launch order. A name may be reused once `wait` has
-    returned for its flight.
+    Requests with one name match. A name may be reused once `wait` has returned for its flight. Every rank launches
+    the collectives of one lane in the same order.
     """
 
     @property
@@ -34,8 +39,12 @@ class Transport(Protocol):
         """This rank's number within its group of that kind."""
         ...
 
-    def launch(self, name: str, requests: Sequence[Request]) -> Any:
-        """Start the requests and return a flight without blocking."""
+    def open_lane(self, lane: str) -> None:
+        """Prepare a lane. Collective. The default lane, "", is always open."""
+        ...
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
+        """Start the requests on a lane and return a flight without blocking."""
         ...
 
     def poll(self, flight: Any) -> bool:

@@ -29,9 +29,12 @@ class CrossMachineTransport:
     def group_rank(self, group: Group) -> int:
         return self.rank
 
-    def launch(self, name: str, requests: Sequence[Request]) -> Any:
+    def open_lane(self, lane: str) -> None:
+        self._inner.open_lane(lane)
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
         assert all(request.group == "world" for request in requests), "gossip uses only the group `world`"
-        return self._inner.launch(name, [replace(request, group="cross") for request in requests])
+        return self._inner.launch(name, [replace(request, group="cross") for request in requests], lane)
 
     def poll(self, flight: Any) -> bool:
         return self._inner.poll(flight)

@@ -108,7 +108,8 @@ class DistributedOptimizer(EpochWrapper):
             uses_grad_scaler=is_used(grad_scaler),
             compression=self.route if isinstance(compression, Route) else self.route.rules[0].compressor,
         )
-        planned = plan_buckets(named, self.route.compressor_for, bucket_mb, unique_prefix(self.transport))
+        prefix = unique_prefix(self.transport)
+        planned = plan_buckets(named, self.route.compressor_for, bucket_mb, prefix)
         compressor_of = {p: plan.compressor for plan in planned for p in plan.parameters}
         # in model order: positions name the saved states and must not depend on the buckets
         compressors = list({id(compressor_of[p]): compressor_of[p] for _, p in named}.values())
@@ -128,6 +129,7 @@ class DistributedOptimizer(EpochWrapper):
             self.meter,
             self._loss_scale,
             self._epochs.begin_step,
+            prefix,
         )
         self._should_synchronize = True
         self._epochs.begin()

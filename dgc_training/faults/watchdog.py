@@ -58,8 +58,11 @@ class WatchedTransport:
         """The point-to-point channel. Its waits are not watched, since gossip has its own time limit."""
         return open_channel(self.inner)
 
-    def launch(self, name: str, requests: Sequence[Request]) -> tuple[str, Any]:
-        return name, self.inner.launch(name, requests)
+    def open_lane(self, lane: str) -> None:
+        self.inner.open_lane(lane)
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> tuple[str, Any]:
+        return name, self.inner.launch(name, requests, lane)
 
     def poll(self, flight: tuple[str, Any]) -> bool:
         return self.inner.poll(flight[1])

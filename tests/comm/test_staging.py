@@ -52,6 +52,9 @@ def staged(transport: Any, remote: bool = True) -> Any:
     return StagedTransport(transport, needs_copy=lambda tensor: remote, make_event=Copying)
 
 
+LANES_OF = {"a": "", "b": "", "c": "other"}
+
+
 class Recording:
     """Passes launches on and keeps their names."""
 
@@ -62,9 +65,9 @@ class Recording:
     def __getattr__(self, name: Any) -> Any:
         return getattr(self._transport, name)
 
-    def launch(self, name: Any, requests: Any) -> Any:
+    def launch(self, name: Any, requests: Any, lane: Any = "") -> Any:
         self.launched.append(name)
-        return self._transport.launch(name, requests)
+        return self._transport.launch(name, requests, lane)
 
 
 def test_a_message_is_launched_once_its_copy_is_complete() -> None:
@@ -75,6 +78,17 @@ def test_a_message_is_launched_once_its_copy_is_complete() -> None:
     Copying.made[0].over = True
     assert transport.poll(flight) and inner.launched == ["a"]
     assert torch.equal(transport.wait(flight)[0], torch.ones(3)) and inner.launched == ["a"]
+
+
+def test_the_messages_of_a_lane_are_launched_in_order() -> None:
+    inner = Recording(LockstepWorld(1).transports[0])
+    transport = staged(inner)
+    transport.open_lane("other")
+    flights = [transport.launch(name, (AllReduce(torch.ones(3)),), lane) for name, lane in LANES_OF.items()]
+    Copying.made[1].over = Copying.made[2].over = True
+    assert not transport.poll(flights[1]) and inner.launched == ["c"]
+    Copying.made[0].over = True
+    assert transport.poll(flights[1]) and inner.launched == ["c", "a", "b"]
 
 
 def test_waiting_waits_for_the_copy_first() -> None:
@@ -115,7 +129,7 @@ REQUESTS = {
     "all-gather": lambda rank: AllGather(torch.arange(4.0) + rank),
     "reduce-scatter": lambda rank: ReduceScatter(torch.arange(4.0) + rank, "sum"),
     "broadcast": lambda rank: Broadcast(torch.arange(4.0) + rank, 1),
-    "all-to-all": lambda rank: AllToAll(torch.arange(4.0) + rank, (1, 3)),
+    "all-to-all": lambda rank: AllToAll(torch.arange(4.0) + rank, (1, 3), receives=(2 * rank + 1,) * 2),
     "exchange": lambda rank: Exchange({1 - rank: torch.arange(4.0) + rank}, {1 - rank: torch.empty(4)}),
 }
 

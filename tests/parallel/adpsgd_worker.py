@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from dgc.comm import TrafficMeter, all_gather_object, all_reduce, barrier
-from dgc.comm.horovod import HorovodTransport
-from dgc.comm.mpi.channel import MPIChannel
+from dgc.comm.channel import open_channel
+from dgc.comm.connect import connect
 from dgc.gossip.adpsgd.adpsgd import ADPSGD
 from dgc.gossip.adpsgd.protocol import GossipError
 
@@ -28,7 +28,7 @@ Finding = dict[str, Any]
 def begun(transport: Any, numel: int, **options: Any) -> tuple[ADPSGD, torch.Tensor, TrafficMeter]:
     z, meter = torch.zeros(numel), TrafficMeter()
     gossip = ADPSGD(**options)
-    gossip.start_on_channel(z, MPIChannel(), meter)
+    gossip.start_on_channel(z, open_channel(transport), meter)
     return gossip, z, meter
 
 
@@ -214,7 +214,7 @@ SILENT = {f.__name__: f for f in (sleeps, is_stopped)}
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
-    transport = HorovodTransport()
+    transport = connect(point_to_point=True)
     if names[0] in SILENT:
         times_out(transport, folder, SILENT[names[0]])
     found = {name: SCENARIOS[name](transport) for name in names}

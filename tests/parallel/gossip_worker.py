@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from dgc.comm.connect import connect
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gossip.networks import Trained, momentum, on  # noqa: E402
 
 from dgc import gossip  # noqa: E402
 from dgc.comm import all_gather_object, all_reduce  # noqa: E402
-from dgc.comm.horovod import connect  # noqa: E402
 from dgc.compression import DenseCompressor  # noqa: E402
 from dgc.gossip import (  # noqa: E402
     DPSGD,

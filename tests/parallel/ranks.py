@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from scripts.launch import prepare
+from scripts.launch import torchrun as torchrun_command
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 
 
 def mpirun(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Where Horovod is not installed: torchrun."""
     command, environment = prepare(ranks, words)
     return _run(command, environment, timeout)
 
@@ -25,6 +27,12 @@ def horovodrun(ranks: int, words: list[str], timeout: float = 300) -> subprocess
     return _run([launcher, "--gloo", "-np", str(ranks), sys.executable, *words], environment, timeout)
 
 
+def torchrun(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """torch.distributed's launcher: neither Horovod nor MPI."""
+    _, environment = prepare(ranks, words)
+    return _run(torchrun_command(ranks, words), environment, timeout)
+
+
 def alone(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """One process, no launcher."""
     assert ranks == 1
@@ -33,7 +41,9 @@ def alone(ranks: int, words: list[str], timeout: float = 300) -> subprocess.Comp
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
     environment = {**environment, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(REPOSITORY), str(REPOSITORY / "tests"), environment.get("PYTHONPATH", "")]
+    )
     return subprocess.run(
         command,
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""AD-PSGD on real ranks, over MPI beside Horovod: it converges, counts exactly, waits for nobody, ends cleanly."""
+"""AD-PSGD on real ranks, over MPI and over Gloo: it converges, counts exactly, waits for nobody, ends cleanly."""
 
 import json
 from functools import partial
@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.ranks import alone, mpirun
+from parallel.ranks import alone, mpirun, torchrun
 
+BOTH = (mpirun, torchrun)
 WORKER = str(Path(__file__).parent / "adpsgd_worker.py")
 
 
@@ -18,11 +19,14 @@ def found_by(ranks: int, folder: Path, *scenarios: str, launch: Any = mpirun) ->
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 5, pytest.param(4, marks=pytest.mark.proof)])
-def test_training(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launch", "ranks"),
+    [(mpirun, 2), (mpirun, 5), (torchrun, 3), *(pytest.param(run, 4, marks=pytest.mark.proof) for run in BOTH)],
+)
+def test_training(launch: Any, ranks: int, tmp_path: Path) -> None:
     slow = ["one_is_slow"] if ranks == 4 else []
     scenarios = ["least_squares", "mean_is_kept", "synchronized_one_by_one", *slow]
-    found = found_by(ranks, tmp_path, *scenarios)
+    found = found_by(ranks, tmp_path, *scenarios, launch=launch)
     for own in found:
         training = own["least_squares"]
         assert training["losses"][-1] < 1e-4
@@ -48,8 +52,8 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     assert own["synchronized_one_by_one"]["progress"] == 3
 
 
-def silence(ranks: int, folder: Path, how: str) -> None:
-    done = mpirun(ranks, [WORKER, str(folder), how], timeout=60)
+def silence(ranks: int, folder: Path, how: str, launch: Any = mpirun) -> None:
+    done = launch(ranks, [WORKER, str(folder), how], timeout=60)
     assert done.returncode != 0
     for rank in range(ranks - 1):
         found = json.loads((folder / f"rank{rank}.json").read_text())
@@ -58,7 +62,8 @@ def silence(ranks: int, folder: Path, how: str) -> None:
 
 
 def test_a_rank_that_times_out_is_named(tmp_path: Path) -> None:
-    silence(2, tmp_path, "sleeps")
+    for launch in BOTH:
+        silence(2, tmp_path, "sleeps", launch)
 
 
 @pytest.mark.proof
@@ -70,9 +75,10 @@ def test_whatever_rank_count_it_is_named_to_all_others(ranks: int, how: str, tmp
 
 @pytest.mark.proof
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("launch", BOTH)
 @pytest.mark.parametrize("ranks", [2, 4, 5])
-def test_twenty_clean_ends_of_twenty(ranks: int, tmp_path: Path) -> None:
-    for own in found_by(ranks, tmp_path, "clean_ends", launch=partial(mpirun, timeout=390)):
+def test_twenty_clean_ends_of_twenty(launch: Any, ranks: int, tmp_path: Path) -> None:
+    for own in found_by(ranks, tmp_path, "clean_ends", launch=partial(launch, timeout=390)):
         assert own["clean_ends"]["ends"] == 20 and own["clean_ends"]["exact"]
 
 

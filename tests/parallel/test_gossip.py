@@ -1,4 +1,4 @@
-"""Gossip between real ranks, over MPI beside Horovod: what it keeps, for whom it waits, and when a rank dies."""
+"""Gossip between real ranks, over MPI and over Gloo: what it keeps, for whom it waits, and when a rank dies."""
 
 import json
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.ranks import mpirun
+from parallel.ranks import mpirun, torchrun
 
 WORKER = str(Path(__file__).parent / "gossip_worker.py")
 ROUNDING = 1e-5
@@ -20,16 +20,25 @@ FURTHER = {
 }
 
 
-def found_by(ranks: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]:
+def found_by(ranks: int, folder: Path, *scenarios: str, launch: Any = mpirun) -> list[dict[str, Any]]:
     """What each rank's scenarios returned, by rank."""
-    done = mpirun(ranks, [WORKER, str(folder), *scenarios], timeout=200)
+    done = launch(ranks, [WORKER, str(folder), *scenarios], timeout=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 5, *(pytest.param(n, marks=pytest.mark.proof) for n in (3, 4, 8))])
-def test_oracles(ranks: int, tmp_path: Path) -> None:
-    found = found_by(ranks, tmp_path, *SCENARIOS, *FURTHER[ranks])
+@pytest.mark.parametrize(
+    ("launch", "ranks"),
+    [
+        (mpirun, 2),
+        (mpirun, 5),
+        (torchrun, 3),
+        *(pytest.param(mpirun, n, marks=pytest.mark.proof) for n in (3, 4, 8)),
+        *(pytest.param(torchrun, n, marks=pytest.mark.proof) for n in (2, 4, 5)),
+    ],
+)
+def test_oracles(launch: Any, ranks: int, tmp_path: Path) -> None:
+    found = found_by(ranks, tmp_path, *SCENARIOS, *FURTHER[ranks], launch=launch)
     for own in found:
         assert own["complete_graph"]["model"] == found[0]["complete_graph"]["model"]
         assert own["complete_graph"]["difference"] < ROUNDING

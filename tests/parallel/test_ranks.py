@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from parallel.ranks import alone, findings, horovodrun, mpirun
+from parallel.ranks import alone, findings, horovodrun, mpirun, torchrun
 
 from dgc.kernels.library import supported_isas
 
@@ -13,11 +13,11 @@ QUICK = (
     "requests",
     "every_compressor",
     "one_rank_differs",
-    "state_initialisation",
     "unused_on_one_rank",
     "nonfinite",
     "loss_scaling",
 )
+HOROVOD = ("horovods_compressions", "state_initialisation")
 
 
 def check_quick(found: list[dict]) -> None:
@@ -25,7 +25,6 @@ def check_quick(found: list[dict]) -> None:
     for rank, own in enumerate(found):
         assert own["requests"] == {"same": True, "bytes": True, "objects": True, "told": True}
         assert own["every_compressor"] == found[0]["every_compressor"], f"rank {rank} has another model"
-        assert own["state_initialisation"]["unmoved"]
         assert own["unused_on_one_rank"] == found[0]["unused_on_one_rank"]
         assert own["nonfinite"] == found[0]["nonfinite"]
         for name, result in own["nonfinite"].items():
@@ -40,7 +39,16 @@ def check_quick(found: list[dict]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
 def test_mpirun(ranks: int, tmp_path: Path) -> None:
-    check_quick(findings(ranks, tmp_path, *QUICK))
+    found = findings(ranks, tmp_path, *QUICK, *HOROVOD)
+    check_quick(found)
+    for own in found:
+        assert own["state_initialisation"]["unmoved"]
+        assert own["horovods_compressions"] == found[0]["horovods_compressions"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
+def test_torchrun(ranks: int, tmp_path: Path) -> None:
+    check_quick(findings(ranks, tmp_path, *QUICK, launch=torchrun))
 
 
 def test_ranks_that_disagree_are_told_so(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_watched_transport_records_its_waits() -> None:
     class Slow:
         rank, size, local_rank, local_size = 0, 1, 0, 1
 
-        def launch(self, name: Any, requests: Any) -> Any:
+        def launch(self, name: Any, requests: Any, lane: Any = "") -> Any:
             return "flight"
 
         def wait(self, flight: Any) -> Any:

@@ -95,6 +95,12 @@ def execute(requests: Sequence[Any]) -> list[Reply]:
             return [requests[root].tensor.clone() for _ in requests]
         case AllToAll():
             shares = [r.tensor.split(list(r.splits)) for r in requests]
+            for to, request in enumerate(requests):
+                for source, expected in enumerate(request.expected):
+                    if (sent := shares[source][to].numel()) != expected:
+                        raise LockstepError(
+                            f"rank {source} sends {sent} elements to rank {to}, which expects {expected}"
+                        )
             return [tuple(shares[source][to].clone() for source in range(size)) for to in range(size)]
         case Exchange():
             for to, request in enumerate(requests):

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dgc.comm.conversation import RunningConversation
+from dgc.comm.lockstep.order import LaunchOrder
 from dgc.comm.lockstep.rendezvous import HINT, check_agreement, execute, invalidate
 from dgc.comm.lockstep.rendezvous import LockstepError as LockstepError
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import Conversation, Group, Reply, Request, T
+from dgc.comm.requests import Conversation, Exchange, Group, Reply, Request, T
 
 
 @dataclass
@@ -48,8 +49,11 @@ class LockstepTransport:
     def group_rank(self, group: Group) -> int:
         return self._world.members(group, self.rank).index(self.rank)
 
-    def launch(self, name: str, requests: Sequence[Request]) -> LockstepFlight:
-        return LockstepFlight(self._world.launch(self.rank, name, tuple(requests)), name)
+    def open_lane(self, lane: str) -> None:
+        self._world.open_lane(self.rank, lane)
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> LockstepFlight:
+        return LockstepFlight(self._world.launch(self.rank, name, tuple(requests), lane), name)
 
     def poll(self, flight: LockstepFlight) -> bool:
         return self._world.poll(self.rank, flight)
@@ -65,6 +69,8 @@ class LockstepWorld:
         size: Number of ranks.
         local_size: Ranks per machine; it must divide `size`. Default: all ranks on one machine.
         seed: Seed of the launch order in `converse`.
+        strict: Require that the ranks launch the collectives of each lane in the same order, as torch.distributed
+            does. False: requests match by name alone, as in Horovod and MPI.
 
     Raises:
         ValueError: `local_size` does not divide `size`.
@@ -74,14 +80,16 @@ class LockstepWorld:
         sums = world.run(lambda transport: all_reduce(transport, torch.ones(3), "sum"))  # one result per rank
     """
 
-    def __init__(self, size: int, local_size: int | None = None, seed: int = 0):
+    def __init__(self, size: int, local_size: int | None = None, seed: int = 0, strict: bool = True):
         self.size, self.local_size = size, local_size or size
+        self._strict = strict
         if size % self.local_size:
             raise ValueError(f"local_size must divide the number of ranks, {size}, but it is {self.local_size}")
         self.transports = [LockstepTransport(self, rank) for rank in range(size)]
         self.meters = [TrafficMeter() for _ in range(size)]
         self._random = random.Random(seed)
         self._open: dict[str, list[_Rendezvous]] = {}
+        self._orders: dict[str, LaunchOrder] = {}
         self._lock = threading.RLock()
         self._turns = [threading.Condition(self._lock) for _ in range(size)]
         self._turn: int | None = None  # the rank that runs now, inside `run`
@@ -136,6 +144,7 @@ class LockstepWorld:
         self._ended.clear()
         self._waiting.clear()
         self._open.clear()
+        self._orders.clear()
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -159,8 +168,18 @@ class LockstepWorld:
         self._turn = first if self._failed is not None else next(free, first)
         self._turns[self._turn].notify()
 
-    def launch(self, rank: int, name: str, requests: tuple[Request, ...]) -> _Rendezvous:
+    def open_lane(self, rank: int, lane: str) -> None:
         with self._lock:
+            self._orders.setdefault(lane, LaunchOrder(lane)).open(rank)
+
+    def launch(self, rank: int, name: str, requests: tuple[Request, ...], lane: str = "") -> _Rendezvous:
+        with self._lock:
+            if self._strict and any(not isinstance(request, Exchange) for request in requests):
+                if lane == "":
+                    self.open_lane(rank, lane)
+                elif lane not in self._orders or not self._orders[lane].is_open(rank):
+                    raise LockstepError(f"{name}: rank {rank} has not opened the lane {lane!r}")
+                self._orders[lane].launch(rank, name)
             queue = self._open.setdefault(name, [])
             rendezvous = next((m for m in queue if rank not in m.requests), None)
             if rendezvous is None:

@@ -9,7 +9,6 @@ that receive from it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
-from zlib import crc32
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from dgc.comm.channel import Channel
 from dgc.comm.mpi.channel import MPIChannel
 from dgc.comm.mpi.runtime import running_mpi
 from dgc.comm.requests import Exchange, Group, Reply, Request, as_bytes
+from dgc.comm.tags import MessageTags
 from dgc.comm.transport import Transport
 
 MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
@@ -61,8 +61,7 @@ class PointToPointTransport:
                 f"rank {self.rank} of {self.size} is MPI rank {self._communicator.rank} of "
                 f"{self._communicator.size}: start all ranks with one mpirun"
             )
-        self._max_tag: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        self._names: dict[int, str] = {}
+        self._tags = MessageTags(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
         self._pending_sends: list[tuple[Any, Tensor]] = []  # MPI may still read their tensors
 
     def group_size(self, group: Group) -> int:
@@ -74,15 +73,18 @@ class PointToPointTransport:
     def channel(self) -> Channel:
         return MPIChannel()
 
-    def launch(self, name: str, requests: Sequence[Request]) -> PointToPointFlight:
+    def open_lane(self, lane: str) -> None:
+        self.inner.open_lane(lane)
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> PointToPointFlight:
         if not any(isinstance(request, Exchange) for request in requests):
-            return PointToPointFlight(self.inner.launch(name, requests), (), [])
+            return PointToPointFlight(self.inner.launch(name, requests, lane), (), [])
         flight = PointToPointFlight(None, tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
         self._pending_sends = [(sending, tensor) for sending, tensor in self._pending_sends if not sending.Test()]
         for i, request in enumerate(requests):
             if not isinstance(request, Exchange):
                 raise ValueError(f"{name}: an Exchange cannot be launched together with requests of other kinds")
-            tag, members = self._tag(f"{name}.{i}"), self.inner.members(request.group)
+            tag, members = self._tags.of(f"{name}.{i}"), self.inner.members(request.group)
             receives = {source: mpi_buffer(tensor, self._MPI) for source, tensor in request.receives.items()}
             sends = {to: mpi_buffer(tensor, self._MPI) for to, tensor in request.sends.items()}
             for source, buffer in receives.items():
@@ -101,14 +103,6 @@ class PointToPointTransport:
             return self.inner.wait(flight.inner)
         self._MPI.Request.Waitall(flight.receives)
         return flight.replies
-
-    def _tag(self, name: str) -> int:
-        tag = crc32(name.encode()) % self._max_tag
-        if self._names.setdefault(tag, name) != name:
-            raise ValueError(
-                f"messages {name!r} and {self._names[tag]!r} have the same MPI tag: rename one of them"
-            )
-        return tag
 
 
 def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:

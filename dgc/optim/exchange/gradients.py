@@ -1,7 +1,8 @@
 """The exchange of the gradients of a step.
 
-Hooks fill the buckets during backward. The exchange of a full bucket starts at once. `finish` waits for all.
-Every rank exchanges every bucket in every step. A parameter without a gradient counts as zero.
+Hooks fill the buckets during backward. The exchange of a full bucket starts at once, if all buckets before it have
+started. `finish` waits for all. Every rank exchanges every bucket in every step, in the same order. A parameter
+without a gradient counts as zero.
 """
 
 import threading
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dgc.comm.conversation import RunningConversation
+from dgc.comm.collectives import broadcast_object
 from dgc.comm.meter import TrafficMeter
+from dgc.comm.ordered import OrderedConversations
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result, conversation_of
 from dgc.optim.exchange.planning import PlannedBucket
@@ -40,9 +42,11 @@ def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
 class GradientExchange:
     """Exchanges the gradients of every step, always in the same buckets.
 
-    A bucket starts when each of its parameters has received `passes` gradients, or at `finish`. Hooks may run in
-    several threads (one per device), so a lock guards the state. A parameter's .grad may change between passes. It
-    must not change between its last gradient and `finish`, whether or not its bucket has started (RuntimeError).
+    A bucket is full when each of its parameters has received `passes` gradients. It starts when it and all
+    buckets before it are full, or at `finish`. The order is that in which rank 0 filled the buckets in its first
+    step. Hooks may run in several threads (one per device), so a lock guards the state. A parameter's .grad may
+    change between passes. It must not change between its last gradient and `finish`, whether or not its bucket has
+    started (RuntimeError).
 
     Args:
         planned: The buckets, in the order in which backward fills them.
@@ -51,6 +55,7 @@ class GradientExchange:
         meter: Counts bytes and seconds.
         loss_scale: Removes the loss scale before compression.
         begin_step: Called before the first bucket of each step starts.
+        name: Prefix of lanes and control messages, unique on the transport.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class GradientExchange:
         meter: TrafficMeter,
         loss_scale: LossScale,
         begin_step: Callable[[], None],
+        name: str,
     ):
         self.planned, self.passes, self.meter = planned, passes, meter
         self.had_backward = False
@@ -69,6 +75,10 @@ class GradientExchange:
         self._lock = threading.RLock()
         self._slots = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
         self._side_streams = {device: SideStream(device) for device in {plan.bucket.device for plan in planned}}
+        self._name = name
+        self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
+        self._order = list(range(len(planned)))  # in which buckets start
+        self._is_order_final = False
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._slots]
         _wrapped.update((p, True) for p in self._slots)
         self._reset()
@@ -76,7 +86,8 @@ class GradientExchange:
     def _reset(self) -> None:
         self._passes_left = dict.fromkeys(self._slots, self.passes)
         self._gradients_left = [len(plan.parameters) for plan in self.planned]
-        self._running: dict[int, RunningConversation[Result]] = {}
+        self._filled: list[int] = []  # full buckets, in the order in which they were filled
+        self._conversations.clear()
         self._final_gradients: dict[Tensor, tuple[Tensor, int]] = {}  # complete gradients and their versions
 
     def __contains__(self, p: Tensor) -> bool:
@@ -84,7 +95,7 @@ class GradientExchange:
 
     @property
     def in_flight(self) -> bool:
-        return bool(self._running)
+        return len(self._conversations) > 0
 
     def _hook(self, p: Tensor) -> None:
         with self._lock:
@@ -102,11 +113,10 @@ class GradientExchange:
                 self._record_version(p)
                 self._gradients_left[b] -= 1
                 if self._gradients_left[b] == 0:
-                    self._start(b)
+                    self._filled.append(b)
+                    self._start_full_buckets()
             with torch.no_grad():
-                for other, running in self._running.items():
-                    with self._side_stream(other).concurrently():
-                        running.advance()
+                self._conversations.advance()
 
     def _record_version(self, p: Tensor) -> None:
         assert p.grad is not None
@@ -123,8 +133,14 @@ class GradientExchange:
                     "optimizer.skip_synchronize()"
                 )
 
+    def _start_full_buckets(self) -> None:
+        for b in self._order[len(self._conversations) :]:
+            if self._gradients_left[b]:
+                break
+            self._start(b)
+
     def _start(self, b: int) -> None:
-        if not self._running:
+        if not self.in_flight:
             self._begin_step()
         plan = self.planned[b]
         self._check_unchanged(plan)
@@ -133,7 +149,7 @@ class GradientExchange:
             if self._loss_scale.enabled:
                 self._loss_scale.divide_(plan.bucket.flat)
             conversation = conversation_of(plan.compressor, plan.bucket)
-            self._running[b] = RunningConversation(plan.bucket.name, conversation, self._transport, self.meter)
+            self._conversations.start(plan.bucket.name, conversation, self._side_stream(b).concurrently)
         if plan.bucket.is_flat:
             plan.attach()  # the gradients were copied: free the originals
             for p in plan.parameters:
@@ -147,19 +163,14 @@ class GradientExchange:
         with self._lock, torch.no_grad():
             for plan in self.planned:
                 self._check_unchanged(plan)
-            for b, plan in enumerate(self.planned):
-                if b not in self._running:
-                    for i in range(len(plan.parameters)):
-                        plan.collect(i)
-                    self._start(b)
-            # one round of each bucket in turn: while one bucket waits, the next rounds of the others are in flight
-            remaining = list(range(len(self.planned)))
-            while remaining:
-                for b in remaining:
-                    with self._side_stream(b).concurrently():
-                        self._running[b].finish_round()
-                remaining = [b for b in remaining if not self._running[b].done]
-            results = [self._running[b].finish() for b in range(len(self.planned))]
+            for b in self._order[len(self._conversations) :]:
+                plan = self.planned[b]
+                for i in range(len(plan.parameters)):
+                    plan.collect(i)
+                self._start(b)
+            in_order = dict(zip(self._order, self._conversations.finish(), strict=True))
+            results = [in_order[b] for b in range(len(self.planned))]
+            self._learn_order()
             for side in self._side_streams.values():
                 side.join()
             for plan in self.planned:
@@ -169,6 +180,13 @@ class GradientExchange:
             self._reset()
             self.averaged = True
             return results
+
+    def _learn_order(self) -> None:
+        """Use the order in which rank 0 filled its buckets in its first step with full buckets. Collective."""
+        if not self._is_order_final:
+            filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")
+            self._order = list(dict.fromkeys([*filled, *self._order]))
+            self._is_order_final = bool(filled)
 
     def zero(self, set_to_none: bool) -> None:
         """Drop all gradients, or make them zero views into the buckets.

@@ -1,0 +1,91 @@
+"""Several conversations at once, whose rounds are launched in the same order on every rank.
+
+Which replies arrive first depends on timing. The order of launches on one lane must not depend on it:
+
+- The caller starts conversations, and so launches their rounds 0, in the same order on every rank.
+- Round r of a conversation is launched after round r of all conversations that started before it.
+- Each round r < LANES has a lane of its own. The order between round 0 of one conversation and round 1 of another
+  therefore does not matter.
+- Later rounds are launched by `finish` alone, on the lane of round 0: for each r, round r of all conversations.
+  Whether a conversation ends after LANES rounds is known only when it is continued, so that is left to `finish`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from math import inf
+from typing import Any, Generic
+
+from dgc.comm.conversation import RunningConversation
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.requests import Conversation, T
+from dgc.comm.transport import Transport
+
+LANES = 3  # few methods have more rounds. A lane of torch.distributed is a process group, with its connections.
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class OrderedConversations(Generic[T]):
+    """Conversations in progress, in the order in which they were started. Construction is collective.
+
+    Args:
+        name: Prefix of the lanes. It must be unique on the transport.
+        transport: Carries the requests.
+        meter: Counts bytes and seconds.
+
+    Example:
+        >>> exchange = OrderedConversations("gradients", transport, TrafficMeter())
+        >>> exchange.start("bucket0", compressor.reduce(bucket0))
+        >>> exchange.start("bucket1", compressor.reduce(bucket1))
+        >>> exchange.advance()  # any number of times, or never
+        >>> results = exchange.finish()
+    """
+
+    def __init__(self, name: str, transport: Transport, meter: TrafficMeter):
+        self._transport, self._meter = transport, meter
+        self._lanes = [f"{name}.round{r}" for r in range(LANES)]
+        for lane in self._lanes:
+            transport.open_lane(lane)
+        self._running: list[tuple[RunningConversation[T], Context]] = []
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, name: str, conversation: Conversation[T], context: Context = nullcontext) -> None:
+        """Launch the first round of a conversation.
+
+        Args:
+            name: Name of the conversation, the same on every rank.
+            conversation: Generator of an algorithm.
+            context: Makes a context manager in which the conversation continues later, such as a CUDA stream.
+        """
+        running = RunningConversation(name, conversation, self._transport, self._meter, self._lanes)
+        self._running.append((running, context))
+
+    def advance(self) -> None:
+        """Continue all conversations whose replies are available, without waiting."""
+        limit: float = LANES
+        for running, context in self._running:
+            if not running.done:
+                with context():
+                    running.advance(limit)
+            limit = min(limit, inf if running.done else running.rounds)
+
+    def finish(self) -> list[T]:
+        """Wait for all rounds of all conversations. Return the results in the order of `start`."""
+        rounds = 1
+        remaining = self._running
+        while remaining:
+            for running, context in remaining:
+                if running.rounds == rounds:
+                    with context():
+                        running.finish_round()
+            rounds += 1
+            remaining = [(running, context) for running, context in remaining if not running.done]
+        results = [running.finish() for running, _ in self._running]
+        self._running = []
+        return results
+
+    def clear(self) -> None:
+        """Forget all conversations. For a step that is given up."""
+        self._running = []
