@@ -124,6 +124,14 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "dgc.optim.gossip": ("dgc.comm", "dgc.comm.connect", "dgc.compression", "dgc.gossip", "dgc.optim"),
     "dgc.optim.__init__": ("dgc.optim", "dgc.optim.sgd", "dgc.optim.distributed", "dgc.optim.gossip"),
+    "dgc.ddp": (
+        "dgc.comm",
+        "dgc.comm.torch_distributed",
+        "dgc.compression",
+        "dgc.optim",
+        "dgc.optim.exchange",
+        "dgc.optim.momentum",
+    ),
     "dgc.paper": ("dgc.bucket", "dgc.comm", "dgc.compression", "dgc.gossip.topology"),
     "dgc.testing": ("dgc.bucket", "dgc.comm.lockstep", "dgc.compression"),
     "dgc.__init__": ("dgc.comm", "dgc.comm.connect"),
@@ -238,6 +246,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "dgc.comm.torch_distributed",
         "dgc.comm.connect",  # only looks whether it runs
         "dgc.launch",  # only the name
+        "dgc.ddp",
         "benchmarks.powersgd_step",
     ),
 }

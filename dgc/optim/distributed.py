@@ -21,7 +21,7 @@ from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
 from dgc.optim.agreement import check_settings
-from dgc.optim.epochs import EpochWrapper
+from dgc.optim.compression_state import CountsEpochs
 from dgc.optim.exchange.gradients import GradientExchange, check_not_wrapped
 from dgc.optim.exchange.planning import check_agreement, plan_buckets
 from dgc.optim.exchange.scaling import LossScale, is_used
@@ -35,9 +35,10 @@ from dgc.optim.options import (
     unique_prefix,
 )
 from dgc.optim.sgd import SparseUpdate, SupportsCorrectedGradients
+from dgc.optim.wrapper import Wrapper
 
 
-class DistributedOptimizer(EpochWrapper):
+class DistributedOptimizer(CountsEpochs, Wrapper):
     """Wraps an optimizer: averages its gradients over all ranks with compression, then steps it on the averages.
 
     Learning-rate schedulers, parameter groups and state are those of the wrapped optimizer. Parameters without
@@ -113,7 +114,7 @@ class DistributedOptimizer(EpochWrapper):
         compressor_of = {p: plan.compressor for plan in planned for p in plan.parameters}
         # in model order: positions name the saved states and must not depend on the buckets
         compressors = list({id(compressor_of[p]): compressor_of[p] for _, p in named}.values())
-        super().__init__(optimizer, compressors)
+        Wrapper.__init__(self, optimizer, compressors)
         self._loss_scale = LossScale(grad_scaler, planned)
         if self._loss_scale.enabled and nonfinite == "raise":
             raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")

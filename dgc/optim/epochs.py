@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from dgc.optim.wrapper import Wrapper
-
 
 class EpochCount:
     """Calls `begin_epoch` before the first step of each epoch.
@@ -54,27 +52,3 @@ class EpochCount:
         if self.steps_per_epoch is not None and epochs is not None:
             self._steps, self._epoch = round(epochs * self.steps_per_epoch), -1
             self.begin()
-
-
-class EpochWrapper(Wrapper):
-    """A Wrapper that can count epochs. A subclass must call `_count_epochs` first."""
-
-    def _count_epochs(self, steps_per_epoch: int | None) -> None:
-        self._epochs = EpochCount(steps_per_epoch, super().begin_epoch)
-
-    def begin_epoch(self, epoch: int) -> float:
-        if self._epochs.steps_per_epoch is not None:
-            raise ValueError(
-                f"begin_epoch() was called, but steps_per_epoch={self._epochs.steps_per_epoch} counts the epochs: "
-                "keep one of the two"
-            )
-        return super().begin_epoch(epoch)
-
-    def compression_state_dict(self) -> dict[str, Any]:
-        return {**super().compression_state_dict(), **self._epochs.state_dict()}
-
-    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
-        epochs = state.get("epochs")
-        self._epochs.check(epochs)
-        super().load_compression_state_dict({name: part for name, part in state.items() if name != "epochs"})
-        self._epochs.load(epochs)

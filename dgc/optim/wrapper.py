@@ -1,33 +1,18 @@
-"""Base class of the optimizers that wrap another one: its groups and state, and the compression state."""
+"""Base class of the optimizers that wrap another one."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import sqrt
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import SparseOrDense
+from dgc.optim.compression_state import HasCompression, Method
 
 
-@runtime_checkable
-class Method(Protocol):
-    """The common interface of compressors and gossip algorithms."""
-
-    @property
-    def compress_ratio(self) -> float: ...
-
-    def begin_epoch(self, epoch: int) -> None: ...
-    def errors(self) -> Iterable[Tensor]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Wrapper(Optimizer):
+class Wrapper(HasCompression, Optimizer):
     """Wraps the optimizer `inner`. Attributes that are not defined here are those of `inner`.
 
     It cannot be copied or pickled, because it has hooks on its parameters and a connection to the other ranks.
@@ -45,7 +30,7 @@ class Wrapper(Optimizer):
     def __init__(self, inner: Optimizer, methods: Sequence[Method]):
         # Optimizer.__init__ is not called: it would create its own groups and hooks
         self.inner: Any = inner
-        self._methods = list(methods)
+        HasCompression.__init__(self, methods)
 
     # --- the wrapped optimizer ---------------------------------------------------------------------
 
@@ -112,32 +97,3 @@ class Wrapper(Optimizer):
         """Return further values of the last step, for logs."""
         shares = [m.dense_share for m in self._methods if isinstance(m, SparseOrDense)]
         return {"dense_share": max(shares)} if shares else {}
-
-    # --- compression ------------------------------------------------------------------------------
-
-    def begin_epoch(self, epoch: int) -> float:
-        """Set the epoch, counted from 0, for the warm-up of the compressors. Returns the new compress_ratio."""
-        for method in self._methods:
-            method.begin_epoch(epoch)
-        return self.compress_ratio
-
-    @property
-    def compress_ratio(self) -> float:
-        """The smallest nominal fraction of elements that a compressor currently sends. 1.0 is dense."""
-        return min((m.compress_ratio for m in self._methods), default=1.0)
-
-    def error_norm(self) -> float:
-        """Return the L2 norm of this rank's error state, the unsent part of its gradients."""
-        squares = [float(e.norm(dtype=torch.float64)) ** 2 for m in self._methods for e in m.errors()]
-        return sqrt(sum(squares))
-
-    def compression_state_dict(self) -> dict[str, Any]:
-        """Return this rank's error state. Unlike `state_dict()` it differs between ranks: save it on each."""
-        return {f"{type(m).__name__}.{i}": m.state_dict() for i, m in enumerate(self._methods)}
-
-    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
-        methods = {f"{type(m).__name__}.{i}": m for i, m in enumerate(self._methods)}
-        if methods.keys() != state.keys():
-            raise ValueError(f"state of other compressors: it has {sorted(state)}, not {sorted(methods)}")
-        for name, method in methods.items():
-            method.load_state_dict(state[name])

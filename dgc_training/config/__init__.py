@@ -11,39 +11,34 @@ the tree that this load has built so far. A YAML file is equivalent: `_target_` 
 In YAML and on the command line a mapping is merged into its node, unless it has a different `_target_` or the node
 is null. In Python an assigned `Config(Target)` always replaces the node.
 
-`layers` finds and reads files and overrides, `stack` applies them to one tree, `check` checks the result.
+`layers` finds files, and applies them and the overrides to one tree. `check` checks the result.
 """
 
 import os
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from dgc_training.config.check import Check
 from dgc_training.config.formulas import derived as derived
-from dgc_training.config.keys import Key as Key
-from dgc_training.config.layers import UNDER_CONSTRUCTION, find, parse
-from dgc_training.config.stack import Stack
+from dgc_training.config.layers import UNDER_CONSTRUCTION, Stack, find
 from dgc_training.config.tree import Config as Config
-from dgc_training.config.tree import assign_
+from dgc_training.config.tree import Key as Key
 from dgc_training.constructors import instantiate as instantiate
 from dgc_training.errors import ConfigError as ConfigError
 from dgc_training.errors import collecting
 
 to_yaml = OmegaConf.to_yaml  # loads as the same tree. resolve=True writes values instead of formulas.
 
-if TYPE_CHECKING:
-    configs: Config
-else:
+configs: Config
 
-    def __getattr__(name: str) -> Config:
-        """Looks up `configs` at each import, so that every load uses its own tree."""
-        tree = UNDER_CONSTRUCTION.get() if name == "configs" else None
-        if tree is None:
-            raise AttributeError(f"no {name!r} in {__name__}; `configs` exists only while `load` runs")
-        return tree
+
+def __getattr__(name: str) -> Config:
+    """Looks up `configs` at each import, so that every load uses its own tree."""
+    tree = UNDER_CONSTRUCTION.get() if name == "configs" else None
+    if tree is None:
+        raise AttributeError(f"no {name!r} in {__name__}; `configs` exists only while `load` runs")
+    return tree
 
 
 def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> DictConfig:
@@ -64,12 +59,10 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
         with collecting(problems):
             files.append(find(path, stack.tree))
     with collecting(problems):
-        for n, file in enumerate([] if problems else files):
-            stack.add(file, first=n == 0)
-    is_complete = not problems
-    for key, value in parse(overrides if is_complete else (), stack.tree, problems):
-        with collecting(problems):
-            stack.apply(partial(assign_, key=key, value=value), f"command line, --configs.{key}")
+        for file in files if not problems else ():
+            stack.add(file)
+    if is_complete := not problems:
+        stack.override(overrides, problems)
     check = Check(stack, files, is_complete)
     if problems := list(dict.fromkeys([*check.problems, *problems])):
         heading = [f"{len(problems)} errors in the config:"] if len(problems) > 1 else []

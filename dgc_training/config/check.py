@@ -9,10 +9,8 @@ from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dgc_training.config.formulas import is_formula
-from dgc_training.config.keys import ANYTHING, Key, key_of, keywords
-from dgc_training.config.layers import ROOT_BASE, bases_of, config_files, show
-from dgc_training.config.stack import Stack
-from dgc_training.config.tree import similar
+from dgc_training.config.layers import ROOT_BASE, Stack, bases_of, config_files, show
+from dgc_training.config.tree import ANYTHING, Key, key_of, keywords, similar
 from dgc_training.constructors import SPECIAL, import_target
 from dgc_training.errors import ConfigError, closest, short
 
@@ -33,8 +31,8 @@ class Check:
         self._wrong: set[str] = set()  # keys with a mistake. What follows from them is not reported again.
         self._missing: list[str] = []  # keys without a value that an experiment must set
         self._formulas: list[tuple[Any, Any, str, str, Key]] = []
-        self._check_requirements(stack.tree["requires"], files)
-        self._check_mapping(self.result, stack.tree, "", stack.keys[""])
+        self._check_requirements(stack.tree.get("requires"), files)
+        self._check_mapping(self.result, stack.tree, "", ANYTHING)
         for formula in self._formulas:  # when all wrong values are known
             self._check_formula(*formula)
         if self._missing and is_complete:
@@ -53,14 +51,11 @@ class Check:
     def _check_requirements(self, requires: Any, files: Sequence[Path]) -> None:
         """Checks `requires`, the values that stacked bases require: {dotted key: value}."""
         for key, wanted in requires.items() if isinstance(requires, dict) else ():
-            try:
-                found = OmegaConf.select(self.result, key)
-            except OmegaConfBaseException:  # a formula without a value, which is reported, or no node
-                found = None
+            found = OmegaConf.select(self.result, key, throw_on_resolution_failure=False)
             if found != wanted:
                 by, origin = self.stack.origin(f"requires.{key}"), self.stack.origin(key)
                 late = [file for file in files if by in map(show, [*bases_of(file), file])]
-                right = list(dict.fromkeys([file for file in files if file not in late] + late))
+                right = [file for file in files if file not in late] + late
                 cure = f"leave out the one or the other: {origin}, {' '.join(map(show, late)) or by}"
                 if late and right != files:
                     cure = f"the right order is --configs {' '.join(map(show, right))}"
@@ -69,32 +64,28 @@ class Check:
 
     def _check_mapping(self, node: Any, raw: dict[str, Any], path: str, accepted: Key) -> None:
         """Checks the keys of a section, of a constructor or of a mapping with free names."""
-        prefix = f"{path}." if path else ""
-        keys: dict[str, Key] | None = None  # None: every key is accepted
-        if "_target_" in raw:
-            keys = self._keywords(node, prefix)
-        elif accepted.section:
-            keys = {at.removeprefix(prefix): key for at, key in self.stack.keys.items() if at.startswith(prefix)}
-            keys = {key: known for key, known in keys.items() if key and "." not in key}
-            for key in (key for key in keys if key not in raw):
-                self._report(prefix + key, f"removes {prefix}{key}; set keys one by one, or to null")
-        for key, value in raw.items():
-            at, known = prefix + key, accepted.items or ANYTHING if keys is None else keys.get(key)
-            if known is None:
+        section = self.stack.sections.get(path, {}) if "_target_" not in raw else {}
+        keys = self._keywords(node, path) if "_target_" in raw else section or None
+        for key in {**section, **raw}:
+            at, value = f"{path}.{key}".lstrip("."), raw.get(key)
+            known = accepted.items or ANYTHING if keys is None else keys.get(key)
+            if key not in raw:
+                self._report(at, f"removes {at}; set keys one by one, or to null")
+            elif known is None:
                 self._report(at, self._unknown(at, keys or (), raw.get("_target_")))
-            elif value is None and accepted.section and known.must_be_set:
+            elif value is None and key in section and known.default is None and known.wanted(None):
                 self._missing.append(at)
                 self._wrong.add(at)
             else:
                 near = closest(key, (name for name in raw if name != key), 0) if known is accepted.items else ""
                 self._check_value(node, key, value, at, known, near)
 
-    def _keywords(self, node: Any, prefix: str) -> dict[str, Key] | None:
+    def _keywords(self, node: Any, path: str) -> dict[str, Key] | None:
         """What the keywords of a node's constructor accept. None: every keyword, or the constructor is wrong."""
         try:
-            return keywords(import_target(name := str(node["_target_"])))
+            return keywords(import_target(target := str(node["_target_"])))
         except ConfigError as error:
-            self._report(f"{prefix}_target_", f"{prefix}_target_ is {name}: {error}")
+            self._report(f"{path}._target_", f"{path}._target_ is {target}: {error}")
         except OmegaConfBaseException:  # a formula without a value, which is reported
             pass
         return None
@@ -122,18 +113,20 @@ class Check:
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
-            reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
-            if missing := re.fullmatch(r"Interpolation key '(.*)' not found", reason):
-                near = [f"; closest: {key}" for key in similar(missing[1], self.stack.tree)]
-                reason = f"there is no key {missing[1]!r}{''.join(near[:1])}"
-            elif "ecursi" in reason:
-                reason = "it refers back to itself, or is too long"
-            self._report(path, f"{path} is {short(raw)}: {short(reason, 160)}")
+            self._report(path, f"{path} is {short(raw)}: {short(self._reason(error), 160)}")
             return
         value = OmegaConf.to_container(value) if isinstance(value, Container) else value
         if wanted := accepted.wanted(value):
             given = f"{short(raw)}, which gives {short(repr(value))}"
             self._report(path, f"{path} is {given}, but it must be {wanted}")
+
+    def _reason(self, error: Exception) -> str:
+        """Why a formula has no value."""
+        reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+        if missing := re.fullmatch(r"Interpolation key '(.*)' not found", reason):
+            near = [f"; closest: {key}" for key in similar(missing[1], self.stack.tree)]
+            return f"there is no key {missing[1]!r}{''.join(near[:1])}"
+        return "it refers back to itself, or is too long" if "ecursi" in reason else reason
 
     def _unknown(self, path: str, keys: Iterable[str], target: str | None) -> str:
         """The message for a key that its section or its constructor does not have."""
@@ -144,9 +137,9 @@ class Check:
             return f"unknown key {path}{f'; there is {elsewhere}' if elsewhere else near}"
         message = f"{path}: {target} takes no keyword {key!r}{near}"
         # Shipped folders that set another constructor there, except experiments, which set all the rest as well.
-        texts = {file.parent.name: file.read_text() for file in sorted(ROOT_BASE.parent.glob("*/__init__.py"))}
-        texts = {name: text for name, text in texts.items() if "configs.dataset = " not in text}
-        if folders := [f"configs/{name}/..." for name in texts if f"configs.{above} = Config(" in texts[name]]:
+        bases = {file.parent.name: file.read_text() for file in sorted(ROOT_BASE.parent.glob("*/__init__.py"))}
+        wanted = [name for name, text in bases.items() if f"configs.{above} = Config(" in text]
+        if folders := [f"configs/{name}/..." for name in wanted if "configs.dataset = " not in bases[name]]:
             message += f"; to have another one there, stack a file of {' or '.join(folders)} after the experiment"
         by = self.stack.origin(f"{above}._target_")
         if by.startswith("command line") and by != self.stack.origin(path):  # a keyword of another constructor

@@ -1,10 +1,10 @@
-"""The layers of a stack: config files, found by name, and overrides of the command line, which are never code."""
+"""The layers of a load: config files, found by name, and overrides of the command line, which are never code."""
 
 import os
 import re
 import shlex
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dgc_training.config.formulas import NUMBER, number
-from dgc_training.config.tree import Config, similar
+from dgc_training.config.formulas import NUMBER, is_formula, number
+from dgc_training.config.tree import Config, Key, assign_, checked, kinds_of, leaves, merge_, plain, similar
 from dgc_training.errors import ConfigError, closest, collecting, short
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -22,8 +22,110 @@ ROOT_BASE = REPOSITORY / "configs" / "__init__.py"
 SUFFIXES = (".py", ".yaml", ".yml")
 UNDER_CONSTRUCTION: ContextVar[Config | None] = ContextVar("configs", default=None)
 PREFIX = "--configs."
+RULE = "config files follow --configs, overrides are written --configs.KEY VALUE, a list as '[1,2]'"
 # The flags of train.py. They are only used to suggest the spelling of an unknown flag.
 FLAGS = "--configs --devices --evaluate --suffix --run-dir --no-resume --print-config --help".split()
+
+
+class Stack:
+    """The tree of all layers so far. The shipped root base is the first layer of every stack.
+
+    Attributes:
+        tree: the values as nested dicts and lists, with formulas as text.
+        sections: {dotted key: {name: Key}}, the mappings in which only declared keys are accepted.
+        origins: the layer that last set, changed or removed each key.
+    """
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.sections: dict[str, dict[str, Key]] = {"": {}}
+        self.origins: dict[str, str] = {}
+        self._bases: set[Path] = set()  # those that have been applied
+        self.add(ROOT_BASE)
+
+    def origin(self, path: str) -> str:
+        """The layer that set the value at `path`, or the closest node that contains it."""
+        while path and path not in self.origins:
+            path = path.rpartition(".")[0]
+        return self.origins.get(path, "nobody")
+
+    def add(self, file: Path) -> None:
+        """Applies a file, after its bases that have not been applied yet."""
+        bases = bases_of(file)
+        is_first = {*self.origins.values()} == {show(ROOT_BASE)}
+        for layer in bases if file in bases else [*bases, file]:
+            if layer.resolve() in self._bases:
+                continue
+            self._bases |= {layer.resolve()} if layer in bases else set()
+            if layer.suffix == ".py":
+                self.apply(show(layer), execute, layer, declares=layer in bases[:1])
+                continue
+            content = parse_yaml(layer)
+            # A first file with all declared keys, like the config.yaml of a run, replaces the tree. It may have
+            # further keys, which its own stack declared.
+            declared = {f"{path}.{name}".lstrip(".") for path, keys in self.sections.items() for name in keys}
+            is_saved = is_first and not bases and declared <= dict(leaves(content)).keys()
+            change = Config.update if is_saved else merge_
+            self.apply(show(layer), change, content, declares=is_saved or layer in bases[:1])
+
+    def override(self, words: Sequence[str], problems: list[str]) -> None:
+        """Applies the words of a command line. Each that is no override, or cannot be applied, is a problem."""
+        rest = list(words)
+        while rest:
+            word = rest.pop(0)
+            key, equals, text = word.partition("=")
+            if word.startswith("--") and not equals and rest and not rest[0].startswith("--"):
+                text = rest.pop(0)
+            with collecting(problems):
+                if not key.startswith(PREFIX) or key == PREFIX:
+                    near = prefixed(key, text, self.tree) or closest(key, FLAGS, 0) or f"; {RULE}"
+                    raise ConfigError(f"unexpected {word!r} on the command line{near}")
+                if not text.strip():
+                    cure = f"write {key} VALUE: null for none, '\"\"' for the empty string"
+                    raise ConfigError(f"{key} has no value; {cure}")
+                value = literal(text.strip(), key)
+                self.apply(f"command line, {key}", assign_, key.removeprefix(PREFIX), value)
+
+    def apply(self, origin: str, change: Callable[..., None], *args: Any, declares: bool = False) -> None:
+        """Applies one layer: `change` edits a copy of the tree. `declares`: whether it adds keys to sections."""
+        node = checked(self.tree)
+        sections = {path: value for path, value in leaves(node) if path in self.sections}
+        try:
+            change(node, *args)
+            for path, value in leaves(node) if declares else ():
+                if path in sections and isinstance(value, Config):  # it may be new: `configs.train = Config()`
+                    for key in sections[path]:
+                        value.setdefault(key, sections[path][key])
+            tree = plain(node)
+            OmegaConf.create(tree)
+        except OmegaConfBaseException as error:  # a formula that cannot be read
+            reason = short(str(error).splitlines()[0], 160)
+            raise ConfigError(f"{origin}: {error.full_key} is no value or formula: {reason}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(str(error) if origin in str(error) else f"{origin}: {error}") from error
+        if declares:
+            self._declare(node)
+        before, after = dict(leaves(self.tree)), dict(leaves(tree))
+        paths = {**before, **after}
+        changed = [path for path in paths if repr(before.get(path, ...)) != repr(after.get(path, ...))]
+        for path in changed:  # two layers may not require different values, as two compression methods do
+            if path.startswith("requires.") and path in before and path in after:
+                needs = f"{origin} needs {path.removeprefix('requires.')} to be {after[path]}"
+                other = f"{self.origin(path)} needs {before[path]}"
+                raise ConfigError(f"{needs}, but {other}; leave out the one or the other")
+        self.origins |= dict.fromkeys(changed, origin)
+        self.tree = tree
+
+    def _declare(self, node: Config) -> None:
+        """Accepts the keys that are new in a section from now on. A mapping with keys becomes a section."""
+        for path, value in leaves(node):
+            section, _, name = path.rpartition(".")
+            if name in self.sections.get(section, (name,)):
+                continue
+            kind = "Any" if value is None or is_formula(value) else kinds_of(value)[0]
+            self.sections[section][name] = value if isinstance(value, Key) else Key(f"{kind} | None")
+            if kind == "dict" and value:
+                self.sections[section][name], self.sections[path] = Key(dict, {}), {}
 
 
 def _existing(*paths: Path) -> Path | None:
@@ -38,12 +140,8 @@ def _existing(*paths: Path) -> Path | None:
 
 def bases_of(file: Path) -> list[Path]:
     """The bases of the folders of `file`, topmost first, up to the first folder without a base."""
-    bases: list[Path] = []
-    for folder in file.parents:
-        if not (base := _existing(folder / "__init__")):
-            break
-        bases.insert(0, base)
-    return bases
+    base = _existing(file.parent / "__init__")
+    return [*bases_of(file.parent), base] if base else []
 
 
 def find(name: str | os.PathLike[str], tree: dict[str, Any]) -> Path:
@@ -74,7 +172,7 @@ def show(path: Path) -> str:
     return str(path.relative_to(roots[0]) if roots else path)
 
 
-def execute(file: Path, tree: Config) -> None:
+def execute(tree: Config, file: Path) -> None:
     """Runs a Python file that changes `tree`. Raises ConfigError with file, line and reason."""
     # The file is compiled and run, not imported: an import would run only once per process and keep its state.
     token = UNDER_CONSTRUCTION.set(tree)
@@ -97,32 +195,12 @@ def parse_yaml(file: Path) -> dict[Any, Any]:
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         line, reason = "", str(error).splitlines()[0]
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-            # YAML counts the end of a file as one more line.
-            last = len(file.read_text().splitlines())
+            last = len(file.read_text().splitlines())  # YAML counts the end of a file as one more line
             line, reason = f", line {min(error.problem_mark.line + 1, last)}", str(error.problem)
         raise ConfigError(f"{show(file)}{line}: {reason}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{show(file)}: a config file is a mapping of keys, not a list")
     return content
-
-
-def parse(words: Sequence[str], tree: dict[str, Any], problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yields (key without 'configs.', value) of each override. Adds a message to `problems` for any other word."""
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        key, equals, text = word.partition("=")
-        if word.startswith("--") and not equals and rest and not rest[0].startswith("--"):
-            text = rest.pop(0)
-        if not key.startswith(PREFIX) or key == PREFIX:
-            near = prefixed(key, text, tree) or (closest(key, FLAGS, 0) if word.startswith("--") else "")
-            rule = "config files follow --configs, overrides are written --configs.KEY VALUE, a list as '[1,2]'"
-            problems.append(f"unexpected {word!r} on the command line{near or f'; {rule}'}")
-        elif not text.strip():
-            problems.append(f"{key} has no value; write {key} VALUE: null for none, '\"\"' for the empty string")
-        else:
-            with collecting(problems):
-                yield key.removeprefix(PREFIX), literal(text.strip(), key)
 
 
 def prefixed(word: str, text: str, tree: dict[str, Any]) -> str:

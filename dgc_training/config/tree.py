@@ -1,12 +1,86 @@
-"""The tree that a config file changes. It contains only nested `Config` mappings, lists and scalars."""
+"""The tree that a config file changes: nested `Config` mappings, lists and scalars, and what its keys accept."""
 
 import difflib
+import inspect
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from dgc_training.config.keys import Key
-from dgc_training.constructors import SPECIAL, import_path
+from dgc_training.constructors import SPECIAL, import_path, signature
 from dgc_training.errors import ConfigError, closest, short
+
+# Kinds of values, as messages name them.
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+_KINDS |= {"list": "a list", "dict": "a mapping", "Config": "a node that names its constructor (_target_)"}
+# Kinds and further words for them in annotations. An annotation with any other word accepts every value.
+_ALIASES = {"list": "List tuple Tuple Sequence Iterable Collection", "None": "NoneType Optional"}
+_ALIASES |= {"": "Union Tensor torch typing collections abc dgc_training config tree"}
+_WORDS = {word: kind for kind in (*_KINDS, *_ALIASES) for word in f"{kind} {_ALIASES.get(kind, '')}".split()}
+_NODES = {"Config", "None"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key of the tree accepts. The root base declares its keys: `configs.seed = Key(int, 42, least=0)`.
+
+    Args:
+        type: bool, int, float, str, list, dict, Config (a node that names its constructor), or a union of them.
+        default: value before any other file. If it is None, but `type` is not, an experiment must set the key.
+        least: the smallest value.
+        items: what the values of a mapping with free names accept.
+    """
+
+    type: Any
+    default: Any = None
+    least: float | None = None
+    items: "Key | None" = None
+
+    def kinds(self) -> set[str]:
+        """The kinds of accepted values; empty: every value."""
+        words = re.findall(r"\w+", inspect.formatannotation(self.type))
+        return {_WORDS[word] for word in words} - {""} if _WORDS.keys() >= set(words) else set()
+
+    def wanted(self, value: Any) -> str:
+        """What the value must be instead; '' if it is accepted. 100.0 is accepted as a whole number."""
+        kinds, fitting = self.kinds(), kinds_of(value)
+        too_small = self.least is not None and "float" in fitting and not value >= self.least
+        if not kinds or kinds.intersection(fitting) and not too_small:
+            return ""
+        names = [name for kind, name in _KINDS.items() if kind in kinds and (kind != "Config" or kinds <= _NODES)]
+        return " or ".join(names) + (f", at least {self.least}" if self.least is not None else "")
+
+
+ANYTHING = Key(Any)
+
+
+def key_of(kinds: set[str], default: Any = None) -> Key:
+    """Accepts these kinds, null and a node, of which the constructor gets the object. Without kinds: anything."""
+    return Key(" | ".join(kinds | _NODES) if kinds - _NODES else Any, default)
+
+
+def kinds_of(value: Any) -> list[str]:
+    """The kind of a value, and the other kind that it is accepted as. "None", or keys of `_KINDS`."""
+    kind = "None" if value is None else type(value).__name__
+    if isinstance(value, dict):
+        return ["Config", "dict"] if "_target_" in value else ["dict"]
+    if kind == "int" or kind == "float" and value.is_integer():
+        return [kind, "float" if kind == "int" else "int"]
+    return [kind]
+
+
+def keywords(target: Any) -> dict[str, Key] | None:
+    """What the keywords of `target` accept, by annotation or default. None if it accepts any keyword."""
+    parameters = signature(target).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    keys = {"_target_": Key(str), "_partial_": Key(bool)}
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            # A default of 0 is common where fractions are accepted.
+            default = {bool: "bool", int: "int | float", float: "float", str: "str"}.get(type(p.default), Any)
+            keys[p.name] = key_of(Key(default if p.annotation is p.empty else p.annotation).kinds(), p.default)
+    return keys
 
 
 class Config(dict[str, Any]):
@@ -65,23 +139,17 @@ class Config(dict[str, Any]):
         for key, value in dict(*others, **keys).items():
             self[key] = value
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Like dict.setdefault, with the value checked."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
 
 def checked(value: Any, key: str = "configs") -> Any:
     """Returns the value, with other mappings as Config objects and tuples as lists. Raises ValueError."""
-    if value is None or isinstance(value, Config | Key) or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, dict):
+    if isinstance(value, list | tuple):
+        return [checked(item, key) for item in value]
+    if isinstance(value, dict) and not isinstance(value, Config):
         node = Config()
         node.update(value)
         return node
-    if isinstance(value, list | tuple):
-        return [checked(item, key) for item in value]
+    if value is None or isinstance(value, Config | Key) or type(value) in (bool, int, float, str):
+        return value
     accepted = "null, bool, int, float, str, list or Config(Class, ...)"
     raise ValueError(f"{key} is {short(repr(value))}, but it must be {accepted}")
 
@@ -111,13 +179,12 @@ def assign_(tree: Config, key: str, value: Any) -> None:
     """Sets a dotted key. Mappings that do not exist are created. A mapping is merged, but {} empties the node."""
     *above, last = key.split(".")
     node: Any = tree
-    for part in above:
-        at, child = _child(node, part)
-        if not isinstance(child, Config | list):
-            node[at] = Config()
-        node = node[at]
-    for given in [None, value] if value == {} else [value]:
-        merge_(node, {last: given})
+    for name in above:
+        merge_(node, {name: {}})
+        node = _child(node, name)[1]
+    if value == {}:
+        merge_(node, {last: None})
+    merge_(node, {last: value})
 
 
 def _child(node: Config | list[Any], key: str) -> tuple[Any, Any]:

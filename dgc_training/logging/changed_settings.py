@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dgc_training.config.keys import keywords
-from dgc_training.config.stack import Stack
+from dgc_training.config.layers import Stack
+from dgc_training.config.tree import keywords
 from dgc_training.constructors import import_target
 
 WIDTH = 80

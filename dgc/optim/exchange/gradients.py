@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dgc.comm.collectives import broadcast_object
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.ordered import OrderedConversations
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result, conversation_of
 from dgc.optim.exchange.planning import PlannedBucket
 from dgc.optim.exchange.scaling import LossScale
+from dgc.optim.exchange.start_order import StartOrder
 from dgc.optim.exchange.streams import SideStream
 
 _wrapped = WeakIdKeyDictionary()  # parameters with hooks
@@ -42,11 +42,10 @@ def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
 class GradientExchange:
     """Exchanges the gradients of every step, always in the same buckets.
 
-    A bucket is full when each of its parameters has received `passes` gradients. It starts when it and all
-    buckets before it are full, or at `finish`. The order is that in which rank 0 filled the buckets in its first
-    step. Hooks may run in several threads (one per device), so a lock guards the state. A parameter's .grad may
-    change between passes. It must not change between its last gradient and `finish`, whether or not its bucket has
-    started (RuntimeError).
+    A bucket is full when each of its parameters has received `passes` gradients. It starts then, if all buckets
+    before it in `StartOrder` have started, or at `finish`. Hooks may run in several threads (one per device), so a
+    lock guards the state. A parameter's .grad may change between passes. It must not change between its last
+    gradient and `finish`, whether or not its bucket has started (RuntimeError).
 
     Args:
         planned: The buckets, in the order in which backward fills them.
@@ -75,18 +74,15 @@ class GradientExchange:
         self._lock = threading.RLock()
         self._slots = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
         self._side_streams = {device: SideStream(device) for device in {plan.bucket.device for plan in planned}}
-        self._name = name
         self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
-        self._order = list(range(len(planned)))  # in which buckets start
-        self._is_order_final = False
+        self._order = StartOrder([len(plan.parameters) for plan in planned], transport, name)
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._slots]
         _wrapped.update((p, True) for p in self._slots)
         self._reset()
 
     def _reset(self) -> None:
         self._passes_left = dict.fromkeys(self._slots, self.passes)
-        self._gradients_left = [len(plan.parameters) for plan in self.planned]
-        self._filled: list[int] = []  # full buckets, in the order in which they were filled
+        self._order.reset()
         self._conversations.clear()
         self._final_gradients: dict[Tensor, tuple[Tensor, int]] = {}  # complete gradients and their versions
 
@@ -111,10 +107,9 @@ class GradientExchange:
             self._passes_left[p] -= 1
             if self._passes_left[p] == 0:
                 self._record_version(p)
-                self._gradients_left[b] -= 1
-                if self._gradients_left[b] == 0:
-                    self._filled.append(b)
-                    self._start_full_buckets()
+                self._order.add(b)
+                for full in self._order.start():
+                    self._start(full)
             with torch.no_grad():
                 self._conversations.advance()
 
@@ -132,12 +127,6 @@ class GradientExchange:
                     "gradients are exchanged: call optimizer.synchronize() first, then clip, then step() inside "
                     "optimizer.skip_synchronize()"
                 )
-
-    def _start_full_buckets(self) -> None:
-        for b in self._order[len(self._conversations) :]:
-            if self._gradients_left[b]:
-                break
-            self._start(b)
 
     def _start(self, b: int) -> None:
         if not self.in_flight:
@@ -163,14 +152,14 @@ class GradientExchange:
         with self._lock, torch.no_grad():
             for plan in self.planned:
                 self._check_unchanged(plan)
-            for b in self._order[len(self._conversations) :]:
+            for b in self._order.start(only_full=False):
                 plan = self.planned[b]
                 for i in range(len(plan.parameters)):
                     plan.collect(i)
                 self._start(b)
-            in_order = dict(zip(self._order, self._conversations.finish(), strict=True))
-            results = [in_order[b] for b in range(len(self.planned))]
-            self._learn_order()
+            result_of = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
+            results = [result_of[b] for b in range(len(self.planned))]
+            self._order.learn()
             for side in self._side_streams.values():
                 side.join()
             for plan in self.planned:
@@ -180,13 +169,6 @@ class GradientExchange:
             self._reset()
             self.averaged = True
             return results
-
-    def _learn_order(self) -> None:
-        """Use the order in which rank 0 filled its buckets in its first step with full buckets. Collective."""
-        if not self._is_order_final:
-            filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")
-            self._order = list(dict.fromkeys([*filled, *self._order]))
-            self._is_order_final = bool(filled)
 
     def zero(self, set_to_none: bool) -> None:
         """Drop all gradients, or make them zero views into the buckets.

@@ -160,8 +160,8 @@ TRAINING = [
     Fault(
         "unknown-keys-accepted",
         "dgc_training/config/check.py",
-        "if known is None:",
-        "if known is None and prefix == '':",
+        "elif known is None:",
+        "elif known is None and path == '':",
         ["tests/training/test_config_errors.py::test_unknown_keys_on_the_command_line"],
     ),
     Fault(

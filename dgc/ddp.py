@@ -1,0 +1,316 @@
+"""Compression for torch.nn.parallel.DistributedDataParallel (DDP), as a communication hook.
+
+    model = DistributedDataParallel(net)
+    optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+    exchange = compress(model, DGCCompressor(0.001, DGCSGDMemory(momentum=0.9)), optimizer)
+    for inputs, targets in batches:  # the usual loop
+        optimizer.zero_grad()
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+
+DDP calls the hook once for each of its buckets, in the same order on every rank, when all gradients of the bucket
+are computed. DDP changes its buckets after the first step. Error state must not depend on that. Gradients are
+therefore exchanged in other buckets, those of DistributedOptimizer, which never change. Such a bucket starts when
+all of its gradients are there. The hook of DDP's last bucket waits for all exchanges and writes the means into
+DDP's buckets.
+"""
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.ordered import OrderedConversations
+from dgc.comm.transport import Transport
+from dgc.compression.protocol import (
+    Compressor,
+    NonFiniteGradientError,
+    Result,
+    SparseResult,
+    conversation_of,
+)
+from dgc.compression.route import Route
+from dgc.optim.agreement import check_settings
+from dgc.optim.compression_state import CountsEpochs
+from dgc.optim.exchange.planning import PlannedBucket, check_agreement, plan_buckets
+from dgc.optim.exchange.scaling import LossScale, is_used
+from dgc.optim.exchange.start_order import StartOrder
+from dgc.optim.exchange.streams import SideStream
+from dgc.optim.momentum import MomentumCheck
+from dgc.optim.options import as_route, register_compressors, unique_prefix
+
+
+def compress(
+    model: DistributedDataParallel,
+    compression: Compressor | Route,
+    optimizer: Optimizer | None = None,
+    **options: Any,
+) -> "DDPExchange":
+    """Exchange the gradients of a DDP model with compression. Collective. Takes the arguments of DDPExchange."""
+    return DDPExchange(model, compression, optimizer, **options)
+
+
+class DDPExchange(CountsEpochs):
+    """The compressed exchange of the gradients of a DDP model.
+
+    Save `compression_state_dict()` on each rank, beside the model and the optimizer. It has the error state under
+    parameter names.
+
+    To accumulate gradients over several backward passes, run all but the last inside `model.no_sync()`.
+
+    Args:
+        model: The DDP model. Its process group must contain all ranks.
+        compression: A compressor of `dgc.compression`, or a Route.
+        optimizer: The optimizer of the model. Needed if the compression applies momentum, which must be applied
+            only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none.
+        bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger.
+        transport: Connects the ranks. None: torch.distributed, on process groups of its own.
+        nonfinite: Response of all ranks to NaN or inf in any rank's gradient. "skip" drops the step: sent elements
+            return to the error state, `dropped_steps` is incremented, and every `.grad` is None, so that
+            `optimizer.step()` changes nothing. With a grad_scaler the gradients become NaN instead, and every
+            rank's scaler skips the step. "raise" raises NonFiniteGradientError from `backward()`.
+        grad_scaler: The torch.amp.GradScaler that scales the loss, if any.
+        steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. None: call
+            begin_epoch() before each epoch.
+
+    Raises:
+        ValueError: An argument is invalid, a setting differs between ranks, or DDP has a mode that a
+            communication hook cannot serve. The message names it.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        compression: Compressor | Route,
+        optimizer: Optimizer | None = None,
+        *,
+        bucket_mb: float = 25.0,
+        transport: Transport | None = None,
+        nonfinite: str = "skip",
+        grad_scaler: Any = None,
+        steps_per_epoch: int | None = None,
+    ):
+        check_model(model)
+        if nonfinite not in ("skip", "raise"):
+            raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
+        self.transport = transport or _default_transport()
+        if model.process_group.size() != self.transport.size:
+            raise ValueError(
+                f"the model's process group has {model.process_group.size()} ranks, but the exchange has "
+                f"{self.transport.size}: build DistributedDataParallel on the default group"
+            )
+        route = as_route(compression)
+        self._count_epochs(steps_per_epoch)
+        check_settings(
+            self.transport,
+            "settings",
+            nonfinite=nonfinite,
+            bucket_mb=bucket_mb,
+            steps_per_epoch=steps_per_epoch,
+            uses_grad_scaler=is_used(grad_scaler),
+            compression=compression,
+        )
+        named = [
+            (name, p)
+            for name, p in model.module.named_parameters()
+            if p.requires_grad and name not in model.parameters_to_ignore
+        ]
+        prefix = unique_prefix(self.transport)
+        self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
+        compressor_of = {p: plan.compressor for plan in self._planned for p in plan.parameters}
+        compressors = list({id(compressor_of[p]): compressor_of[p] for _, p in named}.values())
+        super().__init__(compressors)
+        self._loss_scale = LossScale(grad_scaler, self._planned)
+        if self._loss_scale.enabled and nonfinite == "raise":
+            raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
+        self._momentum = _momentum_check(optimizer, self._planned)
+        self._optimizer = optimizer
+        check_agreement(self._planned, self.transport)
+        register_compressors(compressors)
+        for plan in self._planned:
+            plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
+        self.meter, self.nonfinite, self.dropped_steps = TrafficMeter(), nonfinite, 0
+        self._model = model
+        self._lock = threading.RLock()
+        self._slots = {p: (b, i) for b, plan in enumerate(self._planned) for i, p in enumerate(plan.parameters)}
+        self._streams = {device: SideStream(device) for device in {p.bucket.device for p in self._planned}}
+        self._conversations: OrderedConversations[Result] = OrderedConversations(
+            prefix, self.transport, self.meter
+        )
+        self._order = StartOrder([len(p.parameters) for p in self._planned], self.transport, prefix)
+        self._buffers: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # DDP's buckets of this step
+        self._views: dict[Tensor, Tensor] = {}  # one-dimensional view of each gradient in DDP's buckets
+        self._epochs.begin()
+        model.register_comm_hook(self, _hook)
+
+    def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
+        """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
+        with self._lock, torch.no_grad():
+            buffer = bucket.buffer()
+            if not self._buffers:
+                self._begin_step()
+            devices: Any = [buffer.device] if buffer.is_cuda else None
+            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+            self._buffers.append((future, buffer))
+            for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                b, i = self._slots[p]
+                # DDP lays a gradient out as our buckets do: in the memory order of its parameter
+                self._views[p] = gradient.as_strided((gradient.numel(),), (1,))
+                self._planned[b].bucket.use_gradient(i, gradient)
+                self._order.add(b)
+            for b in self._order.start():
+                self._start(b)
+            self._conversations.advance()
+            if bucket.is_last():
+                self._finish()
+            return future
+
+    def _begin_step(self) -> None:
+        if self._momentum is not None and self._optimizer is not None:
+            self._momentum.check(self._optimizer)
+        self._epochs.begin_step()
+
+    def _start(self, b: int) -> None:
+        plan, stream = self._planned[b], self._streams[self._planned[b].bucket.device]
+        self.meter.count_dense(plan.bucket.numel, self.transport.size)
+        with stream.after_caller():
+            if self._loss_scale.enabled:
+                self._loss_scale.divide_(plan.bucket.flat)
+            conversation = conversation_of(plan.compressor, plan.bucket)
+            self._conversations.start(plan.bucket.name, conversation, stream.concurrently)
+
+    def _finish(self) -> None:
+        """Wait for all exchanges, write the means into DDP's buckets and hand them back."""
+        for b in self._order.start(only_full=False):
+            self._start(b)
+        results = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
+        self._order.learn()
+        for stream in self._streams.values():
+            stream.join()
+        reason = next((result.nonfinite for result in results.values() if result.nonfinite), None)
+        for b, plan in enumerate(self._planned):
+            if reason is None:
+                self._write(plan, results[b])
+            else:
+                plan.compressor.rollback(plan.bucket)
+            plan.bucket.release()
+        if reason is not None:
+            self._drop(reason)
+        elif self._model.find_unused_parameters:
+            _after_ddp(self._deliver_unused)
+        for future, buffer in self._buffers:
+            future.set_result(buffer)
+        self._buffers = []
+        self._views = {}
+        self._order.reset()
+
+    def _write(self, plan: PlannedBucket, result: Result) -> None:
+        bucket = plan.bucket
+        bucket.release()
+        if isinstance(result, SparseResult):
+            bucket.flat.zero_()
+            bucket.flat[result.indices] = result.values.to(bucket.dtype)
+        self._loss_scale.multiply_(bucket.flat)
+        views = [self._views[p] for p in plan.parameters]
+        torch._foreach_copy_(views, [bucket.flat[s.offset : s.offset + s.numel] for s in bucket.segments])
+
+    def _drop(self, reason: str) -> None:
+        for _, buffer in self._buffers:
+            buffer.fill_(float("nan"))
+        if self.nonfinite == "raise":
+            raise NonFiniteGradientError(reason)
+        self.dropped_steps += 1
+        if not self._loss_scale.enabled:
+            _after_ddp(self._drop_gradients)
+            if self.dropped_steps == 1 and self.transport.rank == 0:
+                warnings.warn(
+                    f"{reason}: every rank drops this step, and every .grad is None. Further dropped steps are "
+                    "only counted, in dropped_steps; nonfinite='raise' raises an error instead",
+                    stacklevel=2,
+                )
+
+    def _drop_gradients(self) -> None:
+        for p in self._slots:
+            p.grad = None
+
+    def _deliver_unused(self) -> None:
+        """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent."""
+        for plan in self._planned:
+            for p, segment in zip(plan.parameters, plan.bucket.segments, strict=True):
+                mean = segment.of(plan.bucket.flat)
+                if p.grad is None:
+                    p.grad = mean.clone()
+                elif not torch.equal(p.grad, mean):
+                    p.grad.copy_(mean)
+
+
+def _hook(state: DDPExchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.add(bucket)
+
+
+def _after_ddp(function: Any) -> None:
+    """Call a function at the end of this backward pass, after DDP has set the gradients.
+
+    DDP queues its own end when it has called the last hook. A function that is queued at the end of backward runs
+    after everything that was queued before.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(function))
+
+
+def _momentum_check(optimizer: Optimizer | None, planned: list[PlannedBucket]) -> MomentumCheck | None:
+    if optimizer is not None:
+        return MomentumCheck(optimizer, planned)
+    if any(plan.compressor.correction is not None for plan in planned):
+        raise ValueError(
+            "the compression's memory applies momentum, which the optimizer must not apply again: pass optimizer="
+        )
+    return None
+
+
+def _default_transport() -> Transport:
+    from dgc.comm.torch_distributed import connect
+
+    return connect()
+
+
+def check_model(model: Any) -> None:
+    """Check that a communication hook can exchange the gradients of a model.
+
+    Raises:
+        ValueError: It cannot. The message names the setting and its cure.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        kind = type(model).__name__
+        raise ValueError(f"compress needs a model in DistributedDataParallel, not {kind}: wrap it first")
+    sparse = [name for name, module in model.module.named_modules() if getattr(module, "sparse", False) is True]
+    in_backward = [n for n, p in model.module.named_parameters() if hasattr(p, "_in_backward_optimizers")]
+    refused = {
+        "it has a communication hook already: register only this one": bool(model._comm_hooks),
+        "torch.compile's python_reducer calls no hooks: set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'": (
+            getattr(model, "_use_python_reducer", False)
+        ),
+        "delay_all_reduce_named_params bypasses the hook: leave it out": bool(
+            getattr(model, "_delay_all_reduce_params", [])
+        ),
+        "mixed_precision= changes the type of the buckets: use torch.autocast": (
+            getattr(model, "mixed_precision", None) is not None
+        ),
+        "skip_all_reduce_unused_params leaves out buckets on timing of its own: leave it out": getattr(
+            model, "skip_all_reduce_unused_params", False
+        ),
+        f"{', '.join(sparse[:3])} has sparse gradients, which DDP hands over in another form: set sparse=False": (
+            bool(sparse)
+        ),
+        f"an optimizer steps {', '.join(in_backward[:3])} during backward, before the exchange is complete: step "
+        "it after backward": bool(in_backward),
+    }
+    for reason, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(f"this DistributedDataParallel cannot be compressed: {reason}")

@@ -1,0 +1,85 @@
+"""The compression methods of an optimizer or a wrapped model: their epochs, ratio and error state."""
+
+from collections.abc import Iterable, Sequence
+from math import sqrt
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from dgc.optim.epochs import EpochCount
+
+
+@runtime_checkable
+class Method(Protocol):
+    """The common interface of compressors and gossip algorithms."""
+
+    @property
+    def compress_ratio(self) -> float: ...
+
+    def begin_epoch(self, epoch: int) -> None: ...
+    def errors(self) -> Iterable[Tensor]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class HasCompression:
+    """Base class of what exchanges gradients or models with compression methods.
+
+    Args:
+        methods: The compressors, or the gossip algorithm.
+    """
+
+    def __init__(self, methods: Sequence[Method]):
+        self._methods = list(methods)
+
+    def begin_epoch(self, epoch: int) -> float:
+        """Set the epoch, counted from 0, for the warm-up of the compressors. Returns the new compress_ratio."""
+        for method in self._methods:
+            method.begin_epoch(epoch)
+        return self.compress_ratio
+
+    @property
+    def compress_ratio(self) -> float:
+        """The smallest nominal fraction of elements that a compressor currently sends. 1.0 is dense."""
+        return min((m.compress_ratio for m in self._methods), default=1.0)
+
+    def error_norm(self) -> float:
+        """Return the L2 norm of this rank's error state, the unsent part of its gradients."""
+        squares = [float(e.norm(dtype=torch.float64)) ** 2 for m in self._methods for e in m.errors()]
+        return sqrt(sum(squares))
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """Return this rank's error state. Unlike `state_dict()` it differs between ranks: save it on each."""
+        return {f"{type(m).__name__}.{i}": m.state_dict() for i, m in enumerate(self._methods)}
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        methods = {f"{type(m).__name__}.{i}": m for i, m in enumerate(self._methods)}
+        if methods.keys() != state.keys():
+            raise ValueError(f"state of other compressors: it has {sorted(state)}, not {sorted(methods)}")
+        for name, method in methods.items():
+            method.load_state_dict(state[name])
+
+
+class CountsEpochs(HasCompression):
+    """A HasCompression that can count epochs by steps. A subclass must call `_count_epochs` first."""
+
+    def _count_epochs(self, steps_per_epoch: int | None) -> None:
+        self._epochs = EpochCount(steps_per_epoch, super().begin_epoch)
+
+    def begin_epoch(self, epoch: int) -> float:
+        if self._epochs.steps_per_epoch is not None:
+            raise ValueError(
+                f"begin_epoch() was called, but steps_per_epoch={self._epochs.steps_per_epoch} counts the epochs: "
+                "keep one of the two"
+            )
+        return super().begin_epoch(epoch)
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        return {**super().compression_state_dict(), **self._epochs.state_dict()}
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        epochs = state.get("epochs")
+        self._epochs.check(epochs)
+        super().load_compression_state_dict({name: part for name, part in state.items() if name != "epochs"})
+        self._epochs.load(epochs)
