@@ -230,7 +230,11 @@ def test_rank_inside_a_batch_job(no_launcher: None, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "launch",
-    [["mpirun", "--oversubscribe", "-bind-to", "none"], ["horovodrun", "--gloo"]],
+    [
+        pytest.param(["mpirun", "--oversubscribe", "-bind-to", "none", "-np"], marks=pytest.mark.horovod),
+        pytest.param(["horovodrun", "--gloo", "-np"], marks=pytest.mark.horovod),
+        ["torchrun", "--standalone", "--no-python", "--nproc-per-node"],
+    ],
     ids=lambda words: words[0],
 )
 def test_rank_under_a_real_launcher(launch: Any) -> None:
@@ -240,7 +244,7 @@ def test_rank_under_a_real_launcher(launch: Any) -> None:
     root = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        [*launch, "-np", "3", sys.executable, "-c", program],
+        [*launch, "3", sys.executable, "-c", program],
         env={**os.environ, **root, "PATH": path, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
