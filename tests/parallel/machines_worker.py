@@ -23,7 +23,7 @@ METHODS: dict[str, Any] = {
 }
 
 
-def train(transport: Any, compression: Any, hierarchical: str, steps: int = 12) -> Any:
+def train(transport: Any, compression: Any, hierarchical: str, steps: int = 8) -> Any:
     """The optimizer and a hash of the model. The tensors make shares without a matrix, and an empty one."""
     torch.manual_seed(3)
     layers = [torch.nn.Linear(32, 60), torch.nn.BatchNorm1d(60), torch.nn.ReLU(), torch.nn.Linear(60, 10)]
@@ -63,7 +63,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     transport, found = connect(hierarchical="auto"), {name: dict[str, Any]() for name in METHODS}
     for name, make in METHODS.items():
-        for mode in ("auto", "off"):
+        for mode in ("auto", "off") if name == "dgc" else ("auto",):
             optimizer, message, weights = train(transport, make(), mode)
             found[name][mode] = {
                 "place": None if optimizer.place is None else vars(optimizer.place),
