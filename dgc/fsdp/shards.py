@@ -198,7 +198,7 @@ def _sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
             state = id(module._get_fsdp_state())
             if state not in seen:
                 seen.add(state)
-                yield name or "the model", module
+                yield f"module {name}" if name else "the model", module
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
