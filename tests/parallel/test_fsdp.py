@@ -29,7 +29,7 @@ def test_a_method_runs_between_machines_on_local_rows(found: list[dict[str, Any]
     for own in found:
         for name, result in own["method_between_machines"].items():
             assert result["difference"] == 0, (name, result)
-            assert result["error"] == (name != "qsgd"), name
+            assert result["error"] == (name != "qsgd") and result["dropped"] == 1, name
 
 
 def test_a_nonfinite_gradient_drops_the_step_everywhere(found: list[dict[str, Any]]) -> None:
@@ -43,6 +43,12 @@ def test_a_nonfinite_gradient_drops_the_step_everywhere(found: list[dict[str, An
         assert len(results["raise"]["messages"]) == 1 and reason in results["raise"]["messages"][0]
         assert len(results["skip"]["messages"]) == (rank == 0)
         assert not results["scaler"]["messages"] and results["scaler"]["scale"] == 2.0**9
+
+
+def test_one_bad_shard_drops_the_step_everywhere(found: list[dict[str, Any]]) -> None:
+    results = [own["nonfinite_shard"] for own in found]
+    assert results.count(results[0]) == 4 and results[0]["unchanged"]
+    assert "the gradient of weight on rank 1 has NaN or inf" in results[0]["message"]
 
 
 def test_a_layer_that_one_machine_uses(found: list[dict[str, Any]]) -> None:
