@@ -24,7 +24,7 @@ epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
 transport = connect(hierarchical=True)  # starts torch.distributed, with groups inside and between machines
 mesh = local_mesh(transport)
 data, model = Digits(transport.rank, transport.size), network()  # the same parameters on every rank
-for layer in model:
+for layer in model.children():
     if list(layer.parameters()):
         fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)

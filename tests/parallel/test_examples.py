@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ def test_the_examples_train_and_end_with_one_state(tmp_path: Path) -> None:
 
 
 def test_fsdp2_on_two_machines() -> None:
-    done = two_machines(2, ["-W", "error", str(EXAMPLES / "fsdp2.py"), "12"])
+    words = ["--no-python", sys.executable, "-W", "error", str(EXAMPLES / "fsdp2.py"), "12"]
+    done = two_machines(2, words)
     assert done.returncode == 0, done.stdout + done.stderr
     epochs = re.findall(r"epoch \d+: loss (\S+), test accuracy (\S+) %", done.stdout)
     assert len(epochs) == 12 and float(epochs[-1][0]) < 0.4 * float(epochs[0][0])

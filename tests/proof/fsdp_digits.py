@@ -45,11 +45,11 @@ def train(transport: Any, mesh: DeviceMesh, compressor: Any, seed: int, epochs: 
     images, labels = images_and_labels()
     fold = torch.arange(len(labels)) % 5 == seed
     torch.manual_seed(seed)
-    model = network()
-    for layer in model:
+    model: Any = network()
+    for layer in model.children():
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
-    for layer in model:
+    for layer in model.children():
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -70,7 +70,7 @@ def train(transport: Any, mesh: DeviceMesh, compressor: Any, seed: int, epochs: 
         schedule.step()
     with torch.no_grad():
         correct = (model(images[fold]).argmax(1) == labels[fold]).float().mean()
-    whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])  # type: ignore[operator]
+    whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
     run = {"accuracy": 100 * float(correct)}
     if exchange:
         run |= {"bytes": exchange.meter.wire_bytes, "dense bytes": exchange.meter.dense_wire_bytes}
@@ -113,4 +113,4 @@ def show(table: dict[str, list[Run]]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 30)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40)

@@ -153,8 +153,8 @@ TRAINING = [
     Fault(
         "numbers-in-formulas-are-rounded",
         "dgc_training/config/formulas.py",
-        "else number(token[0])",
-        "else round(number(token[0]))",
+        'else number(token[0])',
+        'else round(number(token[0]))',
         ["tests/training/test_config.py::test_arithmetic"],
     ),
     Fault(
