@@ -28,13 +28,7 @@ from torch.optim import Optimizer
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.ordered import OrderedConversations
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import (
-    Compressor,
-    NonFiniteGradientError,
-    Result,
-    SparseResult,
-    conversation_of,
-)
+from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, conversation_of
 from dgc.compression.route import Route
 from dgc.optim.agreement import check_settings
 from dgc.optim.compression_state import CountsEpochs
@@ -213,9 +207,7 @@ class DDPExchange(CountsEpochs):
     def _write(self, plan: PlannedBucket, result: Result) -> None:
         bucket = plan.bucket
         bucket.release()
-        if isinstance(result, SparseResult):
-            bucket.flat.zero_()
-            bucket.flat[result.indices] = result.values.to(bucket.dtype)
+        result.write_to(bucket)
         self._loss_scale.multiply_(bucket.flat)
         views = [self._views[p] for p in plan.parameters]
         torch._foreach_copy_(views, [bucket.flat[s.offset : s.offset + s.numel] for s in bucket.segments])

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,26 @@ def torchrun(ranks: int, words: list[str], timeout: float = 300) -> subprocess.C
     """torch.distributed's launcher: neither Horovod nor MPI."""
     _, environment = prepare(ranks, words)
     return _run(torchrun_command(ranks, words), environment, timeout)
+
+
+def two_machines(ranks_each: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Two agents of torchrun, which stand for two machines. The output is that of both, one after the other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    launcher += ["--nproc-per-node", str(ranks_each), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    with ThreadPoolExecutor(2) as pool:
+        agents = pool.map(
+            lambda agent: _run([*launcher, "--node-rank", str(agent), *words], dict(os.environ), timeout), range(2)
+        )
+        first, second = agents
+    return subprocess.CompletedProcess(
+        first.args,
+        first.returncode or second.returncode,
+        first.stdout + second.stdout,
+        first.stderr + second.stderr,
+    )
 
 
 def alone(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
