@@ -1,22 +1,7 @@
-"""Compression for torch.nn.parallel.DistributedDataParallel (DDP), as a communication hook.
+"""The exchange of the gradients of a DDP model."""
 
-    model = DistributedDataParallel(net)
-    optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-    exchange = compress(model, DGCCompressor(0.001, DGCSGDMemory(momentum=0.9)), optimizer)
-    for inputs, targets in batches:  # the usual loop
-        optimizer.zero_grad()
-        loss_fn(model(inputs), targets).backward()
-        optimizer.step()
-
-DDP calls the hook once for each of its buckets, in the same order on every rank, when all gradients of the bucket
-are computed. DDP changes its buckets after the first step. Error state must not depend on that. Gradients are
-therefore exchanged in other buckets, those of DistributedOptimizer, which never change. Such a bucket starts when
-all of its gradients are there. The hook of DDP's last bucket waits for all exchanges and writes the means into
-DDP's buckets.
-"""
-
-import threading
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +21,7 @@ from dgc.compression.protocol import (
     conversation_of,
 )
 from dgc.compression.route import Route
+from dgc.ddp.model import check_model
 from dgc.optim.agreement import check_settings
 from dgc.optim.compression_state import CountsEpochs
 from dgc.optim.exchange.planning import PlannedBucket, check_agreement, plan_buckets
@@ -116,11 +102,8 @@ class DDPExchange(CountsEpochs):
             uses_grad_scaler=is_used(grad_scaler),
             compression=compression,
         )
-        named = [
-            (name, p)
-            for name, p in model.module.named_parameters()
-            if p.requires_grad and name not in model.parameters_to_ignore
-        ]
+        reduced = set(model._build_params_for_reducer()[0])  # DDP's names of ignored parameters are not those of torch
+        named = [(name, p) for name, p in model.module.named_parameters() if p in reduced]
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
         compressor_of = {p: plan.compressor for plan in self._planned for p in plan.parameters}
@@ -137,7 +120,6 @@ class DDPExchange(CountsEpochs):
             plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
         self.meter, self.nonfinite, self.dropped_steps = TrafficMeter(), nonfinite, 0
         self._model = model
-        self._lock = threading.RLock()
         self._slots = {p: (b, i) for b, plan in enumerate(self._planned) for i, p in enumerate(plan.parameters)}
         self._streams = {device: SideStream(device) for device in {p.bucket.device for p in self._planned}}
         self._conversations: OrderedConversations[Result] = OrderedConversations(
@@ -151,7 +133,7 @@ class DDPExchange(CountsEpochs):
 
     def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
-        with self._lock, torch.no_grad():
+        with torch.no_grad():  # DDP's reducer holds a lock
             buffer = bucket.buffer()
             if not self._buffers:
                 self._begin_step()
@@ -202,7 +184,7 @@ class DDPExchange(CountsEpochs):
             plan.bucket.release()
         if reason is not None:
             self._drop(reason)
-        elif self._model.find_unused_parameters:
+        elif self._model.find_unused_parameters or self._model.static_graph:
             _after_ddp(self._deliver_unused)
         for future, buffer in self._buffers:
             future.set_result(buffer)
@@ -224,7 +206,8 @@ class DDPExchange(CountsEpochs):
         for _, buffer in self._buffers:
             buffer.fill_(float("nan"))
         if self.nonfinite == "raise":
-            raise NonFiniteGradientError(reason)
+            _after_ddp(partial(self._raise, reason))
+            return
         self.dropped_steps += 1
         if not self._loss_scale.enabled:
             _after_ddp(self._drop_gradients)
@@ -238,6 +221,10 @@ class DDPExchange(CountsEpochs):
     def _drop_gradients(self) -> None:
         for p in self._slots:
             p.grad = None
+
+    def _raise(self, reason: str) -> None:
+        self._drop_gradients()
+        raise NonFiniteGradientError(reason)
 
     def _deliver_unused(self) -> None:
         """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent."""
@@ -278,39 +265,3 @@ def _default_transport() -> Transport:
     from dgc.comm.torch_distributed import connect
 
     return connect()
-
-
-def check_model(model: Any) -> None:
-    """Check that a communication hook can exchange the gradients of a model.
-
-    Raises:
-        ValueError: It cannot. The message names the setting and its cure.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        kind = type(model).__name__
-        raise ValueError(f"compress needs a model in DistributedDataParallel, not {kind}: wrap it first")
-    sparse = [name for name, module in model.module.named_modules() if getattr(module, "sparse", False) is True]
-    in_backward = [n for n, p in model.module.named_parameters() if hasattr(p, "_in_backward_optimizers")]
-    refused = {
-        "it has a communication hook already: register only this one": bool(model._comm_hooks),
-        "torch.compile's python_reducer calls no hooks: set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'": (
-            getattr(model, "_use_python_reducer", False)
-        ),
-        "delay_all_reduce_named_params bypasses the hook: leave it out": bool(
-            getattr(model, "_delay_all_reduce_params", [])
-        ),
-        "mixed_precision= changes the type of the buckets: use torch.autocast": (
-            getattr(model, "mixed_precision", None) is not None
-        ),
-        "skip_all_reduce_unused_params leaves out buckets on timing of its own: leave it out": getattr(
-            model, "skip_all_reduce_unused_params", False
-        ),
-        f"{', '.join(sparse[:3])} has sparse gradients, which DDP hands over in another form: set sparse=False": (
-            bool(sparse)
-        ),
-        f"an optimizer steps {', '.join(in_backward[:3])} during backward, before the exchange is complete: step "
-        "it after backward": bool(in_backward),
-    }
-    for reason, is_refused in refused.items():
-        if is_refused:
-            raise ValueError(f"this DistributedDataParallel cannot be compressed: {reason}")
