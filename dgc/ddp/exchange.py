@@ -102,7 +102,9 @@ class DDPExchange(CountsEpochs):
             uses_grad_scaler=is_used(grad_scaler),
             compression=compression,
         )
-        reduced = set(model._build_params_for_reducer()[0])  # DDP's names of ignored parameters are not those of torch
+        reduced = set(
+            model._build_params_for_reducer()[0]
+        )  # DDP's names of ignored parameters are not those of torch
         named = [(name, p) for name, p in model.module.named_parameters() if p in reduced]
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
@@ -119,7 +121,8 @@ class DDPExchange(CountsEpochs):
         for plan in self._planned:
             plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
         self.meter, self.nonfinite, self.dropped_steps = TrafficMeter(), nonfinite, 0
-        self._model = model
+        # no reference to the model, which refers to this exchange from C++
+        self._may_be_unused = model.find_unused_parameters or model.static_graph
         self._slots = {p: (b, i) for b, plan in enumerate(self._planned) for i, p in enumerate(plan.parameters)}
         self._streams = {device: SideStream(device) for device in {p.bucket.device for p in self._planned}}
         self._conversations: OrderedConversations[Result] = OrderedConversations(
@@ -184,7 +187,7 @@ class DDPExchange(CountsEpochs):
             plan.bucket.release()
         if reason is not None:
             self._drop(reason)
-        elif self._model.find_unused_parameters or self._model.static_graph:
+        elif self._may_be_unused:
             _after_ddp(self._deliver_unused)
         for future, buffer in self._buffers:
             future.set_result(buffer)

@@ -3,10 +3,15 @@
 import gc
 import hashlib
 import json
+import math
 import sys
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,7 +31,7 @@ from dgc.compression import (
     Rule,
     ThresholdCompressor,
 )
-from dgc.ddp import DDPExchange, compress
+from dgc.ddp import compress
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import SignValues
@@ -105,166 +110,155 @@ class Branches(nn.Module):
         return sum((self.branches[i](x) for i in sorted(self.used)), self.branches[0](x))
 
 
-def make(kind: type[nn.Module], seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return kind()
-
-
 def sgd(model: nn.Module, compression: Any, lr: float = 0.05) -> torch.optim.Optimizer:
     if getattr(compression, "correction", None) is not None:
         return DGCSGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
 
 
-def digest(model: nn.Module) -> str:
-    data = (p.detach().float().numpy().tobytes() for p in model.parameters())
-    return hashlib.sha256(b"".join(data)).hexdigest()
-
-
-def data_of(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
+def data_of(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * part + TRANSPORT.rank)
     x = torch.randn(8, FEATURES, generator=generator)
     return x, torch.randint(0, CLASSES, (8,), generator=generator)
 
 
-class Layouts:
-    """The layouts of DDP's buckets, by step: the shapes in the order in which the hook gets them."""
+class Trainer:
+    """A model that is trained through DDP with the hook, or through DistributedOptimizer."""
 
-    def __init__(self, exchange: DDPExchange):
-        self.seen: list[list[list[int]]] = [[]]
-        add, ids = exchange.add, {id(p): i for i, p in enumerate(exchange._slots)}
+    def __init__(
+        self,
+        method: str | Any,
+        through: str = "ddp",
+        net: type[nn.Module] = Net,
+        bucket_mb: float = BUCKET_MB,
+        passes: int = 1,
+        **options: Any,
+    ):
+        compression = METHODS[method]() if isinstance(method, str) else method
+        torch.manual_seed(0)
+        self.model: Any = net()
+        self.passes, self.layouts = passes, [[]]  # type: ignore[var-annotated]
+        self.inner = sgd(self.model, compression)
+        self.uses_ddp = through == "ddp"
+        kept = {k: options.pop(k) for k in ("nonfinite", "grad_scaler", "steps_per_epoch") if k in options}
+        kept |= {"transport": TRANSPORT, "bucket_mb": bucket_mb}
+        self.exchange: Any
+        if self.uses_ddp:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [".ignored"])
+            self.forward = DistributedDataParallel(self.model, bucket_cap_mb=0.004, **options)  # type: ignore[arg-type]
+            self.exchange = compress(self.forward, compression, self.inner, **kept)
+            self._record_layouts()
+        else:
+            if net is Convolutions:
+                self.model.ignored.requires_grad_(False)
+            self.forward = self.model
+            self.exchange = DistributedOptimizer(
+                self.inner, self.model.named_parameters(), compression, passes, **kept
+            )
+
+    def _record_layouts(self) -> None:
+        add = self.exchange.add
 
         def recording(bucket: Any) -> Any:
-            self.seen[-1].append([ids[id(p)] for p in bucket.parameters()])
+            self.layouts[-1].append([id(p) for p in bucket.parameters()])
             if bucket.is_last():
-                self.seen.append([])
+                self.layouts.append([])
             return add(bucket)
 
-        exchange.add = recording  # type: ignore[method-assign]
+        self.exchange.add = recording
 
     @property
-    def changed(self) -> bool:
-        return self.seen[0] != self.seen[1] and self.seen[1] == self.seen[-2]
+    def rebuilt(self) -> bool:
+        """Whether DDP's buckets have changed since the first step."""
+        return self.layouts[0] != self.layouts[-2]
+
+    def backward(self, step: int, factor: float = 1.0, scaler: Any = None) -> None:
+        self.inner.zero_grad()
+        for part in range(self.passes):
+            x, y = data_of(step, part)
+            last = part == self.passes - 1
+            with self.forward.no_sync() if self.uses_ddp and not last else nullcontext():
+                loss = cross_entropy(self.forward(x * factor), y)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if self.uses_ddp and isinstance(self.model, Convolutions):
+            self.model.ignored.grad = None
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        if self.uses_ddp:
+            self.inner.step()
+        else:
+            self.exchange.synchronize()
+            with self.exchange.skip_synchronize():
+                self.exchange.step()
+
+    def train(self, steps: Iterable[int] = range(5)) -> "Trainer":
+        for step in steps:
+            self.step(step)
+        return self
+
+    @property
+    def weights(self) -> str:
+        data = (p.detach().float().numpy().tobytes() for p in self.model.parameters())
+        return hashlib.sha256(b"".join(data)).hexdigest()
+
+    @property
+    def findings(self) -> Finding:
+        error, sent = self.exchange.error_norm(), self.exchange.meter.payload_bytes
+        return {"weights": self.weights, "error": error, "bytes": sent}
+
+    def state(self) -> Any:
+        states = [self.model.state_dict(), self.inner.state_dict(), self.exchange.compression_state_dict()]
+        torch.save(states, file := BytesIO())
+        return file.getvalue()
+
+    def resumed(self, state: bytes) -> "Trainer":
+        model, optimizer, compression = torch.load(BytesIO(state), weights_only=True)
+        self.model.load_state_dict(model)
+        self.inner.load_state_dict(optimizer)
+        self.exchange.load_compression_state_dict(compression)
+        return self
 
 
-def through_ddp(
-    compression: Any, options: dict[str, Any], kind: type[nn.Module] = Net, steps: int = 5, passes: int = 1
-) -> Finding:
-    model = make(kind)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [".ignored"])
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004, **options)  # type: ignore[arg-type]
-    optimizer = sgd(model, compression)
-    exchange = compress(ddp, compression, optimizer, bucket_mb=BUCKET_MB, transport=TRANSPORT)
-    layouts = Layouts(exchange)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for part in range(passes):
-            x, y = data_of(TRANSPORT.rank, step, part)
-            if part < passes - 1:
-                with ddp.no_sync():
-                    cross_entropy(ddp(x), y).backward()
-            else:
-                cross_entropy(ddp(x), y).backward()
-        if kind is Convolutions:
-            model.ignored.grad = None
-        optimizer.step()
-    return {
-        "weights": digest(model),
-        "error": exchange.error_norm(),
-        "bytes": exchange.meter.payload_bytes,
-        "rebuilt": layouts.changed,
-    }
-
-
-def through_optimizer(
-    compression: Any, kind: type[nn.Module] = Net, steps: int = 5, passes: int = 1
-) -> Finding:
-    model = make(kind)
-    if kind is Convolutions:
-        model.ignored.requires_grad_(False)
-    optimizer = DistributedOptimizer(
-        sgd(model, compression),
-        model.named_parameters(),
-        compression,
-        passes,
-        bucket_mb=BUCKET_MB,
-        transport=TRANSPORT,
-    )
-    for step in range(steps):
-        optimizer.zero_grad()
-        for part in range(passes):
-            x, y = data_of(TRANSPORT.rank, step, part)
-            cross_entropy(model(x), y).backward()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    return {"weights": digest(model), "error": optimizer.error_norm(), "bytes": optimizer.meter.payload_bytes}
-
-
-def equal_to_optimizer() -> Finding:
-    """Every method in every mode of DDP, beside DistributedOptimizer."""
+def beside_optimizer(methods: Iterable[str], modes: Iterable[str], **options: Any) -> Finding:
+    """The findings of DDP, by method and mode of DDP, and those of DistributedOptimizer."""
     found: Finding = {}
-    for name, method in METHODS.items():
-        found[name] = {"expected": through_optimizer(method())}
-        for mode, options in OPTIONS.items():
-            found[name][mode] = through_ddp(method(), options)
+    for method in methods:
+        found[method] = {"expected": Trainer(method, "optimizer", **options).train().findings}
+        for mode in modes:
+            trainer = Trainer(method, **options, **OPTIONS[mode]).train()
+            found[method][mode] = {**trainer.findings, "rebuilt": trainer.rebuilt}
     return found
+
+
+def every_method() -> Finding:
+    return beside_optimizer(METHODS, OPTIONS)
 
 
 def kinds_of_parameters() -> Finding:
-    found: Finding = {}
-    for name in ("dgc", "powersgd", "2-bit"):
-        found[name] = {"expected": through_optimizer(METHODS[name](), Convolutions)}
-        for mode in ("default", "view"):
-            found[name][mode] = through_ddp(METHODS[name](), OPTIONS[mode], Convolutions)
-    return found
+    return beside_optimizer(("dgc", "powersgd", "2-bit"), ("default", "view"), net=Convolutions)
 
 
 def accumulation() -> Finding:
-    found: Finding = {}
-    for name in ("dgc", "powersgd"):
-        found[name] = {"expected": through_optimizer(METHODS[name](), passes=3)}
-        for mode in ("default", "unused", "view"):  # static_graph begins with a backward pass outside no_sync
-            found[name][mode] = through_ddp(METHODS[name](), OPTIONS[mode], passes=3)
-    return found
+    # DDP's static_graph does not allow no_sync in the first step
+    return beside_optimizer(("dgc", "powersgd"), ("default", "unused", "view"), passes=3)
 
 
 def unused_parameters() -> Finding:
-    """Branch 1 is used by one rank only, branch 2 by every rank in the first step and by none later."""
+    """Branch 1 is used by the last rank only, branch 2 by every rank in the first step and by none later."""
     found: Finding = {}
     last = TRANSPORT.rank == TRANSPORT.size - 1
-    for name in ("dgc", "powersgd", "2-bit"):
-        for view in (False, True):
-            model, plain = make(Branches), make(Branches)
-            ddp = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=view)
-            compression = METHODS[name]()
-            optimizer = sgd(model, compression)
-            exchange = compress(ddp, compression, optimizer, transport=TRANSPORT)
-            expected = METHODS[name]()
-            other = DistributedOptimizer(
-                sgd(plain, expected), plain.named_parameters(), expected, transport=TRANSPORT
-            )
+    for method in ("dgc", "powersgd", "2-bit"):
+        for mode in ("unused", "unused view"):
+            options = {"find_unused_parameters": True, "gradient_as_bucket_view": mode == "unused view"}
+            ddp, other = Trainer(method, net=Branches, **options), Trainer(method, "optimizer", net=Branches)
             sent = []
             for step in range(4):
-                for net in (model, plain):
-                    net.used = {2} if step == 0 else {1} if last else set()
-                x, y = data_of(TRANSPORT.rank, step)
-                optimizer.zero_grad()
-                cross_entropy(ddp(x), y).backward()
-                optimizer.step()
-                sent.append(float(model.branches[2].weight.grad.abs().sum()))
-                other.zero_grad()
-                cross_entropy(plain(x), y).backward()
-                other.synchronize()
-                with other.skip_synchronize():
-                    other.step()
-            found[f"{name} {view}"] = {
-                "weights": digest(model),
-                "expected": digest(plain),
-                "error": exchange.error_norm() == other.error_norm(),
-                "sent later": all(sent[1:]),
-            }
-            other.close()
+                ddp.model.used = other.model.used = {2} if step == 0 else {1} if last else set()
+                ddp.step(step)
+                other.step(step)
+                sent.append(bool(ddp.model.branches[2].weight.grad.any()))
+            found[f"{method}, {mode}"] = {"ddp": ddp.findings, "expected": other.findings, "sent": sent}
     return found
 
 
@@ -276,132 +270,193 @@ def conservation() -> Finding:
         "powersgd": PowerSGDCompressor(1),
         "2-bit": ThresholdCompressor(2, 0.02),
     }.items():
-        model, plain = make(Branches), make(Branches)
-        ddp = DistributedDataParallel(model, find_unused_parameters=True)
-        exchange = compress(ddp, Route([Rule(compression, min_dim=2), Rule(DenseCompressor())]), transport=TRANSPORT)
+        route = Route([Rule(compression, min_dim=2), Rule(DenseCompressor())])
+        trainer = Trainer(route, net=Branches, find_unused_parameters=True)
+        matrices = [p for p in reversed(list(trainer.model.parameters())) if p.dim() == 2]  # as in the buckets
+        went_in = torch.zeros(sum(p.numel() for p in matrices))
+        delivered = torch.zeros_like(went_in)
         for step in range(6):
-            model.used = plain.used = {2} if step == 0 else set()
-            x, y = data_of(TRANSPORT.rank, step)
-            cross_entropy(plain(x), y).backward()  # adds up
-            model.zero_grad()
-            cross_entropy(ddp(x), y).backward()
-            totals = [torch.zeros_like(p) for p in model.parameters()] if step == 0 else totals
-            for total, p in zip(totals, model.parameters(), strict=True):
-                total += p.grad  # type: ignore[arg-type]
-        # bucket order is the reverse of model order
+            trainer.model.used = {2} if step == 0 else set()
+            x, y = data_of(step)
+            local = torch.autograd.grad(cross_entropy(trainer.model(x), y), matrices, materialize_grads=True)
+            went_in += torch.cat([g.flatten() for g in local])
+            trainer.backward(step)
+            delivered += torch.cat([p.grad.flatten() for p in matrices])
         kept = torch.cat([e.flatten() for e in compression.errors()])
-        delivered = torch.cat([t.flatten() for t in reversed(totals) if t.dim() == 2])
-        local = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters() if p.dim() == 2]
-        went_in = torch.cat([g.flatten() for g in reversed(local)])
         difference = all_reduce(TRANSPORT, went_in - kept, "mean") - delivered
-        found[name] = {"difference": float(difference.abs().max()), "kept": exchange.error_norm()}
+        found[name] = {"difference": float(difference.abs().max()), "kept": float(kept.norm())}
     return found
 
 
 def loss_scaling() -> Finding:
-    """The last rank overflows in one step. The error state must not depend on the scale."""
+    """The last rank overflows in one step."""
     found: Finding = {}
-    for name in ("dgc", "powersgd", "2-bit"):
+    for method in ("dgc", "powersgd", "2-bit"):
         for scale in (1.0, 2.0**12):
-            model, compression = make(Net), METHODS[name]()
-            ddp, optimizer = DistributedDataParallel(model), sgd(model, compression)
             scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-            exchange = compress(ddp, compression, optimizer, transport=TRANSPORT, grad_scaler=scaler)
-            scales = []
-            for step in range(4):
-                optimizer.zero_grad()
-                x, y = data_of(TRANSPORT.rank, step)
-                overflow = step == 2 and TRANSPORT.rank == TRANSPORT.size - 1
-                before = digest(model)
-                scaler.scale(cross_entropy(ddp(x), y) * (1e38 if overflow else 1.0) * (10 if overflow else 1)).backward()
-                scaler.step(optimizer)
+            trainer = Trainer(method, grad_scaler=scaler)
+            scales, unmoved = [], []
+            for step in range(5):
+                before = trainer.weights
+                overflows = step == 2 and TRANSPORT.rank == TRANSPORT.size - 1
+                trainer.backward(step, 1e30 if overflows else 1.0, scaler)
+                scaler.step(trainer.inner)
                 scaler.update()
                 scales.append(scaler.get_scale() / scale)
-                moved = digest(model) != before
-                assert moved != (step == 2), step
-            found[f"{name} {scale}"] = [digest(model), exchange.error_norm(), exchange.dropped_steps, scales]
+                unmoved += [step] if trainer.weights == before else []
+            found[f"{method}, {scale}"] = {
+                **trainer.findings,
+                "dropped": trainer.exchange.dropped_steps,
+                "scales": scales,
+                "unmoved": unmoved,
+            }
     return found
 
 
 def nonfinite() -> Finding:
     """NaN on the last rank in one step, without a scaler."""
     found: Finding = {}
-    for name in ("dgc", "powersgd", "2-bit", "dense"):
+    for method in ("dgc", "powersgd", "dense"):
         for policy in ("skip", "raise"):
-            for mode, options in OPTIONS.items():
-                model, compression = make(Net), METHODS[name]()
-                ddp, optimizer = DistributedDataParallel(model, **options), sgd(model, compression)  # type: ignore[arg-type]
-                exchange = compress(ddp, compression, optimizer, transport=TRANSPORT, nonfinite=policy)
+            for mode in OPTIONS if method == "dgc" else ("default",):
+                trainer = Trainer(method, nonfinite=policy, **OPTIONS[mode])
                 messages, unmoved = [], []
                 for step in range(5):
-                    optimizer.zero_grad()
-                    x, y = data_of(TRANSPORT.rank, step)
-                    if step == 2 and TRANSPORT.rank == TRANSPORT.size - 1:
-                        x[0, 0] = float("nan")
-                    before = digest(model)
+                    before = trainer.weights
+                    bad = step == 2 and TRANSPORT.rank == TRANSPORT.size - 1
                     with warnings.catch_warnings(record=True) as caught:
                         warnings.simplefilter("always")
                         try:
-                            cross_entropy(ddp(x), y).backward()
+                            trainer.backward(step, math.nan if bad else 1.0)
                         except NonFiniteGradientError as error:
                             messages.append(str(error))
-                        optimizer.step()
-                    messages += [str(w.message) for w in caught]
-                    if digest(model) == before:
-                        unmoved.append(step)
-                found[f"{name} {policy} {mode}"] = {
-                    "weights": digest(model),
-                    "error": exchange.error_norm(),
-                    "dropped": exchange.dropped_steps,
+                    trainer.inner.step()
+                    messages += [str(warning.message) for warning in caught]
+                    unmoved += [step] if trainer.weights == before else []
+                found[f"{method}, {policy}, {mode}"] = {
+                    **trainer.findings,
+                    "dropped": trainer.exchange.dropped_steps,
                     "messages": messages,
                     "unmoved": unmoved,
                 }
     return found
 
 
-def warm_up(counts: bool) -> tuple[str, list[float]]:
-    model = make(Net)
-    compression = DGCCompressor(0.02, DGCSGDMemory(momentum=0.9), warmup_epochs=3)
-    ddp, optimizer = DistributedDataParallel(model), sgd(model, compression)
-    exchange = compress(
-        ddp, compression, optimizer, transport=TRANSPORT, steps_per_epoch=2 if counts else None
-    )
-    ratios = []
-    for step in range(8):
-        if not counts and step % 2 == 0:
-            exchange.begin_epoch(step // 2)
-        optimizer.zero_grad()
-        x, y = data_of(TRANSPORT.rank, step)
-        cross_entropy(ddp(x), y).backward()
-        optimizer.step()
-        ratios.append(exchange.compress_ratio)
-    return digest(model), ratios
-
-
 def epochs() -> Finding:
-    return {"counted": warm_up(True), "called": warm_up(False)}
+    """A warm-up, with epochs that are counted or set."""
+    found: Finding = {}
+    for name, steps_per_epoch in (("counted", 2), ("set", None)):
+        compression = DGCCompressor(0.02, DGCSGDMemory(momentum=0.9), warmup_epochs=3)
+        trainer = Trainer(compression, steps_per_epoch=steps_per_epoch)
+        ratios = []
+        for step in range(8):
+            if steps_per_epoch is None and step % 2 == 0:
+                trainer.exchange.begin_epoch(step // 2)
+            trainer.step(step)
+            ratios.append(trainer.exchange.compress_ratio)
+        found[name] = {**trainer.findings, "ratios": ratios}
+    return found
 
 
-def buffers_are_released() -> Finding:
-    """Tensors and futures that are alive after each step."""
-    model, compression = make(Net), METHODS["powersgd"]()
-    ddp, optimizer = DistributedDataParallel(model), sgd(model, compression)
-    compress(ddp, compression, optimizer, transport=TRANSPORT)
+def checkpoints() -> Finding:
+    """States that are saved after three steps, by DDP and by DistributedOptimizer, and loaded into the other."""
+    found: Finding = {}
+    for method in ("dgc", "powersgd", "2-bit", "route"):
+        first, later = range(3), range(3, 6)
+        ddp, other = Trainer(method).train(first), Trainer(method, "optimizer").train(first)
+        of_ddp, of_other = ddp.state(), other.state()
+        Path(DIRECTORY, f"{method}.{TRANSPORT.rank}.pt").write_bytes(of_ddp)
+
+        def end(trainer: Trainer, state: bytes, steps: range = later) -> Finding:
+            findings = trainer.resumed(state).train(steps).findings
+            return {key: findings[key] for key in ("weights", "error")}
+
+        expected = ddp.train(later).findings
+        found[method] = {
+            "end": {key: expected[key] for key in ("weights", "error")},
+            "loaded": end(Trainer(method), of_ddp),
+            "from optimizer": end(Trainer(method), of_other),
+            "into optimizer": end(Trainer(method, "optimizer"), of_ddp),
+            "other buckets": end(Trainer(method, bucket_mb=1), of_ddp),
+            "other buckets, optimizer": end(Trainer(method, "optimizer", bucket_mb=1), of_ddp),
+        }
+    return found
+
+
+def several_exchanges() -> Finding:
+    """Two backward passes outside no_sync are two exchanges. The first mean takes part in the second."""
+    found: Finding = {}
+    for method in ("dense", "sign values"):
+        trainer = Trainer(method)
+        for part in range(2):
+            x, y = data_of(0, part)
+            cross_entropy(trainer.forward(x), y).backward()
+        once = Trainer(method, passes=2)
+        once.backward(0)
+        pairs = zip(trainer.model.parameters(), once.model.parameters(), strict=True)
+        found[method] = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
+    return found
+
+
+def memory() -> Finding:
+    """Tensors and futures that are alive after each step, and whether a discarded model is freed."""
+    gc.freeze()  # leave out what other scenarios made
+    trainer = Trainer("powersgd")
     alive = []
     for step in range(6):
-        optimizer.zero_grad()
-        x, y = data_of(TRANSPORT.rank, step)
-        loss = cross_entropy(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        del loss
+        trainer.step(step)
         gc.collect()
         alive.append(sum(issubclass(type(o), Tensor | torch.futures.Future) for o in gc.get_objects()))
-    return {"alive": alive}
+    gc.unfreeze()
+    del trainer
+    ddp = DistributedDataParallel(Net())
+    compress(ddp, METHODS["2-bit"](), transport=TRANSPORT)
+    ddp(data_of(0)[0]).sum().backward()
+    discarded = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    return {"alive": alive, "freed": discarded() is None}
+
+
+def resumed() -> Finding:
+    """The end of a run that continues from a checkpoint of another process."""
+    found: Finding = {}
+    for method in ("dgc", "powersgd", "2-bit", "route"):
+        state = Path(DIRECTORY, f"{method}.{TRANSPORT.rank}.pt").read_bytes()
+        findings = Trainer(method).resumed(state).train(range(3, 6)).findings
+        found[method] = {key: findings[key] for key in ("weights", "error")}
+    return found
+
+
+class Failing(DenseCompressor):
+    """Fails on the last rank in the third step."""
+
+    steps = 0
+
+    def reduce(self, bucket: Any) -> Any:
+        self.steps += bucket.name.endswith(".0")
+        if self.steps == 3 and TRANSPORT.rank == TRANSPORT.size - 1:
+            raise KeyError("the compressor's own")
+        return (yield from super().reduce(bucket))
+
+
+def failure() -> Finding:
+    """The error of one rank ends backward there. The others fail when that rank has ended."""
+    trainer = Trainer(Failing())
+    start = perf_counter()
+    try:
+        trainer.train()
+    except Exception as error:
+        found = {"error": type(error).__name__, "message": str(error)}
+    try:
+        trainer.step(5)
+    except RuntimeError as error:
+        found["afterwards"] = str(error)
+    return {**found, "seconds": perf_counter() - start}
 
 
 SCENARIOS = (
-    equal_to_optimizer,
+    every_method,
     kinds_of_parameters,
     accumulation,
     unused_parameters,
@@ -409,13 +464,16 @@ SCENARIOS = (
     loss_scaling,
     nonfinite,
     epochs,
-    buffers_are_released,
+    checkpoints,
+    several_exchanges,
+    memory,
 )
+LATER = (resumed, failure)  # in another launch, after SCENARIOS
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    directory, *names = sys.argv[1:]
+    DIRECTORY, *names = sys.argv[1:]
     TRANSPORT = connect()
-    found = {scenario.__name__: scenario() for scenario in SCENARIOS if not names or scenario.__name__ in names}
-    Path(directory, f"rank{TRANSPORT.rank}.json").write_text(json.dumps(found))
+    wanted = [s for s in (*SCENARIOS, *LATER) if s.__name__ in names] if names else SCENARIOS
+    Path(DIRECTORY, f"rank{TRANSPORT.rank}.json").write_text(json.dumps({s.__name__: s() for s in wanted}))
