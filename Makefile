@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 SETUP ?= 1
-export VENV PYTHON GPU SYSTEM_MPI
+export VENV PYTHON GPU SYSTEM_MPI HOROVOD
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types unit parallel proof mutants gpu doctor clean
 
@@ -12,20 +12,21 @@ BIN := $(abspath $(VENV))/bin
 
 help:
 	@echo 'make demo     train on digits with 4 ranks: dense, then DGC at 0.1 % of the gradient'
-	@echo 'make test     lint, types, unit tests, laws, parallel tests under mpirun and horovodrun'
+	@echo 'make test     lint, types, unit tests, laws, parallel tests under mpirun, horovodrun and torchrun'
 	@echo 'make proof    the long proofs (many minutes)'
 	@echo 'make mutants  plant faults in a copy of the source, one at a time: the tests must detect each (many minutes)'
 	@echo 'make gpu      on a GPU: the laws of its kernels, times, waits for the device (needs no set-up)'
-	@echo 'make doctor   versions, MPI, Horovod, GPU; what is wrong, and its cure'
+	@echo 'make doctor   versions, Horovod, MPI, torch.distributed, GPU; what is wrong, and its cure'
 	@echo 'make setup    only the environment; make lint, types, unit, parallel: one part of make test'
 	@echo 'make clean    remove the environment and the caches (runs/ and data/ stay)'
 	@echo
 	@echo 'PYTHON=python3.12   the interpreter to start from'
 	@echo 'VENV=PATH           where the environment lives, or an existing one to install into'
 	@echo 'SETUP=0             use the environment VENV as it is; install nothing'
+	@echo 'HOROVOD=0           without Horovod and MPI: torch.distributed connects the ranks, set-up takes a minute'
 	@echo 'SYSTEM_MPI=1        use the Open MPI whose mpicc is on PATH, not the one from PyPI'
 	@echo 'GPU=1               build Horovod with NCCL operations (needs CUDA and NCCL)'
-	@echo 'GPU and SYSTEM_MPI are remembered; docs/install.md says more'
+	@echo 'HOROVOD, GPU and SYSTEM_MPI are remembered; docs/install.md says more'
 
 setup:
 ifneq ($(SETUP),0)

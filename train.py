@@ -11,11 +11,11 @@ in this file it is the optimizer that wraps the one that takes the steps.
 import dgc_training.startup.installed  # noqa: F401  (prints what to do if torch is missing)
 
 # isort: split
-import os
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,8 +23,8 @@ from omegaconf import DictConfig
 from torch import nn
 
 from dgc.comm import Transport
-from dgc.comm.horovod import connect
-from dgc.comm.launch import LaunchError, check_launcher
+from dgc.comm.connect import choose_transport, connect
+from dgc.launch import LaunchError
 from dgc.optim import broadcast_parameters
 from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
 from dgc_training.checkpoint.progress import TrainingProgress
@@ -62,7 +62,7 @@ def main(
 
     Args:
         argv: the command line without the program's name. None: that of this process.
-        connect: creates the transport. It takes the keywords of `dgc.comm.horovod.connect`.
+        connect: creates the transport. It takes the arguments of `dgc.comm.connect.connect`.
         leave: ends this process with an exit status after an error. All ranks end with it.
     """
     args, overrides = parse_arguments(argv)
@@ -70,7 +70,8 @@ def main(
         tree = load(args.configs, overrides)
         if not args.print_config:
             require_complete(tree, args.devices)
-            check_launcher(os.environ)
+            with config_errors():
+                choice = choose_transport(tree.train.transport)
     except (ConfigError, LaunchError) as error:
         return print_error(str(error))
     except KeyboardInterrupt:
@@ -82,14 +83,21 @@ def main(
         return 0
     status = 0
     with ending_all_ranks(leave):
-        transport = WatchedTransport(open_transport(tree.train, connect))
+        transport = WatchedTransport(open_transport(tree.train, partial(connect, transport=choice.transport)))
         with watching(transport, tree.train.timeout, leave):
-            status = run(args, tree, transport)
+            status = run(args, tree, transport, str(choice))
     return status
 
 
-def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
-    """Runs one rank, from building to the summary. Returns 0, or EXIT_SAVED if a signal stopped the run."""
+def run(args: Namespace, tree: DictConfig, transport: Transport, description: str = "given by the caller") -> int:
+    """Runs one rank, from building to the summary. Returns 0, or EXIT_SAVED if a signal stopped the run.
+
+    Args:
+        args: the options of the command line.
+        tree: the complete config.
+        transport: connects the ranks.
+        description: the transport and why it was chosen, for the log.
+    """
     rank, size, settings = transport.rank, transport.size, tree.train
     device = prepare_device(tree, args.devices, transport)
     check_agreement(tree, device, transport)
@@ -140,7 +148,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport) -> int:
         if latest is not None:
             state.load(checkpoints.load(latest))
         log = Log(directory, state, sync, recorder, tree, batches.steps_per_epoch)
-        log.begin(kernels, evaluation.names, latest)
+        log.begin(kernels, description, evaluation.names, latest)
 
         def save(best: bool = False) -> None:
             checkpoint = checkpoint_name(progress.epoch, progress.step)

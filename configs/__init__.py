@@ -50,6 +50,8 @@ configs.train.bucket_mb = Key(float, 25.0, least=0.001)  # size of a bucket of g
 # NaN or inf in a gradient: "skip" drops and counts the step, "raise" ends
 configs.train.nonfinite = Key(str, "skip")
 configs.train.kernels = Key(str, "auto")  # or "native" (CPU), "triton" (GPU), "reference" (plain torch)
+# what connects the ranks: "horovod", "torch" (torch.distributed), or "auto": by the launcher
+configs.train.transport = Key(str, "auto")
 # seconds without an answer from another rank until a run gives up
 configs.train.timeout = Key(float, 300, least=1)
 configs.train.log_every = Key(int, 10, least=1)  # optimizer steps between two points in TensorBoard

@@ -4,26 +4,12 @@ import os
 import sys
 import time
 
-# Names of rank and size by launcher: mpirun, horovodrun over Gloo, an MPI that srun or Hydra starts through PMI,
-# torchrun (which `dgc.comm.launch` refuses with one message), and srun alone. With SLURM the size is that of the
-# job step: the batch script also has SLURM_PROCID and SLURM_NTASKS but is not a rank, and srun may start fewer
-# tasks than the job allows.
-LAUNCHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
+from dgc.launch import started_by
 
 
 def _launched() -> tuple[int, int]:
-    """Rank and size from the first launcher that sets both. Values of two launchers are never combined."""
-    for names in LAUNCHERS:
-        rank, size = (os.environ.get(name, "") for name in names)
-        if rank.isdecimal() and size.isdecimal() and int(rank) < int(size):
-            return int(rank), int(size)
-    return 0, 1
+    started = started_by(os.environ)
+    return (0, 1) if started is None else (started.rank, started.size)
 
 
 def launched_rank() -> int:

@@ -13,6 +13,7 @@ from scripts.facts import Facts, Probe, collect
 from scripts.launch import ROOT_VARIABLES
 
 DEMO_RANKS = 4
+HOROVOD = ("horovod", "mpi4py")  # not needed without Horovod
 REBUILD = "remove Horovod's wheel from the cache (docs/install.md), then make clean setup"
 
 
@@ -44,7 +45,15 @@ def check_python(facts: Facts) -> Iterator[Finding]:
 
 
 def check_packages(facts: Facts) -> Iterator[Finding]:
-    missing = [name for name, version in facts.versions.items() if version is None]
+    horovod = facts.versions.get("horovod") is not None
+    needed = {name: version for name, version in facts.versions.items() if horovod or name not in HOROVOD}
+    missing = [name for name, version in needed.items() if version is None]
+    if not horovod:
+        yield Finding(
+            "Horovod is not installed: torch.distributed connects the ranks, which torchrun starts",
+            "make setup HOROVOD=1 installs Horovod and MPI",
+            note=True,
+        )
     if missing:
         yield Finding(f"not installed: {', '.join(missing)}", "make setup")
     elif facts.torch.answer is None:
@@ -90,6 +99,8 @@ def check_horovod(facts: Facts) -> Iterator[Finding]:
 
 
 def check_mpi(facts: Facts) -> Iterator[Finding]:
+    if facts.versions.get("horovod") is None:
+        return
     if facts.mpirun is None:
         yield Finding("mpirun is not installed", "make setup, or put your Open MPI's bin folder on PATH")
         return
@@ -147,6 +158,22 @@ def check_hello(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def check_torchrun(facts: Facts) -> Iterator[Finding]:
+    if facts.torch.answer is None:
+        return
+    answer = facts.torch_hello.answer
+    if answer is None:
+        yield Finding(
+            f"a test with two ranks under torchrun failed: {facts.torch_hello.error}",
+            "see the message above; if this machine does not find its own name: export GLOO_SOCKET_IFNAME=lo",
+        )
+    elif (answer["size"], answer["sum"]) != (2, 3.0):
+        yield Finding(
+            f"torchrun with two ranks: an allreduce of 1 and 2 over {answer['size']} ranks gave {answer['sum']}",
+            "make clean setup",
+        )
+
+
 def check_kernels(facts: Facts) -> Iterator[Finding]:
     if facts.torch.answer is not None and facts.kernels.answer is None:
         reason = facts.kernels.error.splitlines()[-1]
@@ -167,10 +194,11 @@ def check_torchvision(facts: Facts) -> Iterator[Finding]:
 
 
 def check_surroundings(facts: Facts) -> Iterator[Finding]:
-    if facts.root and not all(facts.variables.get(name) for name in ROOT_VARIABLES):
+    horovod = facts.versions.get("horovod") is not None
+    if horovod and facts.root and not all(facts.variables.get(name) for name in ROOT_VARIABLES):
         exports = "export " + " ".join(f"{name}=1" for name in ROOT_VARIABLES)
         yield Finding("Open MPI refuses to start for root by default", f"{exports} (make does it)", note=True)
-    if facts.cores < DEMO_RANKS:
+    if horovod and facts.cores < DEMO_RANKS:
         yield Finding(
             f"{facts.cores} cores: more ranks need mpirun --oversubscribe --mca mpi_yield_when_idle 1",
             "python -m scripts.launch RANKS train.py ... sets both",
@@ -187,7 +215,7 @@ def check_surroundings(facts: Facts) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     check_python, check_packages, check_library, check_horovod, check_mpi, check_prefix, check_mpi4py, check_hello,
-    check_kernels, check_torchvision, check_surroundings,
+    check_torchrun, check_kernels, check_torchvision, check_surroundings,
 )
 
 
@@ -219,7 +247,10 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     rows.append(("kernels of the CPU", str(kernels["native"])))
     rows.append(("cores", str(facts.cores)))
     rows.append(("OPAL_PREFIX", facts.variables.get("OPAL_PREFIX", "not set (set by mpirun and train.py)")))
-    rows.append(("2 ranks, one allreduce", "works" if hello.get("sum") == 3.0 else "fails"))
+    torch_hello = facts.torch_hello.answer or {}
+    works = "works" if hello.get("sum") == 3.0 else "fails"
+    rows.append(("2 ranks over Horovod", works if facts.versions.get("horovod") else "not installed"))
+    rows.append(("2 ranks over torch", "works" if torch_hello.get("sum") == 3.0 else "fails"))
     return rows
 
 

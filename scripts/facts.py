@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from scripts.launch import ROOT_VARIABLES, environment, prepare, usable_cores
+from scripts.launch import ROOT_VARIABLES, environment, mpirun, torchrun, usable_cores
 
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy", "omegaconf", "tensorboard", "scikit-learn")
 WATCHED = ("OPAL_PREFIX", "HOROVOD_FUSION_THRESHOLD", *ROOT_VARIABLES)
@@ -59,6 +59,17 @@ hvd.shutdown()
 """
 
 
+TORCH_HELLO = """
+import json, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(value)
+if dist.get_rank() == 0:
+    print(json.dumps({"size": dist.get_world_size(), "sum": value.item()}), flush=True)
+dist.destroy_process_group()
+"""
+
+
 @dataclass(frozen=True)
 class Probe:
     """The answer of one probe, or, without an answer, the last lines of its error output."""
@@ -88,6 +99,9 @@ class Facts:
     mpi4py: Probe = Probe()
     kernels: Probe = Probe()
     hello: Probe = Probe()
+    """Two ranks of Horovod under mpirun."""
+    torch_hello: Probe = Probe()
+    """Two ranks of torch.distributed under torchrun."""
     checkout: str = ""
     """This checkout's folder."""
     dgc: str | None = None
@@ -146,7 +160,7 @@ def collect() -> Facts:
     alone = dict(env)
     if wheel_mpi:  # set by mpirun for its ranks; a process without a launcher needs it to find MPI's files
         alone.setdefault("OPAL_PREFIX", sys.prefix)
-    hello, hello_env = prepare(2, ["-c", HELLO])
+    two_ranks = environment(2, usable_cores(), root, os.environ)
 
     def probe(code: str) -> Probe:
         return run_probe([sys.executable, "-c", code], alone)
@@ -164,7 +178,8 @@ def collect() -> Facts:
         horovod=probe(HOROVOD),
         mpi4py=probe(MPI4PY),
         kernels=probe(KERNELS),
-        hello=run_probe(hello, hello_env),
+        hello=run_probe(mpirun(2, usable_cores(), ["-c", HELLO]), two_ranks) if installed("horovod") else Probe(),
+        torch_hello=run_probe(torchrun(2, ["-c", TORCH_HELLO]), two_ranks),
         checkout=str(Path(__file__).resolve().parents[1]),
         dgc=source_of_library(env),
         variables={name: os.environ[name] for name in WATCHED if name in os.environ},

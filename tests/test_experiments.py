@@ -174,6 +174,7 @@ def trained(done: subprocess.CompletedProcess[str], directory: Path) -> dict:
     return json.loads((directory / "summary.json").read_text())
 
 
+@pytest.mark.horovod
 def test_horovodrun_on_cifar(folder: Any) -> None:
     command = CIFAR.replace("-np 8", "-np 2") + SHORT
     summary = trained(run(command, folder), folder / "runs/[cifar.resnet20+dgc.[wm5+fp16+int32]].np2")
@@ -181,6 +182,7 @@ def test_horovodrun_on_cifar(folder: Any) -> None:
     assert 1 / 3 < summary["wire_over_dense"] < 1 / 1.5, "25 % of the elements, 6 bytes each in place of 4"
 
 
+@pytest.mark.horovod
 def test_mpirun_on_imagenet(folder: Any) -> None:
     command = MPIRUN.replace("resnet50", "resnet18") + SHORT + SMALL + " --configs.data.num_workers 0"
     summary = trained(run(command, folder), folder / "runs/[imagenet.resnet18+dgc.wm0].np2")
@@ -188,6 +190,7 @@ def test_mpirun_on_imagenet(folder: Any) -> None:
     assert 0 < summary["wire_over_dense"] < 0.01
 
 
+@pytest.mark.horovod
 def test_absent_data_is_one_message(folder: Any) -> None:
     """Seen by all ranks; said without a traceback, and nothing is left behind."""
     command = CIFAR.replace("horovodrun -np 8", "mpirun -np 2 -H localhost:2")
@@ -198,6 +201,7 @@ def test_absent_data_is_one_message(folder: Any) -> None:
     assert not (folder / "runs").exists() and not (folder / "nowhere").exists()
 
 
+@pytest.mark.horovod
 @pytest.mark.proof
 @pytest.mark.timeout(1200)
 def test_the_original_readmes_commands(folder: Any) -> None:
@@ -214,6 +218,7 @@ def test_the_original_readmes_commands(folder: Any) -> None:
     assert load(["configs/cifar/resnet20"], ["--configs.train.num_epochs", "500"]).train.scheduler.T_max == 495
 
 
+@pytest.mark.horovod
 @pytest.mark.proof
 @pytest.mark.timeout(300)
 def test_two_machines(folder: Any) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from documented import table
 
+from dgc.launch import LAUNCHERS
 from dgc_training.config import load
 from dgc_training.config.layers import REPOSITORY
-from dgc_training.launcher import LAUNCHERS, launched_rank, launched_size
+from dgc_training.launcher import launched_rank, launched_size
 
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))
 SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun", "mpirun", "slurm")]
@@ -199,34 +200,41 @@ def test_gossip_stacks_load(name: Any) -> None:
     load([word for word in line.split() if word.startswith("configs/")], [])
 
 
-@pytest.mark.parametrize(("rank", "size"), LAUNCHERS)
-def test_rank_from_each_launcher(monkeypatch: pytest.MonkeyPatch, rank: Any, size: Any) -> None:
-    for variable in (name for pair in LAUNCHERS for name in pair):
-        monkeypatch.delenv(variable, raising=False)
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launcher in LAUNCHERS:
+        for variable in (launcher.rank, launcher.size, launcher.marker):
+            monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_rank_from_each_launcher(no_launcher: None, monkeypatch: pytest.MonkeyPatch, launcher: Any) -> None:
     assert (launched_rank(), launched_size()) == (0, 1)
-    monkeypatch.setenv(rank, "2")
+    monkeypatch.setenv(launcher.rank, "2")
     assert (launched_rank(), launched_size()) == (0, 1)
-    monkeypatch.setenv(size, "5")
+    monkeypatch.setenv(launcher.size, "5")
     assert (launched_rank(), launched_size()) == (2, 5)
 
 
-def test_rank_inside_a_batch_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_inside_a_batch_job(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job script is not a rank. Ranks of mpirun inherit its variables; those of mpirun take precedence."""
-    for variable in (name for pair in LAUNCHERS for name in pair):
-        monkeypatch.delenv(variable, raising=False)
     for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}.items():
         monkeypatch.setenv(name, value)
     assert (launched_rank(), launched_size()) == (0, 1)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert (launched_rank(), launched_size()) == (0, 2)
-    for name, value in zip(LAUNCHERS[0], "38", strict=True):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
     assert (launched_rank(), launched_size()) == (3, 8)
 
 
 @pytest.mark.parametrize(
     "launch",
-    [["mpirun", "--oversubscribe", "-bind-to", "none"], ["horovodrun", "--gloo"]],
+    [
+        pytest.param(["mpirun", "--oversubscribe", "-bind-to", "none", "-np"], marks=pytest.mark.horovod),
+        pytest.param(["horovodrun", "--gloo", "-np"], marks=pytest.mark.horovod),
+        ["torchrun", "--standalone", "--no-python", "--nproc-per-node"],
+    ],
     ids=lambda words: words[0],
 )
 def test_rank_under_a_real_launcher(launch: Any) -> None:
@@ -236,7 +244,7 @@ def test_rank_under_a_real_launcher(launch: Any) -> None:
     root = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        [*launch, "-np", "3", sys.executable, "-c", program],
+        [*launch, "3", sys.executable, "-c", program],
         env={**os.environ, **root, "PATH": path, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

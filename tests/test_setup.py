@@ -18,7 +18,7 @@ from setuptools import Distribution
 
 from scripts.doctor import describe, diagnose, mpi_version
 from scripts.facts import PACKAGES, Facts, Probe, run_probe, source_of_library
-from scripts.launch import command, environment
+from scripts.launch import environment, mpirun, prepare, torchrun
 
 ROOT = Path(__file__).parent.parent
 BUILT = {"mpi": True, "gloo": True, "nccl": False, "cuda": False, "rocm": False}
@@ -36,9 +36,19 @@ HEALTHY = Facts(
     mpi4py=Probe({"library": "Open MPI v4.1.8, package: Open MPI"}),
     kernels=Probe({"native": "native (avx2)"}),
     hello=Probe({"size": 2, "sum": 3.0, "multiple": True, "level": "MULTIPLE"}),
+    torch_hello=Probe({"size": 2, "sum": 3.0}),
     checkout="/here",
     dgc="/here",
 )
+WITHOUT_HOROVOD = {
+    "versions": {**HEALTHY.versions, "horovod": None, "mpi4py": None},
+    "mpirun": None,
+    "cores": 2,
+    "root": True,
+    "horovod": Probe(error="No module named 'horovod'"),
+    "mpi4py": Probe(error="No module named 'mpi4py'"),
+    "hello": Probe(),
+}
 
 
 def test_nothing_is_wrong_with_a_healthy_environment() -> None:
@@ -50,7 +60,8 @@ def test_nothing_is_wrong_with_a_healthy_environment() -> None:
     ("change", "named"),
     [
         ({"python": (3, 9, 1)}, "Python 3.9.1 is too old"),
-        ({"versions": {**HEALTHY.versions, "horovod": None}}, "not installed: horovod"),
+        ({"versions": {**HEALTHY.versions, "mpi4py": None}}, "not installed: mpi4py"),
+        ({"versions": {**HEALTHY.versions, "omegaconf": None}}, "not installed: omegaconf"),
         ({"torch": Probe(error="libc10.so: cannot open")}, "torch does not load"),
         ({"horovod": Probe(error="Extension horovod.torch has not been built")}, "extension is not built"),
         ({"horovod": Probe(error="undefined symbol: _ZN3c10")}, "built for another torch"),
@@ -67,6 +78,8 @@ def test_nothing_is_wrong_with_a_healthy_environment() -> None:
         ({"hello": Probe({"size": 1, "sum": 1.0, "multiple": True})}, "size 1 instead of 2"),
         ({"hello": Probe({"size": 2, "sum": 2.0, "multiple": True})}, "gave 2.0"),
         ({"hello": Probe({"size": 2, "sum": 3.0, "multiple": False, "level": "SERIALIZED"})}, "SERIALIZED"),
+        ({"torch_hello": Probe(error="no answer after 90 s")}, "under torchrun failed: no answer"),
+        ({"torch_hello": Probe({"size": 1, "sum": 1.0})}, "over 1 ranks gave 1.0"),
         ({"torchvision": Probe(error="libjpeg.so: cannot open")}, "torchvision does not load"),
         ({"dgc": "/there"}, "dgc comes from /there, not from this checkout (/here)"),
     ],
@@ -83,6 +96,7 @@ def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], n
     [
         ({"root": True}, "root"),
         ({"dgc": None}, "dgc is not installed"),
+        (WITHOUT_HOROVOD, "torch.distributed connects the ranks"),
         ({"cores": 2}, "2 cores"),
         ({"variables": {"HOROVOD_FUSION_THRESHOLD": "67108864"}}, "do not repeat bitwise"),
         ({"torch": Probe({"cuda": "13.0", "gpus": ["H100"]})}, "no NCCL"),
@@ -102,7 +116,7 @@ def test_settings_that_are_as_they_should_be_are_not_mentioned() -> None:
 
 def test_an_empty_machine_is_described_and_judged() -> None:
     nothing = Probe(error="No module named 'torch'")
-    probes = nothing, nothing, nothing, nothing, nothing, nothing
+    probes = nothing, nothing, nothing, nothing, nothing, nothing, nothing
     bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *probes)
     assert any("not installed: torch" in finding.problem for finding in diagnose(bare))
     assert dict(describe(replace(HEALTHY, dgc="/there")))["dgc comes from"] == "/there"
@@ -132,11 +146,22 @@ def test_the_library_is_looked_for_as_another_folders_script_finds_it(tmp_path: 
 
 
 def test_the_launcher_oversubscribes_only_when_it_must() -> None:
-    assert "--oversubscribe" not in command(2, 2, ["train.py"])
-    words = command(4, 2, ["train.py", "--configs", "a"])
+    assert "--oversubscribe" not in mpirun(2, 2, ["train.py"])
+    words = mpirun(4, 2, ["train.py", "--configs", "a"])
     assert "--oversubscribe" in words and words[-3:] == ["train.py", "--configs", "a"]
     with pytest.raises(ValueError, match="at least 1"):
-        command(0, 2, [])
+        prepare(0, [])
+
+
+@pytest.mark.parametrize(("installed", "launcher"), [(object(), "mpirun"), (None, "torchrun")])
+def test_ranks_start_under_torchrun_where_horovod_is_missing(
+    monkeypatch: pytest.MonkeyPatch, installed: object, launcher: str
+) -> None:
+    monkeypatch.setattr("scripts.launch.find_spec", lambda name: installed)
+    words, _ = prepare(3, ["train.py", "--configs", "a"])
+    assert words[0] == launcher and "3" in words
+    assert words[-4:] == [sys.executable, "train.py", "--configs", "a"]
+    assert torchrun(3, ["-c", "1"])[-3:] == [sys.executable, "-c", "1"]
 
 
 def test_the_launcher_shares_the_cores_and_keeps_what_the_user_set() -> None:
@@ -152,13 +177,15 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout with what set-up reads and nothing else."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/setup.sh", tmp_path / "scripts")
-    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    for file in ROOT.glob("requirements*.txt"):
+        shutil.copy(file, tmp_path)
     return tmp_path
 
 
 def setup_says(checkout: Path, **variables: str) -> str:
     """Run set-up where it must fail; its last line."""
-    env = {name: value for name, value in os.environ.items() if name not in ("GPU", "SYSTEM_MPI", "CXX")}
+    options = ("GPU", "SYSTEM_MPI", "HOROVOD", "CXX")
+    env = {name: value for name, value in os.environ.items() if name not in options}
     env |= {"VENV": str(checkout / "env"), "PYTHON": "python3", **variables}
     done = subprocess.run(["bash", "scripts/setup.sh"], cwd=checkout, env=env, capture_output=True, text=True)
     assert done.returncode == 1
@@ -180,12 +207,34 @@ def test_setup_names_a_missing_compiler(checkout: Path) -> None:
     assert "no C++ compiler found; install g++" in setup_says(checkout, CXX="no-such-compiler")
 
 
+def tools(checkout: Path) -> str:
+    """A PATH that has no mpicc."""
+    folder = checkout / "tools"
+    folder.mkdir()
+    names = "bash flock dirname mkdir cat sha256sum cut c++ mktemp rm touch date tail grep"
+    for name in names.split():
+        (folder / name).symlink_to(shutil.which(name) or "/bin/true")
+    return str(folder)
+
+
 def test_setup_names_a_missing_mpi(checkout: Path) -> None:
-    tools = checkout / "tools"
-    tools.mkdir()
-    for name in ("bash", "flock", "dirname", "mkdir", "cat", "sha256sum", "cut", "c++"):
-        (tools / name).symlink_to(shutil.which(name) or "/bin/true")
-    assert "no mpicc on PATH" in setup_says(checkout, SYSTEM_MPI="1", PYTHON=sys.executable, PATH=str(tools))
+    path = tools(checkout)
+    assert "no mpicc on PATH" in setup_says(checkout, SYSTEM_MPI="1", PYTHON=sys.executable, PATH=path)
+
+
+def test_setup_needs_no_mpi_without_horovod_and_remembers_both(checkout: Path) -> None:
+    path, python = tools(checkout), checkout / "python3"
+    python.write_text('#!/bin/sh\n[ "$1" != -m ]\n')  # it is new enough, and fails to create an environment
+    python.chmod(0o755)
+    (checkout / "env").mkdir()
+    for options, message in (("0 1", "no mpicc"), ("0 1 1", "no mpicc"), ("0 1 0", "could not create an env")):
+        (checkout / "env/.options").write_text(f"{options}\n")
+        assert message in setup_says(checkout, PYTHON=str(python), PATH=path)
+    assert "no mpicc" in setup_says(checkout, PYTHON=str(python), PATH=path, HOROVOD="1")
+
+
+def test_setup_names_a_wrong_choice(checkout: Path) -> None:
+    assert "HOROVOD is no; it must be 0 or 1" in setup_says(checkout, HOROVOD="no")
 
 
 def belongs_to(checkout: Path, other: Path) -> Path:

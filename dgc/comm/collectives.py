@@ -11,8 +11,8 @@ from dgc.comm.requests import AllGather, AllReduce, Broadcast, Op, Request
 from dgc.comm.transport import Transport
 
 
-def _wait_for(transport: Transport, name: str, request: Request) -> Any:
-    return transport.wait(transport.launch(name, (request,)))[0]
+def _wait_for(transport: Transport, name: str, request: Request, lane: str = "") -> Any:
+    return transport.wait(transport.launch(name, (request,), lane))[0]
 
 
 def all_reduce(transport: Transport, tensor: Tensor, op: Op = "mean", name: str = "all_reduce") -> Tensor:
@@ -29,14 +29,16 @@ def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = 
     return _from_bytes(_wait_for(transport, f"dgc.control.{name}", Broadcast(data, root)))
 
 
-def all_gather_object(transport: Transport, obj: Any, name: str = "all_gather_object") -> list[Any]:
-    """Return the objects of all ranks, in rank order. They must support pickle. Collective."""
+def all_gather_object(
+    transport: Transport, obj: Any, name: str = "all_gather_object", lane: str = ""
+) -> list[Any]:
+    """Return the objects of all ranks, in rank order. They must support pickle. Collective on the lane."""
     data = _to_bytes(obj)
     length = torch.tensor([data.numel()], dtype=torch.int64)
-    lengths = _wait_for(transport, f"dgc.control.{name}.length", AllGather(length))
+    lengths = _wait_for(transport, f"dgc.control.{name}.length", AllGather(length), lane)
     padded = torch.zeros(int(max(length.item() for length in lengths)), dtype=torch.uint8)
     padded[: data.numel()] = data
-    gathered = _wait_for(transport, f"dgc.control.{name}", AllGather(padded))
+    gathered = _wait_for(transport, f"dgc.control.{name}", AllGather(padded), lane)
     return [_from_bytes(d[: int(n.item())]) for d, n in zip(gathered, lengths, strict=True)]
 
 

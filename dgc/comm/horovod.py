@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from dgc.comm.launch import check_launcher
 from dgc.comm.requests import (
     AllGather,
     AllReduce,
@@ -36,6 +35,7 @@ from dgc.comm.requests import (
 )
 from dgc.comm.staging import StagedTransport
 from dgc.comm.transport import Transport
+from dgc.launch import check_launcher
 
 
 def prepare_environment() -> None:

@@ -34,11 +34,16 @@ class OrderedConversations(Generic[T]):
         meter: Counts bytes and seconds.
 
     Example:
-        >>> exchange = OrderedConversations("gradients", transport, TrafficMeter())
-        >>> exchange.start("bucket0", compressor.reduce(bucket0))
-        >>> exchange.start("bucket1", compressor.reduce(bucket1))
-        >>> exchange.advance()  # any number of times, or never
-        >>> results = exchange.finish()
+        >>> from dgc.comm.ordered import OrderedConversations
+        >>> def mean(x):
+        ...     (reply,) = yield (AllReduce(x),)
+        ...     return reply
+        >>> conversations = OrderedConversations("gradients", transport, TrafficMeter())
+        >>> conversations.start("a", mean(torch.ones(1)))
+        >>> conversations.start("b", mean(torch.zeros(1)))
+        >>> conversations.advance()  # any number of times, or never
+        >>> conversations.finish()
+        [tensor([1.]), tensor([0.])]
     """
 
     def __init__(self, name: str, transport: Transport, meter: TrafficMeter):

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.bucket import make_bucket
+from dgc.comm.connect import default_transport
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import DenseCompressor
@@ -90,7 +90,7 @@ class AllReduce(Aggregator):
                 raise ValueError(
                     "AllReduce takes the shapes from the first gradients, so none of them may be None: pass zeros"
                 )
-            self._exchange = _Exchange(like, DenseCompressor(), self._transport or _default_transport())
+            self._exchange = _Exchange(like, DenseCompressor(), self._transport or default_transport())
         return self._exchange.average(gradients)
 
 
@@ -100,7 +100,7 @@ class PowerSGD(Aggregator):
     Args:
         params (iterable of Tensor): parameters, in the order of the gradients.
         config (Config): rank and other settings.
-        transport (Transport, optional): default Horovod, or this process alone if Horovod is not installed.
+        transport (Transport, optional): default: see `dgc.init`.
 
     `step_counter` is the number of steps, including uncompressed ones and excluding dropped ones. It is saved by
     state_dict.
@@ -114,7 +114,7 @@ class PowerSGD(Aggregator):
         if not self.params:
             raise ValueError("PowerSGD needs parameters")
         self.compressor = PowerSGDCompressor(**asdict(config))
-        self._exchange = _Exchange(self.params, self.compressor, transport or _default_transport())
+        self._exchange = _Exchange(self.params, self.compressor, transport or default_transport())
         self.transport, self.meter = self._exchange.transport, self._exchange.meter
         self.step_counter = 0
 
@@ -220,11 +220,3 @@ class _Exchange:
                 self.compressor.rollback(bucket)
             raise NonFiniteGradientError(reason)
         return [averages[i] for i in range(len(gradients))]
-
-
-def _default_transport() -> Transport:
-    try:
-        from dgc.comm.horovod import connect
-    except ImportError:
-        return LockstepWorld(1).transports[0]
-    return connect()

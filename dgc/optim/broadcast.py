@@ -1,13 +1,13 @@
 """Broadcast of parameters and optimizer state, so that all ranks start from the same values."""
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.comm.collectives import broadcast_object
+from dgc.comm.connect import default_transport
 from dgc.comm.requests import Broadcast
 from dgc.comm.transport import Transport
 
@@ -23,7 +23,7 @@ def broadcast_parameters(
     Args:
         params: `model.state_dict()` or `model.named_parameters()`.
         root: Rank that sends its tensors.
-        transport: Connects the ranks. None: Horovod.
+        transport: Connects the ranks. None: see `dgc.init`.
     """
     transport = transport or default_transport()
     named = params.items() if isinstance(params, Mapping) else params
@@ -45,34 +45,10 @@ def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, transport: Tr
     Args:
         optimizer: An optimizer with the same parameter groups on every rank.
         root: Rank that sends its state.
-        transport: Connects the ranks. None: Horovod.
+        transport: Connects the ranks. None: see `dgc.init`.
     """
     transport = transport or default_transport()
     state = optimizer.state_dict() if transport.rank == root else None
     state = broadcast_object(transport, state, root, "optimizer_state")
     if transport.rank != root:
         optimizer.load_state_dict(state)
-
-
-@cache
-def default_transport(point_to_point: bool = False) -> Transport:
-    """Return the Horovod transport of this process, created once.
-
-    Horovod is imported here, so the rest of the package works without it.
-
-    Args:
-        point_to_point: Send point-to-point messages directly, over the MPI that Horovod uses.
-
-    Raises:
-        ModuleNotFoundError: Horovod is not installed.
-    """
-    try:
-        from dgc.comm.horovod import connect
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "horovod":
-            raise ModuleNotFoundError(
-                "Horovod is not installed: see docs/install.md, or pass another transport with transport=",
-                name=error.name,
-            ) from error
-        raise
-    return connect(point_to_point=point_to_point)

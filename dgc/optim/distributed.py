@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.comm.connect import default_transport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
 from dgc.optim.agreement import check_settings
-from dgc.optim.broadcast import default_transport
 from dgc.optim.compression_state import CountsEpochs
 from dgc.optim.exchange.gradients import GradientExchange, check_not_wrapped
 from dgc.optim.exchange.planning import check_agreement, plan_buckets
@@ -56,7 +56,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         groups, num_groups, sparse_as_dense: For Horovod's signature. Buckets replace groups, and sparse gradients
             are always exchanged as dense ones.
         bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger.
-        transport: Connects the ranks. None: Horovod.
+        transport: Connects the ranks. None: see `dgc.init`.
         nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
             if a method keeps error state. "skip" drops the step: nothing is updated, sent elements return to the
             error state, and `dropped_steps` is incremented. "raise" also raises NonFiniteGradientError with the

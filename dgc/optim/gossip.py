@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
+from dgc.comm.connect import default_transport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Asynchronous, Gossip
 from dgc.optim.agreement import check_settings, first_difference
-from dgc.optim.broadcast import default_transport
 from dgc.optim.options import name_parameters, unique_prefix
 from dgc.optim.wrapper import Wrapper
 
@@ -37,7 +37,8 @@ class GossipOptimizer(Wrapper):
         optimizer: The optimizer to wrap.
         named_parameters: `model.named_parameters()`. None: names are made from groups and positions.
         gossip: An algorithm of `dgc.gossip`.
-        transport: Connects the ranks. None: Horovod, with MPI for messages between two ranks.
+        transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries the
+            messages between two ranks.
         nonfinite: Response to NaN or inf in this rank's gradient. "skip" leaves this rank's model unchanged in
             this step and increments `dropped_steps`; other ranks are not affected. "raise" raises
             NonFiniteGradientError.

@@ -16,6 +16,7 @@ is null. In Python an assigned `Config(Target)` always replaces the node.
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,15 +31,16 @@ from dgc_training.errors import collecting
 
 to_yaml = OmegaConf.to_yaml  # loads as the same tree. resolve=True writes values instead of formulas.
 
-configs: Config
+if TYPE_CHECKING:
+    configs: Config
+else:
 
-
-def __getattr__(name: str) -> Config:
-    """Looks up `configs` at each import, so that every load uses its own tree."""
-    tree = UNDER_CONSTRUCTION.get() if name == "configs" else None
-    if tree is None:
-        raise AttributeError(f"no {name!r} in {__name__}; `configs` exists only while `load` runs")
-    return tree
+    def __getattr__(name: str) -> Config:
+        """Looks up `configs` at each import, so that every load uses its own tree."""
+        tree = UNDER_CONSTRUCTION.get() if name == "configs" else None
+        if tree is None:
+            raise AttributeError(f"no {name!r} in {__name__}; `configs` exists only while `load` runs")
+        return tree
 
 
 def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> DictConfig:

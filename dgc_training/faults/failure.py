@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from dgc.comm.launch import LaunchError
+from dgc.launch import LaunchError
 from dgc_training.config import ConfigError
 from dgc_training.launcher import launched_rank, launched_size
 
@@ -24,7 +24,12 @@ from dgc_training.launcher import launched_rank, launched_size
 MESSAGE_DELAY = 1.0
 # The delay after a collective that failed because another rank ended: that rank's message is printed first.
 SECONDARY_DELAY = 5.0
-SECONDARY_ERRORS = ("HorovodInternalError",)
+# Parts of their messages, by the name of the exception's class: of Horovod, and of Gloo and NCCL.
+SECONDARY_ERRORS = {
+    "HorovodInternalError": ("has been shut down",),
+    "RuntimeError": ("gloo/transport",),
+    "DistBackendError": ("gloo/transport", "ncclRemoteError"),
+}
 
 
 class UsageError(ValueError):
@@ -45,9 +50,9 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     raise Terminated(signal.Signals(signum))
 
 
-def _is_secondary(error: BaseException) -> bool:
-    """Whether a collective failed because another rank has exited. Other errors of Horovod have another text."""
-    return type(error).__name__ in SECONDARY_ERRORS and "has been shut down" in str(error)
+def is_secondary(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has exited or did not respond."""
+    return any(part in str(error) for part in SECONDARY_ERRORS.get(type(error).__name__, ()))
 
 
 def end_process(status: int) -> None:
@@ -77,7 +82,7 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
             )
             leave(2)
         except Exception as error:
-            secondary = _is_secondary(error)
+            secondary = is_secondary(error)
             time.sleep(SECONDARY_DELAY if secondary else MESSAGE_DELAY if rank else 0.0)
             sys.stdout.flush()
             if secondary:

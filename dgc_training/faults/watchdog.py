@@ -23,10 +23,11 @@ from typing import Any
 from dgc.comm import Transport, all_gather_object
 from dgc.comm.channel import Channel, open_channel
 from dgc.comm.requests import Group, Reply, Request
-from dgc_training.faults.failure import MESSAGE_DELAY, end_process
+from dgc_training.faults.failure import MESSAGE_DELAY, end_process, is_secondary
 from dgc_training.faults.heartbeat import Heartbeat
 
 Waiting = tuple[float, str] | None
+LANE = "watchdog"
 
 
 class WatchedTransport:
@@ -105,6 +106,8 @@ def watching(
     main, ended = threading.get_ident(), threading.Event()
 
     heartbeat = Heartbeat(transport.inner)
+    # The exchanges of the watchdog come at any time between those of the training.
+    transport.inner.open_lane(LANE)
 
     def end_without_exchange() -> None:
         _report_missing(heartbeat, transport, limit)
@@ -118,7 +121,7 @@ def watching(
             timer.daemon = True
             timer.start()
             # Uses the inner transport, so that this thread's wait does not count as a wait of the rank.
-            views = all_gather_object(transport.inner, (transport.waiting, last), name="watchdog")
+            views = all_gather_object(transport.inner, (transport.waiting, last), name="watchdog", lane=LANE)
             timer.cancel()
             # Every rank has the same views, so all ranks stop after the same exchange.
             if all(over for _, over in views):
@@ -134,7 +137,7 @@ def watching(
             watch()
         except Exception as error:
             # The main thread gets the same error from its own collective and reports it.
-            if type(error).__name__ != "HorovodInternalError":
+            if type(error).__name__ != "HorovodInternalError" and not is_secondary(error):
                 raise
 
     thread = threading.Thread(target=guarded, daemon=True, name="watchdog")

@@ -87,11 +87,12 @@ class Log:
         """Prints one or more lines to standard output, on rank 0 only."""
         self.console.print(text)
 
-    def begin(self, kernels: str, results: Sequence[str], resumed: str | None) -> None:
+    def begin(self, kernels: str, transport: str, results: Sequence[str], resumed: str | None) -> None:
         """Prints the settings of the run and its starting point.
 
         Args:
             kernels: description of the kernels in use.
+            transport: description of the transport, with the reason for it.
             results: names of the evaluation's results.
             resumed: name of the checkpoint that the run resumes from; None for a new run.
         """
@@ -103,6 +104,7 @@ class Log:
         self.print(
             f"{self.directory}\n"
             f"{plural(size, 'rank')} on {self.device.type} ({kernels} kernels), {steps} per epoch\n"
+            f"transport: {transport}\n"
             f"settings that differ from the defaults (config.yaml has all):\n{changed_settings(self.tree)}"
         )
         if resumed is not None:

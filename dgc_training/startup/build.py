@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dgc.comm import Transport
-from dgc.comm.launch import LaunchError
+from dgc.launch import LaunchError
 from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
 from dgc_training.config import ConfigError, instantiate
 

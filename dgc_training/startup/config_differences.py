@@ -10,6 +10,7 @@ FREE_KEYS = (
     "data.num_workers",
     "train.bucket_mb",
     "train.kernels",
+    "train.transport",
     "train.timeout",
     "train.log_every",
     "train.checkpoint_every",

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from dgc_training.launcher import print_error
 
-NEEDED = ("torch", "omegaconf", "horovod")
+NEEDED = ("torch", "omegaconf")
 
 missing = [name for name in NEEDED if find_spec(name) is None]
 if missing:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from dgc.comm.horovod import prepare_environment
-
 NAMES = (
     "HOROVOD_FUSION_THRESHOLD",
     "HOROVOD_CYCLE_TIME",
@@ -20,6 +18,12 @@ NAMES = (
 )
 
 
+def prepare_environment() -> None:
+    from dgc.comm.horovod import prepare_environment as prepare  # imports Horovod
+
+    prepare()
+
+
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
@@ -27,6 +31,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.mark.horovod
 @pytest.mark.parametrize(
     ("name", "ours", "theirs"), [("HOROVOD_FUSION_THRESHOLD", "0", "1024"), ("HOROVOD_CYCLE_TIME", "0.2", "5")]
 )
@@ -38,6 +43,7 @@ def test_what_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch, name: Any,
     assert os.environ[name] == theirs
 
 
+@pytest.mark.horovod
 def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "orted").touch()
@@ -50,6 +56,7 @@ def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch: pytest.Mon
     assert os.environ["OPAL_PREFIX"] == str(tmp_path)
 
 
+@pytest.mark.horovod
 @pytest.mark.parametrize("ranks, yields", [(2, False), (3, True)])
 def test_ranks_that_outnumber_the_cores_yield(monkeypatch: pytest.MonkeyPatch, ranks: Any, yields: Any) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
@@ -65,6 +72,7 @@ def run(program: Any) -> None:
     assert done.returncode == 0 and "good" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.horovod
 def test_init_starts_horovod_once_and_optimizers_use_its_transport() -> None:
     """Also if the script has imported Horovod before, as most scripts do."""
     run("""
@@ -82,16 +90,23 @@ print("good")
 """)
 
 
-def test_without_horovod_all_but_its_transport_can_be_used() -> None:
+def test_without_horovod_torch_connects_the_ranks() -> None:
     run("""
 import sys
 sys.modules["horovod"] = None
 import dgc
 assert "torch" not in sys.modules  # dgc alone costs nothing
-import dgc.compression, dgc.gossip, dgc.memory, dgc.optim
+import dgc.compression, dgc.gossip, dgc.memory, dgc.optim, torch
 try:
-    dgc.init()
+    dgc.init("horovod")
 except ModuleNotFoundError as error:
-    assert "Horovod is not installed" in str(error) and "transport=" in str(error), error
-    print("good")
+    assert "Horovod is not installed" in str(error) and "use the transport torch" in str(error), error
+transport = dgc.init()
+assert torch.distributed.is_initialized() and (transport.rank, transport.size) == (0, 1)
+assert dgc.init() is dgc.init("torch") is transport
+model = torch.nn.Linear(2, 2)
+optimizer = dgc.optim.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+assert optimizer.transport is transport
+print("good")
+torch.distributed.destroy_process_group()
 """)

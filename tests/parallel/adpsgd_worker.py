@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel.carrier import new_transport
 
 from dgc.comm import TrafficMeter, all_gather_object, all_reduce, barrier
 from dgc.comm.channel import open_channel
+from dgc.comm.connect import connect
 from dgc.gossip.adpsgd.adpsgd import ADPSGD
 from dgc.gossip.adpsgd.protocol import GossipError
 
@@ -214,7 +214,7 @@ SILENT = {f.__name__: f for f in (sleeps, is_stopped)}
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
-    transport = new_transport(point_to_point=True)
+    transport = connect(point_to_point=True)
     if names[0] in SILENT:
         times_out(transport, folder, SILENT[names[0]])
     found = {name: SCENARIOS[name](transport) for name in names}

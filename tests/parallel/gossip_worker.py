@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel.carrier import new_transport
+
+from dgc.comm.connect import connect
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gossip.networks import Trained, momentum, on  # noqa: E402
@@ -248,7 +249,7 @@ SCENARIOS = {
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     faulthandler.dump_traceback_later(HANGS, exit=True)
-    transport = new_transport(point_to_point=True)
+    transport = connect(point_to_point=True)
     found, seconds = {}, {}
     for name in names:
         start = time.monotonic()

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from scripts.launch import prepare
+from scripts.launch import torchrun as torchrun_command
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 
 
 def mpirun(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Where Horovod is not installed: torchrun."""
     command, environment = prepare(ranks, words)
     return _run(command, environment, timeout)
 
@@ -27,8 +29,8 @@ def horovodrun(ranks: int, words: list[str], timeout: float = 300) -> subprocess
 
 def torchrun(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """torch.distributed's launcher: neither Horovod nor MPI."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return _run([*launcher, *words], dict(os.environ), timeout)
+    _, environment = prepare(ranks, words)
+    return _run(torchrun_command(ranks, words), environment, timeout)
 
 
 def alone(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:

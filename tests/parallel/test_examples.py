@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 from parallel.ranks import REPOSITORY, mpirun
 
 EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "digits.py")
 
 
+@pytest.mark.horovod
 def test_the_examples_train_and_end_with_one_state(tmp_path: Path) -> None:
     worker = Path(__file__).with_name("examples_worker.py")
     done = mpirun(2, ["-W", "error", *map(str, [worker, tmp_path, 5, *SCRIPTS])])

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 from documented import DOCS, code
 from parallel.ranks import REPOSITORY
 
@@ -20,6 +21,7 @@ def summary(run: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.horovod
 def test_the_page_s_files_and_commands(tmp_path: Path) -> None:
     my = tmp_path / "my"
     my.mkdir()

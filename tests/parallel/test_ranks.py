@@ -37,6 +37,7 @@ def check_quick(found: list[dict]) -> None:
         assert (f"rank {size - 1}" in message and "bias" in message) or size == 1
 
 
+@pytest.mark.horovod
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
 def test_mpirun(ranks: int, tmp_path: Path) -> None:
     found = findings(ranks, tmp_path, *QUICK, *HOROVOD)
@@ -69,6 +70,7 @@ def test_ranks_that_disagree_are_told_so(tmp_path: Path) -> None:
     assert "Horovod has been shut down" in dense, "it waits for an all-reduce until the other ranks have left"
 
 
+@pytest.mark.horovod
 def test_horovodrun_with_gloo(tmp_path: Path) -> None:
     check_quick(findings(2, tmp_path, *QUICK, launch=horovodrun))
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from parallel.ranks import REPOSITORY, mpirun
 
 BODY = """
@@ -14,6 +15,7 @@ print("trained")
 """
 
 
+@pytest.mark.horovod
 def test_the_change_to_a_horovod_script(tmp_path: Path) -> None:
     text = (REPOSITORY / "README.md").read_text()
     lines = text.split("```diff\n")[1].split("```")[0].splitlines()

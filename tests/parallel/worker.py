@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel.carrier import new_transport
 
 from dgc import kernels, paper
 from dgc.comm import (
@@ -25,6 +24,7 @@ from dgc.comm import (
     all_gather_object,
     broadcast_object,
 )
+from dgc.comm.connect import connect
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
     BF16Compressor,
@@ -421,6 +421,6 @@ if __name__ == "__main__":
     directory, *names = sys.argv[1:]
     if names[0].startswith("interpreted"):
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-    transport = new_transport(hierarchical=True)
+    transport = connect(hierarchical=True)
     found = {name: SCENARIOS[name](transport) for name in names}
     Path(directory, f"rank{transport.rank}.json").write_text(json.dumps(found))

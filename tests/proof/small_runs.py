@@ -13,6 +13,7 @@ import torch
 
 from dgc_training.checkpoint.files import read_tensors
 from scripts.launch import prepare
+from scripts.launch import torchrun as torchrun_command
 
 REPOSITORY = Path(__file__).parents[2]
 # method: the config files stacked on the experiment, and further words
@@ -46,13 +47,15 @@ TIMINGS = ("seconds", "training_seconds", "csv")  # keys of a checkpoint that di
 
 
 class Run:
-    """`train.py` under mpirun in a separate directory and session."""
+    """`train.py` in a separate directory and session, under mpirun or torchrun."""
 
-    def __init__(self, directory: Path, ranks: int = 2, method: str = "dgc") -> None:
+    def __init__(self, directory: Path, ranks: int = 2, method: str = "dgc", torchrun: bool = False) -> None:
         files, words = METHODS[method]
         stack = ["--configs", "configs/digits/cnn.py", *files]
         script = [str(REPOSITORY / "train.py"), *stack, *WORDS, *words, "--run-dir", str(directory / "run")]
         command, environment = prepare(ranks, script)
+        if torchrun:
+            command = torchrun_command(ranks, script)
         environment = {**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         directory.mkdir(parents=True, exist_ok=True)
         self.ranks_wanted = ranks
@@ -111,9 +114,9 @@ def send(pid: int, number: int) -> None:
         return
 
 
-def finish(directory: Path, ranks: int = 2, method: str = "dgc") -> None:
+def finish(directory: Path, ranks: int = 2, method: str = "dgc", torchrun: bool = False) -> None:
     """Starts or resumes the run of the directory, and waits for its end."""
-    run = Run(directory, ranks, method)
+    run = Run(directory, ranks, method, torchrun)
     assert run.end(300) == 0, run.text()[-3000:]
     assert "Traceback" not in run.text()
 

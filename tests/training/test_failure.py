@@ -15,6 +15,7 @@ import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
+from scripts.launch import torchrun
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -26,6 +27,8 @@ ENVIRONMENT = {
 }
 BIN = Path(sys.executable).parent
 MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+STARTS = {"mpirun": [*MPIRUN, "-np", "2"], "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2"]}
+HOROVOD = pytest.mark.horovod
 FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_worker", "1"]
 
 
@@ -126,7 +129,7 @@ FAILING_MODEL = """
 import os
 from dgc_models import DigitsCNN
 
-RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK"))
+RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", os.environ.get("RANK")))
 
 class Failing(DigitsCNN):
     calls = 0
@@ -140,14 +143,14 @@ class Failing(DigitsCNN):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+@pytest.mark.parametrize("launcher", [*(pytest.param(name, marks=HOROVOD) for name in STARTS), "torchrun"])
 def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Any
 ) -> None:
     (tmp_path / "failing.py").write_text(FAILING_MODEL)
     (tmp_path / "broken.yaml").write_text("model: {_target_: failing.Failing}\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    start = [*MPIRUN, "-np", "2"] if launcher == "mpirun" else [str(BIN / "horovodrun"), "--gloo", "-np", "2"]
+    start = STARTS.get(launcher, torchrun(2, [])[:-1])
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{BIN}:{os.environ['PATH']}")
     configs = ["--configs", "configs/digits/cnn.py", tmp_path / "broken.yaml"]
     started = time.monotonic()
@@ -159,6 +162,7 @@ def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
     assert len(errors) == 1, "the other rank prints nothing"
 
 
+@HOROVOD
 def test_command_line_errors_are_printed_once(tmp_path: Path) -> None:
     command = [
         *MPIRUN,
@@ -216,6 +220,7 @@ class Stuck(DigitsCNN):
 """
 
 
+@HOROVOD
 @pytest.mark.timeout(150)
 def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stuck.py").write_text(STUCK_MODEL)
@@ -232,6 +237,7 @@ def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: py
     assert "in read_a_missing_shard" in result.stderr
 
 
+@HOROVOD
 @pytest.mark.timeout(150)
 def test_a_stopped_process_is_reported(tmp_path: Path) -> None:
     """No thread of the rank responds."""
@@ -259,6 +265,7 @@ with ending_all_ranks():
     assert len(printed) == 1 and "Traceback" not in result.stderr
 
 
+@HOROVOD
 def test_a_missing_file_on_one_rank_ends_all_ranks_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,9 +290,9 @@ def make(path: str) -> Digits:
 
 
 @pytest.mark.timeout(120)
-def test_torchrun_gives_one_error(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", REPOSITORY / "train.py"]
-    result = launch([*words, "--configs", "configs/digits/cnn.py", *FLAGS], tmp_path)
+def test_a_launcher_that_the_transport_does_not_understand_gives_one_error(tmp_path: Path) -> None:
+    words = torchrun(2, [str(REPOSITORY / "train.py"), "--configs", "configs/digits/cnn.py", *FLAGS])
+    result = launch([BIN / words[0], *words[1:], "--configs.train.transport", "horovod"], tmp_path)
     assert result.returncode != 0 and list(tmp_path.iterdir()) == []
     assert result.stderr.count("WORLD_SIZE is 2, but Horovod sees 1 rank") == 1
     assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr

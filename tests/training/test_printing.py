@@ -128,7 +128,7 @@ def test_the_bar_uses_the_stream_of_the_rows_and_is_removed_before_them(
 TELL = "from dgc_training.logging.terminal import terminal_of; print(terminal_of(1), terminal_of(2))"
 
 
-@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.horovod)])
 def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
     """Open MPI gives each rank a pseudo-terminal. The output of mpirun decides."""
     command, environment = prepare(1, ["-c", TELL])

@@ -1,0 +1,105 @@
+"""The transport of this process, over Horovod or torch.distributed. Only the chosen one is imported."""
+
+import os
+import sys
+from functools import cache
+from importlib.util import find_spec
+
+from dgc.comm.transport import Transport
+from dgc.launch import Choice, check_launcher, choose, torch_variables
+
+
+def choose_transport(transport: str = "auto") -> Choice:
+    """Choose a transport for this process, and check that it connects all ranks of the launcher.
+
+    "auto" takes what is initialised already, Horovod before torch.distributed. Otherwise torchrun and srun mean
+    torch.distributed; mpirun, horovodrun, PMI, PMIx and no launcher mean Horovod. If Horovod is not installed,
+    torch.distributed takes its place.
+
+    Args:
+        transport: "auto", "horovod" or "torch".
+
+    Raises:
+        LaunchError: The transport does not understand the launcher, so each process would train a separate run.
+        ValueError: `transport` is none of these.
+
+    Example:
+        >>> choose_transport("torch").transport
+        'torch'
+    """
+    running = _running()
+    choice = choose(transport, os.environ, find_spec("horovod") is not None, running[0] if running else None)
+    if choice.transport not in running:
+        check_launcher(os.environ, transport=choice.transport)
+        if choice.transport == "torch":
+            torch_variables(os.environ)
+    return choice
+
+
+def connect(
+    transport: str = "auto",
+    *,
+    hierarchical: bool = False,
+    timeout: float | None = None,
+    point_to_point: bool = False,
+) -> Transport:
+    """Connect this process with the other ranks, over Horovod or torch.distributed.
+
+    Args:
+        transport: "auto", "horovod" or "torch", as in `choose_transport`.
+        hierarchical: Create the `local` and `cross` groups as well. Must be the same on every rank.
+        timeout: Seconds after which an operation that some ranks never joined ends the run. None: the default of
+            the transport.
+        point_to_point: Send an Exchange directly from rank to rank. Horovod needs MPI for it.
+
+    Raises:
+        LaunchError: The transport does not connect all processes that the launcher started.
+        ModuleNotFoundError: `transport` is "horovod", and Horovod is not installed.
+        ValueError: An argument is invalid, or `point_to_point` is True and the transport cannot do it.
+
+    Example:
+        transport = connect()
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), transport=transport)
+    """
+    if choose_transport(transport).transport == "torch":
+        from dgc.comm import torch_distributed
+
+        if "torch" not in _running():
+            os.environ.update(torch_variables(os.environ))
+        return torch_distributed.connect(hierarchical, timeout, point_to_point=point_to_point)
+    try:
+        from dgc.comm import horovod
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] == "horovod":
+            raise ModuleNotFoundError(
+                "Horovod is not installed: see docs/install.md, or use the transport torch", name=error.name
+            ) from error
+        raise
+    return horovod.connect(hierarchical, timeout, point_to_point=point_to_point)
+
+
+def default_transport(point_to_point: bool = False, transport: str = "auto") -> Transport:
+    """Return the transport of this process, created once.
+
+    Args:
+        point_to_point: As in `connect`.
+        transport: As in `connect`. "auto" returns the one that runs already, if any.
+
+    Raises:
+        LaunchError, ModuleNotFoundError, ValueError: As in `connect`.
+    """
+    return _connected(choose_transport(transport).transport, point_to_point)
+
+
+@cache
+def _connected(transport: str, point_to_point: bool) -> Transport:
+    return connect(transport, point_to_point=point_to_point)
+
+
+def _running() -> list[str]:
+    """The transports that are initialised in this process. Nothing is imported for it."""
+    horovod, distributed = sys.modules.get("horovod.torch"), sys.modules.get("torch.distributed")
+    found = ["horovod"] if horovod is not None and horovod.is_initialized() else []
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        found.append("torch")
+    return found

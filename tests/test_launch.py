@@ -1,0 +1,229 @@
+"""Which transport each launcher means, and launchers that a transport does not understand, which are refused."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dgc.comm.connect
+from dgc.comm.connect import choose_transport
+from dgc.launch import LAUNCHERS, PORTS, LaunchError, check_launcher, choose, started_by, torch_variables
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def of(name: str, rank: int, size: int, **more: str) -> dict[str, str]:
+    """The variables of a process that the launcher of this name started."""
+    launcher = next(launcher for launcher in LAUNCHERS if launcher.name == name)
+    marker = {launcher.marker: "none"} if launcher.marker else {}
+    return {launcher.rank: str(rank), launcher.size: str(size), **marker, **more}
+
+
+JOB = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # the batch script of a job
+PTY = {**JOB, "SLURM_STEP_NUM_TASKS": "1"}  # srun -n 1 --pty bash
+COPIED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "server0"}  # set from mpirun's variables by a script
+TORCHRUN = "torch.distributed (started by torchrun)"
+ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
+    # environment: (variables, choice with Horovod, choice without it, rank and size)
+    "none": ({}, "Horovod (installed, and", "torch.distributed (there is no launcher; H", (0, 1)),
+    "a batch script": (JOB, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
+    "a shell of srun": (PTY, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
+    "torchrun": (of("torchrun", 1, 4), TORCHRUN, TORCHRUN, (1, 4)),
+    "torchrun with one rank": (of("torchrun", 0, 1), TORCHRUN, TORCHRUN, (0, 1)),
+    "torch's variables": (COPIED, "torch.distributed (started by RANK", "torch.distributed (started by R", (1, 4)),
+    "mpirun": (of("mpirun", 1, 4), "Horovod (started by mpirun)", "torch.distributed (started by mpirun", (1, 4)),
+    "horovodrun": (of("horovodrun", 1, 4), "Horovod (started by horovodrun)", "torch.distributed (", (1, 4)),
+    "PMI": (of("PMI", 1, 4), "Horovod (started by PMI)", "torch.distributed (started by PMI; Horovod", (1, 4)),
+    "srun": (of("srun", 1, 4), "torch.distributed (started by srun)", "torch.distributed (started by s", (1, 4)),
+    "srun --mpi=pmix": (
+        of("srun", 1, 4, PMIX_RANK="1"),
+        "Horovod (started by srun with PMIx)",
+        "torch.distributed (started by srun with PMIx; Horovod is not installed)",
+        (1, 4),
+    ),
+    # srun starts mpirun's daemons, one per machine
+    "mpirun in a SLURM job": (
+        {**JOB, **of("srun", 1, 2), **of("mpirun", 5, 8, PMIX_RANK="5")},
+        "Horovod (started by mpirun)",
+        "torch.distributed (started by mpirun; Horovod is not installed)",
+        (5, 8),
+    ),
+    "torchrun in srun": (
+        {**JOB, **of("srun", 1, 2), **of("torchrun", 5, 8)},
+        TORCHRUN, TORCHRUN,
+        (5, 8),
+    ),
+    "torchrun in mpirun, one per machine": (
+        {**of("mpirun", 1, 2, PMIX_RANK="1"), **of("torchrun", 5, 8)},
+        TORCHRUN, TORCHRUN,
+        (5, 8),
+    ),
+    "torchrun in a shell of mpirun": (
+        {**of("mpirun", 0, 1), **of("torchrun", 1, 2)},
+        TORCHRUN, TORCHRUN,
+        (1, 2),
+    ),
+    "mpirun and a script that sets torch's variables": (
+        {**of("mpirun", 1, 4), **COPIED},
+        "Horovod (started by mpirun)",
+        "torch.distributed (started by mpirun; Horovod is not installed)",
+        (1, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_launcher_decides(name: str) -> None:
+    environment, with_horovod, without, (rank, size) = ENVIRONMENTS[name]
+    for installed, expected in ((True, with_horovod), (False, without)):
+        choice = choose("auto", environment, installed)
+        assert str(choice).startswith(expected), str(choice)
+        for wanted in ("horovod", "torch"):
+            assert str(choose(wanted, environment, installed)).endswith("(as set)")
+            assert choose(wanted, environment, installed, running="torch").transport == wanted
+            assert str(choose("auto", environment, installed, wanted)).endswith("(initialised already)")
+            assert choose("auto", environment, installed, wanted).transport == wanted
+        if "SLURM_NTASKS" not in environment or size > 1:
+            check_launcher(environment, transport=choice.transport)
+    started = started_by(environment)
+    assert (rank, size) == ((0, 1) if started is None else (started.rank, started.size))
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be auto, horovod or torch, not 'gloo'"):
+        choose("gloo", {}, installed=True)
+
+
+def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None:
+    refused = [
+        ({"WORLD_SIZE": "4", "RANK": "1"}, None, "WORLD_SIZE is 4, but Horovod sees 1 rank.* horovodrun -np 4"),
+        ({"WORLD_SIZE": "4", "RANK": "1"}, None, r"or use the transport torch \(train.transport\)"),
+        ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "2"}, None, "WORLD_SIZE is 4, but Horovod sees 2 ranks"),
+        ({"PMI_SIZE": "4"}, 1, "PMI_SIZE is 4, but Horovod sees 1 rank"),  # the mpirun of another MPI
+        ({"SLURM_NTASKS": "8"}, None, "SLURM_NTASKS is 8, .* scripts/slurm.sh .* env -u SLURM_NTASKS"),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, None, "SLURM_STEP_NUM_TASKS is 4, .* srun --mpi"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, 1, "SLURM_STEP_NUM_TASKS is 4"),
+    ]
+    for environment, size, message in refused:
+        with pytest.raises(LaunchError, match=message):
+            check_launcher(environment, size)
+    taken = [
+        ({}, None),
+        ({}, 1),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "four", "SLURM_NTASKS": ""}, None),
+        ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "4"}, None),
+        ({"WORLD_SIZE": "2"}, 4),
+        ({"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}, None),
+        ({"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 1),  # srun -n 1 --pty bash
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, None),  # the number is not in the environment
+    ]
+    for environment, size in taken:
+        check_launcher(environment, size)
+
+
+def test_launchers_that_start_more_ranks_than_torch_connects_are_refused() -> None:
+    refused = [
+        (JOB, None, "SLURM_NTASKS is 8, but torch.distributed sees 1 rank: .* srun -n 8 or torchrun"),
+        ({"WORLD_SIZE": "4"}, None, "WORLD_SIZE is 4, .* torchrun --nproc-per-node 4. .* env -u WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, None, "OMPI_COMM_WORLD_SIZE is 4, but torch.distributed sees 1 rank"),
+        ({**of("mpirun", 0, 4), **of("torchrun", 0, 1)}, None, "OMPI_COMM_WORLD_SIZE is 4"),
+        ({**of("mpirun", 0, 2), "RANK": "0", "WORLD_SIZE": "4"}, None, "WORLD_SIZE is 4, but .* sees 2 ranks"),
+        (of("srun", 0, 4), 1, "SLURM_STEP_NUM_TASKS is 4"),
+    ]
+    for environment, size, message in refused:
+        with pytest.raises(LaunchError, match=message):
+            check_launcher(environment, size, "torch")
+    for environment in (PTY, {**JOB, **of("torchrun", 0, 2)}, {**JOB, **of("mpirun", 0, 2)}):
+        check_launcher(environment, transport="torch")
+
+
+def test_the_variables_of_torch_under_other_launchers() -> None:
+    local = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "98762"}
+    found = torch_variables(of("mpirun", 1, 4, **local))
+    port = int(found.pop("MASTER_PORT"))
+    assert found == {
+        **{"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    assert port in PORTS
+    jobs = [of("mpirun", 0, 4, **{**local, "PMIX_NAMESPACE": str(n)}) for n in range(99)]
+    assert len({torch_variables(job)["MASTER_PORT"] for job in jobs}) > 90, "runs rarely share a port"
+    # an old RANK of another launcher does not count; an address that the user gives does
+    given = {"MASTER_ADDR": "server0", "MASTER_PORT": "29500"}
+    found = torch_variables({**of("mpirun", 5, 8, **local), "RANK": "0", "WORLD_SIZE": "1", **given})
+    assert found == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **given}
+    assert torch_variables({}) == torch_variables(PTY) == torch_variables(of("mpirun", 0, 1)) == {}
+    torchrun = of("torchrun", 1, 4, LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", **given)
+    assert torch_variables(torchrun).items() <= torchrun.items()
+
+
+def test_the_address_of_rank_0_under_srun() -> None:
+    job = of("srun", 3, 8, SLURM_JOB_ID="17", SLURM_STEP_ID="0", SLURM_LOCALID="3")
+    job["SLURM_LAUNCH_NODE_IPADDR"] = "10.0.0.1"
+    for nodes, first in {
+        "node3": "node3",
+        "node3,node7": "node3",
+        "node[3-4,7]": "node3",
+        "gpu[03-05,7]-ib,login1": "gpu03-ib",
+        "r[1-2]n[08,10]": "r1n08",
+    }.items():
+        found = torch_variables({**job, "SLURM_STEP_NODELIST": nodes})
+        assert (found["MASTER_ADDR"], found["RANK"], found["LOCAL_RANK"]) == (first, "3", "3")
+        assert int(found["MASTER_PORT"]) in PORTS
+    assert torch_variables(job)["MASTER_ADDR"] == "10.0.0.1"
+
+
+def test_what_torch_misses_is_named() -> None:
+    cases = [
+        (of("mpirun", 5, 8, OMPI_COMM_WORLD_LOCAL_SIZE="4"), "mpirun started 8 ranks, .* -x MASTER_ADDR=server0"),
+        (of("mpirun", 1, 4, OMPI_COMM_WORLD_LOCAL_SIZE="4"), "but MASTER_PORT is not set"),
+        (of("srun", 1, 4, SLURM_JOB_ID="17"), "srun started 4 ranks, but MASTER_ADDR is not set"),
+        (of("PMI", 1, 4), "MASTER_ADDR and MASTER_PORT are not set. .* export MASTER_ADDR=server0"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE started 2 ranks, but MASTER_ADDR and"),
+    ]
+    for environment, message in cases:
+        with pytest.raises(LaunchError, match=message):
+            torch_variables(environment)
+
+
+def test_what_is_initialised_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["torch"])
+    assert str(choose_transport()) == "torch.distributed (initialised already)"
+    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["horovod", "torch"])
+    assert str(choose_transport()) == "Horovod (initialised already)"
+    assert choose_transport("torch").transport == "torch"
+
+
+@pytest.mark.horovod
+def test_a_loop_of_the_users_own_under_torchrun_is_refused_before_horovod_starts() -> None:
+    program = """
+import horovod.torch as hvd
+from dgc.comm.horovod import connect
+try:
+    connect()
+except ValueError as error:
+    print(hvd.is_initialized(), error)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert re.match("False WORLD_SIZE is 2", done.stdout), done.stdout + done.stderr
+
+
+def test_nothing_imports_horovod_until_it_is_chosen() -> None:
+    program = """
+import sys
+import train, dgc, dgc.comm.connect, dgc.compression, dgc.gossip, dgc.memory, dgc.optim, dgc.testing
+print([name for name in sys.modules if name.split(".")[0] in ("horovod", "mpi4py") or name == "dgc.comm.horovod"])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[]\n", done.stdout + done.stderr
