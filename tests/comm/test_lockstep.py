@@ -457,7 +457,7 @@ def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others(
         local, cross = AllReduce(torch.ones(1), "sum", "local"), AllGather(torch.full((1,), rank), "cross")
         mine = (cross,) if rank % 2 else ()
         replies = yield (local, *mine) if aligned else (*mine, local)
-        return [reply.tolist() if isinstance(reply, torch.Tensor) else [r.item() for r in reply] for reply in replies]
+        return [r.tolist() if isinstance(r, torch.Tensor) else [each.item() for each in r] for r in replies]
 
     expected = [[[2.0]], [[2.0], [1, 3]], [[2.0]], [[2.0], [1, 3]]]
     assert LockstepWorld(4, 2).converse("test", [body(rank, True) for rank in range(4)]) == expected

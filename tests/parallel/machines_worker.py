@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel.carrier import new_transport
 
+from dgc.comm.connect import connect
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, NonFiniteGradientError, PowerSGDCompressor, ThresholdCompressor
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory
@@ -61,7 +61,7 @@ def expected(name: str, transport: Any) -> str:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    transport, found = new_transport(hierarchical="auto"), {name: dict[str, Any]() for name in METHODS}
+    transport, found = connect(hierarchical="auto"), {name: dict[str, Any]() for name in METHODS}
     for name, make in METHODS.items():
         for mode in ("auto", "off"):
             optimizer, message, weights = train(transport, make(), mode)
