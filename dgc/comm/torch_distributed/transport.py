@@ -167,6 +167,8 @@ class TorchTransport:
         members = self.members(request.group)
         sends = {members[to]: as_bytes(tensor) for to, tensor in request.sends.items()}
         receives = {members[source]: as_bytes(tensor) for source, tensor in request.receives.items()}
+        if self.rank in receives:  # Gloo has no connection of a rank to itself
+            receives.pop(self.rank).copy_(sends.pop(self.rank))
         return self._neighbors.start(self._tags.of(name), sends, receives), request.receives
 
 
