@@ -4,6 +4,7 @@ from ..fault import Fault
 from .comm import COMM
 from .compression import COMPRESSION
 from .data import DATA
+from .ddp import DDP
 from .gossip import GOSSIP
 from .kernels import KERNELS
 from .memory import MEMORY
@@ -23,6 +24,7 @@ FAULTS: tuple[Fault, ...] = (
     *GOSSIP,
     *COMM,
     *OPTIM,
+    *DDP,
     *TRAINING,
     *DATA,
 )
