@@ -143,6 +143,7 @@ class Trainer:
         kept = {k: options.pop(k) for k in ("nonfinite", "grad_scaler", "steps_per_epoch") if k in options}
         kept |= {"transport": TRANSPORT, "bucket_mb": bucket_mb}
         self.exchange: Any
+        self.forward: Any
         if self.uses_ddp:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [".ignored"])
             self.forward = DistributedDataParallel(self.model, bucket_cap_mb=0.004, **options)
@@ -250,7 +251,7 @@ def unused_parameters() -> Finding:
     last = TRANSPORT.rank == TRANSPORT.size - 1
     for method in ("dgc", "powersgd", "2-bit"):
         for mode in ("unused", "unused view"):
-            options = {"find_unused_parameters": True, "gradient_as_bucket_view": mode == "unused view"}
+            options: Any = {"find_unused_parameters": True, "gradient_as_bucket_view": mode == "unused view"}
             ddp, other = Trainer(method, net=Branches, **options), Trainer(method, "optimizer", net=Branches)
             sent = []
             for step in range(4):
