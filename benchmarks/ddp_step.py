@@ -2,16 +2,16 @@
 
     python -m benchmarks.ddp_step [--ranks 2] [--factors 1 2 4] [--rounds 30]
 
-The model has the parameters of ResNet-18 with 1000 classes (11.7 million). Its backward pass does no arithmetic: it
-returns gradients that were drawn before, in reverse order of registration, so that nearly all of the time is that
-of DDP and its hook. The benchmark starts its ranks by torchrun on this machine, over Gloo.
+The model has the parameters of ResNet-18 with 1000 classes (11.7 million). Its backward pass does no arithmetic.
+It returns gradients that were drawn before, in reverse order of registration, so nearly all of the time is that of
+DDP and its hook. The benchmark starts its ranks by torchrun on this machine, over Gloo.
 
 no hook          DDP's all-reduce of fp32
 torch, fp16      fp16_compress_hook
 torch            powerSGD_hook of rank r, with error feedback and warm start
 ours, paper      PowerSGDCompressor(r, mode="paper"), which sends as much as torch's
-ours, residual   PowerSGDCompressor(r, num_iters_per_step=2), which sends as much; ours, half: with one half step, the
-                 default, which sends half as much
+ours, residual   PowerSGDCompressor(r, num_iters_per_step=2), which sends as much
+ours, half       PowerSGDCompressor(r): one half step, which sends half as much
 ours, ...        DGC at 0.1 %, 2 bits, signs, fp16, and dense
 
 Methods alternate within each round. The time of a step is the largest over the ranks, from a barrier to the end of
@@ -19,8 +19,8 @@ backward. A ratio is the median over rounds of the ratio within a round. State t
 --warmup steps.
 
 The second table has the L2 norm of rank 0's error state while a small network is trained and each rank has data of
-other classes. torch's hook keeps M - P Q^T with the mean Q: only the mean of these errors over the ranks is bounded.
-The output is two tables and a last line of JSON.
+other classes. torch's hook keeps M - P Q^T with the mean Q. Only the mean of these errors over the ranks is
+bounded. The output is two tables and a last line of JSON.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def torch_fp16(model: DistributedDataParallel) -> None:
 
 
 def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, Hook]]:
-    """The methods that are compared with one another. The first of each group is the one that others are divided by."""
+    """The methods that are compared. Times are divided by those of the first of a group."""
 
     def own(make: Callable[[], Compressor]) -> Hook:
         return partial(ours, make, transport)

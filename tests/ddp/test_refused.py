@@ -121,7 +121,7 @@ def test_parameters_of_a_distributed_optimizer() -> None:
 
 
 def test_another_number_of_ranks_than_the_models_process_group() -> None:
-    with pytest.raises(ValueError, match="process group has 1 ranks, but the exchange has 2: build .* default group"):
+    with pytest.raises(ValueError, match="process group has 1 ranks, but the exchange has 2"):
         compress(wrapped(), DenseCompressor(), transport=LockstepWorld(2).transports[0])
 
 
@@ -129,7 +129,7 @@ def test_another_number_of_ranks_than_the_models_process_group() -> None:
     ("optimizer", "message"),
     [
         (lambda model: None, "pass the optimizer to compress"),
-        (lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), "SGD would apply it again: use dgc.optim.DGCSGD"),
+        (lambda model: SGD(model.parameters(), 0.1, 0.9), "SGD would apply it again: use dgc.optim.DGCSGD"),
         (lambda model: torch.optim.Adam(model.parameters()), "Adam would apply it again"),
         (lambda model: DGCSGD(model.parameters(), lr=0.1, momentum=0.5), "they must agree"),
         (

@@ -38,7 +38,7 @@ from dgc.wire import SignValues
 
 Finding = dict[str, Any]
 FEATURES, CLASSES, BUCKET_MB = 24, 6, 0.006
-OPTIONS: dict[str, dict[str, bool]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "static": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
@@ -91,7 +91,7 @@ class Convolutions(nn.Module):
         self.frozen = nn.Conv2d(8, 16, 1)
         self.frozen.requires_grad_(False)
         self.conv = nn.Conv2d(3, 8, 3)
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.frozen(self.conv(x.view(-1, 3, 4, 2)[:, :, :, [0, 1, 0, 1]].contiguous()).relu()).mean((2, 3))
@@ -143,9 +143,10 @@ class Trainer:
         kept = {k: options.pop(k) for k in ("nonfinite", "grad_scaler", "steps_per_epoch") if k in options}
         kept |= {"transport": TRANSPORT, "bucket_mb": bucket_mb}
         self.exchange: Any
+        self.forward: Any
         if self.uses_ddp:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [".ignored"])
-            self.forward = DistributedDataParallel(self.model, bucket_cap_mb=0.004, **options)  # type: ignore[arg-type]
+            self.forward = DistributedDataParallel(self.model, bucket_cap_mb=0.004, **options)
             self.exchange = compress(self.forward, compression, self.inner, **kept)
             self._record_layouts()
         else:
@@ -250,7 +251,7 @@ def unused_parameters() -> Finding:
     last = TRANSPORT.rank == TRANSPORT.size - 1
     for method in ("dgc", "powersgd", "2-bit"):
         for mode in ("unused", "unused view"):
-            options = {"find_unused_parameters": True, "gradient_as_bucket_view": mode == "unused view"}
+            options: Any = {"find_unused_parameters": True, "gradient_as_bucket_view": mode == "unused view"}
             ddp, other = Trainer(method, net=Branches, **options), Trainer(method, "optimizer", net=Branches)
             sent = []
             for step in range(4):
@@ -264,12 +265,13 @@ def unused_parameters() -> Finding:
 
 def conservation() -> Finding:
     """All gradients since the start equal what was delivered and the mean of what the ranks keep."""
-    found: Finding = {}
-    for name, compression in {
+    compressors: dict[str, Any] = {
         "dgc": DGCCompressor(0.1, ResidualMemory()),
         "powersgd": PowerSGDCompressor(1),
         "2-bit": ThresholdCompressor(2, 0.02),
-    }.items():
+    }
+    found: Finding = {}
+    for name, compression in compressors.items():
         route = Route([Rule(compression, min_dim=2), Rule(DenseCompressor())])
         trainer = Trainer(route, net=Branches, find_unused_parameters=True)
         matrices = [p for p in reversed(list(trainer.model.parameters())) if p.dim() == 2]  # as in the buckets
@@ -383,6 +385,20 @@ def checkpoints() -> Finding:
     return found
 
 
+def uneven_data() -> Finding:
+    """The last rank has data for two more steps, with NaN in the last but one."""
+    last = TRANSPORT.rank == TRANSPORT.size - 1
+    found: Finding = {}
+    for mode in ("default", "unused"):
+        trainer = Trainer("dgc", **OPTIONS[mode])
+        with trainer.forward.join():
+            for step in range(5 if last else 3):
+                trainer.backward(step, math.nan if step == 3 else 1.0)
+                trainer.inner.step()
+        found[mode] = {"weights": trainer.weights, "dropped": trainer.exchange.dropped_steps}
+    return found
+
+
 def several_exchanges() -> Finding:
     """Two backward passes outside no_sync are two exchanges. The first mean takes part in the second."""
     found: Finding = {}
@@ -465,6 +481,7 @@ SCENARIOS = (
     nonfinite,
     epochs,
     checkpoints,
+    uneven_data,
     several_exchanges,
     memory,
 )

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from parallel.ranks import REPOSITORY, mpirun, two_agents
+from parallel.ranks import REPOSITORY, mpirun, torchrun, two_agents
 
 EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("train_*.py"))  # with Horovod
@@ -34,6 +34,16 @@ def test_fsdp2_on_two_machines() -> None:
     epochs = re.findall(r"epoch \d+: loss (\S+), test accuracy (\S+) %", done.stdout)
     assert len(epochs) == 12 and float(epochs[-1][0]) < 0.4 * float(epochs[0][0])
     assert float(epochs[-1][1]) > 85
+    sent, dense = map(float, re.findall(r"([\d.]+) MB", done.stdout))
+    assert sent < dense / 10
+
+
+def test_ddp() -> None:
+    done = torchrun(2, ["-W", "error", str(EXAMPLES / "ddp.py"), "8"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    epochs = re.findall(r"epoch \d+: loss (\S+), test accuracy (\S+) %", done.stdout)
+    assert len(epochs) == 8 and float(epochs[-1][0]) < 0.1 * float(epochs[0][0])
+    assert float(epochs[-1][1]) > 90
     sent, dense = map(float, re.findall(r"([\d.]+) MB", done.stdout))
     assert sent < dense / 10
 

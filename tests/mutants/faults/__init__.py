@@ -4,6 +4,7 @@ from ..fault import Fault
 from .comm import COMM
 from .compression import COMPRESSION
 from .data import DATA
+from .ddp import DDP
 from .fsdp import FSDP
 from .gossip import GOSSIP
 from .kernels import KERNELS
@@ -25,6 +26,7 @@ FAULTS: tuple[Fault, ...] = (
     *COMM,
     *OPTIM,
     *FSDP,
+    *DDP,
     *TRAINING,
     *DATA,
 )
