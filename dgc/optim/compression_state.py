@@ -28,7 +28,8 @@ class ErrorStatePart(TypedDict):
 
     machine: int
     machines: int
-    tensors: list[str]  # names of parameters
+    tensors: list[str]  # names of this rank's parameters
+    others: list[str]  # names of those that other ranks of the machine have
 
 
 class HasCompression:

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
+from dgc.optim import ErrorStatePart
 from dgc_training.atomic_write import write_atomically, write_json
-from dgc_training.checkpoint.reshard import blend, shares
+from dgc_training.checkpoint.reshard import redistribute
 from dgc_training.faults.failure import UsageError
 
 
@@ -72,13 +73,14 @@ class Loaded:
     """A checkpoint as loaded on one rank.
 
     If it was saved on a different number of ranks, `own` has only "compression": this rank's share of their
-    error state.
+    error state. redistributed: whether `own["compression"]` comes from other ranks or machines.
     """
 
     name: str
     size: int
     shared: dict[str, Any]
     own: dict[str, Any]
+    redistributed: bool = False
 
 
 class Checkpoints:
@@ -97,15 +99,20 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         own_path, shared_path = folder / f"rank{rank}.pt", folder / "shared.pt"
         write_atomically(own_path, lambda path: torch.save(own, path))
+        part = part_of(own)
+        machine = rank if part is None else part["machine"]
         written = {own_path.name: fingerprint(own_path)}
         if rank == 0:
             write_atomically(shared_path, lambda path: torch.save(shared, path))
             written[shared_path.name] = fingerprint(shared_path)
         # This is also a barrier: all ranks have written their parts when the names below are written.
-        parts = all_gather_object(self.transport, written, name="checkpoint.files")
+        written_by = all_gather_object(self.transport, (written, machine), name="checkpoint.files")
         if rank == 0:
-            files = {file: entry for part in parts for file, entry in part.items()}
-            write_json(folder / "manifest.json", {"size": size, "files": files})
+            files = {file: entry for entries, _ in written_by for file, entry in entries.items()}
+            manifest: dict[str, Any] = {"size": size, "files": files}
+            if part is not None:
+                manifest["machines"] = [machine for _, machine in written_by]
+            write_json(folder / "manifest.json", manifest)
             write_json(self.directory / "latest.json", {"checkpoint": name})
             if best:
                 write_json(self.directory / "best.json", {"checkpoint": name})
@@ -162,12 +169,14 @@ class Checkpoints:
             raise UsageError(problem)
         return found
 
-    def load(self, name: str, own_part: bool = True) -> Loaded:
+    def load(self, name: str, own_part: bool = True, part: ErrorStatePart | None = None) -> Loaded:
         """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `UsageError`.
 
         own_part=False reads only the shared part, for evaluation on any number of ranks; `own` is then empty.
+        part: the part of the error state that the optimizer needs.
         """
-        shared, manifest, own, problem = None, None, {}, None
+        own: dict[str, Any] = {}
+        shared, manifest, problem, redistributed = None, None, None, False
         folder = self.directory / name
         if self.transport.rank == 0:
             try:
@@ -179,19 +188,20 @@ class Checkpoints:
         shared, manifest = broadcast_object(self.transport, (shared, manifest), name="checkpoint.shared")
         if manifest is not None and own_part:
             try:
-                own = self._read_own(folder, manifest)
+                own, redistributed = self._read_own(folder, manifest, part)
             except (ValueError, OSError) as error:
                 problem = str(error)
-        problems = [
-            text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text
-        ]
+        problems = [text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text]
         if problems:
             raise UsageError(
                 f"checkpoint {folder} is damaged: {problems[0]}. --no-resume renames this run and starts again."
             )
-        return Loaded(name, manifest["size"], shared, own)
+        return Loaded(name, manifest["size"], shared, own, redistributed)
 
-    def _read_own(self, folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    def _read_own(
+        self, folder: Path, manifest: dict[str, Any], part: ErrorStatePart | None
+    ) -> tuple[dict[str, Any], bool]:
+        """Returns this rank's part, and whether its error state comes from other ranks or machines."""
         rank, size = self.transport.rank, self.transport.size
 
         def read(old: int) -> Any:
@@ -204,20 +214,31 @@ class Checkpoints:
                 raise ValueError(f"{error} (needed because {size} ranks resume {manifest['size']})") from None
             return read_tensors(path)
 
-        if manifest["size"] == size:
-            return read(rank)
-        weights = shares(manifest["size"], size, rank)
-        states = {}
-        for old in weights:
+        own: dict[str, Any] = read(rank) if manifest["size"] == size else {}
+        if manifest["size"] == size and part_of(own) == part:
+            return own, False
+
+        def read_compression(old: int) -> dict[str, Any]:
             content = read(old)
-            if not isinstance(content, dict) or "compression" not in content:
+            if not isinstance(content, dict) or not isinstance(content.get("compression"), dict):
                 raise ValueError(f"rank{old}.pt has no error state")
-            states[old] = content["compression"]
-        return {"compression": blend(states, weights, "compression")}
+            return content["compression"]
+
+        compression = redistribute(read_compression, manifest["machines"], rank, size, part)
+        return {**own, "compression": compression}, True
+
+
+def part_of(own: Any) -> ErrorStatePart | None:
+    """The part of a machine's error state in a rank's file; None if the rank has an error state of its own."""
+    compression = own.get("compression") if isinstance(own, dict) else None
+    return compression.get("part") if isinstance(compression, dict) else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns {"size": ranks, "files": {name: fingerprint}}. Raises ValueError if the manifest is not valid."""
+    """Returns {"size": ranks, "files": {name: fingerprint}, "machines": by rank, whose error state it had}.
+
+    Raises ValueError if the manifest is not valid.
+    """
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
@@ -227,6 +248,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ValueError(f"it does not list the files of {size} ranks")
         if files.keys() != {"shared.pt", *(f"rank{rank}.pt" for rank in range(size))}:
             raise ValueError(f"it lists {sorted(files)[:5]}, not the files of {size} ranks")
+        machines = manifest.get("machines", list(range(size)))
+        if len(machines) != size or {*machines} != {*range(max(machines) + 1)}:
+            raise ValueError(f"it has the machines {machines} of {size} ranks")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return {"size": size, "files": files}
+    return {"size": size, "files": files, "machines": machines}

@@ -108,6 +108,8 @@ class Log:
             f"transport: {transport}\n"
             f"settings that differ from the defaults (config.yaml has all):\n{changed_settings(self.tree)}"
         )
+        if (part := self.optimizer.part) is not None:
+            self.print(f"gradients are compressed between {part['machines']} machines, and dense inside them")
         if resumed is not None:
             done = self.progress.epoch >= self.tree.train.num_epochs
             self.print(f"resumed from checkpoint {resumed}" + (". The run is finished" if done else ""))

@@ -457,9 +457,9 @@ def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others(
         local, cross = AllReduce(torch.ones(1), "sum", "local"), AllGather(torch.full((1,), rank), "cross")
         mine = (cross,) if rank % 2 else ()
         replies = yield (local, *mine) if aligned else (*mine, local)
-        return [r.tolist() if isinstance(r, torch.Tensor) else [each.item() for each in r] for r in replies]
+        return [[int(element) for element in reply] for reply in replies]
 
-    expected = [[[2.0]], [[2.0], [1, 3]], [[2.0]], [[2.0], [1, 3]]]
+    expected = [[[2]], [[2], [1, 3]], [[2]], [[2], [1, 3]]]
     assert LockstepWorld(4, 2).converse("test", [body(rank, True) for rank in range(4)]) == expected
     with pytest.raises(LockstepError, match=r"'local' are at the places \[1\] of rank 1, and \[0\] of rank 0"):
         LockstepWorld(4, 2).converse("test", [body(rank, False) for rank in range(4)])

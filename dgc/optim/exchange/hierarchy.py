@@ -81,5 +81,8 @@ def plan_compressors(
         plan.compressor.plan(plan.bucket, transport.size, transport.rank)
     if place is None:
         return None, None
-    tensors = sorted(name for compressor in two_levels.values() for name in compressor.tensors())
-    return place, ErrorStatePart(machine=place.machine, machines=place.machines, tensors=tensors)
+    tensors = {name for compressor in two_levels.values() for name in compressor.tensors()}
+    others = {s.name for plan in planned for s in plan.bucket.segments} - tensors
+    return place, ErrorStatePart(
+        machine=place.machine, machines=place.machines, tensors=sorted(tensors), others=sorted(others)
+    )
