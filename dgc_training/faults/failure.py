@@ -26,8 +26,8 @@ from dgc_training.launcher import launched_rank, launched_size
 MESSAGE_DELAY = 1.0
 # The delay after a collective that failed because another rank ended: that rank's message is printed first.
 SECONDARY_DELAY = 5.0
-# Seconds after a signal until a rank ends although its main thread does not leave a collective. torchrun kills a rank
-# 30 seconds after the signal, and starts no other one before.
+# Seconds after a signal until a rank ends although its main thread does not leave a collective. torchrun would
+# kill it 30 seconds after the signal, and restart the ranks only then.
 UNWIND_TIME = 3.0
 # Parts of their messages, by the name of the exception's class: of Horovod, and of Gloo and NCCL.
 SECONDARY_ERRORS = {

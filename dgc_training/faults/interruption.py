@@ -8,10 +8,10 @@ Signals under launchers (Open MPI 4.1): `mpirun` forwards SIGUSR1 to every rank,
 SIGTERM mpirun ends the job itself: it forwards SIGTERM and kills the ranks after one second, unless
 `--mca odls_base_sigkill_timeout 60` gives them time to save. SLURM: `--signal=USR1@120`.
 
-torchrun sends SIGTERM when it is stopped, when another rank has died and when a machine joins. It kills the ranks 30
-seconds later. A rank that has died answers no collective, so the others cannot save. A connection that breaks is an
-error at once. A machine that is down breaks no connection, so a rank ends by itself if the ranks have not agreed to
-stop after half of these seconds.
+torchrun sends SIGTERM when it is stopped, when another rank has died and when a machine joins, and kills the ranks
+30 seconds later. If a rank has died, the others cannot save. Usually its connections break, and their collective
+fails at once. If its machine is down, no connection breaks. A rank therefore ends without saving if the ranks have
+not agreed to stop after half of these seconds.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Signals that are noticed at once, also while the main thread is inside a collective.
 
-Python's own handlers run only after the main thread leaves a call into C++, which may wait for a rank that has died.
+Python's own handlers run only after the main thread leaves a call into C++, and that call may wait for a rank that
+has died.
 """
 
 import signal
