@@ -149,8 +149,11 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None, tran
         transport: "horovod" or "torch".
 
     Raises:
-        LaunchError: The launcher started more ranks than the transport connects.
+        LaunchError: The launcher started more ranks than the transport connects, or torchrun may restart ranks
+            that could not connect again.
     """
+    if transport == "torch":
+        _check_restarts(environment)
     found = {name: int(environment[name]) for name in ALL_VARIABLES if environment.get(name, "").isdecimal()}
     horovod = transport == "horovod"
     supported = [found[name] for name in HOROVOD_VARIABLES if name in found]
@@ -172,6 +175,17 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None, tran
                 f"would train a separate run. {_cure(name, ranks, horovod)}. To train on {size} nevertheless: "
                 f"env -u {name}"
             )
+
+
+def _check_restarts(environment: Mapping[str, str]) -> None:
+    """torchrun keeps one store for all attempts. Restarted ranks would find the addresses of those that ended."""
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts not in ("", "0") and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise LaunchError(
+            f"torchrun --max-restarts {restarts}: restarted ranks would wait for those that have ended, because "
+            "torchrun shares one store between all attempts. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
+            "environment of torchrun on every machine, or use scripts/torchrun.sh (docs/elastic.md)"
+        )
 
 
 def _cure(name: str, ranks: int, horovod: bool) -> str:
