@@ -132,6 +132,17 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.optim.exchange",
         "dgc.optim.momentum",
     ),
+    "dgc.fsdp": (
+        "dgc.bucket",
+        "dgc.comm",
+        "dgc.compression",
+        "dgc.gossip",
+        "dgc.optim",
+        "dgc.optim.exchange",
+        "dgc.optim.momentum",
+    ),
+    "dgc.fsdp.__init__": ("dgc.fsdp",),
+    "dgc.ddp.__init__": ("dgc.ddp",),
     "dgc.paper": ("dgc.bucket", "dgc.comm", "dgc.compression", "dgc.gossip.topology"),
     "dgc.testing": ("dgc.bucket", "dgc.comm.lockstep", "dgc.compression"),
     "dgc.__init__": ("dgc.comm", "dgc.comm.connect"),
@@ -209,6 +220,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.comm",
         "dgc.comm.lockstep",
         "dgc.comm.horovod",
+        "dgc.comm.torch_distributed",
         "dgc.comm.__init__",
         "dgc.wire",
         "dgc.selection.__init__",
@@ -219,6 +231,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.gossip.__init__",
         "dgc.optim.exchange",
         "dgc.optim.__init__",
+        "dgc.ddp.__init__",
         "dgc_datasets",
         "dgc_models",
         "dgc_training.config",
@@ -228,11 +241,14 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "examples": (
         "dgc.comm.horovod",
+        "dgc.comm.torch_distributed",
         "dgc.comm.__init__",
         "dgc.memory",
         "dgc.compression.__init__",
         "dgc.gossip.__init__",
         "dgc.optim.__init__",
+        "dgc.fsdp.__init__",
+        "dgc.ddp.__init__",
         "dgc.__init__",
     ),
 }
@@ -247,7 +263,10 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "dgc.comm.connect",  # only looks whether it runs
         "dgc.launch",  # only the name
         "dgc.ddp",
+        "dgc.fsdp",
+        "benchmarks.ddp_step",
         "benchmarks.powersgd_step",
+        "examples",
     ),
 }
 # packages that import nothing outside the standard library but these
