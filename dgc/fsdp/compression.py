@@ -40,8 +40,9 @@ def compress(
             compression. A compressor that needs a matrix gets this rank's rows of the parameter.
         transport: Connects all ranks. It needs groups inside and between machines: `connect(hierarchical=True)`.
         nonfinite: Response of all ranks to NaN or inf in a gradient of any rank, and to magnitudes of 2**64 or
-            more if a method keeps error state. The error state stays as it was. "skip" sets every .grad to None,
-            so that `optimizer.step()` changes nothing. "raise" also raises NonFiniteGradientError in backward.
+            more if a method keeps error state: sent elements return to the error state. "skip" sets every .grad
+            to None, so that `optimizer.step()` changes nothing, and counts the step in `dropped_steps`. "raise"
+            also raises NonFiniteGradientError from `backward()`.
         grad_scaler: The GradScaler or ShardedGradScaler that scales the loss, if any. In a dropped step every
             .grad becomes NaN instead of None, so that the scaler skips the step and lowers its scale.
         steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. None: call
