@@ -239,3 +239,18 @@ def _address(environment: Mapping[str, str], started: Started, local_size: str |
 def _first_host(nodes: str) -> str:
     """The first machine of a list in SLURM's notation: gpu03-ib of gpu[03-05,7]-ib,login1."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+
+
+def may_span_machines(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher may have started ranks on several machines. False only where it is known not to have.
+
+    Args:
+        environment: Environment variables of the process, usually `os.environ`.
+    """
+    for size, local_size in (
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    ):
+        if size in environment:
+            return environment.get(local_size) != environment[size]
+    return "PMI_SIZE" in environment or "PMIX_RANK" in environment

@@ -16,7 +16,7 @@ from dgc.gossip.cross_machine import CrossMachineTransport
 from dgc.optim.agreement import check_settings
 from dgc.optim.exchange.planning import check_agreement
 from dgc.optim.exchange.scaling import is_used
-from dgc.optim.options import as_route, check_arguments, register_compressors, unique_prefix
+from dgc.optim.options import as_route, check_nonfinite, register_compressors, unique_prefix
 
 
 def compress(
@@ -64,9 +64,7 @@ def compress(
         exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)), transport=transport)
         optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
     """
-    check_arguments(1, 1.0, 0, None, nonfinite)
-    if is_used(grad_scaler) and nonfinite == "raise":
-        raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
+    check_nonfinite(nonfinite, grad_scaler)
     route = as_route(compression)
     check_settings(
         transport,

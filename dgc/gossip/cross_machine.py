@@ -1,11 +1,10 @@
 """The transport and the model of a gossip algorithm in which each rank of a machine holds a slice of the model."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from dgc.bucket import Segment
-from dgc.comm.requests import Group, Reply, Request
+from dgc.comm.requests import Group, Reply, Request, between_machines
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
 
@@ -33,8 +32,7 @@ class CrossMachineTransport:
         self._inner.open_lane(lane)
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
-        assert all(request.group == "world" for request in requests), "gossip uses only the group `world`"
-        return self._inner.launch(name, [replace(request, group="cross") for request in requests], lane)
+        return self._inner.launch(name, [between_machines(request) for request in requests], lane)
 
     def poll(self, flight: Any) -> bool:
         return self._inner.poll(flight)

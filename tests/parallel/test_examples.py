@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from parallel.ranks import REPOSITORY, mpirun, two_machines
+from parallel.ranks import REPOSITORY, mpirun, two_agents
 
 EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("train_*.py"))  # with Horovod
@@ -29,7 +29,7 @@ def test_the_examples_train_and_end_with_one_state(tmp_path: Path) -> None:
 
 def test_fsdp2_on_two_machines() -> None:
     words = ["--no-python", sys.executable, "-W", "error", str(EXAMPLES / "fsdp2.py"), "12"]
-    done = two_machines(2, words)
+    done = two_agents(4, words)
     assert done.returncode == 0, done.stdout + done.stderr
     epochs = re.findall(r"epoch \d+: loss (\S+), test accuracy (\S+) %", done.stdout)
     assert len(epochs) == 12 and float(epochs[-1][0]) < 0.4 * float(epochs[0][0])

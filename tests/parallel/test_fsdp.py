@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.ranks import HERE, two_machines
+from parallel.ranks import HERE, two_agents
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by rank."""
     directory: Path = tmp_path_factory.mktemp("fsdp")
-    done = two_machines(2, [str(HERE / "fsdp_worker.py"), str(directory)])
+    done = two_agents(4, [str(HERE / "fsdp_worker.py"), str(directory)])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(4)]
 

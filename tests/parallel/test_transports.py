@@ -31,10 +31,9 @@ class Stopping(DigitsCNN):
 
 
 def train(launch: Callable[..., Any], directory: Path, *words: str, ranks: int = 2) -> tuple[int, str]:
-    """The exit status and what the run printed."""
+    """The exit status, and what the run printed to standard output."""
     changes = ["--configs.train.num_epochs=2", "--configs.train.checkpoint_every=4", *SHORT, *words]
     done = launch(ranks, [*WORDS, *changes, "--run-dir", str(directory)], timeout=180)
-    assert "Error: " not in done.stdout + done.stderr, done.stdout + done.stderr
     return done.returncode, done.stdout
 
 

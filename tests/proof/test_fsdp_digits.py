@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from parallel.ranks import REPOSITORY, two_machines
+from parallel.ranks import REPOSITORY, two_agents
 
 
 @pytest.mark.proof
@@ -15,7 +15,7 @@ def test_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(REPOSITORY / "examples"), os.environ.get("PYTHONPATH", "")])
     )
-    done = two_machines(2, [str(Path(__file__).with_name("fsdp_digits.py"))], timeout=2400)
+    done = two_agents(4, [str(Path(__file__).with_name("fsdp_digits.py"))], timeout=2400)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
     found = json.loads(done.stdout.splitlines()[-1])

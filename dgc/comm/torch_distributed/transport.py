@@ -45,7 +45,7 @@ MAX_TAG = 2**31 - 1
 
 
 def connect(
-    hierarchical: bool = False, timeout: float | None = None, *, point_to_point: bool = False
+    hierarchical: bool | str = False, timeout: float | None = None, *, point_to_point: bool = False
 ) -> Transport:
     """Return a TorchTransport. GPU tensors go through pinned host memory if there is no NCCL, or for gossip.
 
@@ -74,7 +74,8 @@ class TorchTransport:
     """A transport over torch.distributed. It initialises the default process group unless that has been done.
 
     Args:
-        hierarchical: Create the `local` and `cross` groups as well. Must be the same on every rank.
+        hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
+            of them has several ranks. Must be the same on every rank.
         timeout: Seconds after which an operation that some ranks never joined fails. None: 1800.
         backend: Backend of the process groups: "gloo" or "cpu:gloo,cuda:nccl".
 
@@ -82,7 +83,7 @@ class TorchTransport:
         ValueError: torch.distributed cannot be initialised from the environment variables of the launcher.
     """
 
-    def __init__(self, hierarchical: bool = False, timeout: float | None = None, backend: str = "gloo"):
+    def __init__(self, hierarchical: bool | str = False, timeout: float | None = None, backend: str = "gloo"):
         duration = timedelta(seconds=DEFAULT_TIMEOUT if timeout is None else timeout)
         if not dist.is_initialized():
             if "RANK" in os.environ:
@@ -93,6 +94,8 @@ class TorchTransport:
         self._place = Place()
         machine = self._place.members("local")
         self.local_rank, self.local_size = machine.index(self.rank), len(machine)
+        if hierarchical == "auto":
+            hierarchical = len(self._place.machines) > 1 and len(self._place.across) > 1
         kinds: tuple[Group, ...] = ("world", "local", "cross") if hierarchical else ("world",)
         self._lanes = Lanes(self._place, kinds, backend, duration)
         self._neighbors = Neighbors()

@@ -123,6 +123,17 @@ def plan_buckets(
     return planned
 
 
+def compressors_in_order(
+    planned: Sequence[PlannedBucket], named_parameters: Sequence[tuple[str, Tensor]]
+) -> list[Compressor]:
+    """Return the compressors in the order of the model's parameters.
+
+    Positions in this list name the saved states, so they must not depend on the buckets.
+    """
+    compressor_of = {p: plan.compressor for plan in planned for p in plan.parameters}
+    return list({id(compressor_of[p]): compressor_of[p] for _, p in named_parameters}.values())
+
+
 def describe(planned: Sequence[PlannedBucket]) -> list[tuple[str, str, str, tuple[int, ...]]]:
     """Return the parts of a plan that must be equal on all ranks: bucket, compressor class, parameter, shape."""
     return [
