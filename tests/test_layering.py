@@ -136,7 +136,6 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.bucket",
         "dgc.comm",
         "dgc.compression",
-        "dgc.gossip",
         "dgc.optim",
         "dgc.optim.exchange",
         "dgc.optim.momentum",

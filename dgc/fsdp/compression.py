@@ -1,10 +1,23 @@
-"""Compression of a model that is sharded with FSDP2."""
+"""Compression of a model that is sharded with FSDP2.
+
+transport = connect(hierarchical=True)
+mesh = local_mesh(transport)
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)), transport=transport)
+optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+for inputs, targets in batches:  # the usual loop
+    optimizer.zero_grad()
+    loss_fn(model(inputs), targets).backward()
+    optimizer.step()
+"""
 
 from typing import Any
 
 from torch import nn
 
-from dgc.comm.transport import Transport
+from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
@@ -12,7 +25,6 @@ from dgc.fsdp.exchange import FSDPExchange
 from dgc.fsdp.mesh import machines
 from dgc.fsdp.planning import plan_groups
 from dgc.fsdp.shards import parameter_groups
-from dgc.gossip.cross_machine import CrossMachineTransport
 from dgc.optim.agreement import check_settings
 from dgc.optim.exchange.planning import check_agreement
 from dgc.optim.exchange.scaling import is_used
@@ -40,8 +52,9 @@ def compress(
             compression. A compressor that needs a matrix gets this rank's rows of the parameter.
         transport: Connects all ranks. It needs groups inside and between machines: `connect(hierarchical=True)`.
         nonfinite: Response of all ranks to NaN or inf in a gradient of any rank, and to magnitudes of 2**64 or
-            more if a method keeps error state. The error state stays as it was. "skip" sets every .grad to None,
-            so that `optimizer.step()` changes nothing. "raise" also raises NonFiniteGradientError in backward.
+            more if a method keeps error state: sent elements return to the error state. "skip" sets every .grad
+            to None, so that `optimizer.step()` changes nothing, and counts the step in `dropped_steps`. "raise"
+            also raises NonFiniteGradientError from `backward()`.
         grad_scaler: The GradScaler or ShardedGradScaler that scales the loss, if any. In a dropped step every
             .grad becomes NaN instead of None, so that the scaler skips the step and lowers its scale.
         steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. None: call
@@ -53,15 +66,6 @@ def compress(
     Raises:
         ValueError: An argument is invalid, a setting differs between ranks, machines have different numbers of
             ranks, or the model is sharded in another way.
-
-    Example:
-        transport = connect(hierarchical=True)
-        mesh = local_mesh(transport)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)), transport=transport)
-        optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
     """
     check_nonfinite(nonfinite, grad_scaler)
     route = as_route(compression)

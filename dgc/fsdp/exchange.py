@@ -26,11 +26,10 @@ from dgc.comm.collectives import all_gather_object
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.ordered import OrderedConversations
 from dgc.comm.requests import AllReduce
-from dgc.comm.transport import Transport
+from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError, Result, conversation_of
 from dgc.fsdp.planning import GroupPlan
 from dgc.fsdp.replicas import check_equal_models
-from dgc.gossip.cross_machine import CrossMachineTransport
 from dgc.optim.compression_state import CountsEpochs, Method
 from dgc.optim.exchange.planning import PlannedBucket
 from dgc.optim.exchange.scaling import LossScale

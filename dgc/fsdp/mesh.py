@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dgc.comm.collectives import all_gather_object
+from dgc.comm.collectives import all_gather_object, find_machine_rank
 from dgc.comm.transport import Transport
 
 
@@ -14,11 +14,8 @@ def machines(transport: Transport) -> list[list[int]]:
     Raises:
         ValueError: Machines have different numbers of ranks. Raised on every rank.
     """
-    places = all_gather_object(transport, (transport.group_rank("cross"), transport.local_size), "machines")
-    sizes = sorted({size for _, size in places})
-    if len(sizes) > 1:
-        raise ValueError(f"every machine needs the same number of ranks, but they have {sizes}")
-    numbers = [machine for machine, _ in places]
+    own = find_machine_rank(transport, "FSDP2 between machines").machine
+    numbers = all_gather_object(transport, own, "machines")
     return [[rank for rank, number in enumerate(numbers) if number == machine] for machine in sorted(set(numbers))]
 
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401  (registers torch.o
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.lockstep.world import LockstepTransport
 from dgc.compression import DenseCompressor
 from dgc.fsdp import mesh
 from dgc.fsdp.planning import GroupPlan
@@ -90,9 +91,14 @@ def test_unused_groups_are_zero() -> None:
 def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     world = LockstepWorld(6, local_size=3)
     assert world.run(mesh.machines) == [[[0, 1, 2], [3, 4, 5]]] * 6
-    gathered = [(0, 2), (1, 2), (0, 2), (1, 2)]  # ranks alternate between two machines
-    monkeypatch.setattr(mesh, "all_gather_object", lambda *_: gathered)
-    assert world.run(mesh.machines)[0] == [[0, 2], [1, 3]]
-    gathered[3] = (1, 1)
-    with pytest.raises(ValueError, match=r"every machine needs the same number of ranks, but they have \[1, 2\]"):
-        world.run(mesh.machines)
+    monkeypatch.setattr(mesh, "all_gather_object", lambda *_: [0, 1, 0, 1])  # as if ranks alternated
+    assert LockstepWorld(4, local_size=2).run(mesh.machines) == [[[0, 2], [1, 3]]] * 4
+
+
+def test_machines_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def group_size(transport: LockstepTransport, group: str) -> int:
+        return 1 if transport.rank == 2 else 2
+
+    monkeypatch.setattr(LockstepTransport, "group_size", group_size)
+    with pytest.raises(ValueError, match="FSDP2 between machines needs the same number of ranks on every machine, not 1 to 2"):
+        LockstepWorld(3).run(mesh.machines)
