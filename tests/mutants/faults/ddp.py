@@ -28,13 +28,6 @@ DDP = [
         ORDERED,
     ),
     Fault(
-        "rounds-of-one-conversation-after-another",
-        "dgc/comm/ordered.py",
-        "if running.rounds == rounds:",
-        "while running.rounds >= rounds and not running.done:",
-        ORDERED,
-    ),
-    Fault(
         "a-bucket-starts-before-its-last-gradient",
         "dgc/optim/exchange/start_order.py",
         "if only_full and self._missing[bucket]:",
