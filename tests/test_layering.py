@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 # package or module -> what it imports besides itself; the lowest layer first
 EDGES: dict[str, tuple[str, ...]] = {
     "dgc.launch": (),
+    "dgc.torch_launch": ("dgc.launch",),
     "dgc.bucket": (),
     "dgc.kernels": (),
     "dgc.kernels.selection": ("dgc.kernels",),
@@ -36,7 +37,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.comm.mpi": ("dgc.comm",),
     "dgc.comm.horovod": ("dgc.launch", "dgc.comm", "dgc.comm.mpi"),
     "dgc.comm.torch_distributed": ("dgc.comm",),
-    "dgc.comm.connect": ("dgc.launch", "dgc.comm", "dgc.comm.horovod", "dgc.comm.torch_distributed"),
+    "dgc.comm.connect": ("dgc.launch", "dgc.torch_launch", "dgc.comm", "dgc.comm.horovod", "dgc.comm.torch_distributed"),
     "dgc.comm.__init__": ("dgc.comm",),
     "dgc.wire": ("dgc.kernels.selection", "dgc.kernels.codec"),
     "dgc.selection": ("dgc.bucket", "dgc.kernels.__init__"),
@@ -261,6 +262,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "dgc.comm.torch_distributed",
         "dgc.comm.connect",  # only looks whether it runs
         "dgc.launch",  # only the name
+        "scripts.rendezvous",
         "dgc.ddp",
         "dgc.fsdp",
         "benchmarks.ddp_step",

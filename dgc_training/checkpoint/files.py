@@ -20,7 +20,6 @@ import re
 import shutil
 import socket
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,16 +30,9 @@ import torch
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
 from dgc.optim import ErrorStatePart
 from dgc_training.atomic_write import write_atomically, write_json
+from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors
 from dgc_training.checkpoint.reshard import FixedSize, redistribute
 from dgc_training.faults.failure import UsageError
-
-
-def read_tensors(path: Path) -> Any:
-    """Loads a file of `torch.save` onto the CPU. Raises ValueError, with the path, if it cannot be read."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
 
 
 def checkpoint_name(epoch: int, step: int = 0) -> str:
@@ -50,24 +42,6 @@ def checkpoint_name(epoch: int, step: int = 0) -> str:
 
 def _sort_key(folder: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", folder.name)]
-
-
-def fingerprint(path: Path) -> dict[str, int]:
-    """Length and CRC-32 of a file. torch.load does not verify the checksums inside its files."""
-    crc, length = 0, 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc, length = zlib.crc32(block, crc), length + len(block)
-    return {"bytes": length, "crc32": crc}
-
-
-def check_file(path: Path, expected: Any) -> None:
-    """Raises ValueError if `path` is missing or differs from its entry in the manifest."""
-    if not path.exists():
-        raise ValueError(f"{path} is missing on {socket.gethostname()}")
-    found = fingerprint(path)
-    if found != expected:
-        raise ValueError(f"{path} is not the file that was written: {found} now, {expected} when written")
 
 
 @dataclass(frozen=True)
@@ -273,25 +247,3 @@ def part_of(own: Any) -> ErrorStatePart | None:
     """The part of a machine's error state in a rank's file; None if the rank has an error state of its own."""
     compression = own.get("compression") if isinstance(own, dict) else None
     return compression.get("part") if isinstance(compression, dict) else None
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns {"size": ranks, "files": {name: fingerprint}, "machines": by rank, whose error state it had}.
-
-    Raises ValueError if the manifest is not valid.
-    """
-    path = folder / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text())
-        size, files = manifest["size"], manifest["files"]
-        # The length is compared first, because a damaged number of ranks may be huge.
-        if type(size) is not int or size < 1 or len(files) != size + 1:
-            raise ValueError(f"it does not list the files of {size} ranks")
-        if files.keys() != {"shared.pt", *(f"rank{rank}.pt" for rank in range(size))}:
-            raise ValueError(f"it lists {sorted(files)[:5]}, not the files of {size} ranks")
-        machines = manifest.get("machines", list(range(size)))
-        if len(machines) != size or {*machines} != {*range(max(machines) + 1)}:
-            raise ValueError(f"it has the machines {machines} of {size} ranks")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return {"size": size, "files": files, "machines": machines}

@@ -100,5 +100,5 @@ def test_machines_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1 if transport.rank == 2 else 2
 
     monkeypatch.setattr(LockstepTransport, "group_size", group_size)
-    with pytest.raises(ValueError, match="FSDP2 between machines needs the same number of ranks on every machine, not 1 to 2"):
+    with pytest.raises(ValueError, match="needs the same number of ranks on every machine, not 1 to 2"):
         LockstepWorld(3).run(mesh.machines)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from parallel.ranks import alone, mpirun, torchrun
 
-from dgc_training.checkpoint.files import read_tensors
+from dgc_training.checkpoint.reading import read_tensors
 
 WORDS = ["train.py", "--devices", "cpu", "--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
 SHORT = ["--configs.train.batch_size=128", "--configs.data.num_threads_per_worker=1", "--configs.model.width=8"]
