@@ -119,7 +119,7 @@ class HierarchicalCompressor:
         return self.inner.correction
 
     @cached_property
-    def fallback(self) -> Compressor:
+    def fallback(self) -> "HierarchicalCompressor":
         inner = self.inner.fallback
         return self if inner is self.inner else HierarchicalCompressor(inner, self.place, self._loads)
 

@@ -28,9 +28,16 @@ TABLE = [*OTHERS, *QUANTIZED, *DEFINITIONS]
 # (machines, ranks of each)
 WORLDS = [(2, 2), (3, 2), (2, 3), (2, 1), (1, 2)]
 
-pytestmark = pytest.mark.usefixtures("no_type_checks")
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 every_world = pytest.mark.parametrize(("machines", "local_size"), WORLDS)
+
+
+@pytest.fixture(autouse=True)
+def types_are_checked_once(request: pytest.FixtureRequest) -> None:
+    """For every row on two machines of two ranks."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    if (parameters.get("machines"), parameters.get("local_size")) != (2, 2):
+        request.getfixturevalue("no_type_checks")
 
 
 class Machines(Fleet):
