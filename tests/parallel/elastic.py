@@ -207,7 +207,7 @@ class ElasticRun:
             self._record()
 
     def wait_for_attempt(self, number: int, timeout: float = 240) -> bool:
-        """Waits until the ranks train for the `number`th time, counted from 1. Returns False if the run has ended."""
+        """Waits until the ranks train for the `number`th time, from 1. Returns False if the run has ended."""
         limit = time.monotonic() + timeout
         while len(self.restarts) < number and self.running():
             assert time.monotonic() < limit, self.text()[-6000:]
