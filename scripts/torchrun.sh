@@ -66,7 +66,7 @@ for name in RANKS MIN_MACHINES MAX_MACHINES RESTARTS LAST_CALL; do whole "$name"
 alone=
 if [ -z "${HOSTS:-}${RENDEZVOUS:-}" ]; then alone=1; fi
 RENDEZVOUS=${RENDEZVOUS:-$first:29400}
-case $RENDEZVOUS in *:*[!0-9]* | *: | :*) die "RENDEZVOUS is $RENDEZVOUS; it must have the form server0:29400" ;; esac
+[[ $RENDEZVOUS =~ ^[^:]+:[0-9]+$ ]] || die "RENDEZVOUS is $RENDEZVOUS; it must have the form server0:29400"
 
 # torchrun would otherwise keep one store for all attempts, in which restarted ranks find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

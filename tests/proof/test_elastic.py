@@ -28,20 +28,20 @@ def killed_once(run: ElasticRun, draw: random.Random, kind: str) -> bool:
         if not run.running():
             return False
         run.start(draw.choice([1, 2]))
-    # Usually training has begun. Otherwise the ranks may be starting, or not be there yet.
+    # Usually training has begun. Otherwise the ranks are starting.
     if draw.random() < 0.8 and not run.wait_for_attempt(len(run.restarts) + 1):
         return False
     run.wait(draw.uniform(0, 3))
-    agents = run.running()
-    if len(agents) < 2:
-        return False
-    if kind == "agent":
-        draw.choice(agents).kill()
-        return True
-    ranks = [pid for agent in agents for pid in agent.ranks()]
-    if ranks:
-        kill(draw.choice(ranks))
-    return bool(ranks)
+    while len(run.running()) == 2:
+        ranks = [pid for agent in run.running() for pid in agent.ranks()]
+        if ranks and kind == "rank":
+            kill(draw.choice(ranks))
+        elif ranks:
+            draw.choice(run.running()).kill()
+        if ranks:
+            return True
+        run.wait(0.1)
+    return False
 
 
 def check(run: ElasticRun, epochs: int) -> list[Restart]:
