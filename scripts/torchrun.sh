@@ -16,7 +16,8 @@
 #   RENDEZVOUS    machine:port of the store through which the machines find each other. Default: the first machine of
 #                 HOSTS, port 29400. The run ends if this machine is lost. A store that outlives it, on a machine
 #                 that does not train: python -m scripts.rendezvous 29400
-#   RUN_ID        name of the run at the store; different for runs that use one store. Default: dgc
+#   RUN_ID        name of the run at the store. A store that serves several runs needs a new one for each, also after
+#                 a run has ended. Default: dgc
 #   RESTARTS      failures of this machine's ranks until it gives up; default: 10
 #   LAST_CALL     seconds that a start waits for more machines than MIN_MACHINES; default: 30
 #   RDZV_CONF     further settings of the rendezvous, such as keep_alive_interval=2,keep_alive_max_attempt=5: a
@@ -76,12 +77,14 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 if [ -n "${INTERFACE:-}" ]; then export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=${INTERFACE%%,*}; fi
 
-command=(torchrun --nproc-per-node "$RANKS" --max-restarts "$RESTARTS")
+options=(--nproc-per-node "$RANKS" --max-restarts "$RESTARTS")
 if [ -n "$alone" ]; then
-    command+=(--standalone) # on a free port
+    command=(torchrun "${options[@]}" --standalone) # on a free port
 else
-    command+=(--nnodes "$MIN_MACHINES:$MAX_MACHINES" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS"
-        --rdzv-id "${RUN_ID:-dgc}" --rdzv-conf "last_call_timeout=$LAST_CALL${RDZV_CONF:+,$RDZV_CONF}")
+    # scripts/agent.py is torchrun, except that machines may be lost while ranks are being started.
+    command=(python "$root/scripts/agent.py" "${options[@]}" --nnodes "$MIN_MACHINES:$MAX_MACHINES"
+        --rdzv-backend persistent --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RUN_ID:-dgc}"
+        --rdzv-conf "last_call_timeout=$LAST_CALL,read_timeout=30${RDZV_CONF:+,$RDZV_CONF}")
 fi
 command+=(--no-python python "$root/train.py" "$@")
 if [ -n "${DRY_RUN:-}" ]; then

@@ -98,6 +98,15 @@ def test_an_unknown_transport_is_refused() -> None:
         choose("gloo", {}, installed=True)
 
 
+def test_restarts_through_a_shared_store_are_refused() -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    check_launcher({**torchrun, "TORCHELASTIC_MAX_RESTARTS": "0"}, transport="torch")
+    with pytest.raises(LaunchError, match="--max-restarts 3: .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        check_launcher({**torchrun, "TORCHELASTIC_MAX_RESTARTS": "3"}, transport="torch")
+    torchrun["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    check_launcher({**torchrun, "TORCHELASTIC_MAX_RESTARTS": "3"}, transport="torch")
+
+
 def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None:
     refused = [
         ({"WORLD_SIZE": "4", "RANK": "1"}, None, "WORLD_SIZE is 4, but Horovod sees 1 rank.* horovodrun -np 4"),

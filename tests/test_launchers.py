@@ -19,8 +19,8 @@ from dgc_training.launcher import launched_rank, launched_size
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))
 SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun", "mpirun", "slurm", "torchrun")]
 SHELL = [*SCRIPTS, *REPOSITORY.glob("scripts/imagenet/*.sh"), *REPOSITORY.glob("scripts/gossip/*.sh")]
-OURS: tuple[str, ...] = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID")
-OURS += ("RDZV_CONF", "HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
+OURS = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
+ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID", "RDZV_CONF")
 GOSSIP = {
     "ar": None,
     "sgp": "n_peer_exponential",
@@ -33,7 +33,7 @@ MPIRUN = REPOSITORY / "scripts/mpirun.sh"
 
 def shell(script: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     foreign = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
-    clean = {k: v for k, v in os.environ.items() if k not in OURS and not k.startswith(foreign)}
+    clean = {k: v for k, v in os.environ.items() if k not in OURS + ELASTIC and not k.startswith(foreign)}
     env = {**clean, "DRY_RUN": "1", **variables}
     return subprocess.run(["bash", str(script), *words], env=env, capture_output=True, text=True, timeout=30)
 
@@ -131,7 +131,7 @@ def test_torchrun() -> None:
     several = shell(script, "--configs", "x", HOSTS=f"server0:8,{host}:3", MIN_MACHINES="2", RDZV_CONF="a=1")
     assert "--nproc-per-node 3 --max-restarts 10 --nnodes 2:2 " in several.stdout, several.stderr
     assert "--rdzv-endpoint server0:29400 --rdzv-id dgc " in several.stdout
-    assert "last_call_timeout=30\\,a=1 " in several.stdout
+    assert "last_call_timeout=30\\,read_timeout=30\\,a=1 " in several.stdout
     assert "MIN_MACHINES" in shell(script, "--help").stdout
 
 

@@ -4,6 +4,7 @@ Two agents of torchrun stand for two machines. The store through which they meet
 """
 
 import json
+import operator
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from dgc_training.checkpoint.reading import read_manifest, read_tensors
 
 REPOSITORY = Path(__file__).parents[2]
 CHECKPOINT_EVERY = 3
+LATE = "has ended on the other machines"
 WORDS = [
     *("--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--devices", "cpu"),
     "--configs.train.batch_size=32",
@@ -35,7 +37,7 @@ WORDS = [
     "--configs.model.width=8",
 ]
 BEGIN = re.compile(r"^(\d+) ranks? on cpu ", re.MULTILINE)
-RESUMED = re.compile(r"^resumed from checkpoint (e(\d+)(?:s(\d+))?\S*)", re.MULTILINE)
+RESUMED = re.compile(r"^resumed from checkpoint (e(\d+)(?:s(\d+))?(?:-\d+)?)", re.MULTILINE)
 
 
 @dataclass
@@ -119,7 +121,7 @@ class Agent:
             "MAX_MACHINES": "2",
             "RESTARTS": "100",
             "LAST_CALL": "3",
-            "RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=6",
+            "RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=6,read_timeout=15",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(REPOSITORY),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -219,8 +221,10 @@ class ElasticRun:
         """Waits for the end of the run, which must be a success."""
         self.wait(timeout)
         survivors = [agent.process.poll() for agent in self.agents]
-        assert all(status in (0, -signal.SIGKILL) for status in survivors), (survivors, self.text()[-6000:])
-        assert 0 in survivors
+        # An agent that is started when the run is about to end finds that it has ended.
+        late = [LATE in agent.output.read_text() for agent in self.agents]
+        ends = [status in (0, -signal.SIGKILL) for status in survivors]
+        assert all(map(operator.or_, ends, late)) and 0 in survivors, (survivors, self.text()[-6000:])
 
     def _record(self) -> None:
         self._copy_latest()

@@ -16,7 +16,7 @@ from dgc_training.checkpoint.reading import read_manifest
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 KILLS = 4  # of each kind, in a chunk
 CHUNKS = 5
-EPOCHS = 25
+EPOCHS = 40
 
 
 def killed_once(run: ElasticRun, draw: random.Random, kind: str) -> bool:
