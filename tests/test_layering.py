@@ -268,6 +268,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "dgc.comm.torch_distributed",
         "dgc.comm.connect",  # only looks whether it runs
         "dgc.launch",  # only the name
+        "scripts.agent",
         "scripts.rendezvous",
         "dgc.ddp",
         "dgc.fsdp",
