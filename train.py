@@ -37,7 +37,7 @@ from dgc_training.faults.interruption import EXIT_SAVED
 from dgc_training.faults.replicas import check_replicas
 from dgc_training.faults.watchdog import WatchedTransport, watching
 from dgc_training.labels import LabelCheck
-from dgc_training.launcher import launched_rank, print_error
+from dgc_training.launcher import launched_rank, may_restart, print_error
 from dgc_training.logging.log import Log
 from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.summary import summarize, write_summary
@@ -48,7 +48,7 @@ from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.build import build, config_errors, open_transport, wrap_optimizer
 from dgc_training.startup.parameters import parameter_groups
 from dgc_training.startup.run_directory import check_run_directory, open_run_directory
-from dgc_training.startup.run_name import run_name
+from dgc_training.startup.run_name import run_name, warn_of_other_run
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
 from dgc_training.synchronization import Synchronization
 
@@ -133,7 +133,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
         )
         evaluation = Evaluation(dataset, settings, transport, device, tree.data.num_workers)
         sync = Synchronization(optimizer, settings)
-        name = run_name(args.configs, args.suffix, size)
+        name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
         recorder = StepRecorder(directory, settings, tree.data.num_workers, sync) if settings.csv else None
         progress = TrainingProgress()
@@ -147,6 +147,8 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
         latest = checkpoints.find("latest")
         if latest is not None:
             state.load(checkpoints.load(latest, part=optimizer.part))
+        elif args.run_dir is None and not args.no_resume:
+            warn_of_other_run(directory, rank)
         log = Log(directory, state, sync, recorder, tree, batches.steps_per_epoch)
         log.begin(kernels, description, evaluation.names, latest)
 

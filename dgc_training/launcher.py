@@ -22,6 +22,16 @@ def launched_size() -> int:
     return _launched()[1]
 
 
+def is_under_torchrun() -> bool:
+    started = started_by(os.environ)
+    return started is not None and started.launcher.name == "torchrun"
+
+
+def may_restart() -> bool:
+    """Whether torchrun may start the ranks again after a failure, perhaps another number of them."""
+    return is_under_torchrun() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
 def print_error(message: str, delay: float = 15.0) -> int:
     """Prints to stderr why nothing was started, and returns exit status 2.
 

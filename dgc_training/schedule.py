@@ -91,6 +91,11 @@ class Schedule:
         self.start_rates: list[float] = self.rates()
         self._check_rates()
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the scheduler counts steps. The number of steps in an epoch depends on the number of ranks."""
+        return self.scheduler is not None and not self.per_epoch
+
     def rates(self) -> list[float]:
         """The current learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -13,6 +13,11 @@
 # ssh. 5 minutes before the time limit (SIGUSR1), or on SIGTERM, the ranks save and stop, and the job requeues
 # itself. The requeued job resumes.
 #
+# With ELASTIC=1 the job goes on after a rank or a machine is lost (scripts/torchrun.sh, docs/elastic.md). srun then
+# starts one torchrun per machine, over torch.distributed. --no-kill keeps the job when a machine fails:
+#
+#   ELASTIC=1 sbatch --no-kill --nodes 4 --ntasks-per-node 8 scripts/slurm.sh --configs configs/imagenet/resnet50.py
+#
 #   DRY_RUN=1    prints the command and starts nothing, also outside of SLURM; HOSTS or RANKS then set the
 #                machines (scripts/common.sh)
 #   REQUEUE      the command that requeues a job, without the job's number; default: scontrol requeue; empty: none
@@ -36,19 +41,36 @@ export HOSTS
 read -ra requeue <<<"${REQUEUE-scontrol requeue}"
 # train.py's exit status after a signal, when it has saved a checkpoint
 readonly saved=75
+# torchrun ends with status 1 then. Its ranks save on SIGTERM, and mpirun's on SIGUSR1.
+forwarded=USR1
+if [ -n "${ELASTIC:-}" ]; then forwarded=TERM; fi
 
 signals=0
 forward_signal() {
     signals=$((signals + 1))
     [ -n "${!:-}" ] || exit 143
     # Only once: a second signal would end a rank that is still saving.
-    if [ "$signals" = 1 ]; then kill -USR1 "$!" 2>/dev/null || true; fi
+    if [ "$signals" = 1 ]; then kill -"$forwarded" "$!" 2>/dev/null || true; fi
 }
 trap forward_signal USR1 TERM
 
 # In the background, because bash runs a trap only after a foreground command has ended, or in `wait`. Each script
 # replaces itself by the next with exec, so that the background process is mpirun itself.
-case ${1:-} in
+case ${ELASTIC:+elastic}${1:-} in
+    elastic*.sh) die "ELASTIC=1 starts train.py: pass its arguments, not a script" ;;
+    elastic*)
+        machines=$(tr ',' '\n' <<<"$HOSTS" | wc -l)
+        export RANKS=${ranks:-${RANKS:-1}} MAX_MACHINES=$machines RUN_ID=${SLURM_JOB_ID:-dgc}
+        # The job ends if this machine fails, which runs the batch script.
+        export RENDEZVOUS=${RENDEZVOUS:-${HOSTS%%[:,]*}:$((20000 + ${SLURM_JOB_ID:-0} % 10000))}
+        command=(srun --nodes "$machines" --ntasks "$machines" --ntasks-per-node 1 --no-kill --kill-on-bad-exit=0
+            bash scripts/torchrun.sh "$@")
+        if [ -n "${DRY_RUN:-}" ]; then
+            echo "${command[@]}"
+            exec bash scripts/torchrun.sh "$@"
+        fi
+        "${command[@]}" &
+        ;;
     *.sh) bash "$@" & ;;
     *) bash scripts/mpirun.sh "$@" & ;;
 esac
@@ -60,6 +82,7 @@ while
     [ "$signals" != "$seen" ]
 do :; done
 
+if [ -n "${ELASTIC:-}" ] && [ "$signals" -gt 0 ] && [ "$status" != 0 ]; then status=$saved; fi
 if [ "$status" = "$saved" ] && [ ${#requeue[@]} -gt 0 ]; then
     # SLURM ends this script while it requeues the job.
     trap '' USR1 TERM

@@ -10,7 +10,8 @@ import pytest
 
 import dgc.comm.connect
 from dgc.comm.connect import choose_transport
-from dgc.launch import LAUNCHERS, PORTS, LaunchError, check_launcher, choose, started_by, torch_variables
+from dgc.launch import LAUNCHERS, LaunchError, check_launcher, choose, started_by
+from dgc.torch_launch import PORTS, torch_variables
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -95,6 +96,15 @@ def test_the_launcher_decides(name: str) -> None:
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="must be auto, horovod or torch, not 'gloo'"):
         choose("gloo", {}, installed=True)
+
+
+def test_restarts_through_a_shared_store_are_refused() -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    check_launcher({**torchrun, "TORCHELASTIC_MAX_RESTARTS": "0"}, transport="torch")
+    with pytest.raises(LaunchError, match="--max-restarts 3: .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        check_launcher({**torchrun, "TORCHELASTIC_MAX_RESTARTS": "3"}, transport="torch")
+    torchrun["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    check_launcher({**torchrun, "TORCHELASTIC_MAX_RESTARTS": "3"}, transport="torch")
 
 
 def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,10 @@ from dgc_training.config.layers import REPOSITORY
 from dgc_training.launcher import launched_rank, launched_size
 
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))
-SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun", "mpirun", "slurm")]
+SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun", "mpirun", "slurm", "torchrun")]
 SHELL = [*SCRIPTS, *REPOSITORY.glob("scripts/imagenet/*.sh"), *REPOSITORY.glob("scripts/gossip/*.sh")]
 OURS = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
+ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID", "RDZV_CONF")
 GOSSIP = {
     "ar": None,
     "sgp": "n_peer_exponential",
@@ -31,7 +33,7 @@ MPIRUN = REPOSITORY / "scripts/mpirun.sh"
 
 def shell(script: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     foreign = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
-    clean = {k: v for k, v in os.environ.items() if k not in OURS and not k.startswith(foreign)}
+    clean = {k: v for k, v in os.environ.items() if k not in OURS + ELASTIC and not k.startswith(foreign)}
     env = {**clean, "DRY_RUN": "1", **variables}
     return subprocess.run(["bash", str(script), *words], env=env, capture_output=True, text=True, timeout=30)
 
@@ -108,11 +110,29 @@ def test_every_row_has_a_script() -> None:
         ("gossip/ar", {"RANKS": "2", "TOPOLOGY": "ring"}, [], "TOPOLOGY is ring, but ar"),
         ("gossip/sgp", {"RANKS": "2", "LAUNCH": "torchrun"}, [], "LAUNCH is torchrun"),
         ("gossip/sgp", {}, [], "set the number of ranks"),
+        ("torchrun", {}, ["--configs", "x"], "set the number of ranks"),
+        ("torchrun", {"RANKS": "2"}, [], "no arguments for train.py"),
+        ("torchrun", {"HOSTS": "nowhere:2"}, ["--configs", "x"], "set RANKS, its number of ranks"),
+        ("torchrun", {"RANKS": "2", "MIN_MACHINES": "3"}, ["--configs", "x"], "more than MAX_MACHINES, 1"),
+        ("torchrun", {"RANKS": "2", "RENDEZVOUS": "a"}, ["--configs", "x"], "RENDEZVOUS is a"),
+        ("torchrun", {"RANKS": "2", "RESTARTS": "0"}, ["--configs", "x"], "RESTARTS is 0"),
     ],
 )
 def test_errors_of_launchers(script: Any, variables: Any, words: Any, message: Any) -> None:
     done = shell(REPOSITORY / f"scripts/{script}.sh", *words, **variables)
     assert done.returncode == 2 and message in done.stderr and not done.stdout
+
+
+def test_torchrun() -> None:
+    script = REPOSITORY / "scripts/torchrun.sh"
+    alone = shell(script, "--configs", "x", RANKS="2")
+    assert "torchrun --nproc-per-node 2 --max-restarts 10 --standalone " in alone.stdout, alone.stderr
+    host = socket.gethostname()
+    several = shell(script, "--configs", "x", HOSTS=f"server0:8,{host}:3", MIN_MACHINES="2", RDZV_CONF="a=1")
+    assert "--nproc-per-node 3 --max-restarts 10 --nnodes 2:2 " in several.stdout, several.stderr
+    assert "--rdzv-endpoint server0:29400 --rdzv-id dgc " in several.stdout
+    assert "last_call_timeout=30\\,read_timeout=30\\,a=1 " in several.stdout
+    assert "MIN_MACHINES" in shell(script, "--help").stdout
 
 
 def test_hosts() -> None:

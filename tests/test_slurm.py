@@ -34,6 +34,11 @@ echo started
 for i in $(seq "${LONG:-100}"); do sleep 0.1; done
 exit 3
 """
+SRUN = """#!/bin/bash
+trap 'echo terminated >>"$CALLS"; exit 1' TERM
+echo started
+for i in $(seq 100); do sleep 0.1; done
+"""
 
 
 def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
@@ -43,7 +48,8 @@ def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
     control.write_text(CONTROL)
     control.chmod(0o755)
     copy = Path(shutil.copy(REPOSITORY / "scripts/slurm.sh", tmp_path / "job"))
-    ours = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "REQUEUE", "DRY_RUN")
+    ours: tuple[str, ...] = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RUN_ID", "OMP_NUM_THREADS")
+    ours += ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "REQUEUE", "DRY_RUN")
     environment = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("SLURM_")}
     environment |= {
         "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -131,6 +137,31 @@ def test_a_gossip_script_as_the_job(tmp_path: Path) -> None:
     assert "configs/gossip/sgp.py" in done.stdout and done.stdout.endswith("--suffix .a \n")
 
 
+def test_the_elastic_command(tmp_path: Path) -> None:
+    copy, environment = job(tmp_path, DRY_RUN="1", ELASTIC="1")
+    done = subprocess.run(["bash", copy, "--configs", "a.py"], env=environment, capture_output=True, text=True)
+    srun, torchrun = done.stdout.splitlines()
+    assert srun.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --no-kill "), done.stderr
+    assert "--nproc-per-node 4 --max-restarts 10 --nnodes 1:2 " in torchrun
+    assert "--rdzv-endpoint node3:20017 --rdzv-id 17 " in torchrun
+    script = ["bash", str(copy), "scripts/gossip/sgp.sh"]
+    wrong = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "not a script" in wrong.stderr
+
+
+def test_the_elastic_job_is_requeued(tmp_path: Path) -> None:
+    """torchrun ends with status 1 when SIGTERM has stopped it."""
+    copy, environment = job(tmp_path, ELASTIC="1")
+    (tmp_path / "bin" / "srun").write_text(SRUN)
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    with started(copy, environment, "--configs", "a.py") as process:
+        read_until(process, "started")
+        process.send_signal(signal.SIGUSR1)
+        text = process.communicate(timeout=20)[0]
+        assert process.returncode == 0, text
+    assert Path(environment["CALLS"]).read_text().splitlines() == ["terminated", "requeue 17"]
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(
     ("variables", "status", "calls"),
@@ -167,6 +198,7 @@ def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
     assert done.returncode == 3 and not Path(environment["CALLS"]).exists()
 
 
+@pytest.mark.horovod
 def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy, environment = job(tmp_path, MACHINES="localhost", SLURM_NTASKS="2", SLURM_JOB_NUM_NODES="1")
     environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": str(REPOSITORY)}

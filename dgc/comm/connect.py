@@ -6,7 +6,8 @@ from functools import cache
 from importlib.util import find_spec
 
 from dgc.comm.transport import Transport
-from dgc.launch import Choice, check_launcher, choose, torch_variables
+from dgc.launch import Choice, check_launcher, choose
+from dgc.torch_launch import torch_variables
 
 
 def choose_transport(transport: str = "auto") -> Choice:

@@ -99,6 +99,8 @@ class HierarchicalCompressor:
             compressors of an optimizer, to balance their shares together.
 
     Example:
+        >>> from dgc.comm.collectives import find_machine_rank
+        >>> from dgc.compression.hierarchical import HierarchicalCompressor
         >>> place = find_machine_rank(transport, "my loop")
         >>> compressor = HierarchicalCompressor(PowerSGDCompressor(rank=4), place)
     """

@@ -35,9 +35,9 @@ from dgc.comm.collectives import find_machine_rank
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllGather, AllReduce, Conversation
-from dgc.comm.transport import Transport
-from dgc.gossip.cross_machine import CrossMachineTransport, ModelSlice
+from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.gossip.model import FlatModel
+from dgc.gossip.model_slice import ModelSlice
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
 from dgc.gossip.pushsum.sgp import SGP
 from dgc.memory.state import check_tensor

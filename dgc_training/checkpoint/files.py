@@ -19,7 +19,8 @@ import json
 import re
 import shutil
 import socket
-import zlib
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,9 @@ import torch
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
 from dgc.optim import ErrorStatePart
 from dgc_training.atomic_write import write_atomically, write_json
-from dgc_training.checkpoint.reshard import redistribute
+from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors
+from dgc_training.checkpoint.reshard import FixedSize, redistribute
 from dgc_training.faults.failure import UsageError
-
-
-def read_tensors(path: Path) -> Any:
-    """Loads a file of `torch.save` onto the CPU. Raises ValueError, with the path, if it cannot be read."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
 
 
 def checkpoint_name(epoch: int, step: int = 0) -> str:
@@ -48,24 +42,6 @@ def checkpoint_name(epoch: int, step: int = 0) -> str:
 
 def _sort_key(folder: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", folder.name)]
-
-
-def fingerprint(path: Path) -> dict[str, int]:
-    """Length and CRC-32 of a file. torch.load does not verify the checksums inside its files."""
-    crc, length = 0, 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc, length = zlib.crc32(block, crc), length + len(block)
-    return {"bytes": length, "crc32": crc}
-
-
-def check_file(path: Path, expected: Any) -> None:
-    """Raises ValueError if `path` is missing or differs from its entry in the manifest."""
-    if not path.exists():
-        raise ValueError(f"{path} is missing on {socket.gethostname()}")
-    found = fingerprint(path)
-    if found != expected:
-        raise ValueError(f"{path} is not the file that was written: {found} now, {expected} when written")
 
 
 @dataclass(frozen=True)
@@ -84,12 +60,17 @@ class Loaded:
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of one run, the latest and the best. `save` and `load` are collective."""
+    """The last `keep` checkpoints of one run, the latest and the best. `save`, `find` and `load` are collective.
 
-    def __init__(self, directory: Path, transport: Transport, keep: int = 3) -> None:
+    Args:
+        wait: seconds until a difference between the machines is an error. A network file system may show an old
+            file for some seconds.
+    """
+
+    def __init__(self, directory: Path, transport: Transport, keep: int = 3, wait: float = 30.0) -> None:
         self.directory = directory
         self.transport = transport
-        self.keep = keep
+        self.keep, self.wait = keep, wait
 
     def save(self, name: str, shared: dict[str, Any], own: dict[str, Any], best: bool = False) -> None:
         """Writes a checkpoint and marks it as the latest, and as the best if `best`. Rank 0's `shared` is used."""
@@ -155,19 +136,47 @@ class Checkpoints:
             raise ValueError(f"{self.directory / which}.json cannot be read: {error}") from error
 
     def find(self, *which: str) -> str | None:
-        """Name of the first of `which` ('best', 'latest') that exists. Rank 0 broadcasts the result."""
-        found, problem = None, None
-        if self.transport.rank == 0:
-            try:
-                # Both are read, so that a damaged one is reported now and not after an epoch.
-                names = {known: self._read_name(known) for known in ("latest", "best")}
-                found = next((names[wanted] for wanted in which if names[wanted] is not None), None)
-            except ValueError as error:
-                problem = str(error)
-        found, problem = broadcast_object(self.transport, (found, problem), name="checkpoint.find")
-        if problem is not None:
-            raise UsageError(problem)
-        return found
+        """Name of the first of `which` ('best', 'latest') that exists, as read by rank 0.
+
+        Raises:
+            UsageError: if a name cannot be read, or if another rank reads another one. The ranks were then on
+                other machines when the run was saved, and the run directory is not shared.
+        """
+        deadline = time.monotonic() + self.wait
+        while True:
+            found = self._found_on_all_ranks(which)
+            first = found[0][1]
+            # Without a shared directory only the machine of rank 0 has the names.
+            other = next(((host, name) for host, name in found if name not in (None, first)), None)
+            # Every rank has the same list, and rank 0's clock decides.
+            if other is None or broadcast_object(
+                self.transport, time.monotonic() > deadline, name="checkpoint.deadline"
+            ):
+                break
+            time.sleep(0.5)
+        if other is not None:
+            raise UsageError(
+                f"{self.directory} differs between the machines: {found[0][0]}, where rank 0 is now, has "
+                f"{f'the checkpoint {first}' if first else 'no checkpoint'}, and {other[0]} has {other[1]}. "
+                "If ranks move between machines, all machines must share the run directory: set --run-dir. "
+                "To go on nevertheless, remove the latest.json and best.json that are out of date."
+            )
+        return first
+
+    def _found_on_all_ranks(self, which: Sequence[str]) -> list[tuple[str, str | None]]:
+        """(host, name that `find` looks for) of each rank."""
+        name, problem = None, None
+        try:
+            # Both are read, so that a damaged one is reported now and not after an epoch.
+            names = {known: self._read_name(known) for known in ("latest", "best")}
+            name = next((names[wanted] for wanted in which if names[wanted] is not None), None)
+        except ValueError as error:
+            problem = str(error)
+        views = all_gather_object(self.transport, (socket.gethostname(), name, problem), name="checkpoint.find")
+        for _, _, text in views:
+            if text is not None:
+                raise UsageError(text)
+        return [(host, found) for host, found, _ in views]
 
     def load(self, name: str, own_part: bool = True, part: ErrorStatePart | None = None) -> Loaded:
         """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `UsageError`.
@@ -184,18 +193,18 @@ class Checkpoints:
                 check_file(folder / "shared.pt", manifest["files"]["shared.pt"])
                 shared = read_tensors(folder / "shared.pt")
             except (ValueError, OSError) as error:
-                manifest, problem = None, str(error)
+                manifest, problem = None, f"is damaged: {error}"
         shared, manifest = broadcast_object(self.transport, (shared, manifest), name="checkpoint.shared")
         if manifest is not None and own_part:
             try:
                 own, redistributed = self._read_own(folder, manifest, part)
-            except (ValueError, OSError) as error:
+            except FixedSize as error:
                 problem = str(error)
+            except (ValueError, OSError) as error:
+                problem = f"is damaged: {error}"
         problems = [text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text]
         if problems:
-            raise UsageError(
-                f"checkpoint {folder} is damaged: {problems[0]}. --no-resume renames this run and starts again."
-            )
+            raise UsageError(f"checkpoint {folder} {problems[0]}. --no-resume renames this run and starts again.")
         return Loaded(name, manifest["size"], shared, own, redistributed)
 
     def _read_own(
@@ -224,7 +233,13 @@ class Checkpoints:
                 raise ValueError(f"rank{old}.pt has no error state")
             return content["compression"]
 
-        compression = redistribute(read_compression, manifest["machines"], rank, size, part)
+        try:
+            compression = redistribute(read_compression, manifest["machines"], rank, size, part)
+        except FixedSize as error:
+            raise FixedSize(
+                f"was saved by {manifest['size']} ranks and cannot be resumed by {size}: {error}. Start "
+                f"{manifest['size']} ranks, or resume from a checkpoint after an epoch"
+            ) from error
         return {**own, "compression": compression}, True
 
 
@@ -232,25 +247,3 @@ def part_of(own: Any) -> ErrorStatePart | None:
     """The part of a machine's error state in a rank's file; None if the rank has an error state of its own."""
     compression = own.get("compression") if isinstance(own, dict) else None
     return compression.get("part") if isinstance(compression, dict) else None
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns {"size": ranks, "files": {name: fingerprint}, "machines": by rank, whose error state it had}.
-
-    Raises ValueError if the manifest is not valid.
-    """
-    path = folder / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text())
-        size, files = manifest["size"], manifest["files"]
-        # The length is compared first, because a damaged number of ranks may be huge.
-        if type(size) is not int or size < 1 or len(files) != size + 1:
-            raise ValueError(f"it does not list the files of {size} ranks")
-        if files.keys() != {"shared.pt", *(f"rank{rank}.pt" for rank in range(size))}:
-            raise ValueError(f"it lists {sorted(files)[:5]}, not the files of {size} ranks")
-        machines = manifest.get("machines", list(range(size)))
-        if len(machines) != size or {*machines} != {*range(max(machines) + 1)}:
-            raise ValueError(f"it has the machines {machines} of {size} ranks")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return {"size": size, "files": files, "machines": machines}

@@ -25,6 +25,10 @@ from torch import Tensor
 from dgc.optim import ErrorStatePart
 
 
+class FixedSize(ValueError):
+    """The states of the ranks cannot be redistributed to another number of ranks."""
+
+
 def shares(old_size: int, new_size: int, rank: int) -> dict[int, Fraction]:
     """Weight of each old rank in the state of new rank `rank`. Old ranks with weight 0 are left out."""
     weights = {}
@@ -120,12 +124,19 @@ def redistribute(
             levels, otherwise its own.
         rank, size: this rank and the number of ranks.
         part: the new optimizer's `part`.
+
+    Raises:
+        FixedSize: with the key, if values differ and cannot be summed.
     """
     own, states = (rank, size) if part is None else (part["machine"], part["machines"])
     weights = shares(max(machines) + 1, states, own)
     ranks = {old: [rank for rank, machine in enumerate(machines) if machine == old] for old in weights}
-    merged = {old: merge([_without_part(read(rank)) for rank in ranks[old]]) for old in weights}
-    mixed = blend(merged, weights, "compression")
+    saved = {old: [_without_part(read(rank)) for rank in ranks[old]] for old in weights}
+    try:
+        merged = {old: merge(parts) for old, parts in saved.items()}
+        mixed = blend(merged, weights, "compression")
+    except ValueError as error:
+        raise FixedSize(str(error)) from error
     return cast(dict[str, Any], mixed) if part is None else {**select(mixed, part), "part": part}
 
 

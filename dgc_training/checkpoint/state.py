@@ -50,11 +50,12 @@ def loading(file: str) -> Iterator[None]:
         raise CheckpointMismatch(f"{file}: {type(error).__name__}: {error}") from error
 
 
-class Stateful(Protocol):
-    """A part with a state."""
+class RankFile(Protocol):
+    """The CSV file of this rank. `begin_at` is for a run that resumes on another number of ranks."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def begin_at(self, epoch: int, step: int, seconds: float) -> None: ...
 
 
 @dataclass
@@ -67,7 +68,7 @@ class RunState:
     progress: TrainingProgress
     transport: Transport
     device: torch.device
-    csv: Stateful | None = None  # the CSV file of this rank
+    csv: RankFile | None = None  # the CSV file of this rank
 
     def shared(self, config: str) -> dict[str, Any]:
         """The part common to all ranks. Collective. config: the run's config as YAML, for information only."""
@@ -170,5 +171,13 @@ class RunState:
 
     def _continue_on_other_size(self, loaded: Loaded) -> None:
         """Continues at the same fraction of the epoch. Batch norm begins from the mean over the old ranks."""
-        size = self.transport.size
-        self.progress.step = min(self.progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)
+        size, progress = self.transport.size, self.progress
+        progress.step = min(progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)
+        if self.csv is not None:
+            self.csv.begin_at(progress.epoch, progress.step, progress.training_seconds)
+        if self.schedule.counts_steps and self.transport.rank == 0:
+            warnings.warn(
+                "train.schedule_lr_per_epoch is False: the scheduler counts steps, and an epoch has another "
+                f"number of them now, {self.schedule.steps_per_epoch}. It continues at the same step.",
+                stacklevel=2,
+            )

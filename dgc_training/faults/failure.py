@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from types import FrameType
 
 from dgc.launch import LaunchError
 from dgc_training.config import ConfigError
+from dgc_training.faults.signals import listening
 from dgc_training.launcher import launched_rank, launched_size
 
 # Seconds by which ranks other than 0 delay a message. If all ranks fail alike, only rank 0's message is printed,
@@ -24,6 +26,9 @@ from dgc_training.launcher import launched_rank, launched_size
 MESSAGE_DELAY = 1.0
 # The delay after a collective that failed because another rank ended: that rank's message is printed first.
 SECONDARY_DELAY = 5.0
+# Seconds after a signal until a rank ends although its main thread does not leave a collective. torchrun would
+# kill it 30 seconds after the signal, and restart the ranks only then.
+UNWIND_TIME = 3.0
 # Parts of their messages, by the name of the exception's class: of Horovod, and of Gloo and NCCL.
 SECONDARY_ERRORS = {
     "HorovodInternalError": ("has been shut down",),
@@ -70,37 +75,50 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
     (A signal during training does not raise: the run saves and returns, see `dgc_training.faults.interruption`.)
     """
     rank, size = launched_rank(), launched_size()
-    previous = {number: signal.signal(number, _terminate) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        try:
-            yield
-        except (UsageError, ConfigError, LaunchError) as error:
-            time.sleep(MESSAGE_DELAY if rank else 0.0)
-            sys.stdout.flush()
-            print(
-                f"[rank {rank} of {size} on {socket.gethostname()}] {error}" if rank else error, file=sys.stderr
-            )
-            leave(2)
-        except Exception as error:
-            secondary = is_secondary(error)
-            time.sleep(SECONDARY_DELAY if secondary else MESSAGE_DELAY if rank else 0.0)
-            sys.stdout.flush()
-            if secondary:
-                print(
-                    f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank exited or "
-                    "did not respond within train.timeout. See its message, or Horovod's list of missing ranks.",
-                    file=sys.stderr,
-                )
-            else:
-                print(describe(error, rank, size), file=sys.stderr)
-            leave(1)
-    # Also if the launcher ends a rank during its delay: another rank has printed the message already.
-    except (KeyboardInterrupt, Terminated) as error:
-        number = error.args[0] if isinstance(error, Terminated) else signal.SIGINT
+    ended = threading.Event()
+
+    def stop(number: int) -> None:
         if rank == 0:
-            name = "Ctrl-C" if number == signal.SIGINT else number.name
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             print(f"Stopped by {name}. The same command resumes from the last checkpoint.", file=sys.stderr)
         leave(128 + number)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+
+    def stop_soon(number: int) -> None:
+        if not ended.wait(UNWIND_TIME):
+            stop(number)
+
+    with listening((signal.SIGTERM, signal.SIGUSR1), _terminate, stop_soon):
+        try:
+            with _reporting(rank, size, leave):
+                yield
+        # Also if the launcher ends a rank during its delay: another rank has printed the message already.
+        except (KeyboardInterrupt, Terminated) as error:
+            ended.set()
+            stop(error.args[0] if isinstance(error, Terminated) else signal.SIGINT)
+        finally:
+            ended.set()
+
+
+@contextmanager
+def _reporting(rank: int, size: int, leave: Callable[[int], None]) -> Iterator[None]:
+    """Context manager that prints an exception and ends the process."""
+    try:
+        yield
+    except (UsageError, ConfigError, LaunchError) as error:
+        time.sleep(MESSAGE_DELAY if rank else 0.0)
+        sys.stdout.flush()
+        print(f"[rank {rank} of {size} on {socket.gethostname()}] {error}" if rank else error, file=sys.stderr)
+        leave(2)
+    except Exception as error:
+        secondary = is_secondary(error)
+        time.sleep(SECONDARY_DELAY if secondary else MESSAGE_DELAY if rank else 0.0)
+        sys.stdout.flush()
+        if secondary:
+            print(
+                f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank exited or "
+                "did not respond within train.timeout. See its message, or Horovod's list of missing ranks.",
+                file=sys.stderr,
+            )
+        else:
+            print(describe(error, rank, size), file=sys.stderr)
+        leave(1)

@@ -7,11 +7,15 @@ with the step's own work, and all ranks stop after the same step.
 Signals under launchers (Open MPI 4.1): `mpirun` forwards SIGUSR1 to every rank, so send SIGUSR1 to mpirun. On
 SIGTERM mpirun ends the job itself: it forwards SIGTERM and kills the ranks after one second, unless
 `--mca odls_base_sigkill_timeout 60` gives them time to save. SLURM: `--signal=USR1@120`.
+
+torchrun sends SIGTERM when it is stopped, when another rank has died and when a machine joins, and kills the ranks
+30 seconds later. If a rank has died, the others cannot save. Usually its connections break, and their collective
+fails at once. If its machine is down, no connection breaks. A rank therefore ends without saving if the ranks have
+not agreed to stop after half of these seconds.
 """
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,12 +26,17 @@ from typing import Any
 import torch
 
 from dgc.comm import AllReduce, Transport
+from dgc_training.faults.failure import Terminated, is_secondary
+from dgc_training.faults.signals import listening
+from dgc_training.launcher import is_under_torchrun
 
 # Exit status of a run that saved and stopped after a signal: EX_TEMPFAIL, "try again later".
 EXIT_SAVED = 75
 # Two SIGTERMs within this many seconds count as one: a batch system sends the signal both to the ranks and to the
 # launcher, which forwards it.
 DUPLICATE_SECONDS = 1.0
+# Seconds that torchrun waits after SIGTERM, and the environment variable that sets them
+KILL_SECONDS, KILL_VARIABLE = 30.0, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -46,42 +55,44 @@ class Interruption:
         self._flights: deque[Any] = deque()
         self._launched = 0
         self.received = 0  # number of the signal that this rank has received
-        self._catches = threading.current_thread() is threading.main_thread()
+        self._listening = listening(STOP_SIGNALS, _ignore, self._receive)
+        self._first = 0.0  # time of the first SIGTERM
+        self._limit: threading.Timer | None = None
 
     def __enter__(self) -> "Interruption":
-        if self._catches:
-            self._reader, self._writer = socket.socketpair()
-            self._writer.setblocking(False)
-            # Python's handlers run only after the main thread leaves a collective. This byte arrives at once.
-            self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            self._handlers_before = {signum: signal.signal(signum, _ignore) for signum in STOP_SIGNALS}
-            threading.Thread(target=self._watch, daemon=True, name="interruption").start()
+        self._listening.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._read(0)
-        if self._catches:
-            for signum, handler in self._handlers_before.items():
-                signal.signal(signum, handler)
-            signal.set_wakeup_fd(self._wakeup_before)
-            self._writer.close()
+        try:
+            if error is None:
+                self._read(0)
+        finally:
+            self._cancel_limit()
+            self._listening.__exit__(None, None, None)
+        # The launcher ends this rank because of the other one, which has been reported.
+        if self.received and isinstance(error, Exception) and is_secondary(error):
+            raise Terminated(signal.Signals(self.received)) from error
 
-    def _watch(self) -> None:
-        first = 0.0
-        while data := self._reader.recv(64):
-            for number in data:
-                if number == signal.SIGTERM and self.received == signal.SIGTERM:
-                    if time.monotonic() - first < DUPLICATE_SECONDS:
-                        continue
-                    print("A second SIGTERM: ended without saving.", file=sys.stderr, flush=True)
-                    os._exit(128 + signal.SIGTERM)
-                if number in STOP_SIGNALS:
-                    first = time.monotonic()
-                    self.received = max(self.received, number)
-        self._reader.close()
+    def _receive(self, number: int) -> None:
+        if number == self.received == signal.SIGTERM:
+            if time.monotonic() - self._first < DUPLICATE_SECONDS:
+                return
+            print("A second SIGTERM: ended without saving.", file=sys.stderr, flush=True)
+            os._exit(128 + signal.SIGTERM)
+        self._first = time.monotonic()
+        self.received = max(self.received, number)
+        if number == signal.SIGTERM and is_under_torchrun():
+            seconds = float(os.environ.get(KILL_VARIABLE, KILL_SECONDS)) / 2
+            self._limit = threading.Timer(seconds, _give_up, (seconds,))
+            self._limit.daemon = True
+            self._limit.start()
+
+    def _cancel_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
 
     def begin_step(self) -> None:
         if self.lag is not None:
@@ -102,6 +113,8 @@ class Interruption:
         while len(self._flights) > left:
             (largest,) = self.transport.wait(self._flights.popleft())
             number = max(number, int(largest.item()))
+        if number:
+            self._cancel_limit()
         return signal.Signals(number) if number else None
 
     def check(self) -> signal.Signals | None:
@@ -110,5 +123,10 @@ class Interruption:
         return self._read(0)
 
 
+def _give_up(seconds: float) -> None:
+    print(f"No common stop within {seconds:g} s after SIGTERM: ended without saving.", file=sys.stderr, flush=True)
+    os._exit(128 + signal.SIGTERM)
+
+
 def _ignore(signum: int, frame: FrameType | None) -> None:
-    """Empty handler: the byte is written only for signals that have a Python handler."""
+    """`listening` needs a handler."""

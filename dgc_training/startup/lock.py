@@ -5,6 +5,7 @@ import fcntl
 import os
 import re
 import socket
+import time
 import warnings
 from pathlib import Path
 
@@ -21,12 +22,17 @@ class RunLock:
     The lock file contains the process id and the host of its holder. If the directory is moved while the lock is
     held, set the attribute `directory` to its new path. A file system without locks causes a warning.
 
+    Args:
+        directory: the run directory.
+        wait: seconds to wait for another process that holds the lock.
+
     Raises:
         UsageError: if another process holds the lock.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, wait: float = 0.0) -> None:
         self.directory = directory
+        self._deadline = time.monotonic() + wait
         directory.mkdir(parents=True, exist_ok=True)
         self._descriptor = self._acquire()
 
@@ -46,7 +52,8 @@ class RunLock:
 
     def _lock(self, descriptor: int) -> None:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not _try_lock(descriptor, self._deadline):
+                time.sleep(0.2)
         except BlockingIOError:
             holder = os.read(descriptor, 300).decode(errors="replace").strip() or "another process"
             raise UsageError(
@@ -71,6 +78,17 @@ class RunLock:
         if self._is_in_place(self._descriptor):
             (self.directory / NAME).unlink()
         os.close(self._descriptor)
+
+
+def _try_lock(descriptor: int, deadline: float) -> bool:
+    """Whether the lock is free. Raises BlockingIOError after the deadline."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if time.monotonic() > deadline:
+            raise
+        return False
+    return True
 
 
 def remove_temporary_files(directory: Path) -> None:

@@ -13,9 +13,13 @@ from dgc.comm import Transport, barrier, broadcast_object
 from dgc_training.atomic_write import write_atomically
 from dgc_training.config import ConfigError, load, to_yaml
 from dgc_training.faults.failure import UsageError
+from dgc_training.launcher import may_restart
 from dgc_training.startup.config_differences import config_differences
 from dgc_training.startup.lock import RunLock, remove_temporary_files
 
+# Seconds that a restarted run waits for the lock. A rank of the previous attempt may still be ending, and a file
+# server keeps the locks of a machine that is down for a while (NFSv4: 90 seconds by default).
+LOCK_WAIT = 120.0
 USE_ANOTHER_DIRECTORY = (
     "Give this run a name of its own with --suffix or --run-dir, or move the earlier one aside with --no-resume."
 )
@@ -32,7 +36,7 @@ def open_run_directory(directory: Path, tree: DictConfig, transport: Transport, 
 
     def prepare() -> None:
         nonlocal lock
-        lock = RunLock(directory)
+        lock = RunLock(directory, LOCK_WAIT if may_restart() else 0.0)
         if not resume and (directory / "config.yaml").exists():
             lock = _move_aside(directory, lock)
         _write_config(directory, tree)

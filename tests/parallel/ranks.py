@@ -40,9 +40,8 @@ def two_machines(ranks: int, words: list[str], timeout: float = 300) -> subproce
     """mpirun with two daemons on this machine, which count as two machines with half of the ranks each."""
     command, environment = prepare(ranks, words)
     with tempfile.TemporaryDirectory() as folder:
-        agent = Path(
-            folder, "agent"
-        )  # in place of ssh: HOST COMMAND, each host with a temporary folder of its own
+        # in place of ssh: HOST COMMAND, each host with a temporary folder of its own
+        agent = Path(folder, "agent")
         agent.write_text('#!/bin/sh\nmkdir -p "$0.$1"; export TMPDIR="$0.$1"; shift; exec sh -c "$*"\n')
         agent.chmod(0o755)
         options = f"-H machine0:{ranks // 2},machine1:{ranks // 2} --mca plm_rsh_agent {agent} --mca pml ob1"
@@ -59,17 +58,26 @@ def two_gloo_machines(ranks: int, words: list[str], timeout: float = 300) -> sub
 
 
 def two_agents(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """torchrun with two agents on this machine, which count as two machines with half of the ranks each."""
+    """torchrun with two agents on this machine, which count as two machines with half of the ranks each.
+
+    The output is that of both, one after the other.
+    """
     with socket.socket() as free:
-        free.bind(("localhost", 0))
+        free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = (
-        f"-m torch.distributed.run --nnodes 2 --nproc-per-node {ranks // 2} --master-port {port} --node-rank"
+    options = f"--nnodes 2 --nproc-per-node {ranks // 2} --master-addr 127.0.0.1 --master-port {port} --node-rank"
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options.split()]
+    with ThreadPoolExecutor(2) as pool:
+        agents = pool.map(
+            lambda agent: _run([*launcher, str(agent), *words], dict(os.environ), timeout), range(2)
+        )
+        first, second = agents
+    return subprocess.CompletedProcess(
+        first.args,
+        first.returncode or second.returncode,
+        first.stdout + second.stdout,
+        first.stderr + second.stderr,
     )
-    agents = [[sys.executable, *launcher.split(), str(number), *words] for number in range(2)]
-    with ThreadPoolExecutor() as pool:
-        done = list(pool.map(lambda command: _run(command, dict(os.environ), timeout), agents))
-    return max(done, key=lambda process: abs(process.returncode))
 
 
 def alone(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,8 @@ import torch
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.atomic_write import write_atomically
-from dgc_training.checkpoint.files import Checkpoints, checkpoint_name, read_tensors
+from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
+from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.faults.failure import UsageError
 
 
@@ -53,6 +54,50 @@ def test_the_last_three_the_latest_and_the_best_are_kept(tmp_path: Path) -> None
     assert load(tmp_path, "best", "latest")[1].name == "e0001"
     assert load(tmp_path, "latest")[1].name == "e10000"
     assert not [file for _, _, files in os.walk(tmp_path) for file in files if file.endswith(".tmp")]
+
+
+def on_two_machines(monkeypatch: pytest.MonkeyPatch, views: Any, wait: float = 0.0) -> Any:
+    """What `find` returns if each rank reads the next of its names at each attempt."""
+    reads = [iter(names) for names in views]
+
+    def body(transport: Any) -> Any:
+        checkpoints = Checkpoints(Path("runs"), transport, wait=wait)
+        names: Any = [None]
+
+        def read(which: str) -> Any:
+            if which == "latest":
+                names[0] = next(reads[transport.rank], names[0])
+            return names[0]
+
+        monkeypatch.setattr(checkpoints, "_read_name", read)
+        return checkpoints.find("latest")
+
+    return LockstepWorld(2).run(body)
+
+
+def test_machines_that_see_different_checkpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_two_machines(monkeypatch, [["e0002"], [None]]) == ["e0002"] * 2, "each machine has its own directory"
+    for views, words in (
+        ([["e0001"], ["e0002"]], "where rank 0 is now, has the checkpoint e0001, and .* has e0002.*share"),
+        ([[None], ["e0002"]], "where rank 0 is now, has no checkpoint, and .* has e0002"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            on_two_machines(monkeypatch, views)
+
+
+def test_a_file_system_that_shows_an_old_checkpoint_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    views = [["e0001", "e0002"], ["e0002"]]
+    assert on_two_machines(monkeypatch, views, wait=30) == ["e0002"] * 2
+
+
+def test_a_state_that_cannot_be_redistributed_is_refused(tmp_path: Path) -> None:
+    def body(transport: Any) -> None:
+        own = {"compression": {f"message from {transport.rank}": 1}}
+        Checkpoints(tmp_path, transport).save("e0001s00004", {}, own)
+
+    LockstepWorld(2).run(body)
+    with pytest.raises(UsageError, match="was saved by 2 ranks and cannot be resumed by 1: .*Start 2 ranks"):
+        load(tmp_path, "latest", size=1)
 
 
 def test_nothing_to_find(tmp_path: Path) -> None:

@@ -115,6 +115,16 @@ def test_a_resumed_job_writes_the_same_rows(tmp_path: Path, at: Any, killed: Any
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
 
 
+def test_another_number_of_ranks_continues_its_earlier_file(tmp_path: Path) -> None:
+    train(log(tmp_path), (0, 0), (1, 4)).close()
+    resumed = log(tmp_path)
+    resumed.begin_at(1, 2, 100.0)
+    train(resumed, (1, 2), (2, 0)).close()
+    table = rows(tmp_path)
+    assert [row["itr"] for row in table if row["Epoch"] == "1"] == ["0", "2", "5", "7", "-1"]
+    assert float(table[6]["elapsed(s)"]) > 100
+
+
 def test_without_a_checkpoint_a_new_file_is_begun(tmp_path: Path) -> None:
     train(log(tmp_path), (0, 0), (1, 0))
     train(log(tmp_path), (0, 0), (0, 1))

@@ -55,6 +55,14 @@ BODIES = {
     "SIGINT": (KILL.format("SIGINT"), 0, 1),
     "SIGTERM": (KILL.format("SIGTERM"), 0, 1),
     "SIGUSR1": (KILL.format("SIGUSR1"), 0, 1),
+    # A collective does not return for a signal, and neither does locking a mutex twice.
+    "SIGTERM in a collective": (
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start(); "
+        "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64); "
+        "lock(mutex); lock(mutex)",
+        0,
+        2,
+    ),
     "no error": ("print('fine')", 0, 1),
     "terminated before its message": (
         "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start(); raise ValueError('late')",
@@ -64,7 +72,7 @@ BODIES = {
 }
 # Each body runs in a fork of one process, because importing torch takes seconds.
 PROGRAM = """
-import json, os, signal, sys, threading, time
+import ctypes, json, os, signal, sys, threading, time
 from dgc_training.config import ConfigError
 from dgc_training.faults.failure import UsageError, ending_all_ranks
 
@@ -110,8 +118,9 @@ def test_a_usage_error_has_no_traceback(results: Any) -> None:
 
 
 def test_signals_end_the_process_without_a_traceback(results: Any) -> None:
-    for name, shown in (("SIGINT", "Ctrl-C"), ("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGUSR1")):
-        assert results[name][0] == 128 + signal.Signals[name]
+    shown_by_name = {name: name.split()[0] for name in BODIES if name.startswith("SIG")} | {"SIGINT": "Ctrl-C"}
+    for name, shown in shown_by_name.items():
+        assert results[name][0] == 128 + signal.Signals[name.split()[0]]
         assert "Traceback" not in results[name][2] and f"Stopped by {shown}" in results[name][2]
 
 

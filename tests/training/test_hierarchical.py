@@ -10,7 +10,7 @@ import torch
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.files import read_tensors
+from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.arguments import parse_arguments

@@ -13,6 +13,7 @@ import pytest
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
+from dgc_training.faults.failure import Terminated
 from dgc_training.faults.interruption import EXIT_SAVED, Interruption
 from dgc_training.startup.arguments import parse_arguments
 
@@ -77,6 +78,40 @@ def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored(number: Any) 
             time.sleep(0.01)
         assert interruption.check() == number
     assert signal.getsignal(number) == before
+
+
+def test_a_collective_that_fails_after_a_signal_is_not_reported() -> None:
+    """Another rank has died, and the launcher ends this one for it."""
+    for received, expected in ((0, RuntimeError), (signal.SIGTERM, Terminated)):
+        with pytest.raises(expected), Interruption(LockstepWorld(1).transports[0]) as interruption:
+            interruption.received = received
+            raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+
+
+def test_under_torchrun_ranks_that_do_not_agree_to_stop_end_without_saving() -> None:
+    program = """
+import os, signal, time
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.faults.interruption import Interruption
+for agree in (True, False):
+    with Interruption(LockstepWorld(1).transports[0]) as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        if agree:
+            interruption.check()
+        time.sleep(1.5)
+    print("saved", flush=True)
+"""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **torchrun, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (143, "saved\n"), done.stderr
+    assert done.stderr == "No common stop within 1 s after SIGTERM: ended without saving.\n"
 
 
 def test_a_second_sigterm_ends_at_once_even_inside_a_blocking_call() -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,18 @@ def test_a_lock_applies_to_the_current_directory_of_this_name(tmp_path: Path) ->
     assert (tmp_path / "run" / lock.NAME).exists()
     second.release()
     assert not (tmp_path / "run" / lock.NAME).exists()
+
+
+def test_a_restarted_run_waits_for_the_lock(tmp_path: Path) -> None:
+    first = RunLock(tmp_path)
+    timer = threading.Timer(0.5, first.release)
+    timer.start()
+    RunLock(tmp_path, wait=30).release()
+    timer.join()
+    with held_by_another_process(tmp_path) as holder:
+        with pytest.raises(UsageError, match="in use by process"):
+            RunLock(tmp_path, wait=0.3)
+        holder.kill()
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from dgc_training.startup.config_differences import config_differences
 from dgc_training.startup.run_directory import move_aside
-from dgc_training.startup.run_name import run_name
+from dgc_training.startup.run_name import run_name, warn_of_other_run
 
 R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
 NAMES = [
@@ -37,12 +37,25 @@ NAMES = [
         "[cifar.resnet20+dgc.wm5].e500.repeat.np4",
     ),
     (["/tmp/mine/config.yaml"], "", 4, "mine.repeat.np4"),
+    ([R20], "", None, "cifar.resnet20.elastic"),
+    (["runs/cifar.resnet20.elastic/config.yaml"], "", None, "cifar.resnet20.repeat.elastic"),
 ]
 
 
 @pytest.mark.parametrize(("configs", "suffix", "size", "name"), NAMES)
 def test_names(configs: Any, suffix: Any, size: Any, name: Any) -> None:
     assert run_name(configs, suffix, size) == name
+
+
+def test_an_unfinished_run_on_another_number_of_ranks_is_named(tmp_path: Path) -> None:
+    for name in ("a.np2", "a.np3", "a.b.np2", "a.np2.1"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        (tmp_path / name / "checkpoints/latest.json").touch()
+    (tmp_path / "a.np3/summary.json").touch()
+    with pytest.warns(UserWarning) as warned:
+        warn_of_other_run(tmp_path / "a.np4", rank=0)
+    assert [str(warning.message).rpartition(" ")[2] for warning in warned] == [str(tmp_path / "a.np2")]
+    warn_of_other_run(tmp_path / "b.np4", rank=0)
 
 
 def test_all_spellings_of_a_path_give_one_name(tmp_path: Path) -> None:

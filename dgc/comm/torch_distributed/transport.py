@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from dgc.comm.channel import Channel
+from dgc.comm.channel import Channel, MessageTags
 from dgc.comm.requests import (
     AllGather,
     AllReduce,
@@ -31,7 +31,6 @@ from dgc.comm.requests import (
     as_bytes,
 )
 from dgc.comm.staging import StagedTransport
-from dgc.comm.tags import MessageTags
 from dgc.comm.torch_distributed.groups import Lanes, Place
 from dgc.comm.torch_distributed.messages import GlooChannel, Neighbors
 from dgc.comm.transport import Transport
@@ -167,6 +166,8 @@ class TorchTransport:
         members = self.members(request.group)
         sends = {members[to]: as_bytes(tensor) for to, tensor in request.sends.items()}
         receives = {members[source]: as_bytes(tensor) for source, tensor in request.receives.items()}
+        if self.rank in receives:  # Gloo has no connection of a rank to itself
+            receives.pop(self.rank).copy_(sends.pop(self.rank))
         return self._neighbors.start(self._tags.of(name), sends, receives), request.receives
 
 

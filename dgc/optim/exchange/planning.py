@@ -58,9 +58,7 @@ class PlannedBucket:
 
     def make_dense(self, result: SparseResult) -> None:
         """Write a sparse mean into the bucket and set every .grad to its view."""
-        self.bucket.release()
-        self.bucket.flat.zero_()
-        self.bucket.flat[result.indices] = result.values.to(self.bucket.dtype)
+        result.write_to(self.bucket)
         self.attach()
 
     @property

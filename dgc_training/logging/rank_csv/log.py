@@ -19,7 +19,8 @@ A row is written for an epoch's first step, then for each `every`-th step, for i
 validation. An unknown value is -1.
 
 A resumed job appends. Rows that a killed job wrote after the checkpoint are removed first: a row is identified by
-its (Epoch, itr), and the checkpoint contains the last one.
+its (Epoch, itr), and the checkpoint contains the last one. On another number of ranks it appends to the files that
+this number of ranks has begun before, if any.
 
 Differences from the reference: the last seven columns; elapsed time is measured instead of estimated afterwards.
 """
@@ -191,6 +192,11 @@ class CsvLog:
         self.position, self.written = list(state["place"]), list(state["written"])
         self.now, self.sums, self.metrics = dict(state["now"]), dict(state["sums"]), dict(state["metrics"])
         self.resumed = True
+
+    def begin_at(self, epoch: int, step: int, seconds: float) -> None:
+        """Continues, at the next step and time, a file that this number of ranks may have begun before."""
+        self.position = [epoch, step - 1] if step else [epoch - 1, END]
+        self.written, self.elapsed, self.resumed = list(self.position), seconds, True
 
     def close(self) -> None:
         if self.file is not None:

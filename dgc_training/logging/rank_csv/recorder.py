@@ -82,5 +82,8 @@ class StepRecorder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.file.load_state_dict(state)
 
+    def begin_at(self, epoch: int, step: int, seconds: float) -> None:
+        self.file.begin_at(epoch, step, seconds)
+
     def close(self) -> None:
         self.file.close()

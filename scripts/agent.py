@@ -1,0 +1,72 @@
+"""torchrun, with a rendezvous that also survives the loss of a machine while the machines start their ranks.
+
+    python -m scripts.agent OPTIONS-OF-TORCHRUN --rdzv-backend persistent ...
+
+After the machines have agreed on a new round, they exchange addresses through the store. With the backend c10d,
+every torchrun ends with DistStoreError if a machine is lost in this second, and a machine that goes down often
+loses a rank first. Here they wait until all machines of the round are present. If one is not, they begin another.
+"""
+
+import sys
+
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.run import main
+
+BACKEND = "persistent"
+
+
+class PersistentRendezvous(RendezvousHandler):
+    """A rendezvous of the backend c10d that begins another round if a machine is lost in the present one."""
+
+    def __init__(self, parameters: RendezvousParameters):
+        backend, store = create_backend(parameters)
+        self._inner = create_handler(store, backend, parameters)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        while True:
+            try:
+                info = self._inner.next_rendezvous()
+                info.store.set(f"present/{info.rank}", "")
+                info.store.wait([f"present/{rank}" for rank in range(info.world_size)])
+                return info
+            except DistStoreError as error:
+                print(f"a machine was lost while ranks were being started ({error})", file=sys.stderr, flush=True)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._inner.use_agent_store
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+
+if __name__ == "__main__":
+    rendezvous_handler_registry.register(BACKEND, PersistentRendezvous)
+    try:
+        main()
+    except RendezvousClosedError:
+        sys.exit("The run of this RUN_ID has ended on the other machines. Use another RUN_ID for a new run.")

@@ -1,0 +1,278 @@
+"""Elastic runs of `scripts/torchrun.sh` on this machine, with ranks and whole agents that are killed.
+
+Two agents of torchrun stand for two machines. The store through which they meet is a process of its own.
+"""
+
+import json
+import operator
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.checkpoint.files import Checkpoints
+from dgc_training.checkpoint.reading import read_manifest, read_tensors
+
+REPOSITORY = Path(__file__).parents[2]
+CHECKPOINT_EVERY = 3
+LATE = "has ended on the other machines"
+WORDS = [
+    *("--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--devices", "cpu"),
+    "--configs.train.batch_size=32",
+    "--configs.train.warmup_lr_epochs=2",
+    f"--configs.train.checkpoint_every={CHECKPOINT_EVERY}",
+    "--configs.train.check_replicas_every=5",
+    "--configs.train.log_every=1",
+    "--configs.train.csv=True",
+    "--configs.train.timeout=60",
+    "--configs.data.num_threads_per_worker=1",
+    "--configs.model.width=8",
+]
+BEGIN = re.compile(r"^(\d+) ranks? on cpu ", re.MULTILINE)
+RESUMED = re.compile(r"^resumed from checkpoint (e(\d+)(?:s(\d+))?(?:-\d+)?)", re.MULTILINE)
+
+
+@dataclass
+class Position:
+    """Steps that `size` ranks have done in an epoch."""
+
+    epoch: int = 0
+    step: int = 0
+    size: int = 1
+
+    def key(self) -> tuple[int, int]:
+        return self.epoch, self.step * self.size
+
+
+@dataclass
+class Restart:
+    """What one attempt to train begins with.
+
+    Args:
+        size: ranks.
+        checkpoint: a copy of the checkpoint that it resumes from; None: it starts from the beginning.
+        before: the furthest position of all attempts before.
+        resumed: the position of the checkpoint.
+    """
+
+    size: int
+    checkpoint: Path | None
+    before: Position
+    resumed: Position
+
+    @property
+    def lost(self) -> float:
+        """Steps that are repeated, counted in steps of the ranks that had done them."""
+        if self.resumed.epoch > self.before.epoch:
+            return 0.0
+        assert self.resumed.epoch == self.before.epoch, (self.before, self.resumed)
+        ahead = self.before.step * self.before.size - self.resumed.step * self.resumed.size
+        return max(0.0, ahead / self.before.size)
+
+    def mean_error(self) -> float:
+        """Largest difference between the means of the error state over the old and over the new ranks.
+
+        Relative to the largest element of the tensor. The new ranks load the checkpoint as the run does.
+        """
+        assert self.checkpoint is not None
+        old_size = read_manifest(self.checkpoint)["size"]
+        files = [self.checkpoint / f"rank{rank}.pt" for rank in range(old_size)]
+        old = mean_of_tensors([read_tensors(file)["compression"] for file in files])
+        assert any(float(tensor.norm()) > 0 for tensor in old.values())
+        directory, name = self.checkpoint.parent, self.checkpoint.name
+        loaded = LockstepWorld(self.size).run(lambda transport: Checkpoints(directory, transport).load(name))
+        new = mean_of_tensors([part.own["compression"] for part in loaded])
+        assert new.keys() == old.keys()
+        return max(
+            float((new[key] - tensor).abs().max()) / max(1e-30, float(tensor.abs().max()))
+            for key, tensor in old.items()
+        )
+
+
+def mean_of_tensors(states: list[Any], where: str = "") -> dict[str, Any]:
+    """The mean over ranks of each tensor of nested states, in float64."""
+    if isinstance(states[0], dict):
+        return {
+            key: value
+            for name in states[0]
+            for key, value in mean_of_tensors([state[name] for state in states], f"{where}.{name}").items()
+        }
+    if not hasattr(states[0], "double"):
+        return {}
+    return {where: sum(state.double() for state in states) / len(states)}
+
+
+class Agent:
+    """`scripts/torchrun.sh` in a separate session."""
+
+    def __init__(self, run: "ElasticRun", ranks: int) -> None:
+        self.output = run.directory / f"agent{len(run.agents)}"
+        variables = {
+            "RENDEZVOUS": f"localhost:{run.port}",
+            "RANKS": str(ranks),
+            "MAX_MACHINES": "2",
+            "RESTARTS": "100",
+            "LAST_CALL": "3",
+            "RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=6,read_timeout=15",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        words = [*WORDS, f"--configs.train.num_epochs={run.epochs}", "--run-dir", str(run.run)]
+        with open(self.output, "w") as file:
+            self.process = subprocess.Popen(
+                ["bash", str(REPOSITORY / "scripts/torchrun.sh"), *words],
+                cwd=REPOSITORY,
+                env={**os.environ, **variables},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def ranks(self) -> list[int]:
+        """Process ids of its ranks."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(word) for word in path.read_text().split()] if path.exists() else []
+
+    def kill(self) -> None:
+        """Kills the agent and its ranks, as if the machine was lost."""
+        ranks = self.ranks()
+        for pid in (self.process.pid, *ranks):
+            kill(pid)
+        self.process.wait()
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+class ElasticRun:
+    """A run with a store and agents. Use it as a context manager: it ends all processes.
+
+    `restarts` has every attempt to train, in order; the first one is the start.
+    """
+
+    def __init__(self, directory: Path, epochs: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.run, self.epochs = directory, directory / "run", epochs
+        self.agents: list[Agent] = []
+        self.restarts: list[Restart] = []
+        self.furthest = Position()
+        self._attempts: dict[tuple[Path, int], tuple[float, Position]] = {}  # as it was when first seen, by place
+        self._recorded: set[tuple[Path, int]] = set()
+        self._checkpoint: tuple[str, int] | None = None
+        self._copies: dict[str, Path] = {}  # the newest copy of each checkpoint
+
+    def __enter__(self) -> "ElasticRun":
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "scripts.rendezvous", str(self.port)]
+        self.store = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        assert self.store.stdout is not None and "store on port" in self.store.stdout.readline()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.running():
+            agent.kill()
+        self.store.kill()
+        self.store.communicate()
+
+    def start(self, ranks: int) -> Agent:
+        self.agents.append(Agent(self, ranks))
+        return self.agents[-1]
+
+    def running(self) -> list[Agent]:
+        return [agent for agent in self.agents if agent.is_running()]
+
+    def text(self) -> str:
+        return "".join(f"--- {agent.output.name}\n{agent.output.read_text()}\n" for agent in self.agents)
+
+    def wait(self, seconds: float) -> None:
+        """Waits, and records what the ranks do. Returns earlier if all agents have ended."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit and self.running():
+            time.sleep(0.05)
+            self._record()
+
+    def wait_for_attempt(self, number: int, timeout: float = 240) -> bool:
+        """Waits until the ranks train for the `number`th time, from 1. Returns False if the run has ended."""
+        limit = time.monotonic() + timeout
+        while len(self.restarts) < number and self.running():
+            assert time.monotonic() < limit, self.text()[-6000:]
+            self.wait(0.05)
+        return bool(self.running())
+
+    def finish(self, timeout: float = 300) -> None:
+        """Waits for the end of the run, which must be a success."""
+        self.wait(timeout)
+        survivors = [agent.process.poll() for agent in self.agents]
+        # An agent that is started when the run is about to end finds that it has ended.
+        late = [LATE in agent.output.read_text() for agent in self.agents]
+        ends = [status in (0, -signal.SIGKILL) for status in survivors]
+        assert all(map(operator.or_, ends, late)) and 0 in survivors, (survivors, self.text()[-6000:])
+
+    def _record(self) -> None:
+        self._copy_latest()
+        for agent in self.agents:
+            text = agent.output.read_text(errors="replace")
+            places = [match.end() for match in BEGIN.finditer(text)]
+            for place, end in zip(places, [*places, len(text)][1:], strict=True):
+                attempt = (agent.output, place)
+                seen, before = self._attempts.setdefault(attempt, (time.monotonic(), self.furthest))
+                found = RESUMED.search(text, place, end)
+                # The name of the checkpoint is printed a moment later.
+                complete = found is not None or end < len(text) or time.monotonic() - seen > 2
+                if complete and attempt not in self._recorded:
+                    self._recorded.add(attempt)
+                    size = int(text[text.rindex("\n", 0, place) + 1 : place].split()[0])
+                    self.restarts.append(self._restart(size, before, found))
+        self.furthest = max(self.furthest, self._position(), key=Position.key)
+
+    def _restart(self, size: int, before: Position, found: re.Match[str] | None) -> Restart:
+        if found is None:
+            return Restart(size, None, before, Position())
+        copy = self._copies[found[1]]
+        resumed = Position(int(found[2]), int(found[3] or 0), read_manifest(copy)["size"])
+        return Restart(size, copy, before, resumed)
+
+    def _copy_latest(self) -> None:
+        """Links the files of the latest checkpoint, since the run will remove it."""
+        pointer = self.run / "checkpoints/latest.json"
+        try:
+            version = pointer.stat().st_ino
+            name = json.loads(pointer.read_text())["checkpoint"]
+            if (name, version) == self._checkpoint:
+                return
+            copy = self.directory / "copies" / str(version) / name
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(pointer.parent / name, copy, copy_function=os.link)
+        except (FileNotFoundError, shutil.Error):  # there is none yet, or it has been replaced
+            return
+        self._checkpoint, self._copies[name] = (name, version), copy
+
+    def _position(self) -> Position:
+        """The last step in the CSV file of rank 0 that was written last."""
+        files = list(self.run.glob("csv/out_r0_n*.csv"))
+        if not files:
+            return Position()
+        file = max(files, key=lambda path: path.stat().st_mtime)
+        size = int(file.stem.rpartition("n")[2])
+        # The last line may be incomplete.
+        rows = [line.split(",") for line in file.read_text().split("\n")[5:-1]]
+        steps = [(int(row[0]), int(row[1])) for row in rows if int(row[1]) >= 0]
+        return Position(steps[-1][0], steps[-1][1] + 1, size) if steps else Position()

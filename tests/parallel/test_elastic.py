@@ -1,0 +1,27 @@
+"""A run under torchrun goes on after a rank is killed, and after an agent with all its ranks is killed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, kill
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_and_an_agent_are_killed(tmp_path: Path) -> None:
+    with ElasticRun(tmp_path, epochs=12) as run:
+        agents = [run.start(1), run.start(1)]
+        run.wait_for_attempt(1)
+        run.wait(1.0)
+        kill(agents[0].ranks()[0])
+        run.wait_for_attempt(2)
+        run.wait(0.5)
+        agents[1].kill()
+        run.wait_for_attempt(3)
+        run.finish()
+    assert [restart.size for restart in run.restarts[:1] + run.restarts[-1:]] == [2, 1]
+    assert all(restart.lost <= CHECKPOINT_EVERY for restart in run.restarts)
+    assert run.restarts[-1].mean_error() < 2**-22
+    summary = json.loads((run.run / "summary.json").read_text())
+    assert (summary["epochs"], summary["ranks"]) == (12, 1)
+    assert "Traceback" not in run.text()

@@ -1,0 +1,87 @@
+"""Runs under torchrun go on after kills of ranks and of whole agents at random moments.
+
+Each chunk has a seed of its own and can be run alone: `pytest -m proof tests/proof/test_elastic.py -k 3 -s`.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, Restart, kill
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dgc_training.checkpoint.reading import read_manifest
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
+KILLS = 4  # of each kind, in a chunk
+CHUNKS = 5
+EPOCHS = 40
+
+
+def killed_once(run: ElasticRun, draw: random.Random, kind: str) -> bool:
+    """Waits for a random moment and kills a rank or an agent. Returns False if the run has ended before."""
+    if len(run.running()) < 2:
+        if draw.random() < 0.5 and not run.wait_for_attempt(len(run.restarts) + 1):
+            return False
+        run.wait(draw.uniform(0, 3))
+        if not run.running():
+            return False
+        run.start(draw.choice([1, 2]))
+    # Usually training has begun. Otherwise the ranks are starting.
+    if draw.random() < 0.8 and not run.wait_for_attempt(len(run.restarts) + 1):
+        return False
+    run.wait(draw.uniform(0, 3))
+    while len(run.running()) == 2:
+        ranks = [pid for agent in run.running() for pid in agent.ranks()]
+        if ranks and kind == "rank":
+            kill(draw.choice(ranks))
+        elif ranks:
+            draw.choice(run.running()).kill()
+        if ranks:
+            return True
+        run.wait(0.1)
+    return False
+
+
+def check(run: ElasticRun, epochs: int) -> list[Restart]:
+    """Checks a run that has ended. Returns its restarts with another number of ranks."""
+    summary = json.loads((run.run / "summary.json").read_text())
+    assert summary["epochs"] == epochs
+    assert json.loads((run.run / "checkpoints/latest.json").read_text()) == {"checkpoint": f"e{epochs:04d}"}
+    assert "Traceback" not in run.text(), run.text()
+    for restart in run.restarts:
+        assert restart.lost <= CHECKPOINT_EVERY, restart
+    points = EventAccumulator(str(run.run)).Reload().Scalars("train/loss")
+    steps = [point.step for point in points]
+    assert steps == sorted(set(steps)), "no point is there twice"
+    resized = [r for r in run.restarts if r.checkpoint and read_manifest(r.checkpoint)["size"] != r.size]
+    for restart in resized:
+        assert restart.mean_error() < 2**-22, restart
+    return resized
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_kills(tmp_path: Path, chunk: int) -> None:
+    draw = random.Random(chunk)
+    kinds = ["rank", "agent"] * KILLS
+    draw.shuffle(kinds)
+    number = 0
+    while kinds:
+        number += 1
+        done = []
+        with ElasticRun(tmp_path / str(number), EPOCHS) as run:
+            for _ in range(2):
+                run.start(draw.choice([1, 2]))
+            while kinds and killed_once(run, draw, kinds[-1]):
+                done.append(kinds.pop())
+            run.finish()
+        resized = check(run, EPOCHS)
+        sizes = "-".join(str(restart.size) for restart in run.restarts)
+        print(
+            f"\nchunk {chunk}, run {number}: killed {', '.join(done) or 'nothing'}; attempts on {sizes} ranks; "
+            f"steps lost: {max(restart.lost for restart in run.restarts):g} of at most {CHECKPOINT_EVERY}; "
+            f"{len(resized)} times resumed on another number of ranks, mean of the error state within "
+            f"{max((restart.mean_error() for restart in resized), default=0.0):.1e}",
+            flush=True,
+        )
