@@ -91,12 +91,12 @@ def merge(parts: Sequence[Any], where: str = "state") -> Any:
         return {key: merge([part[key] for part in parts if key in part], f"{where}.{key}") for key in keys}
     if all(type(part) in (int, float) for part in parts):
         return max(parts)
-    for part in parts[1:]:
-        same = (
-            torch.equal(part, first) if isinstance(part, Tensor) and isinstance(first, Tensor) else part == first
-        )
-        if not same:
-            raise ValueError(f"{where} differs between ranks of one machine")
+    if isinstance(first, Tensor) and all(isinstance(part, Tensor) for part in parts):
+        same = all(torch.equal(part, first) for part in parts)
+    else:
+        same = all(type(part) is type(first) and part == first for part in parts[1:])
+    if not same:
+        raise ValueError(f"{where} differs between ranks of one machine")
     return first
 
 

@@ -10,6 +10,7 @@ If no thread of a rank responds, the exchange itself does not complete. A timer 
 `heartbeat` finds the rank that does not respond.
 """
 
+import faulthandler
 import os
 import socket
 import sys
@@ -116,6 +117,8 @@ def watching(
     def watch() -> None:
         while True:
             last = ended.wait(period)
+            # A call of Horovod may wait for a stopped rank without releasing the interpreter, and no thread runs.
+            faulthandler.dump_traceback_later(timeout + 2 * period + 10 * MESSAGE_DELAY, exit=True)
             heartbeat.send()
             timer = threading.Timer(limit, end_without_exchange)
             timer.daemon = True
@@ -139,6 +142,8 @@ def watching(
             # The main thread gets the same error from its own collective and reports it.
             if type(error).__name__ != "HorovodInternalError" and not is_secondary(error):
                 raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     thread = threading.Thread(target=guarded, daemon=True, name="watchdog")
     thread.start()

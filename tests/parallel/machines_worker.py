@@ -17,23 +17,23 @@ from dgc.memory import ClipByGlobalNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 METHODS: dict[str, Any] = {
-    "dgc": lambda: DGCCompressor(0.01, DGCSGDMemory(gradient_clipping=ClipByGlobalNorm(5.0)), int32_indices=True),
+    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(gradient_clipping=ClipByGlobalNorm(5.0)), int32_indices=True),
     "powersgd": lambda: PowerSGDCompressor(1, num_iters_per_step=4),
     "2bit": lambda: ThresholdCompressor(threshold=0.01),
 }
 
 
-def train(transport: Any, compression: Any, hierarchical: str, steps: int = 12) -> Any:
+def train(transport: Any, compression: Any, hierarchical: str, steps: int = 8) -> Any:
     """The optimizer and a hash of the model. The tensors make shares without a matrix, and an empty one."""
     torch.manual_seed(3)
-    layers = [torch.nn.Linear(32, 60), torch.nn.BatchNorm1d(60), torch.nn.ReLU(), torch.nn.Linear(60, 10)]
-    model = torch.nn.Sequential(*layers)
+    first, last = torch.nn.Linear(32, 100, bias=False), torch.nn.Linear(100, 10)
+    model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(100), torch.nn.ReLU(), last)
     optimizer = DistributedOptimizer(
         DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4),
         model.named_parameters(),
         compression,
         transport=transport,
-        bucket_mb=0.003,
+        bucket_mb=0.005,
         nonfinite="raise",
         hierarchical=hierarchical,
     )
@@ -63,7 +63,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     transport, found = connect(hierarchical="auto"), {name: dict[str, Any]() for name in METHODS}
     for name, make in METHODS.items():
-        for mode in ("auto", "off"):
+        for mode in ("auto", "off") if name == "dgc" else ("auto",):
             optimizer, message, weights = train(transport, make(), mode)
             found[name][mode] = {
                 "place": None if optimizer.place is None else vars(optimizer.place),

@@ -90,7 +90,7 @@ def test_your_own_loop(tmp_path: Path) -> None:
         model, optimizer = one_of(transport)
         with pytest.raises(ValueError, match="saved by 4 ranks, not 2"):
             scope["resume"](tmp_path, model, optimizer)
-        optimizer.load_compression_state_dict(scope["own_share"](tmp_path, 4, transport.rank, transport.size))
+        optimizer.load_compression_state_dict(scope["own_share"](tmp_path, 4, optimizer))
         return optimizer.compression_state_dict()["DGCCompressor.0"]["memory"]["velocities"]["weight"]
 
     states, velocities = zip(*LockstepWorld(4).run(whole), strict=True)

@@ -194,4 +194,32 @@ COMPRESSION = [
         "pass",
         ["tests/compression/test_powersgd.py::test_three_lines_train"],
     ),
+    Fault(
+        "machines-summed-not-averaged",
+        "dgc/compression/hierarchical.py",
+        "return total.div_(len(parts)).to(bucket.dtype)",
+        "return total.to(bucket.dtype)",
+        ["tests/laws/test_hierarchical.py::test_equals_means_of_machines_and_the_method_between_them"],
+    ),
+    Fault(
+        "share-of-a-dropped-step-not-rolled-back",
+        "dgc/compression/hierarchical.py",
+        "self.inner.rollback(share)",
+        "pass",
+        ["tests/laws/test_hierarchical.py::test_a_dropped_step_is_reported_alike_and_returns_what_was_sent"],
+    ),
+    Fault(
+        "last-round-not-repeated-for-a-longer-share",
+        "dgc/compression/hierarchical.py",
+        "while any(rounds == RUNNING for rounds, _ in reports):",
+        "while all(rounds == RUNNING for rounds, _ in reports):",
+        ["tests/laws/test_hierarchical.py::test_rounds_are_those_of_the_longest_share_and_two"],
+    ),
+    Fault(
+        "loads-of-earlier-buckets-ignored",
+        "dgc/compression/hierarchical.py",
+        "self._loads[local_rank] += end - start",
+        "self._loads[local_rank] += 0",
+        ["tests/laws/test_hierarchical.py::test_large_tensors_go_to_every_rank_in_turn"],
+    ),
 ]

@@ -206,4 +206,11 @@ TRAINING = [
         "save()",
         ["tests/training/test_train.py::test_the_files_of_a_run"],
     ),
+    Fault(
+        "machines-counted-as-ranks-when-redistributed",
+        "dgc_training/checkpoint/reshard.py",
+        'own, states = (rank, size) if part is None else (part["machine"], part["machines"])',
+        "own, states = (rank, size)",
+        ["tests/training/test_reshard.py::test_the_mean_is_preserved_between_machines_and_ranks"],
+    ),
 ]
