@@ -4,7 +4,7 @@
 
 After the machines have agreed on a new round, they exchange addresses through the store. With the backend c10d,
 every torchrun ends with DistStoreError if a machine is lost in this second, and a machine that goes down often
-loses a rank first. Here they wait until all machines of the round are present, and begin another round if one is not.
+loses a rank first. Here they wait until all machines of the round are present. If one is not, they begin another.
 """
 
 import sys

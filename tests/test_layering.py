@@ -248,6 +248,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "dgc.launch",  # only the name
         "dgc.ddp",
         "benchmarks.powersgd_step",
+        "scripts.agent",
+        "scripts.rendezvous",
     ),
 }
 # packages that import nothing outside the standard library but these
