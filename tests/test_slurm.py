@@ -150,7 +150,7 @@ def test_the_elastic_command(tmp_path: Path) -> None:
 
 
 def test_the_elastic_job_is_requeued(tmp_path: Path) -> None:
-    """torchrun ends with status 1 when SIGTERM has stopped it."""
+    """torchrun does not pass on the status of its ranks."""
     copy, environment = job(tmp_path, ELASTIC="1")
     (tmp_path / "bin" / "srun").write_text(SRUN)
     (tmp_path / "bin" / "srun").chmod(0o755)
