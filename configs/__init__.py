@@ -46,6 +46,9 @@ meters = {f"acc/{{}}_top{k}": Config(TopKClassMeter, k=k) for k in (1, 5)}
 configs.train.meters = Key(dict | None, meters, items=Key(Config))
 configs.train.metric = Key(str | None, "acc/test_top1")
 
+# Average densely inside each machine, and compress only between machines: on, off, or auto (on if there are
+# several machines of several ranks each)
+configs.train.hierarchical = Key(str | bool, "auto")
 configs.train.bucket_mb = Key(float, 25.0, least=0.001)  # size of a bucket of gradients, in MB
 # NaN or inf in a gradient: "skip" drops and counts the step, "raise" ends
 configs.train.nonfinite = Key(str, "skip")

@@ -134,6 +134,28 @@ def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
+def divide(segments: Sequence[Segment], loads: Sequence[int]) -> list[int]:
+    """Divide adjacent tensors into one group per local rank, such that their loads become similar.
+
+    Args:
+        segments: The tensors of a bucket.
+        loads: Elements that each local rank has already.
+
+    Returns:
+        The number of the first tensor of each group, and the number of tensors.
+    """
+    total = sum(s.numel for s in segments)
+    target = (sum(loads) + total) / len(loads)
+    wanted = [max(0.0, target - load) for load in loads]
+    scale = total / (sum(wanted) or 1.0)
+    firsts, edge = [0], 0.0
+    for share in wanted[:-1]:
+        edge += share * scale
+        # a tensor belongs to the group in which its middle lies
+        firsts.append(sum(s.offset + s.numel / 2 < edge for s in segments))
+    return [*firsts, len(segments)]
+
+
 def make_bucket(name: str, named_tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
     """Return a bucket of zeros for these tensors. They must share dtype and device."""
     first = named_tensors[0][1]

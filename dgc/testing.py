@@ -22,12 +22,20 @@ ROUNDING = 4 * 2.0**-24
 
 
 class Fleet:
-    """Simulated ranks with one compressor and one bucket each. `like`: tensors laid out as the gradients."""
+    """Simulated ranks with one compressor and one bucket each.
 
-    def __init__(self, make: Make, size: int, like: Sequence[Tensor] = LIKE, seed: int = 0):
+    Args:
+        make: Returns the compressor of a rank.
+        size: Number of ranks.
+        like: Tensors laid out as the gradients.
+        seed: Seed of the launch order.
+        first: Number of the first tensor in the names, which are p0, p1, and so on.
+    """
+
+    def __init__(self, make: Make, size: int, like: Sequence[Tensor] = LIKE, seed: int = 0, first: int = 0):
         self.world = LockstepWorld(size, seed=seed)
         self.compressors = [make() for _ in range(size)]
-        named = [(f"p{i}", tensor) for i, tensor in enumerate(like)]
+        named = [(f"p{i}", tensor) for i, tensor in enumerate(like, first)]
         self.buckets = [make_bucket("bucket", named) for _ in range(size)]
         self.nonfinite: list[str | None] = []  # each rank's report of the last step
         for rank, (compressor, bucket) in enumerate(zip(self.compressors, self.buckets, strict=True)):

@@ -3,13 +3,16 @@
 import ast
 import doctest
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import dgc.comm
 import dgc.compression
@@ -23,6 +26,7 @@ from dgc.comm.channel import ChannelWorld
 from dgc.comm.collectives import all_reduce
 from dgc.comm.connect import choose_transport
 from dgc.comm.lockstep import LockstepWorld
+from dgc.ddp import compress
 from dgc.gossip.model import FlatModel
 from dgc.gossip.topology.bipartite import peer_schedule
 from dgc.testing import check_compressor
@@ -60,6 +64,8 @@ def names() -> dict[str, Any]:
         "dgc": dgc,
         "ChannelWorld": ChannelWorld,
         "FlatModel": FlatModel,
+        "DistributedDataParallel": DistributedDataParallel,
+        "compress": compress,
         "LockstepWorld": LockstepWorld,
         "all_reduce": all_reduce,
         "choose_transport": choose_transport,
@@ -76,6 +82,14 @@ def names() -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
 def test_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("distributed", "gossip"):
         name = f"dgc.optim.{module}.default_transport"

@@ -10,7 +10,8 @@ import pytest
 
 import dgc.comm.connect
 from dgc.comm.connect import choose_transport
-from dgc.launch import LAUNCHERS, PORTS, LaunchError, check_launcher, choose, started_by, torch_variables
+from dgc.launch import LAUNCHERS, LaunchError, check_launcher, choose, started_by
+from dgc.torch_launch import PORTS, torch_variables
 
 REPOSITORY = Path(__file__).parents[1]
 

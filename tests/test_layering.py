@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 # package or module -> what it imports besides itself; the lowest layer first
 EDGES: dict[str, tuple[str, ...]] = {
     "dgc.launch": (),
+    "dgc.torch_launch": ("dgc.launch",),
     "dgc.bucket": (),
     "dgc.kernels": (),
     "dgc.kernels.selection": ("dgc.kernels",),
@@ -36,7 +37,13 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.comm.mpi": ("dgc.comm",),
     "dgc.comm.horovod": ("dgc.launch", "dgc.comm", "dgc.comm.mpi"),
     "dgc.comm.torch_distributed": ("dgc.comm",),
-    "dgc.comm.connect": ("dgc.launch", "dgc.comm", "dgc.comm.horovod", "dgc.comm.torch_distributed"),
+    "dgc.comm.connect": (
+        "dgc.launch",
+        "dgc.torch_launch",
+        "dgc.comm",
+        "dgc.comm.horovod",
+        "dgc.comm.torch_distributed",
+    ),
     "dgc.comm.__init__": ("dgc.comm",),
     "dgc.wire": ("dgc.kernels.selection", "dgc.kernels.codec"),
     "dgc.selection": ("dgc.bucket", "dgc.kernels.__init__"),
@@ -132,6 +139,16 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.optim.exchange",
         "dgc.optim.momentum",
     ),
+    "dgc.fsdp": (
+        "dgc.bucket",
+        "dgc.comm",
+        "dgc.compression",
+        "dgc.optim",
+        "dgc.optim.exchange",
+        "dgc.optim.momentum",
+    ),
+    "dgc.fsdp.__init__": ("dgc.fsdp",),
+    "dgc.ddp.__init__": ("dgc.ddp",),
     "dgc.paper": ("dgc.bucket", "dgc.comm", "dgc.compression", "dgc.gossip.topology"),
     "dgc.testing": ("dgc.bucket", "dgc.comm.lockstep", "dgc.compression"),
     "dgc.__init__": ("dgc.comm", "dgc.comm.connect"),
@@ -209,6 +226,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.comm",
         "dgc.comm.lockstep",
         "dgc.comm.horovod",
+        "dgc.comm.torch_distributed",
         "dgc.comm.__init__",
         "dgc.wire",
         "dgc.selection.__init__",
@@ -219,6 +237,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.gossip.__init__",
         "dgc.optim.exchange",
         "dgc.optim.__init__",
+        "dgc.ddp.__init__",
         "dgc_datasets",
         "dgc_models",
         "dgc_training.config",
@@ -228,11 +247,14 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "examples": (
         "dgc.comm.horovod",
+        "dgc.comm.torch_distributed",
         "dgc.comm.__init__",
         "dgc.memory",
         "dgc.compression.__init__",
         "dgc.gossip.__init__",
         "dgc.optim.__init__",
+        "dgc.fsdp.__init__",
+        "dgc.ddp.__init__",
         "dgc.__init__",
     ),
 }
@@ -246,10 +268,13 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "dgc.comm.torch_distributed",
         "dgc.comm.connect",  # only looks whether it runs
         "dgc.launch",  # only the name
-        "dgc.ddp",
-        "benchmarks.powersgd_step",
         "scripts.agent",
         "scripts.rendezvous",
+        "dgc.ddp",
+        "dgc.fsdp",
+        "benchmarks.ddp_step",
+        "benchmarks.powersgd_step",
+        "examples",
     ),
 }
 # packages that import nothing outside the standard library but these

@@ -20,7 +20,8 @@ from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import Sampled, plan_selection
 from dgc.wire import PayloadError, SparseFormat
-from dgc_training.checkpoint.files import Checkpoints, read_tensors
+from dgc_training.checkpoint.files import Checkpoints
+from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.data import evaluation_loader, worker_options
 from dgc_training.evaluation import averaged_batch_norm, batch_norm_buffers, evaluate

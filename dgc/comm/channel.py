@@ -8,6 +8,7 @@ import random
 import threading
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+from zlib import crc32
 
 from torch import Tensor
 
@@ -62,6 +63,29 @@ def open_channel(transport: Transport) -> Channel:
             "carry: use dgc.comm.horovod.connect(point_to_point=True)"
         )
     return transport.channel()
+
+
+class MessageTags:
+    """A tag for each name of a message.
+
+    Args:
+        max_tag: Largest tag of the network.
+    """
+
+    def __init__(self, max_tag: int):
+        self._max_tag = max_tag
+        self._names: dict[int, str] = {}
+
+    def of(self, name: str) -> int:
+        """Return the tag of a name. It is the same on every rank.
+
+        Raises:
+            ValueError: Another name has the same tag.
+        """
+        tag = crc32(name.encode()) % self._max_tag
+        if self._names.setdefault(tag, name) != name:
+            raise ValueError(f"messages {name!r} and {self._names[tag]!r} have the same tag: rename one of them")
+        return tag
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 import ctypes
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +46,41 @@ def all_gather_object(
 def barrier(transport: Transport, name: str = "barrier") -> None:
     """Block until every rank has called this function."""
     all_reduce(transport, torch.zeros(1, dtype=torch.float32), "sum", name)
+
+
+@dataclass(frozen=True)
+class MachineRank:
+    """The machine of this rank. Every machine has the same number of ranks.
+
+    Attributes:
+        machine: Number of this rank's machine.
+        machines: Number of machines.
+        local_rank: Number of this rank on its machine.
+        local_size: Number of ranks of each machine.
+    """
+
+    machine: int
+    machines: int
+    local_rank: int
+    local_size: int
+
+
+def find_machine_rank(transport: Transport, what: str) -> MachineRank:
+    """Return this rank's place among the machines. Collective.
+
+    Args:
+        transport: A transport with the groups `local` and `cross`.
+        what: Name of the user, for the error message.
+
+    Raises:
+        ValueError: The number of ranks differs between machines, or the transport lacks the groups.
+    """
+    here, across = transport.group_size("local"), transport.group_size("cross")
+    bounds = torch.tensor([-here, here, -across, across], dtype=torch.int64)
+    fewest, most, fewest_across, most_across = all_reduce(transport, bounds, "max", f"{what}.machines").tolist()
+    if -fewest != most or -fewest_across != most_across:
+        raise ValueError(f"{what} needs the same number of ranks on every machine, not {-fewest} to {most}")
+    return MachineRank(transport.group_rank("cross"), across, transport.group_rank("local"), here)
 
 
 def _to_bytes(obj: Any) -> Tensor:

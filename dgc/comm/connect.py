@@ -6,7 +6,8 @@ from functools import cache
 from importlib.util import find_spec
 
 from dgc.comm.transport import Transport
-from dgc.launch import Choice, check_launcher, choose, torch_variables
+from dgc.launch import Choice, check_launcher, choose
+from dgc.torch_launch import torch_variables
 
 
 def choose_transport(transport: str = "auto") -> Choice:
@@ -39,7 +40,7 @@ def choose_transport(transport: str = "auto") -> Choice:
 def connect(
     transport: str = "auto",
     *,
-    hierarchical: bool = False,
+    hierarchical: bool | str = False,
     timeout: float | None = None,
     point_to_point: bool = False,
 ) -> Transport:
@@ -47,7 +48,8 @@ def connect(
 
     Args:
         transport: "auto", "horovod" or "torch", as in `choose_transport`.
-        hierarchical: Create the `local` and `cross` groups as well. Must be the same on every rank.
+        hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
+            of them has several ranks. Must be the same on every rank.
         timeout: Seconds after which an operation that some ranks never joined ends the run. None: the default of
             the transport.
         point_to_point: Send an Exchange directly from rank to rank. Horovod needs MPI for it.

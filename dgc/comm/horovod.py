@@ -35,7 +35,7 @@ from dgc.comm.requests import (
 )
 from dgc.comm.staging import StagedTransport
 from dgc.comm.transport import Transport
-from dgc.launch import check_launcher
+from dgc.launch import check_launcher, may_span_machines
 
 
 def prepare_environment() -> None:
@@ -70,7 +70,7 @@ class HorovodFlight:
 
 
 def connect(
-    hierarchical: bool = False, timeout: float | None = None, *, point_to_point: bool = False
+    hierarchical: bool | str = False, timeout: float | None = None, *, point_to_point: bool = False
 ) -> Transport:
     """Return a HorovodTransport. If Horovod has no GPU operations, GPU tensors go through pinned host memory.
 
@@ -99,21 +99,25 @@ class HorovodTransport:
     """A transport over Horovod. It initialises Horovod unless that has been done.
 
     Args:
-        hierarchical: Create the `local` and `cross` groups as well. Must be the same on every rank.
+        hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
+            of them has several ranks. Must be the same on every rank.
         timeout: Seconds after which an operation that some ranks never joined ends the run. None: never. It has no
             effect if Horovod is already initialised.
 
     Raises:
         LaunchError: The launcher started more ranks than Horovod sees.
+        ValueError: `hierarchical` is True, and Horovod was initialised before without dynamic process sets.
     """
 
-    def __init__(self, hierarchical: bool = False, timeout: float | None = None):
+    def __init__(self, hierarchical: bool | str = False, timeout: float | None = None):
         if not hvd.is_initialized():
             check_launcher(os.environ)
             if timeout is not None:
                 os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, int(timeout / 2))))
                 os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(max(1, int(timeout))))
-            hvd.init(process_sets="dynamic" if hierarchical else None)
+            # Horovod checks for new process sets in every cycle, which costs time on one machine too
+            needs_groups = hierarchical is True or (hierarchical == "auto" and may_span_machines(os.environ))
+            hvd.init(process_sets="dynamic" if needs_groups else None)
         check_launcher(os.environ, hvd.size())
         if hvd.size() > 2 and _uses_fusion:
             warnings.warn(
@@ -127,19 +131,28 @@ class HorovodTransport:
         self._process_sets: dict[Group, tuple[Any, list[int]]] = {
             "world": (hvd.global_process_set, list(range(self.size)))
         }
-        if hierarchical:
-            self._make_groups()
+        can_make_groups = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
+        if hierarchical is True and not can_make_groups:
+            raise ValueError(
+                "connect(hierarchical=True) needs process sets, and Horovod was started without: call connect "
+                "before hvd.init(), or call hvd.init(process_sets='dynamic')"
+            )
+        if hierarchical and can_make_groups:
+            self._make_groups(only_if_useful=hierarchical == "auto")
 
-    def _make_groups(self) -> None:
+    def _make_groups(self, only_if_useful: bool) -> None:
         """Create one process set per machine, and one per local rank across the machines."""
-        import socket
-        import zlib
-
-        host = zlib.crc32(socket.gethostname().encode())
-        own = torch.tensor([[host, self.local_rank]], dtype=torch.int64)
-        places = hvd.allgather(own, name="dgc.groups").tolist()  # (host, local rank) of each rank
-        machines = list(dict.fromkeys(host for host, _ in places))
-        by_machine = [[r for r, (h, _) in enumerate(places) if h == machine] for machine in machines]
+        own = torch.tensor([[hvd.cross_rank(), self.local_rank, self.local_size]], dtype=torch.int64)
+        found = hvd.allgather(own, name="dgc.groups").tolist()
+        sizes = {machine: local_size for machine, local_rank, local_size in found if local_rank == 0}
+        if only_if_useful and (len(sizes) == 1 or max(sizes.values()) == 1):
+            return
+        # a cross rank counts only the machines that have a rank with this local rank
+        places = [
+            ([machine for machine in sorted(sizes) if sizes[machine] > local_rank][cross_rank], local_rank)
+            for cross_rank, local_rank, _ in found
+        ]
+        by_machine = [[r for r, (m, _) in enumerate(places) if m == machine] for machine in sorted(sizes)]
         by_local_rank = [
             [r for r, (_, local) in enumerate(places) if local == wanted]
             for wanted in sorted({local for _, local in places})

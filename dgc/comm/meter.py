@@ -10,6 +10,11 @@ sends for it under the usual bandwidth-optimal algorithm with N ranks and b payl
     broadcast (pipeline)     b from every rank but the last: b (N-1)/N on average
     exchange                 bytes for other ranks
 
+`cross_wire_bytes` is the part of `wire_bytes` that goes to other machines: nothing in the group `local`, all in
+`cross`. In `world`, a ring of N ranks that visits machines of L ranks one after another has N/L of its N edges
+between machines: 1/L of the bytes. Messages to single ranks count if the rank is on another machine; ranks are
+numbered machine by machine.
+
 `dense_wire_bytes` is the value of `wire_bytes` for a dense fp32 all-reduce of the same gradients. Compare
 `wire_bytes` with it: payloads of different collectives are not comparable. docs/bytes.md has an example.
 """
@@ -60,14 +65,32 @@ def wire_bytes(request: Request, rank: int, size: int) -> float:
             return payload_bytes(request, rank)
 
 
+def cross_wire_bytes(request: Request, rank: int, size: int, local_size: int) -> float:
+    """The part of `wire_bytes` that goes to other machines, of `local_size` ranks each."""
+    if request.group == "cross":
+        return wire_bytes(request, rank, size)
+    if request.group == "local" or size <= local_size:
+        return 0
+    machine = rank // local_size
+    match request:
+        case AllToAll(tensor, splits):
+            return sum(n for to, n in enumerate(splits) if to // local_size != machine) * tensor.element_size()
+        case Exchange(sends):
+            return sum(nbytes(tensor) for to, tensor in sends.items() if to // local_size != machine)
+    return wire_bytes(request, rank, size) / local_size
+
+
 @dataclass
 class TrafficMeter:
     """Bytes and seconds of this rank since the start.
 
     Attributes:
+        local_size: Number of ranks of each machine. 1: every rank counts as a machine.
         payload_bytes: Bytes that this rank contributed, with headers and padding.
         wire_bytes: Bytes that this rank sent.
+        cross_wire_bytes: Those of them that went to other machines.
         dense_wire_bytes: Bytes that a dense fp32 all-reduce would have sent.
+        dense_cross_wire_bytes: Those of them that would have gone to other machines.
         rounds: Number of rounds of requests.
         seconds: Host time per phase; on a GPU the work itself may still be running. "compress" computes a message,
             "launch" passes messages to the transport, "wait" is the time that step() or synchronize() waits for
@@ -75,9 +98,12 @@ class TrafficMeter:
         trace: Records the phases as a timeline, if given.
     """
 
+    local_size: int = 1
     payload_bytes: int = 0
     wire_bytes: float = 0.0
+    cross_wire_bytes: float = 0.0
     dense_wire_bytes: float = 0.0
+    dense_cross_wire_bytes: float = 0.0
     rounds: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     trace: Trace | None = None
@@ -85,10 +111,13 @@ class TrafficMeter:
     def count(self, request: Request, rank: int, size: int) -> None:
         self.payload_bytes += payload_bytes(request, rank)
         self.wire_bytes += wire_bytes(request, rank, size)
+        self.cross_wire_bytes += cross_wire_bytes(request, rank, size, self.local_size)
 
     def count_dense(self, numel: int, size: int) -> None:
         """Count the dense equivalent of `numel` gradient elements, exchanged among `size` ranks."""
-        self.dense_wire_bytes += all_reduce_wire_bytes(4 * numel, size)
+        dense = all_reduce_wire_bytes(4 * numel, size)
+        self.dense_wire_bytes += dense
+        self.dense_cross_wire_bytes += dense / self.local_size if size > self.local_size else 0
 
     def add_time(self, phase: str, row: str, start: float, end: float) -> None:
         """Add the time of a phase. `row`: a bucket's name. `start`, `end`: time.perf_counter(), in seconds."""

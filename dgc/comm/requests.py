@@ -9,7 +9,7 @@ with this rank's local rank on every machine.
 """
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -106,3 +106,9 @@ Reply: TypeAlias = Any  # Tensor, tuple[Tensor, ...] or dict[int, Tensor], depen
 
 T = TypeVar("T")
 Conversation: TypeAlias = Generator[tuple[Request, ...], tuple[Reply, ...], T]
+
+
+def between_machines(request: Request) -> Request:
+    """Return a request of the group `world` for the group `cross`, as if a rank of each machine were the world."""
+    assert request.group == "world", "an algorithm that runs between machines may use only the group `world`"
+    return replace(request, group="cross")

@@ -11,7 +11,7 @@ whose place among the others depends on timing is launched on a separate lane. A
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from dgc.comm.requests import Group, Reply, Request
+from dgc.comm.requests import Group, Reply, Request, between_machines
 
 
 @runtime_checkable
@@ -54,3 +54,35 @@ class Transport(Protocol):
     def wait(self, flight: Any) -> tuple[Reply, ...]:
         """Block until the replies are there and return them in the order of the requests. Call once per flight."""
         ...
+
+
+class CrossMachineTransport:
+    """A transport between the ranks of one local rank, one on each machine. They are its world.
+
+    Args:
+        inner: Connects all ranks, with groups between machines.
+    """
+
+    local_rank, local_size = 0, 1
+
+    def __init__(self, inner: Transport):
+        self._inner = inner
+        self.rank, self.size = inner.group_rank("cross"), inner.group_size("cross")
+
+    def group_size(self, group: Group) -> int:
+        return self.size
+
+    def group_rank(self, group: Group) -> int:
+        return self.rank
+
+    def open_lane(self, lane: str) -> None:
+        self._inner.open_lane(lane)
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
+        return self._inner.launch(name, [between_machines(request) for request in requests], lane)
+
+    def poll(self, flight: Any) -> bool:
+        return self._inner.poll(flight)
+
+    def wait(self, flight: Any) -> tuple[Reply, ...]:
+        return self._inner.wait(flight)

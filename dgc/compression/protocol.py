@@ -22,6 +22,9 @@ class DenseResult:
 
     nonfinite: str | None = None
 
+    def write_to(self, bucket: Bucket) -> None:
+        """Store the mean in `bucket.flat`."""
+
 
 @dataclass(frozen=True)
 class SparseResult:
@@ -33,6 +36,12 @@ class SparseResult:
     indices: Tensor
     values: Tensor
     nonfinite: str | None = None
+
+    def write_to(self, bucket: Bucket) -> None:
+        """Store the mean in `bucket.flat`."""
+        bucket.release()
+        bucket.flat.zero_()
+        bucket.flat[self.indices] = self.values.to(bucket.dtype)
 
 
 class NonFiniteGradientError(RuntimeError):

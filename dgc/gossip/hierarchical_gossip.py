@@ -31,13 +31,13 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from dgc.comm.collectives import all_reduce
+from dgc.comm.collectives import find_machine_rank
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllGather, AllReduce, Conversation
-from dgc.comm.transport import Transport
-from dgc.gossip.cross_machine import CrossMachineTransport, ModelSlice
+from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.gossip.model import FlatModel
+from dgc.gossip.model_slice import ModelSlice
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
 from dgc.gossip.pushsum.sgp import SGP
 from dgc.memory.state import check_tensor
@@ -76,13 +76,8 @@ class HierarchicalGossip:
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         self.name, self.model, self._transport, self._meter = name, model, transport, meter
-        L, local, n = transport.group_size("local"), transport.group_rank("local"), model.z.numel()
-        bounds = torch.tensor([-L, L], dtype=torch.int64)
-        smallest, most = all_reduce(transport, bounds, "max", f"{name}.machines").tolist()
-        if -smallest != most:
-            raise ValueError(
-                f"HierarchicalGossip needs the same number of ranks on every machine, not {-smallest} to {most}"
-            )
+        place = find_machine_rank(transport, "HierarchicalGossip")
+        L, local, n = place.local_size, place.local_rank, model.z.numel()
         if n < L:
             raise ValueError(
                 f"a model of {n} elements cannot be divided into {L} slices, one for each rank of a machine"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from math import sqrt
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,12 +23,23 @@ class Method(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class ErrorStatePart(TypedDict):
+    """Which part of the error state a rank has, if the ranks of a machine divide it among them."""
+
+    machine: int
+    machines: int
+    tensors: list[str]  # names of this rank's parameters
+    others: list[str]  # names of those that other ranks of the machine have
+
+
 class HasCompression:
     """Base class of what exchanges gradients or models with compression methods.
 
     Args:
         methods: The compressors, or the gossip algorithm.
     """
+
+    part: ErrorStatePart | None = None  # None: the error state of this rank is its own
 
     def __init__(self, methods: Sequence[Method]):
         self._methods = list(methods)
@@ -51,14 +62,28 @@ class HasCompression:
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's error state. Unlike `state_dict()` it differs between ranks: save it on each."""
-        return {f"{type(m).__name__}.{i}": m.state_dict() for i, m in enumerate(self._methods)}
+        states: dict[str, Any] = {f"{type(m).__name__}.{i}": m.state_dict() for i, m in enumerate(self._methods)}
+        return states if self.part is None else {**states, "part": self.part}
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        saved, state = state.get("part"), {name: value for name, value in state.items() if name != "part"}
+        if saved != self.part:
+            raise ValueError(
+                f"this error state is {_describe(saved)}, and this rank needs {_describe(self.part)}: load it "
+                "with the same `hierarchical`, machines, ranks and bucket_mb, or redistribute it with "
+                "dgc_training.checkpoint.reshard (docs/checkpoints.md)"
+            )
         methods = {f"{type(m).__name__}.{i}": m for i, m in enumerate(self._methods)}
         if methods.keys() != state.keys():
             raise ValueError(f"state of other compressors: it has {sorted(state)}, not {sorted(methods)}")
         for name, method in methods.items():
             method.load_state_dict(state[name])
+
+
+def _describe(part: ErrorStatePart | None) -> str:
+    if part is None:
+        return "that of a rank of its own"
+    return f"that of {len(part['tensors'])} tensors on machine {part['machine']} of {part['machines']}"
 
 
 class CountsEpochs(HasCompression):

@@ -23,16 +23,19 @@ from dgc.compression.route import Route
 from dgc.optim.agreement import check_settings
 from dgc.optim.compression_state import CountsEpochs
 from dgc.optim.exchange.gradients import GradientExchange, check_not_wrapped
-from dgc.optim.exchange.planning import check_agreement, plan_buckets
+from dgc.optim.exchange.hierarchy import plan_compressors
+from dgc.optim.exchange.planning import check_agreement, compressors_in_order, plan_buckets
 from dgc.optim.exchange.scaling import LossScale, is_used
 from dgc.optim.momentum import MomentumCheck
 from dgc.optim.options import (
     as_route,
     check_arguments,
+    check_nonfinite,
     name_parameters,
     reduction_factor,
     register_compressors,
     unique_prefix,
+    warn_of_dropped_step,
 )
 from dgc.optim.sgd import SparseUpdate, SupportsCorrectedGradients
 from dgc.optim.wrapper import Wrapper
@@ -58,14 +61,16 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger.
         transport: Connects the ranks. None: see `dgc.init`.
         nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
-            if a method keeps error state. "skip" drops the step: nothing is updated, sent elements return to the
-            error state, and `dropped_steps` is incremented. "raise" also raises NonFiniteGradientError with the
-            names of the parameter and the rank.
+            if a method keeps error state. "skip" drops and counts the step: nothing is updated, and sent elements
+            return to the error state. "raise" also raises NonFiniteGradientError, with parameter and rank.
         grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Step by `grad_scaler.step(optimizer)`,
             with or without synchronize() and unscale_() before it.
         steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. Dropped steps
             count, and begin_epoch() raises ValueError. compression_state_dict() stores the position in epochs.
             None: call begin_epoch() before each epoch; otherwise a warm-up stays at its first epoch.
+        hierarchical: "on": average densely inside each machine and compress only between machines. "auto": do so
+            for methods with state on several machines of several ranks each. "off": treat all ranks alike. The
+            transport must have groups: `connect(hierarchical=True)` or "auto".
 
     Raises:
         ValueError: An argument is invalid, or a setting differs between ranks, those of the compressors included.
@@ -88,14 +93,16 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         nonfinite: str = "skip",
         grad_scaler: Any = None,
         steps_per_epoch: int | None = None,
+        hierarchical: str | bool = "off",
     ):
-        check_arguments(backward_passes_per_step, gradient_predivide_factor, num_groups, groups, nonfinite)
+        check_arguments(backward_passes_per_step, gradient_predivide_factor, num_groups, groups)
+        check_nonfinite(nonfinite, grad_scaler)
         named = name_parameters(optimizer, named_parameters)
         check_not_wrapped(named)
         self.route = as_route(compression)
         self._count_epochs(steps_per_epoch)
         self.transport = transport or default_transport()
-        self.meter = TrafficMeter()
+        self.meter = TrafficMeter(self.transport.local_size)
         self.nonfinite, self.dropped_steps = nonfinite, 0
         self._factor = reduction_factor(op, self.transport.size)
         check_settings(
@@ -107,22 +114,18 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             bucket_mb=bucket_mb,
             steps_per_epoch=steps_per_epoch,
             uses_grad_scaler=is_used(grad_scaler),
+            hierarchical=hierarchical,
             compression=self.route if isinstance(compression, Route) else self.route.rules[0].compressor,
         )
         prefix = unique_prefix(self.transport)
         planned = plan_buckets(named, self.route.compressor_for, bucket_mb, prefix)
-        compressor_of = {p: plan.compressor for plan in planned for p in plan.parameters}
-        # in model order: positions name the saved states and must not depend on the buckets
-        compressors = list({id(compressor_of[p]): compressor_of[p] for _, p in named}.values())
+        compressors = compressors_in_order(planned, named)
         Wrapper.__init__(self, optimizer, compressors)
         self._loss_scale = LossScale(grad_scaler, planned)
-        if self._loss_scale.enabled and nonfinite == "raise":
-            raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
         self._momentum = MomentumCheck(optimizer, planned)
         check_agreement(planned, self.transport)
         register_compressors(compressors)
-        for plan in planned:
-            plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
+        self.place, self.part = plan_compressors(planned, self.transport, hierarchical)
         self.exchange = GradientExchange(
             planned,
             backward_passes_per_step,
@@ -132,10 +135,9 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             self._epochs.begin_step,
             prefix,
         )
-        self._should_synchronize = True
         self._epochs.begin()
+        self._should_synchronize, self._averaged_for_scaler = True, False
         self._dropped = False  # whether the last averaged gradients were not finite
-        self._averaged_for_scaler = False
         self.exchange.zero(set_to_none=True)
 
     # --- one step ---------------------------------------------------------------------------------
@@ -171,11 +173,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             raise NonFiniteGradientError(reason)
         self.dropped_steps += 1
         if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
-            warnings.warn(
-                f"{reason}: every rank drops this step. Further dropped steps are only counted, in dropped_steps; "
-                "nonfinite='raise' raises an error instead",
-                stacklevel=3,
-            )
+            warn_of_dropped_step(reason)
         return results
 
     @contextmanager

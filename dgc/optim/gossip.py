@@ -69,7 +69,9 @@ class GossipOptimizer(Wrapper):
         super().__init__(optimizer, [gossip])
         self.transport = transport or default_transport(point_to_point=True)
         self.gossip, self.nonfinite = gossip, nonfinite
-        self.meter, self.dropped_steps = TrafficMeter(), 0
+        # HierarchicalGossip's algorithm between machines counts these as its ranks
+        self.meter = TrafficMeter(1 if gossip.needs_groups else self.transport.local_size)
+        self.dropped_steps = 0
         self.consensus_distance = float("nan")
         named = name_parameters(optimizer, named_parameters)
         check_settings(self.transport, "gossip.settings", nonfinite=nonfinite, gossip=gossip)

@@ -18,16 +18,31 @@ _optimizers_of: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
 _in_use: WeakSet[Compressor] = WeakSet()
 
 
-def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any, nonfinite: str) -> None:
+def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any) -> None:
     """Raise ValueError for unsupported arguments, and warn about arguments without effect."""
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
     if predivide != 1.0:
         raise ValueError("gradient_predivide_factor is not supported: leave it at 1.0")
-    if nonfinite not in ("skip", "raise"):
-        raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
     if num_groups or groups is not None:
         warnings.warn("groups and num_groups have no effect here: use bucket_mb", stacklevel=3)
+
+
+def warn_of_dropped_step(reason: str) -> None:
+    """Warn the caller of synchronize() or step() of the first dropped step."""
+    warnings.warn(
+        f"{reason}: every rank drops this step. Further dropped steps are only counted, in dropped_steps; "
+        "nonfinite='raise' raises an error instead",
+        stacklevel=4,
+    )
+
+
+def check_nonfinite(nonfinite: str, grad_scaler: Any) -> None:
+    """Raise ValueError for an unknown response to NaN, or one that does not fit a GradScaler."""
+    if nonfinite not in ("skip", "raise"):
+        raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
+    if grad_scaler is not None and grad_scaler.is_enabled() and nonfinite == "raise":
+        raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
 
 
 def name_parameters(

@@ -20,7 +20,6 @@ import re
 import shutil
 import socket
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +28,11 @@ from typing import Any
 import torch
 
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
+from dgc.optim import ErrorStatePart
 from dgc_training.atomic_write import write_atomically, write_json
-from dgc_training.checkpoint.reshard import blend, shares
+from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors
+from dgc_training.checkpoint.reshard import FixedSize, redistribute
 from dgc_training.faults.failure import UsageError
-
-
-def read_tensors(path: Path) -> Any:
-    """Loads a file of `torch.save` onto the CPU. Raises ValueError, with the path, if it cannot be read."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
 
 
 def checkpoint_name(epoch: int, step: int = 0) -> str:
@@ -51,40 +44,19 @@ def _sort_key(folder: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", folder.name)]
 
 
-def fingerprint(path: Path) -> dict[str, int]:
-    """Length and CRC-32 of a file. torch.load does not verify the checksums inside its files."""
-    crc, length = 0, 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc, length = zlib.crc32(block, crc), length + len(block)
-    return {"bytes": length, "crc32": crc}
-
-
-def check_file(path: Path, expected: Any) -> None:
-    """Raises ValueError if `path` is missing or differs from its entry in the manifest."""
-    if not path.exists():
-        raise ValueError(f"{path} is missing on {socket.gethostname()}")
-    found = fingerprint(path)
-    if found != expected:
-        raise ValueError(f"{path} is not the file that was written: {found} now, {expected} when written")
-
-
-class FixedSize(ValueError):
-    """The states of the ranks cannot be redistributed to another number of ranks."""
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint as loaded on one rank.
 
     If it was saved on a different number of ranks, `own` has only "compression": this rank's share of their
-    error state.
+    error state. redistributed: whether `own["compression"]` comes from other ranks or machines.
     """
 
     name: str
     size: int
     shared: dict[str, Any]
     own: dict[str, Any]
+    redistributed: bool = False
 
 
 class Checkpoints:
@@ -108,15 +80,20 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         own_path, shared_path = folder / f"rank{rank}.pt", folder / "shared.pt"
         write_atomically(own_path, lambda path: torch.save(own, path))
+        part = part_of(own)
+        machine = rank if part is None else part["machine"]
         written = {own_path.name: fingerprint(own_path)}
         if rank == 0:
             write_atomically(shared_path, lambda path: torch.save(shared, path))
             written[shared_path.name] = fingerprint(shared_path)
         # This is also a barrier: all ranks have written their parts when the names below are written.
-        parts = all_gather_object(self.transport, written, name="checkpoint.files")
+        written_by = all_gather_object(self.transport, (written, machine), name="checkpoint.files")
         if rank == 0:
-            files = {file: entry for part in parts for file, entry in part.items()}
-            write_json(folder / "manifest.json", {"size": size, "files": files})
+            files = {file: entry for entries, _ in written_by for file, entry in entries.items()}
+            manifest: dict[str, Any] = {"size": size, "files": files}
+            if part is not None:
+                manifest["machines"] = [machine for _, machine in written_by]
+            write_json(folder / "manifest.json", manifest)
             write_json(self.directory / "latest.json", {"checkpoint": name})
             if best:
                 write_json(self.directory / "best.json", {"checkpoint": name})
@@ -201,12 +178,14 @@ class Checkpoints:
                 raise UsageError(text)
         return [(host, found) for host, found, _ in views]
 
-    def load(self, name: str, own_part: bool = True) -> Loaded:
+    def load(self, name: str, own_part: bool = True, part: ErrorStatePart | None = None) -> Loaded:
         """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `UsageError`.
 
         own_part=False reads only the shared part, for evaluation on any number of ranks; `own` is then empty.
+        part: the part of the error state that the optimizer needs.
         """
-        shared, manifest, own, problem = None, None, {}, None
+        own: dict[str, Any] = {}
+        shared, manifest, problem, redistributed = None, None, None, False
         folder = self.directory / name
         if self.transport.rank == 0:
             try:
@@ -218,19 +197,20 @@ class Checkpoints:
         shared, manifest = broadcast_object(self.transport, (shared, manifest), name="checkpoint.shared")
         if manifest is not None and own_part:
             try:
-                own = self._read_own(folder, manifest)
+                own, redistributed = self._read_own(folder, manifest, part)
             except FixedSize as error:
                 problem = str(error)
             except (ValueError, OSError) as error:
                 problem = f"is damaged: {error}"
-        problems = [
-            text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text
-        ]
+        problems = [text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text]
         if problems:
             raise UsageError(f"checkpoint {folder} {problems[0]}. --no-resume renames this run and starts again.")
-        return Loaded(name, manifest["size"], shared, own)
+        return Loaded(name, manifest["size"], shared, own, redistributed)
 
-    def _read_own(self, folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    def _read_own(
+        self, folder: Path, manifest: dict[str, Any], part: ErrorStatePart | None
+    ) -> tuple[dict[str, Any], bool]:
+        """Returns this rank's part, and whether its error state comes from other ranks or machines."""
         rank, size = self.transport.rank, self.transport.size
 
         def read(old: int) -> Any:
@@ -243,35 +223,27 @@ class Checkpoints:
                 raise ValueError(f"{error} (needed because {size} ranks resume {manifest['size']})") from None
             return read_tensors(path)
 
-        if manifest["size"] == size:
-            return read(rank)
-        weights = shares(manifest["size"], size, rank)
-        states = {}
-        for old in weights:
+        own: dict[str, Any] = read(rank) if manifest["size"] == size else {}
+        if manifest["size"] == size and part_of(own) == part:
+            return own, False
+
+        def read_compression(old: int) -> dict[str, Any]:
             content = read(old)
-            if not isinstance(content, dict) or "compression" not in content:
+            if not isinstance(content, dict) or not isinstance(content.get("compression"), dict):
                 raise ValueError(f"rank{old}.pt has no error state")
-            states[old] = content["compression"]
+            return content["compression"]
+
         try:
-            return {"compression": blend(states, weights, "compression")}
-        except ValueError as error:
+            compression = redistribute(read_compression, manifest["machines"], rank, size, part)
+        except FixedSize as error:
             raise FixedSize(
                 f"was saved by {manifest['size']} ranks and cannot be resumed by {size}: {error}. Start "
                 f"{manifest['size']} ranks, or resume from a checkpoint after an epoch"
             ) from error
+        return {**own, "compression": compression}, True
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns {"size": ranks, "files": {name: fingerprint}}. Raises ValueError if the manifest is not valid."""
-    path = folder / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text())
-        size, files = manifest["size"], manifest["files"]
-        # The length is compared first, because a damaged number of ranks may be huge.
-        if type(size) is not int or size < 1 or len(files) != size + 1:
-            raise ValueError(f"it does not list the files of {size} ranks")
-        if files.keys() != {"shared.pt", *(f"rank{rank}.pt" for rank in range(size))}:
-            raise ValueError(f"it lists {sorted(files)[:5]}, not the files of {size} ranks")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return {"size": size, "files": files}
+def part_of(own: Any) -> ErrorStatePart | None:
+    """The part of a machine's error state in a rank's file; None if the rank has an error state of its own."""
+    compression = own.get("compression") if isinstance(own, dict) else None
+    return compression.get("part") if isinstance(compression, dict) else None

@@ -7,6 +7,9 @@ from typing import Any
 from dgc_training.checkpoint.validation import check_structure
 
 MAX_COUNT = 2**62
+# counts of the meter, over the whole run
+BYTES = ("payload_bytes", "wire_bytes", "cross_wire_bytes", "dense_wire_bytes", "dense_cross_wire_bytes")
+OPTIONAL = ("cross_wire_bytes", "dense_cross_wire_bytes")  # missing in checkpoints of earlier versions
 
 
 @dataclass
@@ -24,7 +27,9 @@ class TrainingProgress:
     training_seconds: float = 0.0
     payload_bytes: int = 0
     wire_bytes: float = 0.0
+    cross_wire_bytes: float = 0.0
     dense_wire_bytes: float = 0.0
+    dense_cross_wire_bytes: float = 0.0
     dropped_steps: int = 0
     best_epoch: int = 0
     best: dict[str, float] = field(default_factory=dict)
@@ -44,7 +49,9 @@ class TrainingProgress:
 def check_progress(saved: Any) -> None:
     """Raises ValueError unless `saved` is `asdict` of a TrainingProgress."""
     fresh = asdict(TrainingProgress())
-    check_structure(saved, {**fresh, **{key: None for key in ("best", "latest")}}, "progress")
+    missing = [key for key in OPTIONAL if isinstance(saved, dict) and key not in saved]
+    expected = {key: None if key in ("best", "latest") else fresh[key] for key in fresh if key not in missing}
+    check_structure(saved, expected, "progress")
     for key, value in saved.items():
         if isinstance(fresh[key], dict):
             if not isinstance(value, dict) or not all(isinstance(v, float) for v in value.values()):

@@ -10,14 +10,23 @@ Columns sum to new/old, so the mean over the new ranks equals the mean over the 
 rank begins with a larger error state than ranks had before, as it would if some states were scaled up. All updates
 of error and momentum are linear, so the mean evolves as it would have on the old ranks. A new rank combines at
 most ceil(old/new) + 1 old ranks, so a sparse error state stays about as sparse.
+
+On two levels (`hierarchical`) the ranks of a machine divide one error state among them. Machines then take the
+place of ranks: `merge` puts the parts of an old machine together, and `select` takes the part of a new rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from dgc.optim import ErrorStatePart
+
+
+class FixedSize(ValueError):
+    """The states of the ranks cannot be redistributed to another number of ranks."""
 
 
 def shares(old_size: int, new_size: int, rank: int) -> dict[int, Fraction]:
@@ -53,21 +62,86 @@ def blend(states: Mapping[int, Any], weights: Mapping[int, Fraction], where: str
         if any(part.keys() != first.keys() for part in parts):
             raise ValueError(f"{where} has different keys on the ranks that saved it")
         return {
-            key: blend({rank: states[rank][key] for rank in weights}, weights, f"{where}.{key}")
-            for key in first
+            key: blend({rank: states[rank][key] for rank in weights}, weights, f"{where}.{key}") for key in first
         }
     if isinstance(first, list | tuple):
         if any(len(part) != len(first) for part in parts):
             raise ValueError(f"{where} has different lengths on the ranks that saved it")
         return type(first)(
-            blend({rank: states[rank][i] for rank in weights}, weights, f"{where}.{i}")
-            for i in range(len(first))
+            blend({rank: states[rank][i] for rank in weights}, weights, f"{where}.{i}") for i in range(len(first))
         )
     if isinstance(first, Tensor):
         return _blend_tensors(parts, [float(weight) for weight in weights.values()], where)
     if any(part != first for part in parts):
         raise ValueError(f"{where} differs between the ranks that saved it and is not a tensor: {parts}")
     return first
+
+
+def merge(parts: Sequence[Any], where: str = "state") -> Any:
+    """Put the states together that the ranks of one machine have saved on two levels.
+
+    Each has other parameters. A counter of a rank without parameters may be behind: the largest is taken.
+
+    Raises:
+        ValueError: with the key, if values differ and are not numbers.
+    """
+    first = parts[0]
+    if all(isinstance(part, dict) for part in parts):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: merge([part[key] for part in parts if key in part], f"{where}.{key}") for key in keys}
+    if all(type(part) in (int, float) for part in parts):
+        return max(parts)
+    for part in parts[1:]:
+        same = (
+            torch.equal(part, first) if isinstance(part, Tensor) and isinstance(first, Tensor) else part == first
+        )
+        if not same:
+            raise ValueError(f"{where} differs between ranks of one machine")
+    return first
+
+
+def select(state: Any, part: ErrorStatePart) -> Any:
+    """The part of a machine's state that belongs to one of its ranks."""
+    if not isinstance(state, dict):
+        return state
+    tensors, names = set(part["tensors"]), {*part["tensors"], *part["others"]}
+    is_by_name = state.keys() <= names
+    return {key: select(value, part) for key, value in state.items() if not is_by_name or key in tensors}
+
+
+def redistribute(
+    read: Callable[[int], dict[str, Any]],
+    machines: Sequence[int],
+    rank: int,
+    size: int,
+    part: ErrorStatePart | None,
+) -> dict[str, Any]:
+    """This rank's share of the error state that other ranks or machines have saved.
+
+    Args:
+        read: returns the saved `compression_state_dict()` of an old rank.
+        machines: for each old rank, the number of the error state that it had a part of: its machine's on two
+            levels, otherwise its own.
+        rank, size: this rank and the number of ranks.
+        part: the new optimizer's `part`.
+
+    Raises:
+        FixedSize: with the key, if values differ and cannot be summed.
+    """
+    own, states = (rank, size) if part is None else (part["machine"], part["machines"])
+    weights = shares(max(machines) + 1, states, own)
+    ranks = {old: [rank for rank, machine in enumerate(machines) if machine == old] for old in weights}
+    saved = {old: [_without_part(read(rank)) for rank in ranks[old]] for old in weights}
+    try:
+        merged = {old: merge(parts) for old, parts in saved.items()}
+        mixed = blend(merged, weights, "compression")
+    except ValueError as error:
+        raise FixedSize(str(error)) from error
+    return cast(dict[str, Any], mixed) if part is None else {**select(mixed, part), "part": part}
+
+
+def _without_part(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "part"}
 
 
 def _blend_tensors(parts: list[Tensor], weights: list[float], where: str) -> Tensor:

@@ -144,6 +144,16 @@ class RunState:
             setattr(self.progress, name, value)
         with loading(own_file):
             self.optimizer.load_compression_state_dict(own["compression"])
+        if loaded.redistributed and self.transport.rank == 0:
+            how = f"by {loaded.size} ranks and is resumed by {self.transport.size}"
+            if same_size:
+                how = "with another division of the error state (train.hierarchical, machines, train.bucket_mb)"
+            seeds = "" if same_size else "; random generators are seeded again"
+            warnings.warn(
+                f"checkpoint {loaded.name} was saved {how}: unsent gradients (the error state) are redistributed "
+                f"so that their mean over the ranks is unchanged{seeds}.",
+                stacklevel=2,
+            )
         if not same_size:
             self._continue_on_other_size(loaded)
             return
@@ -165,16 +175,9 @@ class RunState:
         progress.step = min(progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)
         if self.csv is not None:
             self.csv.begin_at(progress.epoch, progress.step, progress.training_seconds)
-        if self.transport.rank == 0:
+        if self.schedule.counts_steps and self.transport.rank == 0:
             warnings.warn(
-                f"checkpoint {loaded.name} was saved by {loaded.size} ranks and is resumed by {size}: "
-                "unsent gradients (the error state) are redistributed so that their mean over the ranks is "
-                "unchanged; random generators are seeded again.",
+                "train.schedule_lr_per_epoch is False: the scheduler counts steps, and an epoch has another "
+                f"number of them now, {self.schedule.steps_per_epoch}. It continues at the same step.",
                 stacklevel=2,
             )
-            if self.schedule.counts_steps:
-                warnings.warn(
-                    "train.schedule_lr_per_epoch is False: the scheduler counts steps, and an epoch has another "
-                    f"number of them now, {self.schedule.steps_per_epoch}. It continues at the same step.",
-                    stacklevel=2,
-                )

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from dgc.comm.trace import Trace
+from dgc_training.checkpoint.progress import BYTES
 from dgc_training.checkpoint.state import RunState
 from dgc_training.config import to_yaml
 from dgc_training.faults.error_growth import ErrorGrowthMonitor
@@ -76,8 +77,8 @@ class Log:
         self.seconds_before = progress.seconds
         # The meter continues from the run's totals, so that a resumed run rounds them like an uninterrupted one.
         meter = state.optimizer.meter
-        meter.payload_bytes, meter.wire_bytes = progress.payload_bytes, progress.wire_bytes
-        meter.dense_wire_bytes = progress.dense_wire_bytes
+        for name in BYTES:
+            setattr(meter, name, getattr(progress, name))
         meter.trace = self.trace
         self.dropped_before = progress.dropped_steps
         self.last = self._snapshot()
@@ -107,6 +108,8 @@ class Log:
             f"transport: {transport}\n"
             f"settings that differ from the defaults (config.yaml has all):\n{changed_settings(self.tree)}"
         )
+        if (part := self.optimizer.part) is not None:
+            self.print(f"gradients are compressed between {part['machines']} machines, and dense inside them")
         if resumed is not None:
             done = self.progress.epoch >= self.tree.train.num_epochs
             self.print(f"resumed from checkpoint {resumed}" + (". The run is finished" if done else ""))
@@ -119,6 +122,7 @@ class Log:
         counts = {
             "bytes/payload_per_step": float(meter.payload_bytes),
             "bytes/wire_per_step": meter.wire_bytes,
+            "bytes/cross_wire_per_step": meter.cross_wire_bytes,
             "bytes/dense_wire_per_step": meter.dense_wire_bytes,
         }
         seconds = {f"time/{name}": value for name, value in {**self.timer.seconds, **meter.seconds}.items()}
@@ -137,9 +141,8 @@ class Log:
         progress.step += 1
         progress.samples += samples
         progress.seconds = self.seconds_before + time.perf_counter() - self.started
-        progress.payload_bytes = meter.payload_bytes
-        progress.wire_bytes = meter.wire_bytes
-        progress.dense_wire_bytes = meter.dense_wire_bytes
+        for name in BYTES:
+            setattr(progress, name, getattr(meter, name))
         progress.dropped_steps = self.dropped_before + getattr(self.optimizer, "dropped_steps", 0)
         self.loss_sum += loss
         self.steps += 1

@@ -28,7 +28,9 @@ def summarize(name: str, progress: TrainingProgress, *, ranks: int, metric: str 
         "final": progress.latest,
         "payload_bytes": progress.payload_bytes,
         "wire_bytes": round(progress.wire_bytes),
+        "cross_wire_bytes": round(progress.cross_wire_bytes),
         "dense_wire_bytes": round(dense),
+        "dense_cross_wire_bytes": round(progress.dense_cross_wire_bytes),
         "wire_over_dense": progress.wire_bytes / dense if dense else None,
         "dropped_steps": progress.dropped_steps,
     }
@@ -48,6 +50,9 @@ def table(summary: dict[str, Any]) -> str:
         rows.append(("payload per rank", human_bytes(summary["payload_bytes"])))
         rows.append(("wire bytes per rank", f"{human_bytes(wire)}, {against_dense(wire, dense)}"))
         rows.append(("dense wire bytes", human_bytes(dense)))
+        cross, dense_cross = summary["cross_wire_bytes"], summary["dense_cross_wire_bytes"]
+        if 0 < dense_cross < dense:  # several machines of several ranks
+            rows.append(("between machines", f"{human_bytes(cross)}, {against_dense(cross, dense_cross)}"))
     elif summary["ranks"] == 1:
         rows.append(("wire bytes per rank", "0 B (1 process: nothing is sent)"))
     if summary["dropped_steps"]:

@@ -14,6 +14,7 @@ TAGS = {
     "compression/error_norm": "L2 norm of rank 0's error state: the unsent part of its gradients.",
     "bytes/payload_per_step": "Bytes per step that one rank contributes to collectives and messages.",
     "bytes/wire_per_step": "Bytes per step that one rank sends to carry its payload.",
+    "bytes/cross_wire_per_step": "Those of them that go to other machines.",
     "bytes/dense_wire_per_step": "Bytes per step that one rank would send in a dense fp32 all-reduce.",
     "bytes/wire_over_dense": "wire_per_step / dense_wire_per_step.",
     "bytes/wire": "Bytes that one rank has sent since the run's first start.",

@@ -47,8 +47,9 @@ def open_transport(settings: DictConfig, connect: Callable[..., Transport]) -> T
     """Calls `connect` with what the algorithm of the config's `train` needs."""
     with config_errors():
         gossip = build(settings.gossip)
+        levels = {"on": True, "off": False}.get(settings.hierarchical, settings.hierarchical)
         return connect(
-            hierarchical=gossip is not None and gossip.needs_groups,
+            hierarchical=levels if gossip is None else gossip.needs_groups,
             timeout=settings.timeout,
             point_to_point=gossip is not None,
         )
@@ -76,4 +77,5 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module, settings: DictConfig,
         bucket_mb=settings.bucket_mb,
         nonfinite=settings.nonfinite,
         transport=transport,
+        hierarchical=settings.hierarchical,
     )

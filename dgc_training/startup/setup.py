@@ -29,7 +29,14 @@ def require_complete(tree: DictConfig, devices: str) -> None:
             raise ConfigError(
                 f"{key} ({meaning}) is not set. Begin with an experiment, such as configs/digits/cnn.py."
             )
+    if tree.train.hierarchical not in ("auto", "on", "off", True, False):
+        raise ConfigError(f"train.hierarchical is {tree.train.hierarchical!r}, not auto, on or off")
     if tree.train.gossip is not None:
+        if tree.train.hierarchical in ("on", True):
+            raise ConfigError(
+                "train.hierarchical compresses gradients between machines; for gossip between machines set it to "
+                "auto or off and stack configs/gossip/machines.py"
+            )
         if tree.train.compression._target_ != "dgc.compression.DenseCompressor":
             raise ConfigError(
                 f"train.gossip exchanges models, so train.compression ({tree.train.compression._target_}) has no "

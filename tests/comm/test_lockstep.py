@@ -233,7 +233,7 @@ def test_different_numbers_of_requests() -> None:
     def two() -> Any:
         return (yield (AllReduce(ONE), AllReduce(ONE)))
 
-    with pytest.raises(LockstepError, match=r"different numbers of requests: \[2, 1\]"):
+    with pytest.raises(LockstepError, match="different numbers of requests: rank 1 sent 1 to the group 'world', "):
         LockstepWorld(2).converse("test", [two(), ask(AllReduce(ONE))])
 
 
@@ -450,3 +450,16 @@ def test_a_conversation_names_its_rounds() -> None:
 
     RunningConversation("bucket", body(), Transport(LockstepWorld(1), 0), TrafficMeter()).finish()
     assert names == ["bucket.0", "bucket.1"]
+
+
+def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others() -> None:
+    def body(rank: int, aligned: bool) -> Any:
+        local, cross = AllReduce(torch.ones(1), "sum", "local"), AllGather(torch.full((1,), rank), "cross")
+        mine = (cross,) if rank % 2 else ()
+        replies = yield (local, *mine) if aligned else (*mine, local)
+        return [[int(element) for element in reply] for reply in replies]
+
+    expected = [[[2]], [[2], [1, 3]], [[2]], [[2], [1, 3]]]
+    assert LockstepWorld(4, 2).converse("test", [body(rank, True) for rank in range(4)]) == expected
+    with pytest.raises(LockstepError, match=r"'local' are at the places \[1\] of rank 1, and \[0\] of rank 0"):
+        LockstepWorld(4, 2).converse("test", [body(rank, False) for rank in range(4)])

@@ -461,3 +461,26 @@ def test_the_original_s_aggregators_and_its_step_counter() -> None:
 def test_what_it_refuses(settings: Any, message: Any) -> None:
     with pytest.raises(ValueError, match=message):
         PowerSGDCompressor(**settings)
+
+
+def test_a_bucket_of_vectors_leaves_the_half_steps_of_matrices_in_the_saved_state() -> None:
+    """With one half step per step, a resumed run must begin with the other factor."""
+    matrix, vector = torch.zeros(20, 30), torch.zeros(7)
+
+    def fresh() -> Any:
+        compressor = PowerSGDCompressor(1)
+        buckets = [make_bucket("0", [("w", matrix)]), make_bucket("1", [("b", vector)])]
+        for bucket in buckets:
+            compressor.plan(bucket, 1, 0)
+        return compressor, buckets
+
+    def step(compressor: Any, buckets: Any, seed: int) -> Any:
+        for bucket in buckets:
+            bucket.flat.copy_(normal(bucket.numel, seed=seed))
+            LockstepWorld(1).converse("b", [compressor.reduce(bucket)])
+        return buckets[0].flat.clone()
+
+    (here, buckets), (there, others) = fresh(), fresh()
+    step(here, buckets, 0)
+    there.load_state_dict(here.state_dict())
+    assert torch.equal(step(here, buckets, 1), step(there, others, 1))

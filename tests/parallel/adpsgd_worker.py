@@ -1,6 +1,6 @@
 """Runs on every rank: asynchronous gossip over MPI beside Horovod; what each rank finds goes to a file of its own.
 
-    adpsgd_worker.py FOLDER SCENARIO...
+adpsgd_worker.py FOLDER SCENARIO...
 """
 
 import json

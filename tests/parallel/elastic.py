@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.files import Checkpoints, read_manifest, read_tensors
+from dgc_training.checkpoint.files import Checkpoints
+from dgc_training.checkpoint.reading import read_manifest, read_tensors
 
 REPOSITORY = Path(__file__).parents[2]
 CHECKPOINT_EVERY = 3

@@ -1,6 +1,6 @@
 """Runs scripts of examples/ one after another in each rank, as their command does, and writes what they end with.
 
-    mpirun -np 2 python tests/parallel/examples_worker.py OUT EPOCHS SCRIPT..
+mpirun -np 2 python tests/parallel/examples_worker.py OUT EPOCHS SCRIPT..
 """
 
 import json

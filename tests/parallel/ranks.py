@@ -2,8 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,50 @@ def torchrun(ranks: int, words: list[str], timeout: float = 300) -> subprocess.C
     return _run(torchrun_command(ranks, words), environment, timeout)
 
 
+def two_machines(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """mpirun with two daemons on this machine, which count as two machines with half of the ranks each."""
+    command, environment = prepare(ranks, words)
+    with tempfile.TemporaryDirectory() as folder:
+        # in place of ssh: HOST COMMAND, each host with a temporary folder of its own
+        agent = Path(folder, "agent")
+        agent.write_text('#!/bin/sh\nmkdir -p "$0.$1"; export TMPDIR="$0.$1"; shift; exec sh -c "$*"\n')
+        agent.chmod(0o755)
+        options = f"-H machine0:{ranks // 2},machine1:{ranks // 2} --mca plm_rsh_agent {agent} --mca pml ob1"
+        options += " --mca btl tcp,self --mca btl_tcp_if_include lo"
+        return _run([command[0], *options.split(), *command[1:]], environment, timeout)
+
+
+def two_gloo_machines(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """horovodrun with the Gloo controller and two names of this machine."""
+    _, environment = prepare(ranks, words)
+    launcher = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(ranks)]
+    hosts = f"localhost:{ranks // 2},127.0.0.1:{ranks // 2}"
+    return _run([*launcher, "-H", hosts, sys.executable, *words], environment, timeout)
+
+
+def two_agents(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """torchrun with two agents on this machine, which count as two machines with half of the ranks each.
+
+    The output is that of both, one after the other.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = f"--nnodes 2 --nproc-per-node {ranks // 2} --master-addr 127.0.0.1 --master-port {port} --node-rank"
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options.split()]
+    with ThreadPoolExecutor(2) as pool:
+        agents = pool.map(
+            lambda agent: _run([*launcher, str(agent), *words], dict(os.environ), timeout), range(2)
+        )
+        first, second = agents
+    return subprocess.CompletedProcess(
+        first.args,
+        first.returncode or second.returncode,
+        first.stdout + second.stdout,
+        first.stderr + second.stderr,
+    )
+
+
 def alone(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """One process, no launcher."""
     assert ranks == 1
@@ -55,9 +102,11 @@ def _run(command: list[str], environment: dict[str, str], timeout: float) -> sub
     )
 
 
-def findings(ranks: int, directory: Path, *scenarios: str, launch: Any = mpirun) -> list[dict[str, Any]]:
+def findings(
+    ranks: int, directory: Path, *scenarios: str, launch: Any = mpirun, worker: str = "worker.py"
+) -> list[dict[str, Any]]:
     """What each rank's scenarios returned, by rank. One launch runs them all."""
     directory.mkdir(parents=True, exist_ok=True)
-    done = launch(ranks, [str(HERE / "worker.py"), str(directory), *scenarios])
+    done = launch(ranks, [str(HERE / worker), str(directory), *scenarios])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]

@@ -1,13 +1,15 @@
 """Every script of examples/ trains, and its ranks end with the state that examples/README.md promises."""
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
-from parallel.ranks import REPOSITORY, mpirun
+from parallel.ranks import REPOSITORY, mpirun, torchrun, two_agents
 
 EXAMPLES = REPOSITORY / "examples"
-SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "digits.py")
+SCRIPTS = sorted(EXAMPLES.glob("train_*.py"))  # with Horovod
 
 
 @pytest.mark.horovod
@@ -25,7 +27,28 @@ def test_the_examples_train_and_end_with_one_state(tmp_path: Path) -> None:
     assert done.stdout.count("epoch 4: loss") == 4
 
 
-def test_the_table_lists_every_script() -> None:
-    table = (EXAMPLES / "README.md").read_text()
-    assert all(f"[{path.name}]({path.name})" in table for path in SCRIPTS)
+def test_fsdp2_on_two_machines() -> None:
+    words = ["--no-python", sys.executable, "-W", "error", str(EXAMPLES / "fsdp2.py"), "12"]
+    done = two_agents(4, words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    epochs = re.findall(r"epoch \d+: loss (\S+), test accuracy (\S+) %", done.stdout)
+    assert len(epochs) == 12 and float(epochs[-1][0]) < 0.4 * float(epochs[0][0])
+    assert float(epochs[-1][1]) > 85
+    sent, dense = map(float, re.findall(r"([\d.]+) MB", done.stdout))
+    assert sent < dense / 10
+
+
+def test_ddp() -> None:
+    done = torchrun(2, ["-W", "error", str(EXAMPLES / "ddp.py"), "8"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    epochs = re.findall(r"epoch \d+: loss (\S+), test accuracy (\S+) %", done.stdout)
+    assert len(epochs) == 8 and float(epochs[-1][0]) < 0.1 * float(epochs[0][0])
+    assert float(epochs[-1][1]) > 90
+    sent, dense = map(float, re.findall(r"([\d.]+) MB", done.stdout))
+    assert sent < dense / 10
+
+
+def test_the_page_names_every_script() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    assert all(f"[{path.name}]({path.name})" in page for path in EXAMPLES.glob("*.py"))
     assert all(len(path.read_text().splitlines()) < 80 for path in EXAMPLES.glob("*.py"))

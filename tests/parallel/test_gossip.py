@@ -87,6 +87,7 @@ class Dying(DigitsCNN):
 """
 
 
+@pytest.mark.horovod
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_that_dies_ends_the_run(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dying.py").write_text(DYING_MODEL.replace("HOW", how))

@@ -30,7 +30,7 @@ from small_runs import METHODS  # type: ignore[import-not-found]  # run as a scr
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.files import fingerprint
+from dgc_training.checkpoint.reading import fingerprint
 
 SECONDS = 60  # time limit of a case
 QUICK = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dgc_training.checkpoint.files import read_tensors
+from dgc_training.checkpoint.reading import read_tensors
 from scripts.launch import prepare
 from scripts.launch import torchrun as torchrun_command
 

@@ -11,7 +11,7 @@ import pytest
 from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, Restart, kill
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dgc_training.checkpoint.files import read_manifest
+from dgc_training.checkpoint.reading import read_manifest
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 KILLS = 4  # of each kind, in a chunk

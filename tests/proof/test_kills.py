@@ -13,7 +13,8 @@ import pytest
 from proof.small_runs import METHODS, Run, assert_same_end, finish, latest, send
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.files import Checkpoints, read_tensors
+from dgc_training.checkpoint.files import Checkpoints
+from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.faults.interruption import EXIT_SAVED
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]

@@ -11,7 +11,8 @@ import torch
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.atomic_write import write_atomically
-from dgc_training.checkpoint.files import Checkpoints, checkpoint_name, read_tensors
+from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
+from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.faults.failure import UsageError
 
 

@@ -13,7 +13,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc_training.checkpoint.files import read_tensors
+from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
 

@@ -13,7 +13,7 @@ from omegaconf import open_dict, read_write
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.files import read_tensors
+from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.interruption import Interruption
 from dgc_training.startup.arguments import parse_arguments

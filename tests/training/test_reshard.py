@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor
+from dgc.compression import DGCCompressor, PowerSGDCompressor, ThresholdCompressor
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc_training.checkpoint.reshard import blend, shares
+from dgc_training.checkpoint.reshard import blend, merge, redistribute, select, shares
 
 
 @pytest.mark.parametrize("old", range(1, 9))
@@ -100,3 +100,111 @@ def test_values_equal_on_all_ranks_are_kept_bit_for_bit() -> None:
 def test_values_that_cannot_be_summed_are_reported(first: Any, second: Any) -> None:
     with pytest.raises(ValueError, match=r"^state"):
         blend({0: first, 1: second}, shares(2, 1, 0))
+
+
+# --- two levels ------------------------------------------------------------------------------------------
+
+METHODS: dict[str, Any] = {
+    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory()),
+    "powersgd": lambda: PowerSGDCompressor(2, high_rank=3),
+    "2bit": lambda: ThresholdCompressor(threshold=0.1),
+}
+# (ranks, ranks of each machine; None: all ranks alike)
+FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (4, 2), (6, 2), (6, 3)
+
+
+def run(
+    transport: Any, method: str, two_levels: bool, states: Any = None, machines: Any = None, **settings: Any
+) -> Any:
+    """The error state after four steps, or, with the states of other ranks, this rank's share of them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
+    optimizer = DistributedOptimizer(
+        DGCSGD(model.parameters(), lr=0.05, momentum=0.9),
+        model.named_parameters(),
+        METHODS[method](),
+        transport=transport,
+        hierarchical="on" if two_levels else "off",
+        **settings,
+    )
+    optimizer.begin_epoch(0)
+    if states is not None:
+        own = redistribute(states.__getitem__, machines, transport.rank, transport.size, optimizer.part)
+        optimizer.load_compression_state_dict(own)
+        return optimizer.compression_state_dict()
+    generator = torch.Generator().manual_seed(transport.rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(6, 12, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return optimizer.compression_state_dict()
+
+
+def world(layout: tuple[int, int | None], method: str, *args: Any, **settings: Any) -> list[Any]:
+    size, local = layout
+    return LockstepWorld(size, local).run(lambda t: run(t, method, local is not None, *args, **settings))
+
+
+def machines_of(layout: tuple[int, int | None]) -> list[int]:
+    size, local = layout
+    return [rank // (local or 1) for rank in range(size)]
+
+
+def means(states: list[Any]) -> dict[str, torch.Tensor]:
+    """The mean of each tensor over the ranks that have it."""
+    tensors: dict[str, list[torch.Tensor]] = {}
+    for state in states:
+        for where, value in leaves({key: part for key, part in state.items() if key != "part"}).items():
+            if isinstance(value, torch.Tensor):
+                tensors.setdefault(where, []).append(value.double())
+    return {where: torch.stack(parts).mean(0) for where, parts in tensors.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (TWO_BY_TWO, FLAT_4),
+        (FLAT_4, TWO_BY_TWO),
+        (FLAT_3, TWO_BY_THREE),
+        (TWO_BY_TWO, THREE_BY_TWO),
+        (THREE_BY_TWO, TWO_BY_THREE),
+        (TWO_BY_THREE, FLAT_3),
+    ],
+)
+def test_the_mean_is_preserved_between_machines_and_ranks(method: str, old: Any, new: Any) -> None:
+    before = world(old, method)
+    after = world(new, method, before, machines_of(old))
+    expected, found = means(before), means(after)
+    assert expected.keys() == found.keys() and len(expected) >= 4
+    for where, mean in expected.items():
+        assert (found[where] - mean).abs().max() <= 2**-22 * max(1.0, float(mean.abs().max())), where
+    counters = [{w: v for w, v in leaves(state).items() if w.endswith(".steps")} for state in (*before, *after)]
+    assert max(counters[0].values()) == 4 and all(max(own.values()) == 4 for own in counters)
+
+
+def test_other_buckets_only_move_tensors_between_the_ranks_of_a_machine() -> None:
+    before = world(TWO_BY_TWO, "dgc", bucket_mb=1e-4)
+    after = world(TWO_BY_TWO, "dgc", before, machines_of(TWO_BY_TWO))
+    assert [state["part"]["tensors"] for state in before] != [state["part"]["tensors"] for state in after]
+    for machine in (0, 2):
+        found: dict[str, torch.Tensor] = {}
+        expected: dict[str, torch.Tensor] = {}
+        for tensors, states in ((found, after), (expected, before)):
+            for state in states[machine:][:2]:
+                tensors |= {w: v for w, v in leaves(state).items() if isinstance(v, torch.Tensor)}
+        assert len(expected) >= 4 and found.keys() == expected.keys()
+        assert all(torch.equal(found[where], tensor) for where, tensor in expected.items())
+
+
+def test_names_of_parameters_and_of_a_state_may_be_alike() -> None:
+    part: Any = {"machine": 0, "machines": 1, "tensors": ["P"], "others": ["errors", "Q"]}
+    state = {"P": {"P": 1, "Q": 2}, "errors": {"P": 3, "errors": 4}, "steps": 5}
+    assert select(state, part) == {"P": {"P": 1}, "errors": {"P": 3}, "steps": 5}
+
+
+def test_parts_that_contradict_are_reported() -> None:
+    assert merge([{"steps": 0, "v": {}}, {"steps": 3, "v": {"w": 1.5}}]) == {"steps": 3, "v": {"w": 1.5}}
+    for first, second in (("a", "b"), (torch.zeros(2), torch.ones(2)), (True, 1), (torch.zeros(2), None)):
+        with pytest.raises(ValueError, match=r"^state\.a differs between ranks of one machine"):
+            merge([{"a": first}, {"a": second}])

@@ -11,8 +11,8 @@ import torch
 import train
 from dgc import kernels
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.files import fingerprint, read_tensors
 from dgc_training.checkpoint.progress import TrainingProgress
+from dgc_training.checkpoint.reading import fingerprint, read_tensors
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
 from dgc_training.labels import LabelCheck

@@ -34,26 +34,45 @@ def invalidate(launched: Iterable[Request]) -> None:
                 tensor.fill_(float("nan"))
 
 
-def check_agreement(name: str, requests: Mapping[int, Request], shapes: bool = True) -> None:
-    """Check that the ranks' requests match.
+def check_places(name: str, group: str, places: Mapping[int, Sequence[int]]) -> None:
+    """Check that the ranks of a group have sent their requests to it at the same places among all requests.
 
-    Kind and group must be equal. With `shapes`, dtype, operation and root must be equal as well, and the shape if
-    the kind requires it. These may differ between groups.
+    Transports name a request by its place.
+
+    Raises:
+        LockstepError: A place differs. The message names both ranks.
+    """
+    (first, expected), *others = places.items()
+    for rank, own in others:
+        if len(own) != len(expected):
+            raise LockstepError(
+                f"{name}: ranks sent different numbers of requests: rank {rank} sent {len(own)} to the group "
+                f"{group!r}, rank {first} sent {len(expected)}{HINT}"
+            )
+        if own != expected:
+            raise LockstepError(
+                f"{name}: requests to the group {group!r} are at the places {own} of rank {rank}, and {expected} "
+                f"of rank {first}"
+            )
+
+
+def check_agreement(name: str, requests: Mapping[int, Request]) -> None:
+    """Check that the requests of a group's ranks match.
+
+    Kind, dtype, operation and root must be equal, and the shape if the kind requires it.
 
     Raises:
         LockstepError: A request differs. The message names both ranks.
     """
-    (first, expected), *others = ((rank, _signature(request, shapes)) for rank, request in requests.items())
+    (first, expected), *others = ((rank, _signature(request)) for rank, request in requests.items())
     for rank, signature in others:
         if signature != expected:
             raise LockstepError(f"{name}: rank {rank} sent {signature}, rank {first} sent {expected}{HINT}")
 
 
-def _signature(request: Request, shapes: bool) -> tuple[object, ...]:
+def _signature(request: Request) -> tuple[object, ...]:
     """The properties that must be equal on all ranks."""
     kind = (type(request).__name__, request.group)
-    if not shapes:
-        return kind
     match request:
         case AllReduce(tensor, op) | ReduceScatter(tensor, op):
             return (*kind, tuple(tensor.shape), tensor.dtype, op)

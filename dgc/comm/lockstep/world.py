@@ -10,12 +10,12 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.lockstep.order import LaunchOrder
-from dgc.comm.lockstep.rendezvous import HINT, check_agreement, execute, invalidate
 from dgc.comm.lockstep.rendezvous import LockstepError as LockstepError
+from dgc.comm.lockstep.rendezvous import check_agreement, check_places, execute, invalidate
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation, Exchange, Group, Reply, Request, T
 
@@ -174,7 +174,8 @@ class LockstepWorld:
 
     def launch(self, rank: int, name: str, requests: tuple[Request, ...], lane: str = "") -> _Rendezvous:
         with self._lock:
-            if self._strict and any(not isinstance(request, Exchange) for request in requests):
+            # ranks of a machine may have no request in a round
+            if self._strict and not (requests and all(isinstance(request, Exchange) for request in requests)):
                 if lane == "":
                     self.open_lane(rank, lane)
                 elif lane not in self._orders or not self._orders[lane].is_open(rank):
@@ -215,15 +216,15 @@ class LockstepWorld:
             return rendezvous.replies[rank]
 
     def _execute(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
-        if len({len(r) for r in requests}) > 1:
-            numbers = [len(r) for r in requests]
-            raise LockstepError(f"{name}: ranks sent different numbers of requests: {numbers}{HINT}")
-        replies: list[list[Reply]] = [[] for _ in range(self.size)]
-        for matching in zip(*requests, strict=True):
-            check_agreement(name, dict(enumerate(matching)), shapes=False)
-            for members in {tuple(self.members(matching[0].group, rank)) for rank in range(self.size)}:
-                check_agreement(name, {rank: matching[rank] for rank in members})
-                for rank, reply in zip(members, execute([matching[rank] for rank in members]), strict=True):
-                    replies[rank].append(reply)
+        replies: list[dict[int, Reply]] = [{} for _ in range(self.size)]
+        for group in get_args(Group):
+            for members in dict.fromkeys(tuple(self.members(group, rank)) for rank in range(self.size)):
+                own = {r: [i for i, request in enumerate(requests[r]) if request.group == group] for r in members}
+                check_places(name, group, own)
+                for i in own[members[0]]:
+                    matching = {rank: requests[rank][i] for rank in members}
+                    check_agreement(name, matching)
+                    for rank, reply in zip(members, execute(list(matching.values())), strict=True):
+                        replies[rank][i] = reply
         invalidate(request for of_rank in requests for request in of_rank)
-        return [tuple(r) for r in replies]
+        return [tuple(r[i] for i in sorted(r)) for r in replies]

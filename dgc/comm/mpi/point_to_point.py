@@ -12,11 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from dgc.comm.channel import Channel
+from dgc.comm.channel import Channel, MessageTags
 from dgc.comm.mpi.channel import MPIChannel
 from dgc.comm.mpi.runtime import running_mpi
 from dgc.comm.requests import Exchange, Group, Reply, Request, as_bytes
-from dgc.comm.tags import MessageTags
 from dgc.comm.transport import Transport
 
 MAX_COUNT = 2**31 - 1  # of elements in a message: a C int

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from dgc.comm.channel import Channel
+from dgc.comm.channel import Channel, MessageTags
 from dgc.comm.requests import (
     AllGather,
     AllReduce,
@@ -31,7 +31,6 @@ from dgc.comm.requests import (
     as_bytes,
 )
 from dgc.comm.staging import StagedTransport
-from dgc.comm.tags import MessageTags
 from dgc.comm.torch_distributed.groups import Lanes, Place
 from dgc.comm.torch_distributed.messages import GlooChannel, Neighbors
 from dgc.comm.transport import Transport
@@ -45,7 +44,7 @@ MAX_TAG = 2**31 - 1
 
 
 def connect(
-    hierarchical: bool = False, timeout: float | None = None, *, point_to_point: bool = False
+    hierarchical: bool | str = False, timeout: float | None = None, *, point_to_point: bool = False
 ) -> Transport:
     """Return a TorchTransport. GPU tensors go through pinned host memory if there is no NCCL, or for gossip.
 
@@ -74,7 +73,8 @@ class TorchTransport:
     """A transport over torch.distributed. It initialises the default process group unless that has been done.
 
     Args:
-        hierarchical: Create the `local` and `cross` groups as well. Must be the same on every rank.
+        hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
+            of them has several ranks. Must be the same on every rank.
         timeout: Seconds after which an operation that some ranks never joined fails. None: 1800.
         backend: Backend of the process groups: "gloo" or "cpu:gloo,cuda:nccl".
 
@@ -82,7 +82,7 @@ class TorchTransport:
         ValueError: torch.distributed cannot be initialised from the environment variables of the launcher.
     """
 
-    def __init__(self, hierarchical: bool = False, timeout: float | None = None, backend: str = "gloo"):
+    def __init__(self, hierarchical: bool | str = False, timeout: float | None = None, backend: str = "gloo"):
         duration = timedelta(seconds=DEFAULT_TIMEOUT if timeout is None else timeout)
         if not dist.is_initialized():
             if "RANK" in os.environ:
@@ -93,6 +93,8 @@ class TorchTransport:
         self._place = Place()
         machine = self._place.members("local")
         self.local_rank, self.local_size = machine.index(self.rank), len(machine)
+        if hierarchical == "auto":
+            hierarchical = len(self._place.machines) > 1 and len(self._place.across) > 1
         kinds: tuple[Group, ...] = ("world", "local", "cross") if hierarchical else ("world",)
         self._lanes = Lanes(self._place, kinds, backend, duration)
         self._neighbors = Neighbors()
@@ -164,6 +166,8 @@ class TorchTransport:
         members = self.members(request.group)
         sends = {members[to]: as_bytes(tensor) for to, tensor in request.sends.items()}
         receives = {members[source]: as_bytes(tensor) for source, tensor in request.receives.items()}
+        if self.rank in receives:  # Gloo has no connection of a rank to itself
+            receives.pop(self.rank).copy_(sends.pop(self.rank))
         return self._neighbors.start(self._tags.of(name), sends, receives), request.receives
 
 

@@ -183,7 +183,8 @@ class BucketState:
             for name, p, q, pair in zip(layout.names(batch), *rows, strict=True):
                 saved["P"][name], saved["Q"][name] = p.T.contiguous(), q.T.contiguous()
                 saved["sums"][name] = pair.clone()
-        saved["half_steps"], saved["steps"] = factors.half_steps, factors.steps
+        # a bucket without matrices has no half steps
+        saved["half_steps"], saved["steps"] = max(saved["half_steps"], factors.half_steps), factors.steps
 
     def _restored(self, saved: Mapping[str, Tensor], batch: Batch, side: str) -> Float32[Tensor, "B r d"]:
         """The factors of a batch from those of a checkpoint."""

@@ -95,11 +95,11 @@ class ADPSGD:
         if z.dtype != torch.float32 or z.dim() != 1 or z.numel() == 0 or not z.is_contiguous():
             raise ValueError(f"z must be a contiguous fp32 vector, not {z.dtype} of shape {tuple(z.shape)}")
         graph = build_topology(self.graph, channel.size)
-        self._z, self._meter, self._counted_bytes = z.detach(), meter, 0
+        self._z, self._meter, self._counted = z.detach(), meter, (0, 0.0)
         self._buffer = torch.empty_like(self._z)
         x = self._z.to("cpu", copy=True)
         self._protocol = AveragingProtocol(x, channel.rank, bipartite_subgraph(graph), self.averagings_per_step)
-        self._thread = GossipThread(MessageLink(self._protocol, channel, self.timeout))
+        self._thread = GossipThread(MessageLink(self._protocol, channel, self.timeout, meter.local_size))
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -223,7 +223,9 @@ class ADPSGD:
     def _update_meter(self) -> None:
         """Copies the byte counts to the training thread's meter, which no other thread may change."""
         assert self._thread is not None
-        sent = self._thread.link.meter.payload_bytes
-        self._meter.payload_bytes += sent - self._counted_bytes
-        self._meter.wire_bytes += sent - self._counted_bytes
-        self._counted_bytes = sent
+        sent = self._thread.link.meter
+        payload, cross = sent.payload_bytes - self._counted[0], sent.cross_wire_bytes - self._counted[1]
+        self._meter.payload_bytes += payload
+        self._meter.wire_bytes += payload
+        self._meter.cross_wire_bytes += cross
+        self._counted = (self._counted[0] + payload, self._counted[1] + cross)

@@ -27,11 +27,12 @@ class MessageLink:
         protocol (AveragingProtocol): state of this rank.
         channel (Channel): point-to-point messages.
         timeout (float): seconds without a message after which a rank counts as lost.
+        local_size (int): ranks of each machine, to count the bytes between machines.
     """
 
-    def __init__(self, protocol: AveragingProtocol, channel: Channel, timeout: float):
+    def __init__(self, protocol: AveragingProtocol, channel: Channel, timeout: float, local_size: int = 1):
         self.protocol, self.channel, self.timeout = protocol, channel, timeout
-        self.meter = TrafficMeter()
+        self.meter = TrafficMeter(local_size)
         self._buffer = protocol.buffer()
         self._receive: Any = None
         self._sends: list[tuple[Any, Tensor]] = []

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
-from dgc.gossip.cross_machine import ModelSlice
 from dgc.gossip.difference.base import DifferenceGossip
+from dgc.gossip.model_slice import ModelSlice
 from dgc.gossip.topology.graphs import two_way_ring
 from dgc.gossip.topology.mixing import Mixing, metropolis
 from dgc.gossip.topology.topology import Graph, Topology

@@ -58,9 +58,7 @@ class PlannedBucket:
 
     def make_dense(self, result: SparseResult) -> None:
         """Write a sparse mean into the bucket and set every .grad to its view."""
-        self.bucket.release()
-        self.bucket.flat.zero_()
-        self.bucket.flat[result.indices] = result.values.to(self.bucket.dtype)
+        result.write_to(self.bucket)
         self.attach()
 
     @property
@@ -123,6 +121,17 @@ def plan_buckets(
         bucket = make_bucket(f"{prefix}.{i}", members)
         planned.append(PlannedBucket(bucket, compressor, tuple(p for _, p in members)))
     return planned
+
+
+def compressors_in_order(
+    planned: Sequence[PlannedBucket], named_parameters: Sequence[tuple[str, Tensor]]
+) -> list[Compressor]:
+    """Return the compressors in the order of the model's parameters.
+
+    Positions in this list name the saved states, so they must not depend on the buckets.
+    """
+    compressor_of = {p: plan.compressor for plan in planned for p in plan.parameters}
+    return list({id(compressor_of[p]): compressor_of[p] for _, p in named_parameters}.values())
 
 
 def describe(planned: Sequence[PlannedBucket]) -> list[tuple[str, str, str, tuple[int, ...]]]:

@@ -15,19 +15,22 @@ class SideStream:
 
     Args:
         device: Device of the stream.
+
+    Attributes:
+        stream: The stream; None on a CPU.
     """
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def after_caller(self) -> AbstractContextManager[Any]:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         return self.concurrently()
 
     def concurrently(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def join(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)

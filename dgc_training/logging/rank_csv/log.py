@@ -194,12 +194,7 @@ class CsvLog:
         self.resumed = True
 
     def begin_at(self, epoch: int, step: int, seconds: float) -> None:
-        """Continues a file that this number of ranks may have begun before. Call it before the first row.
-
-        Args:
-            epoch, step: position of the next step. Later rows are removed.
-            seconds: the run's time so far, where `elapsed(s)` continues.
-        """
+        """Continues, at the next step and time, a file that this number of ranks may have begun before."""
         self.position = [epoch, step - 1] if step else [epoch - 1, END]
         self.written, self.elapsed, self.resumed = list(self.position), seconds, True
 

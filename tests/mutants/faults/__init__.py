@@ -4,6 +4,8 @@ from ..fault import Fault
 from .comm import COMM
 from .compression import COMPRESSION
 from .data import DATA
+from .ddp import DDP
+from .fsdp import FSDP
 from .gossip import GOSSIP
 from .kernels import KERNELS
 from .memory import MEMORY
@@ -23,6 +25,8 @@ FAULTS: tuple[Fault, ...] = (
     *GOSSIP,
     *COMM,
     *OPTIM,
+    *FSDP,
+    *DDP,
     *TRAINING,
     *DATA,
 )

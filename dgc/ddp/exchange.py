@@ -1,22 +1,8 @@
-"""Compression for torch.nn.parallel.DistributedDataParallel (DDP), as a communication hook.
+"""The exchange of the gradients of a DDP model."""
 
-    model = DistributedDataParallel(net)
-    optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-    exchange = compress(model, DGCCompressor(0.001, DGCSGDMemory(momentum=0.9)), optimizer)
-    for inputs, targets in batches:  # the usual loop
-        optimizer.zero_grad()
-        loss_fn(model(inputs), targets).backward()
-        optimizer.step()
-
-DDP calls the hook once for each of its buckets, in the same order on every rank, when all gradients of the bucket
-are computed. DDP changes its buckets after the first step. Error state must not depend on that. Gradients are
-therefore exchanged in other buckets, those of DistributedOptimizer, which never change. Such a bucket starts when
-all of its gradients are there. The hook of DDP's last bucket waits for all exchanges and writes the means into
-DDP's buckets.
-"""
-
-import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,61 +13,61 @@ from torch.optim import Optimizer
 
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.ordered import OrderedConversations
+from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import (
-    Compressor,
-    NonFiniteGradientError,
-    Result,
-    SparseResult,
-    conversation_of,
-)
+from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, conversation_of
 from dgc.compression.route import Route
+from dgc.ddp.checks import check_model, momentum_check
 from dgc.optim.agreement import check_settings
 from dgc.optim.compression_state import CountsEpochs
+from dgc.optim.exchange.gradients import check_not_wrapped
 from dgc.optim.exchange.planning import PlannedBucket, check_agreement, plan_buckets
 from dgc.optim.exchange.scaling import LossScale, is_used
 from dgc.optim.exchange.start_order import StartOrder
 from dgc.optim.exchange.streams import SideStream
-from dgc.optim.momentum import MomentumCheck
 from dgc.optim.options import as_route, register_compressors, unique_prefix
 
 
-def compress(
-    model: DistributedDataParallel,
-    compression: Compressor | Route,
-    optimizer: Optimizer | None = None,
-    **options: Any,
-) -> "DDPExchange":
-    """Exchange the gradients of a DDP model with compression. Collective. Takes the arguments of DDPExchange."""
-    return DDPExchange(model, compression, optimizer, **options)
-
-
 class DDPExchange(CountsEpochs):
-    """The compressed exchange of the gradients of a DDP model.
+    """Exchanges the gradients of a DDP model with compression. `compress` is another name for this class.
 
+    Construction is collective and registers a communication hook. Construct it before the first backward pass.
     Save `compression_state_dict()` on each rank, beside the model and the optimizer. It has the error state under
-    parameter names.
+    parameter names. DistributedOptimizer can load it.
 
-    To accumulate gradients over several backward passes, run all but the last inside `model.no_sync()`.
+    Each backward pass outside `model.no_sync()` is one exchange. To accumulate gradients, run all backward passes
+    but the last inside `no_sync()`. Gradients that remain from an earlier exchange take part in the next one. No
+    part of a gradient is lost then, but a memory with momentum applies momentum to them twice.
+
+    An exception of a compressor or of the network ends `backward()`. DDP cannot continue afterwards: end the
+    process, or build the model's DistributedDataParallel and this exchange anew on all ranks.
 
     Args:
         model: The DDP model. Its process group must contain all ranks.
         compression: A compressor of `dgc.compression`, or a Route.
-        optimizer: The optimizer of the model. Needed if the compression applies momentum, which must be applied
-            only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none.
-        bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger.
+        optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which must be
+            applied only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none.
+        bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger. It does not
+            depend on DDP's bucket_cap_mb.
         transport: Connects the ranks. None: torch.distributed, on process groups of its own.
-        nonfinite: Response of all ranks to NaN or inf in any rank's gradient. "skip" drops the step: sent elements
-            return to the error state, `dropped_steps` is incremented, and every `.grad` is None, so that
-            `optimizer.step()` changes nothing. With a grad_scaler the gradients become NaN instead, and every
-            rank's scaler skips the step. "raise" raises NonFiniteGradientError from `backward()`.
-        grad_scaler: The torch.amp.GradScaler that scales the loss, if any.
+        nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
+            if a method keeps error state. "skip" drops the step: sent elements return to the error state,
+            `dropped_steps` is incremented, and every .grad is None, so that the optimizer changes nothing. With a
+            grad_scaler every .grad is NaN instead, and every rank's scaler skips the step. "raise" raises
+            NonFiniteGradientError at the end of `backward()`, with every .grad None. Training may continue.
+        grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Without it, the error state would have
+            the scale of the step in which it was made.
         steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. None: call
             begin_epoch() before each epoch.
 
     Raises:
         ValueError: An argument is invalid, a setting differs between ranks, or DDP has a mode that a
             communication hook cannot serve. The message names it.
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)), optimizer)
     """
 
     def __init__(
@@ -99,7 +85,7 @@ class DDPExchange(CountsEpochs):
         check_model(model)
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
-        self.transport = transport or _default_transport()
+        self.transport = transport or connect()
         if model.process_group.size() != self.transport.size:
             raise ValueError(
                 f"the model's process group has {model.process_group.size()} ranks, but the exchange has "
@@ -116,11 +102,10 @@ class DDPExchange(CountsEpochs):
             uses_grad_scaler=is_used(grad_scaler),
             compression=compression,
         )
-        named = [
-            (name, p)
-            for name, p in model.module.named_parameters()
-            if p.requires_grad and name not in model.parameters_to_ignore
-        ]
+        # not by parameters_to_ignore, whose names differ from those of named_parameters()
+        reduced = set(model._build_params_for_reducer()[0])
+        named = [(name, p) for name, p in model.module.named_parameters() if p in reduced]
+        check_not_wrapped(named)
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
         compressor_of = {p: plan.compressor for plan in self._planned for p in plan.parameters}
@@ -129,15 +114,14 @@ class DDPExchange(CountsEpochs):
         self._loss_scale = LossScale(grad_scaler, self._planned)
         if self._loss_scale.enabled and nonfinite == "raise":
             raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
-        self._momentum = _momentum_check(optimizer, self._planned)
-        self._optimizer = optimizer
+        self._check_momentum = momentum_check(optimizer, self._planned)
         check_agreement(self._planned, self.transport)
         register_compressors(compressors)
         for plan in self._planned:
             plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
         self.meter, self.nonfinite, self.dropped_steps = TrafficMeter(), nonfinite, 0
-        self._model = model
-        self._lock = threading.RLock()
+        # no reference to the model, which refers to this exchange from C++
+        self._may_be_unused = model.find_unused_parameters or model.static_graph
         self._slots = {p: (b, i) for b, plan in enumerate(self._planned) for i, p in enumerate(plan.parameters)}
         self._streams = {device: SideStream(device) for device in {p.bucket.device for p in self._planned}}
         self._conversations: OrderedConversations[Result] = OrderedConversations(
@@ -151,10 +135,11 @@ class DDPExchange(CountsEpochs):
 
     def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
-        with self._lock, torch.no_grad():
+        with torch.no_grad():  # DDP's reducer holds a lock
             buffer = bucket.buffer()
             if not self._buffers:
-                self._begin_step()
+                self._check_momentum()
+                self._epochs.begin_step()
             devices: Any = [buffer.device] if buffer.is_cuda else None
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
             self._buffers.append((future, buffer))
@@ -170,11 +155,6 @@ class DDPExchange(CountsEpochs):
             if bucket.is_last():
                 self._finish()
             return future
-
-    def _begin_step(self) -> None:
-        if self._momentum is not None and self._optimizer is not None:
-            self._momentum.check(self._optimizer)
-        self._epochs.begin_step()
 
     def _start(self, b: int) -> None:
         plan, stream = self._planned[b], self._streams[self._planned[b].bucket.device]
@@ -202,7 +182,7 @@ class DDPExchange(CountsEpochs):
             plan.bucket.release()
         if reason is not None:
             self._drop(reason)
-        elif self._model.find_unused_parameters:
+        elif self._may_be_unused:
             _after_ddp(self._deliver_unused)
         for future, buffer in self._buffers:
             future.set_result(buffer)
@@ -213,9 +193,7 @@ class DDPExchange(CountsEpochs):
     def _write(self, plan: PlannedBucket, result: Result) -> None:
         bucket = plan.bucket
         bucket.release()
-        if isinstance(result, SparseResult):
-            bucket.flat.zero_()
-            bucket.flat[result.indices] = result.values.to(bucket.dtype)
+        result.write_to(bucket)
         self._loss_scale.multiply_(bucket.flat)
         views = [self._views[p] for p in plan.parameters]
         torch._foreach_copy_(views, [bucket.flat[s.offset : s.offset + s.numel] for s in bucket.segments])
@@ -224,7 +202,8 @@ class DDPExchange(CountsEpochs):
         for _, buffer in self._buffers:
             buffer.fill_(float("nan"))
         if self.nonfinite == "raise":
-            raise NonFiniteGradientError(reason)
+            _after_ddp(partial(self._drop_gradients, NonFiniteGradientError(reason)))
+            return
         self.dropped_steps += 1
         if not self._loss_scale.enabled:
             _after_ddp(self._drop_gradients)
@@ -235,9 +214,11 @@ class DDPExchange(CountsEpochs):
                     stacklevel=2,
                 )
 
-    def _drop_gradients(self) -> None:
+    def _drop_gradients(self, error: Exception | None = None) -> None:
         for p in self._slots:
             p.grad = None
+        if error is not None:
+            raise error
 
     def _deliver_unused(self) -> None:
         """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent."""
@@ -254,63 +235,17 @@ def _hook(state: DDPExchange, bucket: dist.GradBucket) -> torch.futures.Future[t
     return state.add(bucket)
 
 
-def _after_ddp(function: Any) -> None:
+def _after_ddp(function: Callable[[], None]) -> None:
     """Call a function at the end of this backward pass, after DDP has set the gradients.
 
     DDP queues its own end when it has called the last hook. A function that is queued at the end of backward runs
     after everything that was queued before.
     """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
+    if torch._C._current_graph_task_id() == -1:  # a rank without further data, inside DDP's join()
+        function()
+        return
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(function))
 
 
-def _momentum_check(optimizer: Optimizer | None, planned: list[PlannedBucket]) -> MomentumCheck | None:
-    if optimizer is not None:
-        return MomentumCheck(optimizer, planned)
-    if any(plan.compressor.correction is not None for plan in planned):
-        raise ValueError(
-            "the compression's memory applies momentum, which the optimizer must not apply again: pass optimizer="
-        )
-    return None
-
-
-def _default_transport() -> Transport:
-    from dgc.comm.torch_distributed import connect
-
-    return connect()
-
-
-def check_model(model: Any) -> None:
-    """Check that a communication hook can exchange the gradients of a model.
-
-    Raises:
-        ValueError: It cannot. The message names the setting and its cure.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        kind = type(model).__name__
-        raise ValueError(f"compress needs a model in DistributedDataParallel, not {kind}: wrap it first")
-    sparse = [name for name, module in model.module.named_modules() if getattr(module, "sparse", False) is True]
-    in_backward = [n for n, p in model.module.named_parameters() if hasattr(p, "_in_backward_optimizers")]
-    refused = {
-        "it has a communication hook already: register only this one": bool(model._comm_hooks),
-        "torch.compile's python_reducer calls no hooks: set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'": (
-            getattr(model, "_use_python_reducer", False)
-        ),
-        "delay_all_reduce_named_params bypasses the hook: leave it out": bool(
-            getattr(model, "_delay_all_reduce_params", [])
-        ),
-        "mixed_precision= changes the type of the buckets: use torch.autocast": (
-            getattr(model, "mixed_precision", None) is not None
-        ),
-        "skip_all_reduce_unused_params leaves out buckets on timing of its own: leave it out": getattr(
-            model, "skip_all_reduce_unused_params", False
-        ),
-        f"{', '.join(sparse[:3])} has sparse gradients, which DDP hands over in another form: set sparse=False": (
-            bool(sparse)
-        ),
-        f"an optimizer steps {', '.join(in_backward[:3])} during backward, before the exchange is complete: step "
-        "it after backward": bool(in_backward),
-    }
-    for reason, is_refused in refused.items():
-        if is_refused:
-            raise ValueError(f"this DistributedDataParallel cannot be compressed: {reason}")
+compress = DDPExchange

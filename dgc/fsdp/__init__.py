@@ -1,0 +1,5 @@
+"""FSDP2: `fully_shard` inside a machine at full precision, the exchange between machines compressed."""
+
+from dgc.fsdp.compression import compress as compress
+from dgc.fsdp.exchange import FSDPExchange as FSDPExchange
+from dgc.fsdp.mesh import local_mesh as local_mesh

@@ -1,0 +1,242 @@
+"""The exchange of FSDP2's gradients between machines.
+
+With M machines of L ranks, rank (m, l) has shard l of every parameter. For each parameter group, backward does
+
+    reduce-scatter   g = mean over the L ranks of machine m, of shard l       by FSDP2, at full precision
+    all-reduce hook  mean over the M machines of g, compressed                among the ranks with local rank l
+
+The result is the mean over all M L ranks. The hook takes the gradients out of FSDP2 and leaves zeros. The means
+are added to .grad when backward ends, so that a gradient that is not finite can drop all of them. A group's
+exchange starts in its hook, once all groups before it have started. The order is the same on every rank. The
+first backward pass counts how often each group is reduced, and starts all exchanges at its end.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dgc.comm.collectives import all_gather_object
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.ordered import OrderedConversations
+from dgc.comm.requests import AllReduce
+from dgc.comm.transport import CrossMachineTransport, Transport
+from dgc.compression.protocol import NonFiniteGradientError, Result, conversation_of
+from dgc.fsdp.planning import GroupPlan
+from dgc.fsdp.replicas import check_equal_models
+from dgc.optim.compression_state import CountsEpochs, Method
+from dgc.optim.exchange.planning import PlannedBucket
+from dgc.optim.exchange.scaling import LossScale
+from dgc.optim.exchange.start_order import StartOrder
+from dgc.optim.exchange.streams import SideStream
+from dgc.optim.momentum import MomentumCheck
+
+
+class FSDPExchange(CountsEpochs):
+    """Exchanges the gradients of a sharded model between machines. `dgc.fsdp.compress` makes it.
+
+    Save `compression_state_dict()` on each rank, beside the model and the optimizer. It has the error state of
+    this rank's rows, under parameter names.
+
+    Args:
+        plans: The parameter groups. There is at least one.
+        methods: The compressors.
+        transport: Connects all ranks.
+        name: Prefix of lanes and messages, unique on the transport.
+        nonfinite: "skip" or "raise".
+        grad_scaler: The scaler of the loss, or None.
+        steps_per_epoch: Steps in an epoch, to count epochs, or None.
+
+    Attributes:
+        meter (TrafficMeter): Bytes that this rank sent to other machines, and seconds.
+        dropped_steps (int): Backward passes whose gradients were dropped because of NaN or inf.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[GroupPlan],
+        methods: Sequence[Method],
+        transport: Transport,
+        name: str,
+        nonfinite: str,
+        grad_scaler: Any,
+        steps_per_epoch: int | None,
+    ):
+        self._count_epochs(steps_per_epoch)
+        super().__init__(methods)
+        self.meter, self.dropped_steps = TrafficMeter(), 0
+        self._plans, self._transport, self._name = plans, transport, name
+        self._planned = [bucket for plan in plans for bucket in plan.buckets]
+        self._nonfinite, self._loss_scale = nonfinite, LossScale(grad_scaler, self._planned)
+        self._machines = transport.group_size("cross")
+        self._conversations: OrderedConversations[Result] = OrderedConversations(
+            name, CrossMachineTransport(transport), self.meter
+        )
+        self._started: list[PlannedBucket] = []
+        self._order = StartOrder([1] * len(plans), transport, name)
+        self._parts = [0] * len(plans)  # reduce-scatters of each group in this backward pass
+        self._expected: list[int] | None = None  # the same, of the first pass
+        self._is_in_backward = False
+        self._momentum: WeakKeyDictionary[Optimizer, MomentumCheck] = WeakKeyDictionary()
+        self._handle = _observe_steps(self)
+        self._side = SideStream(plans[0].group.device)
+        for g, plan in enumerate(plans):
+            plan.group.install(self._hook_of(g), self._side.stream)
+        self._epochs.begin()
+
+    # --- one backward pass ------------------------------------------------------------------------
+
+    def _hook_of(self, g: int) -> Callable[[Tensor], None]:
+        def hook(output: Tensor) -> None:
+            with torch.no_grad():
+                self._take(g, output)
+
+        return hook
+
+    def _take(self, g: int, output: Tensor) -> None:
+        """Take the gradients of a group. On a GPU, the current stream is the side stream."""
+        plan = self._plans[g]
+        plan.group.check(output)
+        plan.add(output)
+        output.zero_()
+        if output.is_cuda:  # FSDP2 may free it while this stream still reads it
+            output.record_stream(torch.cuda.current_stream(output.device))
+        if plan.group.is_exchanged:
+            if not self._is_in_backward:
+                self._begin()
+            self._count(g)
+            if self._expected is not None:
+                self._start(self._order.start())
+                self._conversations.advance()
+
+    def _begin(self) -> None:
+        """Begin a backward pass that ends with an exchange."""
+        self._is_in_backward = True
+        # runs after that of FSDP2, which was queued when backward began
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._epochs.begin_step()
+        for g, plan in enumerate(self._plans):
+            if not plan.group.is_exchanged:
+                self._order.add(g)  # nothing to wait for
+
+    def _count(self, g: int) -> None:
+        """Count a reduce-scatter of a group. There are several if the module runs several times in forward."""
+        if self._expected is not None and self._parts[g] == self._expected[g]:
+            raise RuntimeError(
+                f"{self._plans[g].group.label} runs more often in this forward pass than in the first, "
+                f"{self._expected[g]} times: its exchange has started, and the rest of its gradient would be lost"
+            )
+        self._parts[g] += 1
+        self._order.add(g)
+
+    def _start(self, groups: Iterable[int]) -> None:
+        for plan in (self._plans[g] for g in groups if self._plans[g].group.is_exchanged):
+            plan.fill()
+            for planned in plan.buckets:
+                self.meter.count_dense(planned.bucket.numel, self._machines)
+                self._loss_scale.divide_(planned.bucket.flat)
+                conversation = conversation_of(planned.compressor, planned.bucket)
+                self._conversations.start(planned.bucket.name, conversation, self._side.concurrently)
+                self._started.append(planned)
+
+    def _finish(self) -> None:
+        """Wait for the exchange of all groups, and complete .grad. Runs at the end of backward."""
+        self._is_in_backward = False
+        with torch.no_grad():
+            is_first = self._expected is None
+            if is_first:
+                check_equal_models([plan.group for plan in self._plans], self._transport, f"{self._name}.models")
+            with self._side.after_caller():
+                self._start(self._order.start(only_full=False))
+                results = self._conversations.finish()
+                started, self._started = self._started, []
+                if is_first:
+                    self._expected = [max(1, parts) for parts in self._parts]
+                    self._order = StartOrder(self._expected, self._transport, self._name)
+                else:
+                    self._order.learn()
+                    self._order.reset()
+                self._parts = [0] * len(self._plans)
+                reason = self._reason(results)
+                if reason is None:
+                    self._deliver(started, results)
+            self._side.join()
+            if reason is not None:
+                self._drop(started, reason)
+
+    def _deliver(self, started: Sequence[PlannedBucket], results: Sequence[Result]) -> None:
+        """Add the means to .grad."""
+        for planned, result in zip(started, results, strict=True):
+            result.write_to(planned.bucket)
+            self._loss_scale.multiply_(planned.bucket.flat)
+        for plan in self._plans:
+            if plan.group.is_exchanged:
+                plan.deliver()
+
+    def _reason(self, results: Sequence[Result]) -> str | None:
+        """Return why this step is dropped, or None. The same on every rank.
+
+        All machines have the same results of a shard, so the ranks of one machine know of all shards.
+        """
+        reason = next((result.nonfinite for result in results if result.nonfinite), None)
+        flag = torch.tensor([reason is not None], dtype=torch.int64)
+        request = AllReduce(flag, "max", "local")
+        (dropped,) = self._transport.wait(self._transport.launch(f"{self._name}.dropped", (request,)))
+        if not dropped.item():
+            return None
+        reasons = all_gather_object(self._transport, reason, f"{self._name}.reason")
+        return f"{next(filter(None, reasons))} (the rank is the number of a machine)"
+
+    def _drop(self, started: Sequence[PlannedBucket], reason: str) -> None:
+        self.dropped_steps += 1
+        for planned in started:
+            planned.compressor.rollback(planned.bucket)
+        for plan in self._plans:
+            plan.has_gradients = False
+            plan.group.drop_gradients(keep_as_nan=self._loss_scale.enabled)
+        if self._nonfinite == "raise":
+            raise NonFiniteGradientError(reason)
+        if self.dropped_steps == 1 and not self._loss_scale.enabled and self._transport.rank == 0:
+            warnings.warn(
+                f"{reason}: every rank drops this step, in which every .grad is None. Further dropped steps are "
+                "only counted, in dropped_steps; nonfinite='raise' raises an error instead",
+                stacklevel=2,
+            )
+
+    # --- momentum ---------------------------------------------------------------------------------
+
+    def check_momentum(self, optimizer: Optimizer) -> None:
+        """Check that momentum is applied once. Runs before each step of any optimizer.
+
+        Raises:
+            ValueError: The optimizer applies the momentum of the compressor's memory again.
+        """
+        if optimizer not in self._momentum:
+            own = {p for planned in self._planned for p in planned.parameters}
+            if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+                return
+            self._momentum[optimizer] = MomentumCheck(optimizer, self._planned)
+        self._momentum[optimizer].check(optimizer)
+
+    def close(self) -> None:
+        """Remove the hooks. Gradients are then averaged inside machines only, until `compress` is called again."""
+        self._handle.remove()
+        for plan in self._plans:
+            plan.group.install(None, None)
+
+
+def _observe_steps(exchange: FSDPExchange) -> Any:
+    """Call `check_momentum` before each step of any optimizer, for as long as the exchange exists."""
+    reference = weakref.ref(exchange)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (observed := reference()) is not None:
+            observed.check_momentum(optimizer)
+
+    return register_optimizer_step_pre_hook(before_step)

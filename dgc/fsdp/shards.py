@@ -1,0 +1,237 @@
+"""The parameter groups of FSDP2, and where each parameter lies in the result of a group's reduce-scatter.
+
+A group has the parameters of one call of `fully_shard`. Its hook receives one flat tensor: this rank's rows of
+each trainable parameter, one after another. With n ranks, a parameter [d, ...] has a place for ceil(d / n) rows on
+each. The last ranks may have fewer rows, or none. The rest of the place is padding.
+
+    n = 2, weight [3, 4], bias [3]      rank 0: 8 elements, 2 elements
+                                        rank 1: 4 elements, 4 of padding, 1 element, 1 of padding
+
+A parameter that is sharded along another dimension has no padding, because FSDP2 requires a multiple of n there.
+
+All attributes of FSDP2 that are not part of its interface are read in this file.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a parameter in the result of a reduce-scatter. `start` and `reserved` count elements.
+
+    shape: of this rank's rows. They are the first elements of the place; the others are padding.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    reserved: int
+
+    def rows_of(self, output: Tensor) -> Tensor:
+        """Return a flat view of this rank's rows."""
+        return output[self.start : self.start + prod(self.shape)]
+
+
+def lay_out(shapes: Sequence[tuple[Sequence[int], Sequence[int], int]], ranks: int) -> tuple[Place, ...]:
+    """Return the place of each parameter of a group.
+
+    Args:
+        shapes: For each parameter its shape, the shape of this rank's shard, and the dimension that is divided.
+        ranks: Number of ranks of the mesh.
+    """
+    places, start = [], 0
+    for whole, shard, dim in shapes:
+        largest = -(-whole[dim] // ranks)
+        reserved = largest * prod(whole[:dim]) * prod(whole[dim + 1 :])
+        places.append(Place(start, tuple(shard), reserved))
+        start += reserved
+    return tuple(places)
+
+
+class ParameterGroup:
+    """The trainable parameters of one call of `fully_shard`.
+
+    Args:
+        label: Name of the module, for messages.
+        module: A module on which `fully_shard` was called.
+        names: Names of the model's parameters.
+        ranks: The ranks of this machine.
+
+    Raises:
+        ValueError: The module is sharded in a way that has no place for an exchange between machines.
+    """
+
+    def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int]):
+        self.label, self._module = label, module
+        groups = _groups_of(module)
+        if len(groups) > 1:
+            raise ValueError(
+                f"{label} has {len(groups)} parameter groups (shard_placement_fn with several meshes): FSDP2 has "
+                "no all-reduce hook for them. Shard all modules with one mesh"
+            )
+        self._group = groups[0] if groups else None
+        shards = [s for s in self._group.fsdp_params if s.sharded_param.requires_grad] if self._group else []
+        self._shards = shards
+        self.parameters: tuple[DTensor, ...] = tuple(shard.sharded_param for shard in shards)
+        self.names = tuple(names[p] for p in self.parameters)
+        for p in self.parameters:
+            _check_mesh(label, p, ranks)
+        shapes = [(p.shape, p.to_local().shape, _dim(p)) for p in self.parameters]
+        self.places = lay_out(shapes, len(ranks))
+        self.numel = sum(place.reserved for place in self.places)
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which gradients are reduced. With CPU offloading it is not that of the parameters."""
+        assert self._group is not None
+        device: torch.device = self._group.device
+        return device
+
+    def install(self, hook: Callable[[Tensor], None] | None, stream: torch.cuda.Stream | None) -> None:
+        """Set the hook that takes the result of each reduce-scatter, and its stream.
+
+        Parameters that a backward pass does not use get zeros, so that the result always has all places.
+        """
+        self._module.set_reduce_scatter_unused_params(hook is not None, recurse=False)
+        self._module.set_all_reduce_hook(hook, stream=stream)  # type: ignore[arg-type]
+
+    def drop_gradients(self, keep_as_nan: bool) -> None:
+        """Set every .grad to None, or fill it with NaN."""
+        for p in self.parameters:
+            if not keep_as_nan:
+                p.grad = None
+            elif p.grad is not None:
+                _local(p.grad).fill_(float("nan"))
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether this backward pass ends with an exchange between machines: it does not only add gradients."""
+        return self._group is not None and self._group.reduce_grads and self._group.all_reduce_grads
+
+    def check(self, output: Tensor) -> None:
+        """Check that the group is still as it was when it was laid out.
+
+        Raises:
+            RuntimeError: It is not, or a setting of FSDP2 does not fit. The message names it.
+        """
+        assert self._group is not None
+        if self._group.gradient_divide_factor is not None or self._group.force_sum_reduction_for_comms:
+            raise RuntimeError(
+                "set_gradient_divide_factor and set_force_sum_reduction_for_comms are not supported with "
+                "dgc.fsdp: gradients are averaged over all ranks"
+            )
+        if output.dtype == torch.float16:
+            raise RuntimeError(
+                f"{self.label} reduces gradients in fp16, which FSDP2 divides only after its hook: pass "
+                "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
+        if any(s.sharded_param is not p for s, p in zip(self._shards, self.parameters, strict=True)):
+            raise RuntimeError(
+                f"parameters of {self.label} were replaced after dgc.fsdp.compress, for example by "
+                "load_state_dict(assign=True): replace them before"
+            )
+        if output.numel() != self.numel:
+            raise RuntimeError(
+                f"{self.label} has {output.numel()} gradient elements on this rank, not {self.numel}: a parameter "
+                "was frozen or unfrozen after dgc.fsdp.compress. close() the exchange and compress again"
+            )
+        hooked = [n for n, p in zip(self.names, self.parameters, strict=True) if p._post_accumulate_grad_hooks]
+        if hooked:
+            raise RuntimeError(
+                f"{hooked[0]} has a hook that runs when its gradient is accumulated, before machines have "
+                "exchanged it: an optimizer that steps during backward is not supported"
+            )
+
+
+def add_gradient(p: Tensor, gradient: Tensor) -> None:
+    """Add a gradient of this rank's rows to .grad of a parameter."""
+    assert isinstance(p, DTensor)
+    if p.grad is None:  # no backward pass has used the parameter's group yet
+        local = gradient.to(p.to_local().device, copy=True)
+        p.grad = DTensor.from_local(
+            local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+    else:
+        local = _local(p.grad)
+        local.add_(gradient.to(local.device))
+
+
+def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGroup]:
+    """Return the groups with trainable parameters, in the order in which backward reduces them in most models.
+
+    That is the reverse order of registration, with a module after its children.
+
+    Args:
+        model: The model, on which `fully_shard` was called.
+        ranks: The ranks of this machine.
+
+    Raises:
+        ValueError: A trainable parameter belongs to no group, or `fully_shard` was called in an unsupported way.
+    """
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    groups = [ParameterGroup(label, module, names, ranks) for label, module in _sharded_modules(model)]
+    owned = {p for group in groups for p in group.parameters}
+    missing = [name for p, name in names.items() if p.requires_grad and p not in owned]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} trainable parameters are not sharded, such as {missing[0]}: call "
+            "fully_shard(model, mesh=local_mesh(transport)) on the whole model before dgc.fsdp.compress"
+        )
+    used = [group for group in reversed(groups) if group.parameters]
+    if not used:
+        raise ValueError("the model has no trainable parameters")
+    return used
+
+
+def _sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """The modules on which `fully_shard` was called. Of several modules in one call, the first."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = id(module._get_fsdp_state())
+            if state not in seen:
+                seen.add(state)
+                yield f"module {name}" if name else "the model", module
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    try:
+        return list(state._fsdp_param_groups)
+    except AttributeError:
+        raise ValueError(f"dgc.fsdp supports torch 2.13, and not the FSDP2 of torch {torch.__version__}") from None
+
+
+def _check_mesh(label: str, p: DTensor, ranks: Sequence[int]) -> None:
+    mesh = p.device_mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{label} is sharded over a mesh of {mesh.ndim} dimensions. On such a mesh (HSDP) FSDP2 averages over "
+            "machines at full precision before its hook runs, and tensor parallelism is not supported: call "
+            "fully_shard(module, mesh=local_mesh(transport))"
+        )
+    if not isinstance(p.placements[0], Shard):
+        raise ValueError(f"the parameters of {label} are replicated: call fully_shard, not replicate")
+    if (found := mesh.mesh.tolist()) != list(ranks):
+        raise ValueError(
+            f"{label} is sharded over ranks {found}, and this machine has ranks {list(ranks)}: call "
+            "fully_shard(module, mesh=local_mesh(transport))"
+        )
+
+
+def _dim(p: DTensor) -> int:
+    placement = p.placements[0]
+    assert isinstance(placement, Shard)
+    return placement.dim
+
+
+def _local(gradient: Tensor) -> Tensor:
+    assert isinstance(gradient, DTensor)
+    return gradient.to_local()

@@ -1,0 +1,173 @@
+"""What dgc.ddp refuses, in one process."""
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, DGCCompressor
+from dgc.ddp import compress
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def alone() -> Any:
+    return LockstepWorld(1).transports[0]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def wrapped(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module or net(), **options)
+
+
+def momentum() -> DGCCompressor:
+    return DGCCompressor(0.5, DGCSGDMemory(momentum=0.9))
+
+
+def with_hook() -> DistributedDataParallel:
+    model = wrapped()
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+def with_python_reducer() -> DistributedDataParallel:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        return wrapped()
+
+
+def with_delayed_parameters() -> DistributedDataParallel:
+    module = net()
+    named = list(module.named_parameters())
+    return wrapped(module, delay_all_reduce_named_params=named[:1], param_to_hook_all_reduce=named[-1][1])
+
+
+def with_mixed_precision() -> DistributedDataParallel:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    model = wrapped()
+    model.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # DDP itself accepts it on a GPU only
+    return model
+
+
+def with_sparse_embedding() -> DistributedDataParallel:
+    return wrapped(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
+
+
+def with_optimizer_in_backward() -> DistributedDataParallel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    module = net()
+    _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": 0.1})
+    return wrapped(module)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (net, "compress needs a model in DistributedDataParallel, not Sequential: wrap it first"),
+        (with_hook, "it has a communication hook already"),
+        (with_python_reducer, "torch.compile's python_reducer calls no hooks"),
+        (with_delayed_parameters, "delay_all_reduce_named_params bypasses the hook"),
+        (with_mixed_precision, "mixed_precision= changes the type of the buckets: use torch.autocast"),
+        (with_sparse_embedding, "0 has sparse gradients, .*: set sparse=False"),
+        (with_optimizer_in_backward, "an optimizer steps 0.weight, 0.bias, 1.weight during backward"),
+        pytest.param(
+            partial(wrapped, skip_all_reduce_unused_params=True, find_unused_parameters=True),
+            "skip_all_reduce_unused_params leaves out buckets",
+            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="the argument is new in torch 2.13"),
+        ),
+    ],
+)
+def test_a_model_that_a_hook_cannot_serve(make: Any, message: str) -> None:
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        compress(model, DenseCompressor(), transport=alone())
+
+
+def test_a_second_exchange() -> None:
+    model = wrapped()
+    compress(model, DenseCompressor(), transport=alone())
+    with pytest.raises(ValueError, match="it has a communication hook already"):
+        compress(model, DenseCompressor(), transport=alone())
+
+
+def test_parameters_of_a_distributed_optimizer() -> None:
+    model = wrapped()
+    named = list(model.module.named_parameters())
+    DistributedOptimizer(SGD(model.parameters(), lr=0.1), named, DenseCompressor(), transport=alone())
+    with pytest.raises(ValueError, match="belongs to another DistributedOptimizer already"):
+        compress(model, DenseCompressor(), transport=alone())
+
+
+def test_another_number_of_ranks_than_the_models_process_group() -> None:
+    with pytest.raises(ValueError, match="process group has 1 ranks, but the exchange has 2"):
+        compress(wrapped(), DenseCompressor(), transport=LockstepWorld(2).transports[0])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda model: None, "pass the optimizer to compress"),
+        (lambda model: SGD(model.parameters(), 0.1, 0.9), "SGD would apply it again: use dgc.optim.DGCSGD"),
+        (lambda model: torch.optim.Adam(model.parameters()), "Adam would apply it again"),
+        (lambda model: DGCSGD(model.parameters(), lr=0.1, momentum=0.5), "they must agree"),
+        (
+            lambda model: DGCSGD([model.module[1].weight], lr=0.1, momentum=0.9),
+            "applies momentum to 1 parameters that the optimizer lacks, such as 0.weight",
+        ),
+    ],
+)
+def test_momentum_that_would_be_applied_twice(optimizer: Any, message: str) -> None:
+    model = wrapped()
+    with pytest.raises(ValueError, match=message):
+        compress(model, momentum(), optimizer(model), transport=alone())
+
+
+def test_momentum_of_one_owner() -> None:
+    model = wrapped()
+    compress(model, momentum(), DGCSGD(model.parameters(), lr=0.1, momentum=0.9), transport=alone())
+    model = wrapped()
+    compress(model, DGCCompressor(0.5, ResidualMemory()), SGD(model.parameters(), 0.1, 0.9), transport=alone())
+
+
+def test_momentum_that_changes() -> None:
+    model = wrapped()
+    optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+    compress(model, momentum(), optimizer, transport=alone())
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(ValueError, match="it must not change"):
+        model(torch.ones(1, 8)).sum().backward()
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="nonfinite must be 'skip' or 'raise', not 'ignore'"):
+        compress(wrapped(), DenseCompressor(), nonfinite="ignore", transport=alone())
+    with pytest.raises(ValueError, match="it needs nonfinite='skip'"):
+        scaler = torch.amp.GradScaler("cpu")
+        compress(wrapped(), DenseCompressor(), nonfinite="raise", grad_scaler=scaler, transport=alone())
+    with pytest.raises(ValueError, match="bucket_mb must be positive"):
+        compress(wrapped(), DenseCompressor(), bucket_mb=0, transport=alone())
+    with pytest.raises(ValueError, match="compression=DenseCompressor is a class"):
+        compress(wrapped(), DenseCompressor, transport=alone())  # type: ignore[arg-type]

@@ -1,0 +1,104 @@
+"""Where each parameter lies in the result of FSDP2's reduce-scatter, and machines with their ranks."""
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard  # noqa: F401  (registers torch.ops.fsdp)
+
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.lockstep.world import LockstepTransport
+from dgc.compression import DenseCompressor
+from dgc.fsdp import mesh
+from dgc.fsdp.planning import GroupPlan
+from dgc.fsdp.shards import ParameterGroup, lay_out
+from dgc.optim.exchange.planning import PlannedBucket
+
+GROUPS = [
+    [(7,)],
+    [(1, 5)],
+    [(3, 4), (3,)],
+    [(5, 2, 3), (1,), (8, 2), (2,), (1, 1)],
+    [(4, 3), (2, 2, 2)],
+]
+
+
+def reduced(tensors: list[torch.Tensor], ranks: int) -> torch.Tensor:
+    """What each rank's reduce-scatter returns: [ranks, numel]. This is how FSDP2 prepares its input."""
+    rows = [-(-t.shape[0] // ranks) * prod(t.shape[1:]) for t in tensors]
+    output = torch.full((ranks, sum(rows)), float("nan"), dtype=torch.float32)
+    torch.ops.fsdp.chunk_cat(tensors, dim=0, num_chunks=ranks, out=output)
+    return output
+
+
+def shard_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    chunks = tensor.chunk(ranks)
+    return chunks[rank] if rank < len(chunks) else tensor[:0]
+
+
+@pytest.mark.parametrize(("shapes", "ranks"), list(product(GROUPS, [1, 2, 3, 5])))
+def test_each_place_has_the_rows_of_its_rank(shapes: list[tuple[int, ...]], ranks: int) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    for rank, output in enumerate(reduced(tensors, ranks)):
+        shards = [shard_of(t, rank, ranks) for t in tensors]
+        places = lay_out([(t.shape, s.shape, 0) for t, s in zip(tensors, shards, strict=True)], ranks)
+        assert sum(place.reserved for place in places) == output.numel()
+        for place, shard in zip(places, shards, strict=True):
+            assert torch.equal(place.rows_of(output), shard.flatten())
+
+
+def test_another_dimension_has_no_padding() -> None:
+    wide, long = lay_out([((3, 8, 5), (3, 2, 5), 1), ((6, 5), (2, 5), 0)], 4)
+    assert (wide.start, wide.reserved, long.start, long.reserved) == (0, 30, 30, 10)
+
+
+def plan_of(shapes: list[tuple[int, ...]], rank: int, ranks: int) -> GroupPlan:
+    """One bucket of the parameters of which the rank has rows."""
+    tensors = [(f"p{i}", shard_of(torch.zeros(shape), rank, ranks)) for i, shape in enumerate(shapes)]
+    places = lay_out([(shape, t.shape, 0) for shape, (_, t) in zip(shapes, tensors, strict=True)], ranks)
+    members = [(pair, place) for pair, place in zip(tensors, places, strict=True) if pair[1].numel()]
+    bucket = make_bucket("b", [pair for pair, _ in members])
+    planned = PlannedBucket(bucket, DenseCompressor(), tuple(t for (_, t), _ in members))
+    group = object.__new__(ParameterGroup)  # not used
+    return GroupPlan(group, (), (planned,), (tuple(place for _, place in members),))
+
+
+def test_gradients_of_several_backward_passes_add_up() -> None:
+    shapes, ranks, rank = [(3, 4), (1, 5), (3,)], 2, 1
+    plan = plan_of(shapes, rank, ranks)
+    passes = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
+    for tensors in passes[:2]:
+        plan.add(reduced(tensors, ranks)[rank])
+    bucket = plan.buckets[0].bucket
+    assert [s.name for s in bucket.segments] == ["p0", "p2"], "it has no row of the second"
+    for segment, i in zip(bucket.segments, (0, 2), strict=True):
+        total = passes[0][i] + passes[1][i]
+        assert torch.equal(segment.of(bucket.flat), shard_of(total, rank, ranks))
+    plan.has_gradients = False  # as after an exchange
+    plan.add(reduced(passes[2], ranks)[rank])
+    assert torch.equal(bucket.segments[0].of(bucket.flat), shard_of(passes[2][0], rank, ranks))
+
+
+def test_unused_groups_are_zero() -> None:
+    plan = plan_of([(3, 4)], 0, 2)
+    flat = plan.buckets[0].bucket.flat.fill_(3.0)
+    plan.fill()
+    assert not flat.any()
+
+
+def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = LockstepWorld(6, local_size=3)
+    assert world.run(mesh.machines) == [[[0, 1, 2], [3, 4, 5]]] * 6
+    monkeypatch.setattr(mesh, "all_gather_object", lambda *_: [0, 1, 0, 1])  # as if ranks alternated
+    assert LockstepWorld(4, local_size=2).run(mesh.machines) == [[[0, 2], [1, 3]]] * 4
+
+
+def test_machines_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def group_size(transport: LockstepTransport, group: str) -> int:
+        return 1 if transport.rank == 2 else 2
+
+    monkeypatch.setattr(LockstepTransport, "group_size", group_size)
+    with pytest.raises(ValueError, match="needs the same number of ranks on every machine, not 1 to 2"):
+        LockstepWorld(3).run(mesh.machines)

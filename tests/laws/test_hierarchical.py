@@ -1,0 +1,239 @@
+"""Two levels: every compressor between machines, with dense means inside them.
+
+The reference takes the means of the machines' gradients, and runs the compressor in a world with the machines as
+its ranks, once for each share of the tensors. Results and error state must be equal to it bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from laws.definitions import DEFINITIONS
+from laws.quantized import QUANTIZED
+from laws.table import TABLE as OTHERS
+from laws.table import Row
+from torch import Tensor
+
+from dgc.bucket import Bucket, Segment, divide, make_bucket
+from dgc.comm.collectives import MachineRank
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.requests import AllReduce
+from dgc.compression import DenseCompressor, DenseResult, StatelessCompressor
+from dgc.compression.hierarchical import HierarchicalCompressor
+from dgc.compression.lowrank.powersgd import PowerSGDCompressor
+from dgc.testing import LIKE, Fleet, flat, gradients
+
+TABLE = [*OTHERS, *QUANTIZED, *DEFINITIONS]
+# (machines, ranks of each)
+WORLDS = [(2, 2), (3, 2), (2, 3), (2, 1), (1, 2)]
+
+every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+every_world = pytest.mark.parametrize(("machines", "local_size"), WORLDS)
+
+
+@pytest.fixture(autouse=True)
+def types_are_checked_once(request: pytest.FixtureRequest) -> None:
+    """For every row on two machines of two ranks."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    if (parameters.get("machines"), parameters.get("local_size")) != (2, 2):
+        request.getfixturevalue("no_type_checks")
+
+
+class Machines(Fleet):
+    """Simulated ranks on machines, with two levels. `make` makes the compressor between the machines."""
+
+    def __init__(
+        self, make: Callable[[], Any], machines: int, local_size: int, like: Sequence[Tensor] = LIKE, seed: int = 0
+    ) -> None:
+        self.machines, self.local_size, size = machines, local_size, machines * local_size
+        places = [MachineRank(m, machines, r, local_size) for m in range(machines) for r in range(local_size)]
+        self.hierarchical = [HierarchicalCompressor(make(), place) for place in places]
+        made = iter(self.hierarchical)
+        super().__init__(lambda: next(made), size, like, seed)
+        self.world = LockstepWorld(size, local_size, seed=seed)
+
+    def shares(self) -> list[Bucket]:
+        """Each rank's share."""
+        return [compressor._shares["bucket"].bucket for compressor in self.hierarchical]
+
+    def errors(self) -> list[Tensor]:
+        """Each machine's error state [n] in float64, put together from its ranks'."""
+        parts = [
+            sum((e.double() for e in compressor.errors()), torch.zeros(share.numel, dtype=torch.float64))
+            for compressor, share in zip(self.compressors, self.shares(), strict=True)
+        ]
+        return [torch.cat(parts[m * self.local_size :][: self.local_size]) for m in range(self.machines)]
+
+
+class Reference:
+    """The means of the machines, and the compressor between them for each share of the tensors."""
+
+    def __init__(self, make: Callable[[], Any], fleet: Machines, like: Sequence[Tensor] = LIKE) -> None:
+        self.fleet, self.groups = fleet, []
+        for share in fleet.shares()[: fleet.local_size]:
+            numbers = [int(segment.name[1:]) for segment in share.segments]
+            if numbers:
+                world = Fleet(make, fleet.machines, [like[i] for i in numbers], first=numbers[0])
+                self.groups.append((numbers, world))
+
+    def step(self, own: Sequence[Sequence[Tensor]]) -> Tensor:
+        L, means = self.fleet.local_size, []
+        for machine in range(self.fleet.machines):
+            here = own[machine * L :][:L]
+            totals = [gradient.clone() for gradient in here[0]]
+            for other in here[1:]:
+                for total, gradient in zip(totals, other, strict=True):
+                    total += gradient
+            means.append([total / L for total in totals])
+        results = [world.step([[mean[i] for i in numbers] for mean in means])[0] for numbers, world in self.groups]
+        return torch.cat(results)
+
+    def errors(self) -> list[Tensor]:
+        parts = [world.errors() for _, world in self.groups]
+        return [torch.cat(of_machine) for of_machine in zip(*parts, strict=True)]
+
+
+@every_row
+@every_world
+def test_equals_means_of_machines_and_the_method_between_them(row: Row, machines: int, local_size: int) -> None:
+    fleet = Machines(row.make, machines, local_size)
+    reference = Reference(row.make, fleet)
+    for step in range(4):
+        own = [gradients(rank, step) for rank in range(machines * local_size)]
+        results, expected = fleet.step(own), reference.step(own)
+        assert all(torch.equal(result.view(torch.int32), expected.view(torch.int32)) for result in results)
+        assert fleet.nonfinite == [None] * len(own)
+    assert all(map(torch.equal, fleet.errors(), reference.errors()))
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.conserves], ids=lambda row: row.name)
+def test_nothing_is_lost(row: Row) -> None:
+    fleet = Machines(row.make, 2, 2)
+    for step in range(4):
+        own = [gradients(rank, step) for rank in range(4)]
+        before = torch.stack(fleet.errors()).mean(0) + torch.stack([flat(g) for g in own]).mean(0)
+        after = fleet.step(own)[0].double() + torch.stack(fleet.errors()).mean(0)
+        largest = max(float(e.abs().max()) for e in [before, *fleet.errors(), *map(flat, own)])
+        assert float((before - after).abs().max()) <= row.tolerance * largest
+
+
+@every_row
+def test_a_reloaded_state_goes_on_bit_for_bit(row: Row) -> None:
+    fleet, other = Machines(row.make, 2, 2), Machines(row.make, 2, 2, seed=1)
+    for step in range(3):
+        fleet.step([gradients(rank, step) for rank in range(4)])
+    for old, new in zip(fleet.compressors, other.compressors, strict=True):
+        new.load_state_dict(old.state_dict())
+    for step in range(3, 6):
+        own = [gradients(rank, step) for rank in range(4)]
+        here, there = ([f.step(own)[0], *f.errors()] for f in (fleet, other))
+        assert all(map(torch.equal, here, there))
+
+
+@every_row
+def test_a_dropped_step_is_reported_alike_and_returns_what_was_sent(row: Row) -> None:
+    fleet = Machines(row.make, 2, 2)
+    for step in range(3):
+        fleet.step([gradients(rank, step) for rank in range(4)])
+    for i, bad in ((4, "nan"), (0, "-inf")):
+        before, own = fleet.errors(), [gradients(rank, 9) for rank in range(4)]
+        own[2][i].view(-1)[0] = float(bad)
+        fleet.step(own)
+        assert fleet.nonfinite == [f"the gradient of p{i} on rank 2 has NaN or inf, or is 2**64 or more"] * 4
+        for machine, (old, new) in enumerate(zip(before, fleet.errors(), strict=True)):
+            assert bool(new.isfinite().all())
+            if row.keeps:
+                mean = (flat(own[2 * machine]).float() + flat(own[2 * machine + 1]).float()) / 2
+                assert torch.equal(new.float(), old.float() + mean.nan_to_num(0.0, 0.0, 0.0))
+    mean = fleet.step([gradients(rank, 10) for rank in range(4)])[0]
+    assert fleet.nonfinite == [None] * 4 and bool(mean.isfinite().all())
+
+
+@every_row
+def test_fewer_tensors_than_ranks_and_empty_ones(row: Row) -> None:
+    for shapes in (((8, 6),), ((0, 4),), ((), (3,))):
+        like = [torch.zeros(shape, dtype=torch.float32) for shape in shapes]
+        fleet = Machines(row.make, 2, 3, like)
+        reference = Reference(row.make, fleet, like)
+        for step in range(2):
+            own = [gradients(rank, step, shapes) for rank in range(6)]
+            expected = reference.step(own)
+            assert all(torch.equal(result, expected) for result in fleet.step(own))
+        assert {meter.rounds for meter in fleet.world.meters} == {fleet.world.meters[0].rounds}
+
+
+@every_row
+def test_half_precision_gradients(row: Row) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        fleet = Machines(row.make, 2, 2, [tensor.to(dtype) for tensor in LIKE])
+        for step in range(2):
+            means = fleet.step([[g.to(dtype) for g in gradients(rank, step)] for rank in range(4)])
+            assert means[0].dtype == dtype and bool(torch.isfinite(means[0]).all())
+            assert all(torch.equal(means[0], mean) for mean in means)
+
+
+def test_rounds_are_those_of_the_longest_share_and_two() -> None:
+    """PowerSGD needs four rounds for a share with matrices and one for a share of vectors."""
+    like = [torch.zeros(1500, dtype=torch.float32), torch.zeros((40, 40), dtype=torch.float32)]
+    fleet = Machines(lambda: PowerSGDCompressor(1, num_iters_per_step=4), 2, 2, like)
+    rounds = []
+    for step in range(4):
+        before = fleet.world.meters[0].rounds
+        own = [gradients(rank, step, ((1500,), (40, 40))) for rank in range(4)]
+        if step == 2:
+            own[0][1][0, 0] = float("nan")
+        fleet.step(own)
+        rounds.append(fleet.world.meters[0].rounds - before)
+    assert rounds == [1 + 4 + 1, 1 + 4 + 1, 1 + 4 + 1 + 1, 1 + 4 + 1]  # a round more says which rank has NaN
+
+
+def test_machine_means_that_overflow_on_the_way_are_no_ranks_fault() -> None:
+    fleet = Machines(lambda: OTHERS[1].make(), 2, 2)  # fp16
+    own = [[g * 0 + 50000.0 for g in gradients(rank, 0)] for rank in range(4)]
+    fleet.step(own)
+    assert fleet.nonfinite == [None] * 4 or all("overflows the dtype" in str(text) for text in fleet.nonfinite)
+    fleet.step([[g * 4 for g in of_rank] for of_rank in own])
+    (text,) = set(fleet.nonfinite)
+    assert text is not None and "of p0 overflows the dtype that carries it (no rank has NaN or inf)" in text
+
+
+def test_a_complaint_without_a_cause_is_reported_too() -> None:
+    class Complains(StatelessCompressor):
+        def reduce(self, bucket: Any) -> Any:
+            (mean,) = yield (AllReduce(bucket.flat),)
+            bucket.flat.copy_(mean)
+            return DenseResult("no")
+
+    fleet = Machines(Complains, 2, 2)
+    fleet.step([gradients(rank, 0) for rank in range(4)])
+    assert fleet.nonfinite == ["a gradient of bucket bucket is not finite"] * 4
+
+
+def segments(*sizes: int) -> list[Segment]:
+    return [Segment(str(i), sum(sizes[:i]), n, (n,), (1,)) for i, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "loads", "firsts"),
+    [
+        ((10, 10, 10, 10), (0, 0), [0, 2, 4]),
+        ((10, 10, 10, 100), (0, 0), [0, 3, 4]),
+        ((7,), (7, 0, 0), [0, 0, 0, 1]),
+        ((7,), (0, 7, 7), [0, 1, 1, 1]),
+        ((7,), (7, 0, 7), [0, 0, 1, 1]),
+        ((0, 0), (0, 0), [0, 0, 2]),
+        ((), (3, 0), [0, 0, 0]),
+    ],
+)
+def test_groups_are_adjacent_and_balance_the_loads(
+    sizes: tuple[int, ...], loads: tuple[int, ...], firsts: list[int]
+) -> None:
+    assert divide(segments(*sizes), loads) == firsts
+
+
+def test_large_tensors_go_to_every_rank_in_turn() -> None:
+    compressor = HierarchicalCompressor(DenseCompressor(), MachineRank(0, 2, 0, 4))
+    for i in range(8):
+        compressor.plan(make_bucket(str(i), [(f"p{i}", torch.zeros(100))]), 8, 0)
+    assert compressor._loads == [200] * 4

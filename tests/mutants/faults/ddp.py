@@ -1,0 +1,72 @@
+"""Faults of dgc.ddp and of the order in which collectives are launched."""
+
+from ..fault import Fault
+
+ORDERED, START_ORDER = ["tests/comm/test_ordered.py"], ["tests/optim/test_start_order.py"]
+PARALLEL = ["tests/parallel/test_ddp.py"]
+
+DDP = [
+    Fault(
+        "all-rounds-on-one-lane",
+        "dgc/comm/conversation.py",
+        "lane = self._lanes[self.rounds if self.rounds < len(self._lanes) else 0]",
+        "lane = self._lanes[0]",
+        ORDERED,
+    ),
+    Fault(
+        "a-conversation-overtakes-those-that-started-before",
+        "dgc/comm/ordered.py",
+        "running.advance(limit)",
+        "running.advance(LANES)",
+        ORDERED,
+    ),
+    Fault(
+        "rounds-without-a-lane-launched-as-replies-arrive",
+        "dgc/comm/ordered.py",
+        "limit: float = LANES",
+        "limit: float = inf",
+        ORDERED,
+    ),
+    Fault(
+        "a-bucket-starts-before-its-last-gradient",
+        "dgc/optim/exchange/start_order.py",
+        "if only_full and self._missing[bucket]:",
+        "if only_full and self._missing[bucket] > 1:",
+        START_ORDER,
+    ),
+    Fault(
+        "each-rank-starts-buckets-in-its-own-order",
+        "dgc/optim/exchange/start_order.py",
+        'filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")',
+        "filled = list(self._filled)",
+        START_ORDER,
+    ),
+    Fault(
+        "gradients-by-place-in-ddps-buckets",
+        "dgc/ddp/exchange.py",
+        "b, i = self._slots[p]",
+        "b, i = list(self._slots.values())[len(self._views)]",
+        PARALLEL,
+    ),
+    Fault(
+        "error-state-of-unused-parameters-not-delivered",
+        "dgc/ddp/exchange.py",
+        "_after_ddp(self._deliver_unused)",
+        "pass",
+        PARALLEL,
+    ),
+    Fault(
+        "error-raised-before-ddp-has-finished",
+        "dgc/ddp/exchange.py",
+        "_after_ddp(partial(self._drop_gradients, NonFiniteGradientError(reason)))",
+        "raise NonFiniteGradientError(reason)",
+        PARALLEL,
+    ),
+    Fault(
+        "error-state-with-the-loss-scale-of-its-step",
+        "dgc/ddp/exchange.py",
+        "self._loss_scale.divide_(plan.bucket.flat)",
+        "pass",
+        PARALLEL,
+    ),
+]

@@ -1,0 +1,50 @@
+"""Faults of dgc.fsdp."""
+
+from ..fault import Fault
+
+PARALLEL = ["tests/parallel/test_fsdp.py"]
+
+FSDP = [
+    Fault(
+        "places-without-padding",
+        "dgc/fsdp/shards.py",
+        "largest = -(-whole[dim] // ranks)",
+        "largest = shard[dim]",
+        ["tests/fsdp/test_shards.py"],
+    ),
+    Fault(
+        "only-the-last-backward-pass-counts",
+        "dgc/fsdp/planning.py",
+        "segment.numel].add_(place.rows_of(output))",
+        "segment.numel].copy_(place.rows_of(output))",
+        ["tests/fsdp/test_shards.py"],
+    ),
+    Fault(
+        "gradients-of-the-machine-stay",
+        "dgc/fsdp/exchange.py",
+        "output.zero_()",
+        "output.mul_(1)",
+        PARALLEL,
+    ),
+    Fault(
+        "only-ranks-with-the-bad-shard-drop-a-step",
+        "dgc/fsdp/exchange.py",
+        'AllReduce(flag, "max", "local")',
+        'AllReduce(flag, "min", "local")',
+        PARALLEL,
+    ),
+    Fault(
+        "error-state-of-a-dropped-step-stays",
+        "dgc/fsdp/exchange.py",
+        "planned.compressor.rollback(planned.bucket)",
+        "pass",
+        PARALLEL,
+    ),
+    Fault(
+        "a-repeated-module-starts-too-early",
+        "dgc/fsdp/exchange.py",
+        "self._expected = [max(1, parts) for parts in self._parts]",
+        "self._expected = [1 for parts in self._parts]",
+        PARALLEL,
+    ),
+]

@@ -1,0 +1,496 @@
+"""Runs on every rank under torchrun: DDP with the compression hook beside DistributedOptimizer."""
+
+import gc
+import hashlib
+import json
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from io import BytesIO
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc.comm import all_reduce
+from dgc.comm.torch_distributed import connect
+from dgc.compression import (
+    DenseCompressor,
+    DGCCompressor,
+    FP16Compressor,
+    NonFiniteGradientError,
+    PowerSGDCompressor,
+    Route,
+    Rule,
+    ThresholdCompressor,
+)
+from dgc.ddp import compress
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.wire import SignValues
+
+Finding = dict[str, Any]
+FEATURES, CLASSES, BUCKET_MB = 24, 6, 0.006
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "view": {"gradient_as_bucket_view": True},
+}
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(momentum=0.9)),
+    "sign values": lambda: DGCCompressor(0.05, ResidualMemory(), values=SignValues()),
+    "powersgd": lambda: PowerSGDCompressor(2),
+    "powersgd paper": lambda: PowerSGDCompressor(2, mode="paper"),
+    "2-bit": lambda: ThresholdCompressor(2, 0.01),
+    "1-bit": lambda: ThresholdCompressor(1, 0.0),
+    "dense": DenseCompressor,
+    "fp16": FP16Compressor,
+    "route": lambda: Route(
+        [
+            Rule(PowerSGDCompressor(1), name="layers.1"),
+            Rule(DGCCompressor(0.1, ResidualMemory()), min_dim=2),
+            Rule(FP16Compressor()),
+        ]
+    ),
+}
+
+
+class Net(nn.Module):
+    """Layers are used in another order than they are registered, so that DDP rebuilds its buckets."""
+
+    def __init__(self, layers: int = 5):
+        super().__init__()
+        self.last = nn.Linear(FEATURES, CLASSES)
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers[1::2], *self.layers[::2]):
+            x = x + layer(x).relu()
+        return self.last(x)
+
+
+class Convolutions(nn.Module):
+    """Channels last, fp32 and bf16, one frozen, one ignored by DDP, and tied parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored = nn.Parameter(torch.ones(CLASSES))
+        self.head = nn.Linear(16, CLASSES)
+        self.shared = nn.Linear(16, 16, dtype=torch.bfloat16)
+        self.tied = nn.Linear(16, 16, dtype=torch.bfloat16)
+        self.tied.weight = self.shared.weight
+        self.frozen = nn.Conv2d(8, 16, 1)
+        self.frozen.requires_grad_(False)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.conv(x.view(-1, 3, 4, 2)[:, :, :, [0, 1, 0, 1]].contiguous()).relu()).mean((2, 3))
+        return self.head(self.tied(self.shared(x.bfloat16()).relu()).float()) * self.ignored
+
+
+class Branches(nn.Module):
+    """Branch 0 is always used, and those that are named in `used`."""
+
+    def __init__(self, branches: int = 3):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(branches))
+        self.used: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((self.branches[i](x) for i in sorted(self.used)), self.branches[0](x))
+
+
+def sgd(model: nn.Module, compression: Any, lr: float = 0.05) -> torch.optim.Optimizer:
+    if getattr(compression, "correction", None) is not None:
+        return DGCSGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
+
+
+def data_of(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * part + TRANSPORT.rank)
+    x = torch.randn(8, FEATURES, generator=generator)
+    return x, torch.randint(0, CLASSES, (8,), generator=generator)
+
+
+class Trainer:
+    """A model that is trained through DDP with the hook, or through DistributedOptimizer."""
+
+    def __init__(
+        self,
+        method: str | Any,
+        through: str = "ddp",
+        net: type[nn.Module] = Net,
+        bucket_mb: float = BUCKET_MB,
+        passes: int = 1,
+        **options: Any,
+    ):
+        compression = METHODS[method]() if isinstance(method, str) else method
+        torch.manual_seed(0)
+        self.model: Any = net()
+        self.passes, self.layouts = passes, [[]]  # type: ignore[var-annotated]
+        self.inner = sgd(self.model, compression)
+        self.uses_ddp = through == "ddp"
+        kept = {k: options.pop(k) for k in ("nonfinite", "grad_scaler", "steps_per_epoch") if k in options}
+        kept |= {"transport": TRANSPORT, "bucket_mb": bucket_mb}
+        self.exchange: Any
+        self.forward: Any
+        if self.uses_ddp:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [".ignored"])
+            self.forward = DistributedDataParallel(self.model, bucket_cap_mb=0.004, **options)
+            self.exchange = compress(self.forward, compression, self.inner, **kept)
+            self._record_layouts()
+        else:
+            if net is Convolutions:
+                self.model.ignored.requires_grad_(False)
+            self.forward = self.model
+            self.exchange = DistributedOptimizer(
+                self.inner, self.model.named_parameters(), compression, passes, **kept
+            )
+
+    def _record_layouts(self) -> None:
+        add = self.exchange.add
+
+        def recording(bucket: Any) -> Any:
+            self.layouts[-1].append([id(p) for p in bucket.parameters()])
+            if bucket.is_last():
+                self.layouts.append([])
+            return add(bucket)
+
+        self.exchange.add = recording
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether DDP's buckets have changed since the first step."""
+        return self.layouts[0] != self.layouts[-2]
+
+    def backward(self, step: int, factor: float = 1.0, scaler: Any = None) -> None:
+        self.inner.zero_grad()
+        for part in range(self.passes):
+            x, y = data_of(step, part)
+            last = part == self.passes - 1
+            with self.forward.no_sync() if self.uses_ddp and not last else nullcontext():
+                loss = cross_entropy(self.forward(x * factor), y)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if self.uses_ddp and isinstance(self.model, Convolutions):
+            self.model.ignored.grad = None
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        if self.uses_ddp:
+            self.inner.step()
+        else:
+            self.exchange.synchronize()
+            with self.exchange.skip_synchronize():
+                self.exchange.step()
+
+    def train(self, steps: Iterable[int] = range(5)) -> "Trainer":
+        for step in steps:
+            self.step(step)
+        return self
+
+    @property
+    def weights(self) -> str:
+        data = (p.detach().float().numpy().tobytes() for p in self.model.parameters())
+        return hashlib.sha256(b"".join(data)).hexdigest()
+
+    @property
+    def findings(self) -> Finding:
+        error, sent = self.exchange.error_norm(), self.exchange.meter.payload_bytes
+        return {"weights": self.weights, "error": error, "bytes": sent}
+
+    def state(self) -> Any:
+        states = [self.model.state_dict(), self.inner.state_dict(), self.exchange.compression_state_dict()]
+        torch.save(states, file := BytesIO())
+        return file.getvalue()
+
+    def resumed(self, state: bytes) -> "Trainer":
+        model, optimizer, compression = torch.load(BytesIO(state), weights_only=True)
+        self.model.load_state_dict(model)
+        self.inner.load_state_dict(optimizer)
+        self.exchange.load_compression_state_dict(compression)
+        return self
+
+
+def beside_optimizer(methods: Iterable[str], modes: Iterable[str], **options: Any) -> Finding:
+    """The findings of DDP, by method and mode of DDP, and those of DistributedOptimizer."""
+    found: Finding = {}
+    for method in methods:
+        found[method] = {"expected": Trainer(method, "optimizer", **options).train().findings}
+        for mode in modes:
+            trainer = Trainer(method, **options, **OPTIONS[mode]).train()
+            found[method][mode] = {**trainer.findings, "rebuilt": trainer.rebuilt}
+    return found
+
+
+def every_method() -> Finding:
+    return beside_optimizer(METHODS, OPTIONS)
+
+
+def kinds_of_parameters() -> Finding:
+    return beside_optimizer(("dgc", "powersgd", "2-bit"), ("default", "view"), net=Convolutions)
+
+
+def accumulation() -> Finding:
+    # DDP's static_graph does not allow no_sync in the first step
+    return beside_optimizer(("dgc", "powersgd"), ("default", "unused", "view"), passes=3)
+
+
+def unused_parameters() -> Finding:
+    """Branch 1 is used by the last rank only, branch 2 by every rank in the first step and by none later."""
+    found: Finding = {}
+    last = TRANSPORT.rank == TRANSPORT.size - 1
+    for method in ("dgc", "powersgd", "2-bit"):
+        for mode in ("unused", "unused view"):
+            options: Any = {"find_unused_parameters": True, "gradient_as_bucket_view": mode == "unused view"}
+            ddp, other = Trainer(method, net=Branches, **options), Trainer(method, "optimizer", net=Branches)
+            sent = []
+            for step in range(4):
+                ddp.model.used = other.model.used = {2} if step == 0 else {1} if last else set()
+                ddp.step(step)
+                other.step(step)
+                sent.append(bool(ddp.model.branches[2].weight.grad.any()))
+            found[f"{method}, {mode}"] = {"ddp": ddp.findings, "expected": other.findings, "sent": sent}
+    return found
+
+
+def conservation() -> Finding:
+    """All gradients since the start equal what was delivered and the mean of what the ranks keep."""
+    compressors: dict[str, Any] = {
+        "dgc": DGCCompressor(0.1, ResidualMemory()),
+        "powersgd": PowerSGDCompressor(1),
+        "2-bit": ThresholdCompressor(2, 0.02),
+    }
+    found: Finding = {}
+    for name, compression in compressors.items():
+        route = Route([Rule(compression, min_dim=2), Rule(DenseCompressor())])
+        trainer = Trainer(route, net=Branches, find_unused_parameters=True)
+        matrices = [p for p in reversed(list(trainer.model.parameters())) if p.dim() == 2]  # as in the buckets
+        went_in = torch.zeros(sum(p.numel() for p in matrices))
+        delivered = torch.zeros_like(went_in)
+        for step in range(6):
+            trainer.model.used = {2} if step == 0 else set()
+            x, y = data_of(step)
+            local = torch.autograd.grad(cross_entropy(trainer.model(x), y), matrices, materialize_grads=True)
+            went_in += torch.cat([g.flatten() for g in local])
+            trainer.backward(step)
+            delivered += torch.cat([p.grad.flatten() for p in matrices])
+        kept = torch.cat([e.flatten() for e in compression.errors()])
+        difference = all_reduce(TRANSPORT, went_in - kept, "mean") - delivered
+        found[name] = {"difference": float(difference.abs().max()), "kept": float(kept.norm())}
+    return found
+
+
+def loss_scaling() -> Finding:
+    """The last rank overflows in one step."""
+    found: Finding = {}
+    for method in ("dgc", "powersgd", "2-bit"):
+        for scale in (1.0, 2.0**12):
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            trainer = Trainer(method, grad_scaler=scaler)
+            scales, unmoved = [], []
+            for step in range(5):
+                before = trainer.weights
+                overflows = step == 2 and TRANSPORT.rank == TRANSPORT.size - 1
+                trainer.backward(step, 1e30 if overflows else 1.0, scaler)
+                scaler.step(trainer.inner)
+                scaler.update()
+                scales.append(scaler.get_scale() / scale)
+                unmoved += [step] if trainer.weights == before else []
+            found[f"{method}, {scale}"] = {
+                **trainer.findings,
+                "dropped": trainer.exchange.dropped_steps,
+                "scales": scales,
+                "unmoved": unmoved,
+            }
+    return found
+
+
+def nonfinite() -> Finding:
+    """NaN on the last rank in one step, without a scaler."""
+    found: Finding = {}
+    for method in ("dgc", "powersgd", "dense"):
+        for policy in ("skip", "raise"):
+            for mode in OPTIONS if method == "dgc" else ("default",):
+                trainer = Trainer(method, nonfinite=policy, **OPTIONS[mode])
+                messages, unmoved = [], []
+                for step in range(5):
+                    before = trainer.weights
+                    bad = step == 2 and TRANSPORT.rank == TRANSPORT.size - 1
+                    with warnings.catch_warnings(record=True) as caught:
+                        warnings.simplefilter("always")
+                        try:
+                            trainer.backward(step, math.nan if bad else 1.0)
+                        except NonFiniteGradientError as error:
+                            messages.append(str(error))
+                    trainer.inner.step()
+                    messages += [str(warning.message) for warning in caught]
+                    unmoved += [step] if trainer.weights == before else []
+                found[f"{method}, {policy}, {mode}"] = {
+                    **trainer.findings,
+                    "dropped": trainer.exchange.dropped_steps,
+                    "messages": messages,
+                    "unmoved": unmoved,
+                }
+    return found
+
+
+def epochs() -> Finding:
+    """A warm-up, with epochs that are counted or set."""
+    found: Finding = {}
+    for name, steps_per_epoch in (("counted", 2), ("set", None)):
+        compression = DGCCompressor(0.02, DGCSGDMemory(momentum=0.9), warmup_epochs=3)
+        trainer = Trainer(compression, steps_per_epoch=steps_per_epoch)
+        ratios = []
+        for step in range(8):
+            if steps_per_epoch is None and step % 2 == 0:
+                trainer.exchange.begin_epoch(step // 2)
+            trainer.step(step)
+            ratios.append(trainer.exchange.compress_ratio)
+        found[name] = {**trainer.findings, "ratios": ratios}
+    return found
+
+
+def checkpoints() -> Finding:
+    """States that are saved after three steps, by DDP and by DistributedOptimizer, and loaded into the other."""
+    found: Finding = {}
+    for method in ("dgc", "powersgd", "2-bit", "route"):
+        first, later = range(3), range(3, 6)
+        ddp, other = Trainer(method).train(first), Trainer(method, "optimizer").train(first)
+        of_ddp, of_other = ddp.state(), other.state()
+        Path(DIRECTORY, f"{method}.{TRANSPORT.rank}.pt").write_bytes(of_ddp)
+
+        def end(trainer: Trainer, state: bytes, steps: range = later) -> Finding:
+            findings = trainer.resumed(state).train(steps).findings
+            return {key: findings[key] for key in ("weights", "error")}
+
+        expected = ddp.train(later).findings
+        found[method] = {
+            "end": {key: expected[key] for key in ("weights", "error")},
+            "loaded": end(Trainer(method), of_ddp),
+            "from optimizer": end(Trainer(method), of_other),
+            "into optimizer": end(Trainer(method, "optimizer"), of_ddp),
+            "other buckets": end(Trainer(method, bucket_mb=1), of_ddp),
+            "other buckets, optimizer": end(Trainer(method, "optimizer", bucket_mb=1), of_ddp),
+        }
+    return found
+
+
+def uneven_data() -> Finding:
+    """The last rank has data for two more steps, with NaN in the last but one."""
+    last = TRANSPORT.rank == TRANSPORT.size - 1
+    found: Finding = {}
+    for mode in ("default", "unused"):
+        trainer = Trainer("dgc", **OPTIONS[mode])
+        with trainer.forward.join():
+            for step in range(5 if last else 3):
+                trainer.backward(step, math.nan if step == 3 else 1.0)
+                trainer.inner.step()
+        found[mode] = {"weights": trainer.weights, "dropped": trainer.exchange.dropped_steps}
+    return found
+
+
+def several_exchanges() -> Finding:
+    """Two backward passes outside no_sync are two exchanges. The first mean takes part in the second."""
+    found: Finding = {}
+    for method in ("dense", "sign values"):
+        trainer = Trainer(method)
+        for part in range(2):
+            x, y = data_of(0, part)
+            cross_entropy(trainer.forward(x), y).backward()
+        once = Trainer(method, passes=2)
+        once.backward(0)
+        pairs = zip(trainer.model.parameters(), once.model.parameters(), strict=True)
+        found[method] = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
+    return found
+
+
+def memory() -> Finding:
+    """Tensors and futures that are alive after each step, and whether a discarded model is freed."""
+    gc.freeze()  # leave out what other scenarios made
+    trainer = Trainer("powersgd")
+    alive = []
+    for step in range(6):
+        trainer.step(step)
+        gc.collect()
+        alive.append(sum(issubclass(type(o), Tensor | torch.futures.Future) for o in gc.get_objects()))
+    gc.unfreeze()
+    del trainer
+    ddp = DistributedDataParallel(Net())
+    compress(ddp, METHODS["2-bit"](), transport=TRANSPORT)
+    ddp(data_of(0)[0]).sum().backward()
+    discarded = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    return {"alive": alive, "freed": discarded() is None}
+
+
+def resumed() -> Finding:
+    """The end of a run that continues from a checkpoint of another process."""
+    found: Finding = {}
+    for method in ("dgc", "powersgd", "2-bit", "route"):
+        state = Path(DIRECTORY, f"{method}.{TRANSPORT.rank}.pt").read_bytes()
+        findings = Trainer(method).resumed(state).train(range(3, 6)).findings
+        found[method] = {key: findings[key] for key in ("weights", "error")}
+    return found
+
+
+class Failing(DenseCompressor):
+    """Fails on the last rank in the third step."""
+
+    steps = 0
+
+    def reduce(self, bucket: Any) -> Any:
+        self.steps += bucket.name.endswith(".0")
+        if self.steps == 3 and TRANSPORT.rank == TRANSPORT.size - 1:
+            raise KeyError("the compressor's own")
+        return (yield from super().reduce(bucket))
+
+
+def failure() -> Finding:
+    """The error of one rank ends backward there. The others fail when that rank has ended."""
+    trainer = Trainer(Failing())
+    start = perf_counter()
+    try:
+        trainer.train()
+    except Exception as error:
+        found = {"error": type(error).__name__, "message": str(error)}
+    try:
+        trainer.step(5)
+    except RuntimeError as error:
+        found["afterwards"] = str(error)
+    return {**found, "seconds": perf_counter() - start}
+
+
+SCENARIOS = (
+    every_method,
+    kinds_of_parameters,
+    accumulation,
+    unused_parameters,
+    conservation,
+    loss_scaling,
+    nonfinite,
+    epochs,
+    checkpoints,
+    uneven_data,
+    several_exchanges,
+    memory,
+)
+LATER = (resumed, failure)  # in another launch, after SCENARIOS
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    DIRECTORY, *names = sys.argv[1:]
+    TRANSPORT = connect()
+    wanted = [s for s in (*SCENARIOS, *LATER) if s.__name__ in names] if names else SCENARIOS
+    Path(DIRECTORY, f"rank{TRANSPORT.rank}.json").write_text(json.dumps({s.__name__: s() for s in wanted}))

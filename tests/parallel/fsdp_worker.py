@@ -1,0 +1,567 @@
+"""Runs on every rank of two machines: scenarios of dgc.fsdp; what they find goes to a file per rank."""
+
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.torch_distributed import connect
+from dgc.compression import (
+    DenseCompressor,
+    DGCCompressor,
+    PowerSGDCompressor,
+    QSGDCompressor,
+    SparseCompressor,
+    ThresholdCompressor,
+)
+from dgc.fsdp import compress, local_mesh
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import DGCSGD
+
+Finding = dict[str, Any]
+FEATURES = 7
+FIRST, PAIR = (0,), (2, 3)  # layers of the groups; the others are in the group of the whole model
+
+
+def network() -> nn.Sequential:
+    """Sizes that two ranks do not divide evenly. The last layer has one row: one rank has none of it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6, bias=False), nn.LayerNorm(6)]
+    return nn.Sequential(*layers, nn.Linear(6, 3), nn.Linear(3, 1))
+
+
+def shard(model: nn.Sequential, mesh: Any, **options: Any) -> nn.Sequential:
+    for layers in (FIRST, PAIR):
+        fully_shard([model[i] for i in layers] if len(layers) > 1 else model[layers[0]], mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def batches(steps: int, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, FEATURES, generator=generator) for _ in range(steps)]
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return (model(inputs.to(dtype)).float() - inputs.sum(1, keepdim=True)).square().mean()
+
+
+def train(model: nn.Module, optimizer: Any, inputs: Sequence[Tensor]) -> None:
+    for batch in inputs:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def whole(model: Any) -> Tensor:
+    return torch.cat([p.full_tensor().detach().float().flatten() for p in model.parameters()])
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def told(act: Callable[[], Any], *kinds: type[Exception]) -> str:
+    try:
+        act()
+    except kinds as error:
+        return str(error)
+    return ""
+
+
+# --- equal to HSDP --------------------------------------------------------------------------------
+
+
+def plain(model: Any, optimizer: Any, inputs: Sequence[Tensor]) -> None:
+    train(model, optimizer, inputs)
+
+
+def accumulate(model: Any, optimizer: Any, inputs: Sequence[Tensor], switch: str = "") -> None:
+    """Two backward passes per step. The switch is off in the first of them."""
+    for first, second in zip(inputs[::2], inputs[1::2], strict=True):
+        optimizer.zero_grad()
+        if switch:
+            getattr(model, switch)(False)
+        loss_of(model, first).backward()
+        if switch:
+            getattr(model, switch)(True)
+        loss_of(model, second).backward()
+        optimizer.step()
+
+
+def no_sync(model: Any, optimizer: Any, inputs: Sequence[Tensor]) -> None:
+    accumulate(model, optimizer, inputs, "set_requires_gradient_sync")
+
+
+def no_all_reduce(model: Any, optimizer: Any, inputs: Sequence[Tensor]) -> None:
+    accumulate(model, optimizer, inputs, "set_requires_all_reduce")
+
+
+class Repeated(nn.Module):
+    """Its middle layer runs twice, so FSDP2 reduces the layer's gradient in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.times = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        for _ in range(self.times):
+            x = self.middle(x).tanh()
+        result: Tensor = self.last(x)
+        return result
+
+
+def shard_repeated(mesh: Any) -> Any:
+    model: Any = Repeated()
+    fully_shard(model.middle, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def columns(p: nn.Parameter) -> Shard | None:
+    return Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None
+
+
+def equal_to_hsdp(transport: Any) -> Finding:
+    """The largest difference of any parameter to native HSDP after some steps, relative to the change."""
+    flat, square = local_mesh(transport), init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "local"))
+    fp16, bf16 = torch.float16, torch.bfloat16
+    ratio_1 = lambda: DGCCompressor(1.0, DGCSGDMemory(momentum=0.9))  # noqa: E731
+    policies = {
+        "bf16": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32),
+        "bf16 reduce": MixedPrecisionPolicy(reduce_dtype=bf16),
+        "fp16 parameters": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    }
+
+    def build(mesh: Any, name: str) -> Any:
+        if name == "repeated":
+            return shard_repeated(mesh)
+        model = network()
+        if name == "frozen":
+            model[2].requires_grad_(False)
+            model[4].bias.requires_grad_(False)
+        if name == "fp16 parameters":
+            model.to(fp16)
+        options: Any = {"mp_policy": policies[name]} if name in policies else {}
+        if name == "columns":
+            options = {"shard_placement_fn": columns}
+        return shard(model, mesh, **options)
+
+    runs: list[tuple[str, Any, Any]] = [
+        ("plain", plain, ratio_1),
+        ("no sync", no_sync, ratio_1),
+        ("no all-reduce", no_all_reduce, ratio_1),
+        ("repeated", plain, ratio_1),
+        ("frozen", plain, ratio_1),
+        *((name, plain, DenseCompressor) for name in ("plain", "columns", *policies)),
+        ("two exchanges", accumulate, DenseCompressor),
+    ]
+    found = {}
+    for name, loop, make in runs:
+        inputs = batches(8, transport.rank)
+        native, model = build(square, name), build(flat, name)
+        start = whole(model)
+        options: Any = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+        loop(native, torch.optim.SGD(native.parameters(), **options), inputs)
+        exchange = compress(model, make(), transport=transport)
+        loop(model, DGCSGD(model.parameters(), **options), inputs)
+        change = (whole(native) - start).norm()
+        found[f"{name} {make().__class__.__name__}"] = float((whole(model) - whole(native)).norm() / change)
+        exchange.close()
+    return found
+
+
+# --- the method between machines ------------------------------------------------------------------
+
+
+def all_parameters(make: Callable[[], Any]) -> Callable[[Any], Any]:
+    """A compressor of vectors too."""
+
+    def build(named: Any) -> Any:
+        compressor = make()
+        compressor.initialize(named)
+        return compressor
+
+    return build
+
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "top-k": all_parameters(lambda: SparseCompressor(0.2, ResidualMemory())),
+    "dgc": all_parameters(lambda: DGCCompressor(0.2, DGCSGDMemory(momentum=0.9))),
+    "2-bit": lambda named: ThresholdCompressor(2, 0.05),
+    "qsgd": lambda named: QSGDCompressor(),
+    "powersgd": lambda named: PowerSGDCompressor(2, min_compression_rate=0),
+}
+
+
+def method_between_machines(transport: Any) -> Finding:
+    """Gradients equal those of the method among two ranks, on the rows of each parameter by torch.chunk."""
+    mesh, rank, local_rank = local_mesh(transport), transport.rank, transport.local_rank
+    found = {}
+    for name, make in METHODS.items():
+        model: Any = shard(network(), mesh)
+        exchange = compress(model, make(model.named_parameters()), transport=transport)
+        expected = Expected(make, local_rank)
+        differences = []
+        for step in range(4):  # the error state of a step is in the next
+            model.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the dropped step
+                loss_of(model, gradient_batch(step, rank)).backward()
+            want = expected.step(step)
+            for parameter, p in model.named_parameters():
+                assert (p.grad is None) == (not want)
+                if want and p.to_local().numel():
+                    difference = p.grad.to_local() - want[parameter]
+                    differences.append(float(difference.abs().max()))
+        dropped, error = exchange.dropped_steps, exchange.error_norm() > 0
+        found[name] = {"difference": max(differences), "error": error, "dropped": dropped}
+        exchange.close()
+    return found
+
+
+def gradient_batch(step: int, rank: int) -> Tensor:
+    """A batch. The last rank has NaN in the third step, which is dropped."""
+    batch = batches(step + 1, rank)[step]
+    return batch * float("nan") if (step, rank) == (2, 3) else batch
+
+
+class Expected:
+    """The mean gradients of this rank's rows, from plain models of all four ranks and two simulated machines."""
+
+    def __init__(self, make: Callable[[Any], Any], local_rank: int):
+        self.local_rank, self.plain, self.world = local_rank, network(), LockstepWorld(2)
+        names = [name for name, _ in self.plain.named_parameters()]
+        layers = [(0,), (2, 3), (4, 5)]
+        self.groups = [[n for n in names if int(n.split(".")[0]) in group] for group in layers]
+        self.compressors = [make(self.plain.named_parameters()) for _ in range(2)]
+        self.buckets: list[list[Any]] = []
+        shapes = self.rows({name: torch.zeros_like(p) for name, p in self.plain.named_parameters()})
+        for machine, compressor in enumerate(self.compressors):
+            self.buckets.append([])
+            for g, group in enumerate(self.groups):
+                bucket = make_bucket(f"g{g}", [(n, shapes[n]) for n in group if n in shapes])
+                compressor.plan(bucket, 2, machine)
+                self.buckets[machine].append(bucket)
+
+    def rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's rows of each tensor, without those of which it has none."""
+        parts = {name: tensor.chunk(2) for name, tensor in tensors.items()}
+        return {name: part[self.local_rank] for name, part in parts.items() if self.local_rank < len(part)}
+
+    def gradients(self, rank: int, step: int) -> dict[str, Tensor]:
+        self.plain.zero_grad()
+        loss_of(self.plain, gradient_batch(step, rank)).backward()
+        return {name: p.grad.clone() for name, p in self.plain.named_parameters() if p.grad is not None}
+
+    def step(self, step: int) -> dict[str, Tensor]:
+        """The means, or nothing if the step is dropped."""
+        of_rank = [self.gradients(rank, step) for rank in range(4)]
+        means = [
+            self.rows({name: (of_rank[2 * m][name] + of_rank[2 * m + 1][name]) / 2 for name in of_rank[0]})
+            for m in range(2)
+        ]
+        found: dict[str, Tensor] = {}
+        is_dropped = False
+        for g in range(len(self.groups)):
+            buckets = [self.buckets[machine][g] for machine in range(2)]
+            for bucket, mean in zip(buckets, means, strict=True):
+                for segment in bucket.segments:
+                    segment.of(bucket.flat).copy_(mean[segment.name])
+            conversations = [c.reduce(b) for c, b in zip(self.compressors, buckets, strict=True)]
+            result = self.world.converse(f"g{g}", conversations)[0]
+            is_dropped = is_dropped or result.nonfinite is not None
+            result.write_to(buckets[0])
+            found |= {s.name: s.of(buckets[0].flat).clone() for s in buckets[0].segments}
+        if not is_dropped:
+            return found
+        for compressor, buckets in zip(self.compressors, self.buckets, strict=True):
+            for bucket in buckets:
+                compressor.rollback(bucket)
+        return {}
+
+
+# --- special steps --------------------------------------------------------------------------------
+
+
+def nonfinite(transport: Any) -> Finding:
+    """NaN on the last rank in the second of four steps."""
+    mesh, found = local_mesh(transport), Finding()
+    for policy in ("skip", "raise", "scaler"):
+        model = shard(network(), mesh)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if policy == "scaler" else None
+        kind = "raise" if policy == "raise" else "skip"
+        compressor = DGCCompressor(0.2, DGCSGDMemory(momentum=0.9))
+        exchange = compress(model, compressor, transport=transport, nonfinite=kind, grad_scaler=scaler)
+        optimizer = DGCSGD(model.parameters(), lr=0.05, momentum=0.9)
+        messages, gradients = [], []
+        for step, batch in enumerate(batches(4, transport.rank)):
+            if step == 1 and transport.rank == 3:
+                batch = batch * float("nan")
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                messages.append(told((scaler.scale(loss) if scaler else loss).backward, RuntimeError))
+                if scaler:
+                    scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
+            messages += [str(w.message) for w in caught if "every rank drops" in str(w.message)]
+            if step == 1:
+                gradients = [p.grad for p in model.parameters()]
+        found[policy] = {
+            "model": digest(whole(model)),
+            "error": exchange.error_norm(),
+            "dropped": exchange.dropped_steps,
+            "messages": [m for m in messages if m],
+            "gradients": "None" if all(g is None for g in gradients) else "some",
+            "scale": scaler.get_scale() if scaler else 0,
+        }
+        exchange.close()
+    return found
+
+
+class Optional(nn.Module):
+    """A layer that is used if the caller wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.optional = nn.Linear(FEATURES, 8), nn.Linear(FEATURES, 6)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        loss = self.always(x).square().mean()
+        return loss + self.optional(x).square().mean() if uses_all else loss
+
+
+def nonfinite_shard(transport: Any) -> Finding:
+    """NaN in the last row of a gradient on the last rank. Half of the ranks have no part of this row."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(FEATURES, 6)
+    fully_shard(model, mesh=local_mesh(transport))
+    start = whole(model)
+    exchange = compress(model, ThresholdCompressor(2, 0.05), transport=transport, nonfinite="raise")
+    factors = torch.ones(6)
+    if transport.rank == 3:
+        factors[5] = float("nan")
+    message = told((model(batches(1, transport.rank)[0]) * factors).sum().backward, RuntimeError)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    exchange.close()
+    return {"unchanged": torch.equal(whole(model), start), "message": message}
+
+
+def unused_on_one_machine(transport: Any) -> Finding:
+    """Only one machine uses a layer, in the first step too. All ranks have the same model nevertheless."""
+    mesh, model = local_mesh(transport), Optional()
+    fully_shard(model.optional, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    start = whole(model)
+    exchange = compress(model, SparseCompressor(0.3, ResidualMemory()), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, batch in enumerate(batches(4, transport.rank)):
+        optimizer.zero_grad()
+        # FSDP2 requires that the ranks of one machine use the same layers
+        model(batch, transport.rank // 2 == step % 2).backward()
+        optimizer.step()
+    exchange.close()
+    return {"model": digest(whole(model)), "moved": float(((whole(model) - start) != 0).float().mean())}
+
+
+def saved_and_loaded(transport: Any, folder: Path) -> Finding:
+    """A run that is continued from a checkpoint ends with the bits of the run that saved it."""
+    mesh, inputs = local_mesh(transport), batches(8, transport.rank)
+
+    def build() -> tuple[Any, Any, Any]:
+        model = shard(network(), mesh)
+        compressor = DGCCompressor(0.2, DGCSGDMemory(momentum=0.9), warmup_epochs=2)
+        exchange = compress(model, compressor, transport=transport, steps_per_epoch=3)
+        return model, DGCSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3), exchange
+
+    model, optimizer, exchange = build()
+    train(model, optimizer, inputs[:4])
+    at_save, own = digest(whole(model)), folder / f"exchange{transport.rank}.pt"
+    weights, state = get_state_dict(model, optimizer)
+    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "checkpoint")
+    torch.save(exchange.compression_state_dict(), own)
+    train(model, optimizer, inputs[4:])
+    found = {"saved": digest(whole(model)), "error": exchange.error_norm(), "at save": at_save}
+    exchange.close()
+
+    model, optimizer, exchange = build()
+    weights, state = get_state_dict(model, optimizer)
+    loaded: Any = {"model": weights, "optimizer": state}
+    checkpoint.load(loaded, checkpoint_id=folder / "checkpoint")
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    exchange.load_compression_state_dict(torch.load(own))
+    train(model, optimizer, inputs[4:])
+    exchange.close()
+    return {**found, "loaded": digest(whole(model)), "loaded error": exchange.error_norm()}
+
+
+def bytes_between_machines(transport: Any) -> Finding:
+    found = {}
+    methods: dict[str, Any] = {
+        "dense": DenseCompressor(),
+        "top-k": SparseCompressor(0.01, ResidualMemory()),
+    }
+    for name, compressor in methods.items():
+        model: Any = nn.Linear(200, 51)
+        torch.manual_seed(0)
+        model.reset_parameters()
+        fully_shard(model, mesh=local_mesh(transport))
+        exchange = compress(model, compressor, transport=transport)
+        for _ in range(2):
+            model(torch.ones(2, 200)).square().mean().backward()
+        meter = exchange.meter
+        found[name] = [
+            meter.wire_bytes,
+            meter.dense_wire_bytes,
+            sum(p.to_local().numel() for p in model.parameters()),
+        ]
+        exchange.close()
+    return found
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def refused_models(transport: Any) -> Finding:
+    """What `compress` refuses, and its message."""
+    mesh, world = local_mesh(transport), init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "local"))
+    dgc = DGCCompressor(0.2, DGCSGDMemory(momentum=0.9))
+
+    def attempt(model: Any, compressor: Any = None, **options: Any) -> str:
+        return told(lambda: compress(model, compressor, **{"transport": transport, **options}), ValueError)
+
+    half = network()
+    fully_shard(half[0], mesh=mesh)
+    with_result = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, 0))
+    groups = network()
+    fully_shard(groups[0], mesh=world, shard_placement_fn=lambda p: with_result if p.ndim == 1 else None)
+    frozen = shard(network().requires_grad_(False), mesh)
+    used = shard(network(), mesh)
+    exchange = compress(used, dgc, transport=transport)
+    found = {
+        "two dimensions": attempt(shard(network(), square)),
+        "whole world": attempt(shard(network(), world)),
+        "not sharded": attempt(network()),
+        "partly sharded": attempt(half),
+        "several groups": attempt(groups),
+        "replicated": attempt(replicate(network(), mesh=mesh)),
+        "all frozen": attempt(frozen),
+        "policy": attempt(shard(network(), mesh), nonfinite="ignore"),
+        "compressor in use": attempt(shard(network(), mesh), dgc),
+        "setting differs": attempt(shard(network(), mesh), ThresholdCompressor(2, 0.5 + transport.rank)),
+        "raise and scaler": attempt(
+            shard(network(), mesh), nonfinite="raise", grad_scaler=torch.amp.GradScaler("cpu")
+        ),
+        "no groups": attempt(shard(network(), mesh), transport=connect()),
+    }
+    exchange.close()
+    return found
+
+
+def refused_steps(transport: Any) -> Finding:
+    """What the first step refuses, and its message."""
+    mesh, batch = local_mesh(transport), batches(1, transport.rank)[0]
+
+    def attempt(
+        change: Callable[[Any], Any] = lambda model: None,
+        before: Callable[[Any], Any] = lambda model: None,
+        make: Callable[[], Any] = DenseCompressor,
+        optimizer: Any = torch.optim.SGD,
+        **options: Any,
+    ) -> str:
+        model = network()
+        before(model)
+        shard(model, mesh, **options)
+        exchange = compress(model, make(), transport=transport)
+        change(model)
+
+        def step() -> None:
+            loss_of(model, batch).backward()
+            optimizer(model.parameters(), lr=0.1).step()
+
+        message = told(step, RuntimeError, ValueError)
+        exchange.close()
+        return message
+
+    def other_model(model: Any) -> None:
+        if transport.rank >= 2:
+            with torch.no_grad():
+                model[4].bias.add_(1)
+
+    def replace(model: nn.Module) -> None:
+        model.load_state_dict(deepcopy(model.state_dict()), assign=True)
+
+    def step_in_backward(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+
+    def momentum(parameters: Any, lr: float) -> Any:
+        return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+    repeated = shard_repeated(mesh)
+    exchange = compress(repeated, DenseCompressor(), transport=transport)
+    loss_of(repeated, batch).backward()
+    repeated.times = 3
+    more = told(loss_of(repeated, batch).backward, RuntimeError)
+    exchange.close()
+    dgc = lambda: DGCCompressor(0.2, DGCSGDMemory(momentum=0.9))  # noqa: E731
+    return {
+        "momentum twice": attempt(make=dgc, optimizer=momentum),
+        "adam": attempt(make=dgc, optimizer=torch.optim.Adam),
+        "other model": attempt(before=other_model),
+        "replaced": attempt(replace),
+        "step in backward": attempt(step_in_backward),
+        "divide factor": attempt(lambda model: model.set_gradient_divide_factor(2.0)),
+        "force sum": attempt(lambda model: model.set_force_sum_reduction_for_comms(True)),
+        "frozen later": attempt(lambda model: model[4].requires_grad_(False)),
+        "fp16": attempt(before=lambda model: model.half()),
+        "more often": more,
+    }
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    directory = Path(sys.argv[1])
+    transport = connect(hierarchical=True)
+    scenarios = (
+        equal_to_hsdp,
+        method_between_machines,
+        nonfinite,
+        nonfinite_shard,
+        unused_on_one_machine,
+        bytes_between_machines,
+        refused_models,
+        refused_steps,
+    )
+    found = {f.__name__: f(transport) for f in scenarios if not sys.argv[2:] or f.__name__ in sys.argv[2:]}
+    if not sys.argv[2:] or "saved_and_loaded" in sys.argv[2:]:
+        found["saved_and_loaded"] = saved_and_loaded(transport, directory)
+    (directory / f"rank{transport.rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()

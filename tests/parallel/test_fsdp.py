@@ -1,0 +1,107 @@
+"""dgc.fsdp on two machines of two ranks. Two agents of torchrun stand for the machines; one launch runs it all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parallel.ranks import HERE, two_agents
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by rank."""
+    directory: Path = tmp_path_factory.mktemp("fsdp")
+    done = two_agents(4, [str(HERE / "fsdp_worker.py"), str(directory)])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_ratio_1_equals_hsdp(found: list[dict[str, Any]]) -> None:
+    rounding = {"bf16 reduce DenseCompressor": 2e-2, "fp16 parameters DenseCompressor": 5e-3}
+    for own in found:
+        assert len(own["equal_to_hsdp"]) == 11
+        for name, difference in own["equal_to_hsdp"].items():
+            assert difference < rounding.get(name, 2e-6), (name, difference)
+
+
+def test_a_method_runs_between_machines_on_local_rows(found: list[dict[str, Any]]) -> None:
+    for own in found:
+        for name, result in own["method_between_machines"].items():
+            assert result["difference"] == 0, (name, result)
+            assert result["error"] == (name != "qsgd") and result["dropped"] == 1, name
+
+
+def test_a_nonfinite_gradient_drops_the_step_everywhere(found: list[dict[str, Any]]) -> None:
+    reason = "on rank 1 has NaN or inf, or is 2**64 or more (the rank is the number of a machine)"
+    for rank, own in enumerate(found):
+        results = own["nonfinite"]
+        assert len({result["model"] for result in results.values()}) == 1
+        assert all(result["model"] == found[0]["nonfinite"]["skip"]["model"] for result in results.values())
+        assert all(result["dropped"] == 1 and 0 < result["error"] < 100 for result in results.values())
+        assert [result["gradients"] for result in results.values()] == ["None", "None", "some"]
+        assert len(results["raise"]["messages"]) == 1 and reason in results["raise"]["messages"][0]
+        assert len(results["skip"]["messages"]) == (rank == 0)
+        assert not results["scaler"]["messages"] and results["scaler"]["scale"] == 2.0**9
+
+
+def test_one_bad_shard_drops_the_step_everywhere(found: list[dict[str, Any]]) -> None:
+    results = [own["nonfinite_shard"] for own in found]
+    assert results.count(results[0]) == 4 and results[0]["unchanged"]
+    assert "the gradient of weight on rank 1 has NaN or inf" in results[0]["message"]
+
+
+def test_a_layer_that_one_machine_uses(found: list[dict[str, Any]]) -> None:
+    results = [own["unused_on_one_machine"] for own in found]
+    assert results.count(results[0]) == 4 and results[0]["moved"] > 0.9
+
+
+def test_bytes_between_machines(found: list[dict[str, Any]]) -> None:
+    for own, (rows, top_k) in zip(found, [(26, 52), (25, 50)] * 2, strict=True):
+        dense, sparse = own["bytes_between_machines"]["dense"], own["bytes_between_machines"]["top-k"]
+        numel = rows * 201
+        assert dense == [2 * 4 * numel, 2 * 4 * numel, numel]
+        assert sparse == [2 * (24 + 12 * top_k + 4 * rows), 2 * 4 * numel, numel]
+
+
+def test_a_loaded_run_continues_bit_for_bit(found: list[dict[str, Any]]) -> None:
+    for own in found:
+        result = own["saved_and_loaded"]
+        assert result["loaded"] == result["saved"] == found[0]["saved_and_loaded"]["saved"] != result["at save"]
+        assert result["loaded error"] == result["error"] > 0
+
+
+MODELS = {
+    "two dimensions": "over a mesh of 2 dimensions. On such a mesh (HSDP) FSDP2 averages over machines at full",
+    "whole world": "the model is sharded over ranks [0, 1, 2, 3], and this machine has ranks",
+    "not sharded": "9 trainable parameters are not sharded, such as 0.weight",
+    "partly sharded": "7 trainable parameters are not sharded, such as 2.weight",
+    "several groups": "module 0 has 2 parameter groups (shard_placement_fn with several meshes)",
+    "replicated": "are replicated: call fully_shard",
+    "all frozen": "the model has no trainable parameters",
+    "policy": "nonfinite must be 'skip' or 'raise', not 'ignore'",
+    "compressor in use": "this DGCCompressor has the error state of another",
+    "setting differs": "compression.threshold is 0.5 on rank 0 and 1.5 on rank 1",
+    "raise and scaler": "it needs nonfinite='skip'",
+    "no groups": "group 'cross' does not exist: use TorchTransport(hierarchical=True)",
+}
+STEPS = {
+    "momentum twice": "SGD would apply it again: use dgc.optim.DGCSGD",
+    "adam": "Adam would apply it again",
+    "other model": "4.bias differs between machines 0 and 1 before the first step",
+    "replaced": "were replaced after dgc.fsdp.compress, for example by load_state_dict(assign=True)",
+    "step in backward": "an optimizer that steps during backward is not supported",
+    "divide factor": "set_gradient_divide_factor and set_force_sum_reduction_for_comms are not supported",
+    "force sum": "set_gradient_divide_factor and set_force_sum_reduction_for_comms are not supported",
+    "frozen later": "a parameter was frozen or unfrozen after dgc.fsdp.compress",
+    "fp16": "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+    "more often": "module middle runs more often in this forward pass than in the first, 2 times",
+}
+
+
+@pytest.mark.parametrize(("scenario", "expected"), [("refused_models", MODELS), ("refused_steps", STEPS)])
+def test_what_cannot_work_is_refused(found: list[dict[str, Any]], scenario: str, expected: dict[str, str]) -> None:
+    for own in found:
+        assert own[scenario].keys() == expected.keys()
+        for name, part in expected.items():
+            assert part in own[scenario][name], (name, own[scenario][name])
