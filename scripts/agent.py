@@ -10,6 +10,7 @@ loses a rank first. Here they wait until all machines of the round are present. 
 import sys
 
 from torch.distributed import DistStoreError
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -70,3 +71,5 @@ if __name__ == "__main__":
         main()
     except RendezvousClosedError:
         sys.exit("The run of this RUN_ID has ended on the other machines. Use another RUN_ID for a new run.")
+    except SignalException as error:  # the ranks have ended and printed what they saved
+        sys.exit(128 + error.sigval)

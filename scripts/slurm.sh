@@ -41,7 +41,7 @@ export HOSTS
 read -ra requeue <<<"${REQUEUE-scontrol requeue}"
 # train.py's exit status after a signal, when it has saved a checkpoint
 readonly saved=75
-# torchrun ends with status 1 then. Its ranks save on SIGTERM, and mpirun's on SIGUSR1.
+# torchrun ends with another one. Its ranks save on SIGTERM, and mpirun's on SIGUSR1.
 forwarded=USR1
 if [ -n "${ELASTIC:-}" ]; then forwarded=TERM; fi
 

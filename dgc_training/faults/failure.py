@@ -29,11 +29,14 @@ SECONDARY_DELAY = 5.0
 # Seconds after a signal until a rank ends although its main thread does not leave a collective. torchrun would
 # kill it 30 seconds after the signal, and restart the ranks only then.
 UNWIND_TIME = 3.0
-# Parts of their messages, by the name of the exception's class: of Horovod, and of Gloo and NCCL.
+# Parts of their messages, by the name of the exception's class: of Horovod, of Gloo and NCCL, and of the store
+# through which ranks connect.
 SECONDARY_ERRORS = {
     "HorovodInternalError": ("has been shut down",),
     "RuntimeError": ("gloo/transport",),
     "DistBackendError": ("gloo/transport", "ncclRemoteError"),
+    "DistNetworkError": ("timed out", "recv", "Broken pipe", "Connection reset"),
+    "DistStoreError": ("timeout", "timed out"),
 }
 
 
@@ -114,9 +117,10 @@ def _reporting(rank: int, size: int, leave: Callable[[int], None]) -> Iterator[N
         time.sleep(SECONDARY_DELAY if secondary else MESSAGE_DELAY if rank else 0.0)
         sys.stdout.flush()
         if secondary:
+            where = f" {str(error).splitlines()[0]}" if type(error).__name__.startswith("Dist") else ""
             print(
-                f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank exited or "
-                "did not respond within train.timeout. See its message, or Horovod's list of missing ranks.",
+                f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank exited or did not "
+                f"respond within train.timeout. See its message, or Horovod's list of missing ranks.{where}",
                 file=sys.stderr,
             )
         else:

@@ -20,6 +20,7 @@ from typing import Any
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.reading import read_manifest, read_tensors
+from dgc_training.checkpoint.reshard import merge
 
 REPOSITORY = Path(__file__).parents[2]
 CHECKPOINT_EVERY = 3
@@ -83,9 +84,12 @@ class Restart:
         Relative to the largest element of the tensor. The new ranks load the checkpoint as the run does.
         """
         assert self.checkpoint is not None
-        old_size = read_manifest(self.checkpoint)["size"]
-        files = [self.checkpoint / f"rank{rank}.pt" for rank in range(old_size)]
-        old = mean_of_tensors([read_tensors(file)["compression"] for file in files])
+        machines = read_manifest(self.checkpoint)["machines"]
+        files = [self.checkpoint / f"rank{rank}.pt" for rank in range(len(machines))]
+        states = [{**read_tensors(file)["compression"], "part": None} for file in files]
+        # On two levels the ranks of a machine divide its error state among them.
+        parts = [[state for state, its in zip(states, machines, strict=True) if its == m] for m in set(machines)]
+        old = mean_of_tensors([merge(part) for part in parts])
         assert any(float(tensor.norm()) > 0 for tensor in old.values())
         directory, name = self.checkpoint.parent, self.checkpoint.name
         loaded = LockstepWorld(self.size).run(lambda transport: Checkpoints(directory, transport).load(name))
