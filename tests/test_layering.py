@@ -246,8 +246,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         "scripts",
     ),
     "examples": (
-        "dgc.comm.horovod",
         "dgc.comm.torch_distributed",
+        "dgc.comm.connect",
         "dgc.comm.__init__",
         "dgc.memory",
         "dgc.compression.__init__",

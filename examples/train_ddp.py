@@ -1,6 +1,6 @@
 """Trains on handwritten digits with DistributedDataParallel and Deep Gradient Compression. No Horovod, no MPI.
 
-    torchrun --nproc-per-node 2 examples/ddp.py [EPOCHS]
+    torchrun --nproc-per-node 2 examples/train_ddp.py [EPOCHS]
 """
 
 import sys
@@ -41,8 +41,9 @@ for epoch in range(epochs):
         total += loss.detach() / len(data.loader)
     dist.all_reduce(total)
     losses.append(float(total) / size)
+    accuracy = data.accuracy(model.module)
     if rank == 0:
-        print(f"epoch {epoch}: loss {losses[-1]:.4f}, test accuracy {data.accuracy(model.module):.1f} %")
+        print(f"epoch {epoch}: loss {losses[-1]:.4f}, test accuracy {accuracy:.1f} %")
 
 if rank == 0:
     meter = exchange.meter

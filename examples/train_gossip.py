@@ -1,8 +1,9 @@
 """Trains on handwritten digits with Stochastic Gradient Push: ranks average models with neighbours, not gradients.
 
-    horovodrun -np 2 python examples/train_sgp.py [EPOCHS]
+    torchrun --nproc-per-node 2 examples/train_gossip.py [EPOCHS]
+    mpirun -np 2 --bind-to none python examples/train_gossip.py [EPOCHS]
 
-It needs MPI, for messages between two ranks: horovodrun --gloo does not start it.
+Under mpirun it needs Horovod and MPI, which carries the messages between two ranks. horovodrun --gloo has no MPI.
 """
 
 import sys
@@ -11,13 +12,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dgc.comm import all_reduce
-from dgc.comm.horovod import connect
+from dgc.comm.connect import connect
 from dgc.gossip import SGP, n_peer_exponential
 from dgc.optim import GossipOptimizer, broadcast_parameters
 from digits import Digits, network
 
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-transport = connect(point_to_point=True)  # in place of hvd.init()
+transport = connect(point_to_point=True)  # torch.distributed or Horovod, by the launcher
 data, model = Digits(transport.rank, transport.size), network()
 broadcast_parameters(model.state_dict(), transport=transport)
 
@@ -33,8 +34,8 @@ for epoch in range(epochs):
         loss = cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        total += loss.detach()
-    losses.append(float(all_reduce(transport, total / len(data.loader), "mean", "loss")))
+        total += loss.detach() / len(data.loader)
+    losses.append(float(all_reduce(transport, total, "mean", "loss")))
     with optimizer.consensus():  # inside, every rank's parameters are the mean over all ranks
         accuracy = data.accuracy(model)
         final = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # the model to save

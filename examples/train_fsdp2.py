@@ -3,7 +3,7 @@
 On machines 0 and 1, with --node-rank 0 and 1 and the address of machine 0:
 
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr HOST --master-port 29500 \
-        examples/fsdp2.py [EPOCHS]
+        examples/train_fsdp2.py [EPOCHS]
 """
 
 import sys

@@ -1,0 +1,53 @@
+"""Trains on handwritten digits with Accelerate and PowerSGD. Saves every epoch, and resumes from there.
+
+    torchrun --nproc-per-node 2 examples/train_accelerate.py FOLDER [EPOCHS]
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import cross_entropy
+
+from dgc.compression import PowerSGDCompressor
+from dgc.ddp import compress
+from digits import Digits, network
+
+folder, epochs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+net, data = network(), Digits(rank=0, size=1)  # prepare() divides the batches among the ranks
+sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+model, optimizer, loader = accelerator.prepare(net, sgd, data.loader)
+exchange = compress(model, PowerSGDCompressor(rank=4))  # in place of a hook of Accelerate
+
+newest, rank_file = folder / "newest", f"exchange{accelerator.process_index}.pt"
+start = int(newest.read_text()) if newest.exists() else 0
+if start:
+    accelerator.load_state(str(folder / str(start)))
+    exchange.load_compression_state_dict(torch.load(folder / str(start) / rank_file))
+
+losses = []
+for epoch in range(start, epochs):
+    loader.set_epoch(epoch)
+    total = torch.zeros(())
+    for images, labels in loader:
+        with accelerator.accumulate(model):  # gradients are exchanged in the last backward pass of a step
+            loss = cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        total += loss.detach() / len(loader)
+    losses.append(float(accelerator.reduce(total, "mean")))
+    accuracy = data.accuracy(net)
+    accelerator.print(f"epoch {epoch}: loss {losses[-1]:.4f}, test accuracy {accuracy:.1f} %")
+
+    checkpoint = folder / str(epoch + 1)
+    accelerator.save_state(str(checkpoint))
+    torch.save(exchange.compression_state_dict(), checkpoint / rank_file)  # error state differs between ranks
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        newest.write_text(str(epoch + 1))  # last, so that it names a complete checkpoint
+
+sent, dense = exchange.meter.wire_bytes / 1e6, exchange.meter.dense_wire_bytes / 1e6
+accelerator.print(f"sent {sent:.2f} MB; dense fp32 gradients: {dense:.2f} MB")
