@@ -10,7 +10,7 @@ import pytest
 
 import dgc.comm.connect
 from dgc.comm.connect import choose_transport
-from dgc.launch import LAUNCHERS, LaunchError, check_launcher, choose, started_by
+from dgc.launch import LAUNCHERS, LaunchError, check_launcher, choose, may_span_machines, started_by
 from dgc.torch_launch import PORTS, torch_variables
 
 REPOSITORY = Path(__file__).parents[1]
@@ -54,17 +54,20 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
     ),
     "torchrun in srun": (
         {**JOB, **of("srun", 1, 2), **of("torchrun", 5, 8)},
-        TORCHRUN, TORCHRUN,
+        TORCHRUN,
+        TORCHRUN,
         (5, 8),
     ),
     "torchrun in mpirun, one per machine": (
         {**of("mpirun", 1, 2, PMIX_RANK="1"), **of("torchrun", 5, 8)},
-        TORCHRUN, TORCHRUN,
+        TORCHRUN,
+        TORCHRUN,
         (5, 8),
     ),
     "torchrun in a shell of mpirun": (
         {**of("mpirun", 0, 1), **of("torchrun", 1, 2)},
-        TORCHRUN, TORCHRUN,
+        TORCHRUN,
+        TORCHRUN,
         (1, 2),
     ),
     "mpirun and a script that sets torch's variables": (
@@ -237,3 +240,18 @@ print([name for name in sys.modules if name.split(".")[0] in ("horovod", "mpi4py
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_ranks_on_one_machine_are_known_where_the_launcher_says_so() -> None:
+    one: list[dict[str, str]] = [
+        {},
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_RANK": "0"},
+        {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"},
+    ]
+    several = [
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"},
+        {"PMI_SIZE": "4"},
+        {"PMIX_RANK": "1"},
+    ]
+    assert not any(map(may_span_machines, one)) and all(map(may_span_machines, several))

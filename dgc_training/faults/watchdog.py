@@ -8,6 +8,10 @@ that are not waiting caused it. The first of them prints its stack trace, and al
 
 If no thread of a rank responds, the exchange itself does not complete. A timer then ends the other ranks, and
 `heartbeat` finds the rank that does not respond.
+
+With process sets, Horovod may wait for a stopped rank inside a call that keeps Python's interpreter locked. No
+thread and no timer of Python runs then. `faulthandler`, which needs no interpreter, prints where the rank is and
+ends it.
 """
 
 import faulthandler
