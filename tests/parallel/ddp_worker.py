@@ -419,7 +419,7 @@ def memory() -> Finding:
     gc.freeze()  # leave out what other scenarios made
     trainer = Trainer("powersgd")
     alive = []
-    for step in range(6):
+    for step in range(24):
         trainer.step(step)
         gc.collect()
         alive.append(sum(issubclass(type(o), Tensor | torch.futures.Future) for o in gc.get_objects()))
