@@ -47,7 +47,7 @@ def test_both_transports_train_to_the_same_accuracy(tmp_path: Path) -> None:
     differences = []
     for seed in range(3):
         pair = [
-            summary(launch, tmp_path / f"{launch.__name__}{seed}", seed)["final"]
+            summary(launch, tmp_path / f"{launch.__name__}{seed}", seed)["final"]["acc/test_top1"]
             for launch in (mpirun, torchrun)
         ]
         print(f"seed {seed}: mpirun {pair[0]:.2f}, torchrun {pair[1]:.2f}")
