@@ -141,7 +141,7 @@ fi
 if [ ${#unwanted[@]} -gt 0 ]; then python -m pip uninstall -y "${unwanted[@]}" >>"$LOG" 2>&1 || true; fi
 requirements=(-r requirements.txt -r requirements-examples.txt)
 if [ "$HOROVOD" = 1 ]; then requirements+=(-r "$scratch/horovod.txt"); fi
-log "installing the requirements (several minutes the first time)"
+log "installing requirements.txt (several minutes the first time)"
 run "the requirements could not be installed" python -m pip install "${requirements[@]}"
 
 install_library() {
