@@ -290,58 +290,67 @@ def conservation() -> Finding:
     return found
 
 
+def with_a_bad_step(trainer: Trainer, train: Callable[[int, bool], None]) -> Finding:
+    """Findings after five steps. The gradients of step 2 are bad on the last rank.
+
+    Args:
+        trainer: What is trained.
+        train: Does one step. It gets its number, and whether the gradients of this rank are bad.
+    """
+    unmoved = []
+    for step in range(5):
+        before = trainer.weights
+        train(step, step == 2 and TRANSPORT.rank == TRANSPORT.size - 1)
+        unmoved += [step] if trainer.weights == before else []
+    return {**trainer.findings, "dropped": trainer.exchange.dropped_steps, "unmoved": unmoved}
+
+
 def loss_scaling() -> Finding:
     """The last rank overflows in one step."""
-    found: Finding = {}
-    for method in ("dgc", "powersgd", "2-bit"):
-        for scale in (1.0, 2.0**12):
-            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-            trainer = Trainer(method, grad_scaler=scaler)
-            scales, unmoved = [], []
-            for step in range(5):
-                before = trainer.weights
-                overflows = step == 2 and TRANSPORT.rank == TRANSPORT.size - 1
-                trainer.backward(step, 1e30 if overflows else 1.0, scaler)
-                scaler.step(trainer.inner)
-                scaler.update()
-                scales.append(scaler.get_scale() / scale)
-                unmoved += [step] if trainer.weights == before else []
-            found[f"{method}, {scale}"] = {
-                **trainer.findings,
-                "dropped": trainer.exchange.dropped_steps,
-                "scales": scales,
-                "unmoved": unmoved,
-            }
-    return found
+
+    def run(method: str, scale: float) -> Finding:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        trainer, scales = Trainer(method, grad_scaler=scaler), []
+
+        def train(step: int, bad: bool) -> None:
+            trainer.backward(step, 1e30 if bad else 1.0, scaler)
+            scaler.step(trainer.inner)
+            scaler.update()
+            scales.append(scaler.get_scale() / scale)
+
+        return {**with_a_bad_step(trainer, train), "scales": scales}
+
+    return {
+        f"{method}, {scale}": run(method, scale)
+        for method in ("dgc", "powersgd", "2-bit")
+        for scale in (1.0, 2.0**12)
+    }
 
 
 def nonfinite() -> Finding:
     """NaN on the last rank in one step, without a scaler."""
-    found: Finding = {}
-    for method in ("dgc", "powersgd", "dense"):
-        for policy in ("skip", "raise"):
-            for mode in OPTIONS if method == "dgc" else ("default",):
-                trainer = Trainer(method, nonfinite=policy, **OPTIONS[mode])
-                messages, unmoved = [], []
-                for step in range(5):
-                    before = trainer.weights
-                    bad = step == 2 and TRANSPORT.rank == TRANSPORT.size - 1
-                    with warnings.catch_warnings(record=True) as caught:
-                        warnings.simplefilter("always")
-                        try:
-                            trainer.backward(step, math.nan if bad else 1.0)
-                        except NonFiniteGradientError as error:
-                            messages.append(str(error))
-                    trainer.inner.step()
-                    messages += [str(warning.message) for warning in caught]
-                    unmoved += [step] if trainer.weights == before else []
-                found[f"{method}, {policy}, {mode}"] = {
-                    **trainer.findings,
-                    "dropped": trainer.exchange.dropped_steps,
-                    "messages": messages,
-                    "unmoved": unmoved,
-                }
-    return found
+
+    def run(method: str, policy: str, mode: str) -> Finding:
+        trainer, messages = Trainer(method, nonfinite=policy, **OPTIONS[mode]), list[str]()
+
+        def train(step: int, bad: bool) -> None:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    trainer.backward(step, math.nan if bad else 1.0)
+                except NonFiniteGradientError as error:
+                    messages.append(str(error))
+            trainer.inner.step()
+            messages.extend(str(warning.message) for warning in caught)
+
+        return {**with_a_bad_step(trainer, train), "messages": messages}
+
+    return {
+        f"{method}, {policy}, {mode}": run(method, policy, mode)
+        for method in ("dgc", "powersgd", "dense")
+        for policy in ("skip", "raise")
+        for mode in (OPTIONS if method == "dgc" else ("default",))
+    }
 
 
 def epochs() -> Finding:

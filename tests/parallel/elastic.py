@@ -9,13 +9,14 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from parallel.processes import children, free_port, send
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import Checkpoints
@@ -146,22 +147,14 @@ class Agent:
 
     def ranks(self) -> list[int]:
         """Process ids of its ranks."""
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(word) for word in path.read_text().split()] if path.exists() else []
+        return children(self.process.pid)
 
     def kill(self) -> None:
         """Kills the agent and its ranks, as if the machine was lost."""
         ranks = self.ranks()
         for pid in (self.process.pid, *ranks):
-            kill(pid)
+            send(pid, signal.SIGKILL)
         self.process.wait()
-
-
-def kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 class ElasticRun:
@@ -182,9 +175,7 @@ class ElasticRun:
         self._copies: dict[str, Path] = {}  # the newest copy of each checkpoint
 
     def __enter__(self) -> "ElasticRun":
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", "scripts.rendezvous", str(self.port)]
         self.store = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         assert self.store.stdout is not None and "store on port" in self.store.stdout.readline()

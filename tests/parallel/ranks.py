@@ -2,13 +2,14 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from parallel.processes import free_port, run_together
 
 from scripts.launch import prepare
 from scripts.launch import torchrun as torchrun_command
@@ -62,16 +63,10 @@ def two_agents(ranks: int, words: list[str], timeout: float = 300) -> subprocess
 
     The output is that of both, one after the other.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = f"--nnodes 2 --nproc-per-node {ranks // 2} --master-addr 127.0.0.1 --master-port {port} --node-rank"
+    address = f"--master-addr 127.0.0.1 --master-port {free_port()}"
+    options = f"--nnodes 2 --nproc-per-node {ranks // 2} {address} --node-rank"
     launcher = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    with ThreadPoolExecutor(2) as pool:
-        agents = pool.map(
-            lambda agent: _run([*launcher, str(agent), *words], dict(os.environ), timeout), range(2)
-        )
-        first, second = agents
+    first, second = _run_together([[*launcher, str(agent), *words] for agent in range(2)], os.environ, timeout)
     return subprocess.CompletedProcess(
         first.args,
         first.returncode or second.returncode,
@@ -83,23 +78,19 @@ def two_agents(ranks: int, words: list[str], timeout: float = 300) -> subprocess
 def alone(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """One process, no launcher."""
     assert ranks == 1
-    return _run([sys.executable, *words], dict(os.environ), timeout)
+    return _run([sys.executable, *words], os.environ, timeout)
 
 
-def _run(command: list[str], environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    environment = {**environment, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(REPOSITORY), str(REPOSITORY / "tests"), environment.get("PYTHONPATH", "")]
-    )
-    return subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def _run(command: list[str], environment: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    return _run_together([command], environment, timeout)[0]
+
+
+def _run_together(
+    commands: list[list[str]], environment: Mapping[str, str], timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), environment.get("PYTHONPATH", "")]
+    changes = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return run_together(commands, REPOSITORY, {**environment, **changes}, timeout)
 
 
 def findings(

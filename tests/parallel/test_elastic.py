@@ -1,10 +1,12 @@
 """A run under torchrun goes on after a rank is killed, and after an agent with all its ranks is killed."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
-from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, kill
+from parallel.elastic import CHECKPOINT_EVERY, ElasticRun
+from parallel.processes import send
 
 
 @pytest.mark.timeout(300)
@@ -13,7 +15,7 @@ def test_a_rank_and_an_agent_are_killed(tmp_path: Path) -> None:
         agents = [run.start(1), run.start(1)]
         run.wait_for_attempt(1)
         run.wait(1.0)
-        kill(agents[0].ranks()[0])
+        send(agents[0].ranks()[0], signal.SIGKILL)
         run.wait_for_attempt(2)
         run.wait(0.5)
         agents[1].kill()

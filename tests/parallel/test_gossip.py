@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing_model import failing_model
 from parallel.ranks import mpirun, torchrun
 
 WORKER = str(Path(__file__).parent / "gossip_worker.py")
@@ -71,29 +72,13 @@ def a_slow_iteration_travels_along_the_ring(found: list[dict[str, Any]]) -> None
         assert all(own[name]["begun"][-1] - over < 2.0 for own in found), name
 
 
-DYING_MODEL = """
-import os, signal, time
-from dgc_models import DigitsCNN
-
-class Dying(DigitsCNN):
-    calls = 0
-
-    def forward(self, images):
-        Dying.calls += 1
-        if Dying.calls == 3 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            time.sleep(2)  # so that it has been heard of
-            os.kill(os.getpid(), signal.HOW)
-        return super().forward(images)
-"""
-
-
 @pytest.mark.horovod
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_that_dies_ends_the_run(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "dying.py").write_text(DYING_MODEL.replace("HOW", how))
-    (tmp_path / "dying.yaml").write_text("model: {_target_: dying.Dying}\n")
+    # it dies after others have heard of it
+    dying = failing_model(tmp_path, 3, f"time.sleep(2); os.kill(os.getpid(), signal.{how})", rank=1)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    configs = ["--configs", "configs/digits/cnn.py", "configs/gossip/osgp.py", str(tmp_path / "dying.yaml")]
+    configs = ["--configs", "configs/digits/cnn.py", "configs/gossip/osgp.py", str(dying)]
     changes = ["--configs.train.timeout", "10", "--configs.train.num_epochs", "2"]
     started = time.monotonic()
     done = mpirun(2, ["train.py", *configs, *changes, "--run-dir", str(tmp_path / "run")], timeout=100)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing_model import failing_model
 from parallel.ranks import findings, two_agents, two_gloo_machines, two_machines
 
 
@@ -31,29 +32,14 @@ def test_two_machines_of_two_ranks(launch: Any, tmp_path: Path) -> None:
     assert 0 < sum(own["dgc"]["auto"]["between"] for own in found) <= sum(own["between"] for own in one) / 2
 
 
-STOPPED_MODEL = """
-import os, signal
-from dgc_models import DigitsCNN
-
-class Stopped(DigitsCNN):
-    calls = 0
-
-    def forward(self, images):
-        Stopped.calls += 1
-        if Stopped.calls == 4 and os.environ["OMPI_COMM_WORLD_RANK"] == "3":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return super().forward(images)
-"""
-
-
 @pytest.mark.horovod
 @pytest.mark.timeout(200)
 def test_a_stopped_rank_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod may wait for it inside a call that keeps the interpreter locked, so that no watchdog can run."""
-    (tmp_path / "stopped.py").write_text(STOPPED_MODEL)
-    (tmp_path / "stopped.yaml").write_text("model: {_target_: stopped.Stopped, width: 4}\n")
+    stopped = failing_model(tmp_path, 4, "os.kill(os.getpid(), signal.SIGSTOP)", rank=3)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm0.py", str(tmp_path / "stopped.yaml")]
+    words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm0.py", str(stopped)]
+    words += ["--configs.model.width", "4"]
     words += [
         "--configs.train.timeout",
         "15",

@@ -1,6 +1,6 @@
 """Runs train.py on damaged configs, command lines and run directories, in this process, and checks each result.
 
-    python tests/proof/mutations.py KIND SEED COUNT [METHOD]
+    PYTHONPATH=.:tests python -m proof.mutations KIND SEED COUNT [METHOD]
         KIND: config, words, checkpoint, saved_config; METHOD: one of small_runs.METHODS
 
 A case is good if the run trains because the change is valid (a tensor with NaN, inf, another dtype or shape is
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import yaml
-from small_runs import METHODS  # type: ignore[import-not-found]  # run as a script: its folder is on the path
+from proof.small_runs import METHODS
 
 import train
 from dgc.comm.lockstep import LockstepWorld

@@ -1,7 +1,6 @@
 """Starts small runs on several ranks, ends them by signals, and compares their last checkpoints."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parallel.processes import children, send
 
 from dgc_training.checkpoint.reading import read_tensors
 from scripts.launch import prepare
@@ -75,8 +75,7 @@ class Run:
 
     def ranks(self) -> list[int]:
         """Process ids of the running ranks, in order of their start."""
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(word) for word in path.read_text().split()] if path.exists() else []
+        return children(self.process.pid)
 
     def wait_for_training(self, timeout: float = 120) -> None:
         """Returns when the training loop begins or the run has ended."""
@@ -104,14 +103,6 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def send(pid: int, number: int) -> None:
-    """Sends a signal to a process that may have ended already."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def finish(directory: Path, ranks: int = 2, method: str = "dgc", torchrun: bool = False) -> None:

@@ -5,10 +5,12 @@ Each chunk has a seed of its own and can be run alone: `pytest -m proof tests/pr
 
 import json
 import random
+import signal
 from pathlib import Path
 
 import pytest
-from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, Restart, kill
+from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, Restart
+from parallel.processes import send
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dgc_training.checkpoint.reading import read_manifest
@@ -35,7 +37,7 @@ def killed_once(run: ElasticRun, draw: random.Random, kind: str) -> bool:
     while len(run.running()) == 2:
         ranks = [pid for agent in run.running() for pid in agent.ranks()]
         if ranks and kind == "rank":
-            kill(draw.choice(ranks))
+            send(draw.choice(ranks), signal.SIGKILL)
         elif ranks:
             draw.choice(run.running()).kill()
         if ranks:

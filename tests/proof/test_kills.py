@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from proof.small_runs import METHODS, Run, assert_same_end, finish, latest, send
+from parallel.elastic import mean_of_tensors
+from parallel.processes import send
+from proof.small_runs import METHODS, Run, assert_same_end, finish, latest
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import Checkpoints
@@ -107,19 +109,6 @@ def test_sigterm(reference: Path, tmp_path: Path, chunk: int) -> None:
     assert saved >= KILLS // 2
 
 
-def mean(states: list, where: str = "") -> dict:
-    """The mean over ranks of each tensor of nested states, in float64."""
-    if isinstance(states[0], dict):
-        return {
-            key: value
-            for name in states[0]
-            for key, value in mean([state[name] for state in states], f"{where}.{name}").items()
-        }
-    if not hasattr(states[0], "double"):
-        return {}
-    return {where: sum(state.double() for state in states) / len(states)}
-
-
 def test_three_ranks_resumed_as_two_and_as_four(tmp_path: Path) -> None:
     first = Run(tmp_path, 3)
     first.wait_for_training()
@@ -128,11 +117,11 @@ def test_three_ranks_resumed_as_two_and_as_four(tmp_path: Path) -> None:
     assert first.end() in (EXIT_SAVED, 0), first.text()[-3000:]
     directory, name = tmp_path / "run" / "checkpoints", latest(tmp_path)
     assert name is not None
-    old = mean([read_tensors(directory / name / f"rank{rank}.pt")["compression"] for rank in range(3)])
+    old = mean_of_tensors([read_tensors(directory / name / f"rank{rank}.pt")["compression"] for rank in range(3)])
     assert any(float(tensor.norm()) > 0 for tensor in old.values())
     for size in (2, 4):
         loaded = LockstepWorld(size).run(lambda transport: Checkpoints(directory, transport).load(name))
-        new = mean([part.own["compression"] for part in loaded])
+        new = mean_of_tensors([part.own["compression"] for part in loaded])
         assert new.keys() == old.keys()
         for key, tensor in old.items():
             assert (new[key] - tensor).abs().max() <= 2**-22 * max(1e-30, float(tensor.abs().max())) * 3, key

@@ -17,11 +17,10 @@ CASES += [(method, kind, n) for method in OTHERS for kind, n in (("config", 15),
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("method", "kind", "count"), CASES)
 def test_mutated(method: str, kind: str, count: int) -> None:
-    script = REPOSITORY / "tests" / "proof" / "mutations.py"
     result = subprocess.run(
-        [sys.executable, str(script), kind, "0", str(count), method],
+        [sys.executable, "-m", "proof.mutations", kind, "0", str(count), method],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parallel.processes import send
 from parallel.ranks import mpirun, torchrun
-from proof.small_runs import METHODS, Run, assert_same_end, finish, latest, send
+from proof.small_runs import METHODS, Run, assert_same_end, finish, latest
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3000), pytest.mark.horovod]
 STACK = ["configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing_model import failing_model
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -142,34 +143,16 @@ def test_a_rank_terminated_during_its_delay_prints_nothing(results: Any) -> None
 
 # --- launched runs -------------------------------------------------------------------------------------
 
-FAILING_MODEL = """
-import os
-from dgc_models import DigitsCNN
-
-RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", os.environ.get("RANK")))
-
-class Failing(DigitsCNN):
-    calls = 0
-
-    def forward(self, images):
-        Failing.calls += 1
-        if Failing.calls == 3 and RANK == "1":
-            raise ValueError("broken shard")
-        return super().forward(images)
-"""
-
-
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", [*(pytest.param(name, marks=HOROVOD) for name in STARTS), "torchrun"])
 def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Any
 ) -> None:
-    (tmp_path / "failing.py").write_text(FAILING_MODEL)
-    (tmp_path / "broken.yaml").write_text("model: {_target_: failing.Failing}\n")
+    failing = failing_model(tmp_path, 3, "raise ValueError('broken shard')", rank=1)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
     start = STARTS.get(launcher, torchrun(2, [])[:-1])
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{BIN}:{os.environ['PATH']}")
-    configs = ["--configs", "configs/digits/cnn.py", tmp_path / "broken.yaml"]
+    configs = ["--configs", "configs/digits/cnn.py", failing]
     started = time.monotonic()
     result = launch([*start, sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=150)
     assert time.monotonic() - started < 120
@@ -219,31 +202,12 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
     assert (tmp_path / "runs/digits.cnn.np1/summary.json").exists()
 
 
-STUCK_MODEL = """
-import os, time
-from dgc_models import DigitsCNN
-
-class Stuck(DigitsCNN):
-    calls = 0
-
-    def forward(self, images):
-        Stuck.calls += 1
-        if Stuck.calls == 3 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            self.read_a_missing_shard()
-        return super().forward(images)
-
-    def read_a_missing_shard(self):
-        time.sleep(1000)
-"""
-
-
 @HOROVOD
 @pytest.mark.timeout(150)
 def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stuck.py").write_text(STUCK_MODEL)
-    (tmp_path / "stuck.yaml").write_text("model: {_target_: stuck.Stuck}\n")
+    stuck = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    configs = ["--configs", "configs/digits/cnn.py", tmp_path / "stuck.yaml", "--configs.train.timeout", "15"]
+    configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", "15"]
     result = launch(
         [*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120
     )
@@ -251,7 +215,7 @@ def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: py
     printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
     assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
     assert "rank 1 did not join" in printed[0] and "the others have waited" in printed[0]
-    assert "in read_a_missing_shard" in result.stderr
+    assert "in fail_here" in result.stderr
 
 
 @HOROVOD

@@ -1,0 +1,103 @@
+"""Runs commands, and shows where their processes are if they do not end in time."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+def free_port() -> int:
+    """A port of this machine that no process uses.
+
+    It is below the ports that systems choose themselves. A process that starts at the same time, such as a rank
+    that opens many connections, therefore does not get it before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10000, 20000)
+        with socket.socket() as free:
+            try:
+                free.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of a process. None if it has ended."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Process ids of the children of a process, of their children, and so on. The deepest come first."""
+    for child in children(pid):
+        yield from descendants(child)
+        yield child
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, unless it has ended."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def run_together(
+    commands: Sequence[Sequence[str]], directory: Path, environment: Mapping[str, str], timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands at the same time, and wait for all of them.
+
+    Args:
+        commands: The commands, each with its arguments.
+        directory: The working directory.
+        environment: The environment variables.
+        timeout: Seconds after which they are killed.
+
+    Raises:
+        AssertionError: Not all ended in time. The message has their output and the stacks of their threads.
+    """
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=directory,
+            # prints the stacks of all threads at SIGABRT
+            env={**environment, "PYTHONFAULTHANDLER": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for command in commands
+    ]
+    with ThreadPoolExecutor(len(processes)) as pool:
+        ends = list(pool.map(lambda process: _end(process, timeout), processes))
+    assert all(in_time for _, in_time in ends), f"no end within {timeout:.0f} s:" + "".join(
+        f"\n--- {' '.join(done.args)}\nstatus {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-12000:]}"
+        for done, _ in ends
+    )
+    return [done for done, _ in ends]
+
+
+def _end(process: subprocess.Popen[str], timeout: float) -> tuple[subprocess.CompletedProcess[str], bool]:
+    """The end of a process, and whether it came in time."""
+    in_time = True
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        in_time = False
+        tree = [*descendants(process.pid), process.pid]
+        for number, seconds in ((signal.SIGABRT, 10), (signal.SIGKILL, None)):
+            for pid in tree:
+                send(pid, number)
+            try:
+                out, err = process.communicate(timeout=seconds)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err), in_time
