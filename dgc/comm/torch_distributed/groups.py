@@ -4,6 +4,7 @@ All groups are created at the same point of the program on every rank, as torch.
 a transport are separate from those of the user, such as the default group that DDP uses.
 """
 
+import contextlib
 import os
 import socket
 from datetime import timedelta
@@ -64,6 +65,11 @@ class Lanes:
                     own[tuple(ranks)] = dist.new_group(ranks, self._timeout, self._backend)
             self._groups[lane, kind] = own[tuple(self._place.members(kind))]
 
+    def close(self) -> None:
+        """Destroy the groups."""
+        while self._groups:
+            destroy(self._groups.popitem()[1])
+
     def group(self, lane: str, kind: Group) -> Any:
         """The process group.
 
@@ -73,3 +79,10 @@ class Lanes:
         if kind not in self._kinds:
             raise ValueError(f"group {kind!r} does not exist: use TorchTransport(hierarchical=True)")
         return self._groups[lane, kind]
+
+
+def destroy(group: Any) -> None:
+    """Destroy a process group, unless the program has done so. Its threads end with the last reference to it."""
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError):  # it does not exist any more
+            dist.destroy_process_group(group)

@@ -7,6 +7,7 @@ With NCCL a reply may be used as soon as the collective is issued: the current s
 not. `poll` therefore returns True at once, and the order of all rounds is that of the program.
 """
 
+import atexit
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -32,7 +33,7 @@ from dgc.comm.requests import (
 )
 from dgc.comm.staging import StagedTransport
 from dgc.comm.torch_distributed.groups import Lanes, Place
-from dgc.comm.torch_distributed.messages import GlooChannel, Neighbors
+from dgc.comm.torch_distributed.messages import GlooChannel, Neighbors, WaitingThreads
 from dgc.comm.transport import Transport
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -84,7 +85,8 @@ class TorchTransport:
 
     def __init__(self, hierarchical: bool | str = False, timeout: float | None = None, backend: str = "gloo"):
         duration = timedelta(seconds=DEFAULT_TIMEOUT if timeout is None else timeout)
-        if not dist.is_initialized():
+        self._owns_default_group = not dist.is_initialized()
+        if self._owns_default_group:
             if "RANK" in os.environ:
                 dist.init_process_group(backend, timeout=duration)
             else:  # a single process, without a launcher
@@ -97,8 +99,11 @@ class TorchTransport:
             hierarchical = len(self._place.machines) > 1 and len(self._place.across) > 1
         kinds: tuple[Group, ...] = ("world", "local", "cross") if hierarchical else ("world",)
         self._lanes = Lanes(self._place, kinds, backend, duration)
-        self._neighbors = Neighbors()
+        self._threads = WaitingThreads()
+        self._neighbors = Neighbors(self._threads)
         self._tags = MessageTags(MAX_TAG)
+        self._unfinished: set[TorchFlight] = set()
+        _open.append(self)
 
     def group_size(self, group: Group) -> int:
         return len(self.members(group))
@@ -112,14 +117,17 @@ class TorchTransport:
 
     def channel(self) -> Channel:
         """Open a channel over Gloo. Collective."""
-        return GlooChannel()
+        return GlooChannel(self._threads)
 
     def open_lane(self, lane: str) -> None:
         self._lanes.open(lane)
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> TorchFlight:
         started = [self._start(f"{name}.{i}", request, lane) for i, request in enumerate(requests)]
-        return TorchFlight(tuple(requests), tuple(w for w, _ in started), tuple(output for _, output in started))
+        works, outputs = zip(*started, strict=True) if started else ((), ())
+        flight = TorchFlight(tuple(requests), works, outputs)
+        self._unfinished.add(flight)
+        return flight
 
     def poll(self, flight: TorchFlight) -> bool:
         return all(
@@ -135,7 +143,23 @@ class TorchTransport:
             if isinstance(request, AllReduce | ReduceScatter) and request.op == "mean":
                 output = output.div_(self.group_size(request.group))
             replies.append(output)
+        self._unfinished.discard(flight)
         return tuple(replies)
+
+    def close(self) -> None:
+        """Destroy the process groups of the lanes, and the default group if this transport initialised it.
+
+        Called when the interpreter exits. A thread of Gloo that still holds the tensors of the last operation, or
+        waits until a message is sent, would otherwise go on during Python's shutdown, which ends the process with
+        SIGABRT or SIGSEGV. If an operation is unfinished, as after an exception, nothing is done: it might wait
+        for another rank.
+        """
+        if self._unfinished:
+            return
+        self._neighbors.close()
+        self._lanes.close()
+        if self._owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _start(self, name: str, request: Request, lane: str) -> tuple[list[Any], Reply]:
         """Start a request. Return its operations and its output."""
@@ -169,6 +193,15 @@ class TorchTransport:
         if self.rank in receives:  # Gloo has no connection of a rank to itself
             receives.pop(self.rank).copy_(sends.pop(self.rank))
         return self._neighbors.start(self._tags.of(name), sends, receives), request.receives
+
+
+_open: list[TorchTransport] = []  # the process groups of a transport exist until they are destroyed
+
+
+@atexit.register
+def _close_all() -> None:
+    while _open:
+        _open.pop().close()
 
 
 def _uses_stream(request: Request) -> bool:

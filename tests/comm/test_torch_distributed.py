@@ -1,0 +1,64 @@
+"""TorchTransport in one process. tests/parallel has what needs several ranks."""
+
+import subprocess
+import sys
+
+import pytest
+
+# The function that is registered first is called last.
+PROGRAM = """
+import atexit, os
+from pathlib import Path
+
+def threads():
+    names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo_runloop" in name for name in names)
+
+atexit.register(lambda: print("at exit", threads()))
+
+import torch
+import torch.distributed as dist
+from dgc.comm import all_reduce
+from dgc.comm.requests import AllReduce
+from dgc.comm.torch_distributed import connect
+
+if {initialised}:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
+def main():
+    transport = connect(hierarchical=True)
+    transport.open_lane("lane")
+    all_reduce(transport, torch.ones(3), "sum")
+    if {unfinished}:
+        transport.launch("unfinished", (AllReduce(torch.ones(3)),))
+
+
+main()
+if {destroyed}:
+    dist.destroy_process_group()
+print("before", threads())
+"""
+
+
+@pytest.mark.parametrize(
+    ("initialised", "unfinished", "destroyed", "left"),
+    [
+        (False, False, False, "none"),
+        (True, False, False, "those of the program"),
+        (False, True, False, "all"),
+        (False, False, True, "none"),
+    ],
+)
+def test_no_thread_of_a_process_group_outlives_the_program(
+    initialised: bool, unfinished: bool, destroyed: bool, left: str
+) -> None:
+    program = PROGRAM.format(initialised=initialised, unfinished=unfinished, destroyed=destroyed)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    before, after = (int(line.split()[-1]) for line in done.stdout.splitlines())
+    assert not done.stderr
+    assert before > 0
+    expected = {"none": 0, "all": before, "those of the program": after}[left]
+    assert after == expected
+    if left == "those of the program":
+        assert 0 < after < before
