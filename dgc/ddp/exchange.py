@@ -21,7 +21,8 @@ from dgc.ddp.checks import check_model, momentum_check
 from dgc.optim.agreement import check_settings
 from dgc.optim.compression_state import CountsEpochs
 from dgc.optim.exchange.gradients import check_not_wrapped
-from dgc.optim.exchange.planning import PlannedBucket, check_agreement, plan_buckets
+from dgc.optim.exchange.hierarchy import plan_compressors
+from dgc.optim.exchange.planning import PlannedBucket, check_agreement, compressors_in_order, plan_buckets
 from dgc.optim.exchange.scaling import LossScale, is_used
 from dgc.optim.exchange.start_order import StartOrder
 from dgc.optim.exchange.streams import SideStream
@@ -59,6 +60,7 @@ class DDPExchange(CountsEpochs):
             the scale of the step in which it was made.
         steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. None: call
             begin_epoch() before each epoch.
+        hierarchical: As in DistributedOptimizer. A transport that is given must have groups.
 
     Raises:
         ValueError: An argument is invalid, a setting differs between ranks, or DDP has a mode that a
@@ -81,11 +83,12 @@ class DDPExchange(CountsEpochs):
         nonfinite: str = "skip",
         grad_scaler: Any = None,
         steps_per_epoch: int | None = None,
+        hierarchical: str | bool = "off",
     ):
         check_model(model)
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
-        self.transport = transport or connect()
+        self.transport = transport or connect("auto" if hierarchical == "auto" else hierarchical in ("on", True))
         if model.process_group.size() != self.transport.size:
             raise ValueError(
                 f"the model's process group has {model.process_group.size()} ranks, but the exchange has "
@@ -100,6 +103,7 @@ class DDPExchange(CountsEpochs):
             bucket_mb=bucket_mb,
             steps_per_epoch=steps_per_epoch,
             uses_grad_scaler=is_used(grad_scaler),
+            hierarchical=hierarchical,
             compression=compression,
         )
         # not by parameters_to_ignore, whose names differ from those of named_parameters()
@@ -108,8 +112,7 @@ class DDPExchange(CountsEpochs):
         check_not_wrapped(named)
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
-        compressor_of = {p: plan.compressor for plan in self._planned for p in plan.parameters}
-        compressors = list({id(compressor_of[p]): compressor_of[p] for _, p in named}.values())
+        compressors = compressors_in_order(self._planned, named)
         super().__init__(compressors)
         self._loss_scale = LossScale(grad_scaler, self._planned)
         if self._loss_scale.enabled and nonfinite == "raise":
@@ -117,9 +120,9 @@ class DDPExchange(CountsEpochs):
         self._check_momentum = momentum_check(optimizer, self._planned)
         check_agreement(self._planned, self.transport)
         register_compressors(compressors)
-        for plan in self._planned:
-            plan.compressor.plan(plan.bucket, self.transport.size, self.transport.rank)
-        self.meter, self.nonfinite, self.dropped_steps = TrafficMeter(), nonfinite, 0
+        self.place, self.part = plan_compressors(self._planned, self.transport, hierarchical)
+        self.meter = TrafficMeter(self.transport.local_size)
+        self.nonfinite, self.dropped_steps = nonfinite, 0
         # no reference to the model, which refers to this exchange from C++
         self._may_be_unused = model.find_unused_parameters or model.static_graph
         self._slots = {p: (b, i) for b, plan in enumerate(self._planned) for i, p in enumerate(plan.parameters)}
@@ -169,14 +172,15 @@ class DDPExchange(CountsEpochs):
         """Wait for all exchanges, write the means into DDP's buckets and hand them back."""
         for b in self._order.start(only_full=False):
             self._start(b)
-        results = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
+        result_of = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
+        results = [result_of[b] for b in range(len(self._planned))]
         self._order.learn()
         for stream in self._streams.values():
             stream.join()
-        reason = next((result.nonfinite for result in results.values() if result.nonfinite), None)
-        for b, plan in enumerate(self._planned):
+        reason = next((result.nonfinite for result in results if result.nonfinite), None)
+        for plan, result in zip(self._planned, results, strict=True):
             if reason is None:
-                self._write(plan, results[b])
+                self._write(plan, result)
             else:
                 plan.compressor.rollback(plan.bucket)
             plan.bucket.release()

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import is_initialized
+from torch.nn.parallel import DistributedDataParallel
 
 from dgc.comm.connect import connect
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, NonFiniteGradientError, PowerSGDCompressor, ThresholdCompressor
+from dgc.ddp import compress
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
@@ -23,35 +26,54 @@ METHODS: dict[str, Any] = {
 }
 
 
-def train(transport: Any, compression: Any, hierarchical: str, steps: int = 8) -> Any:
-    """The optimizer and a hash of the model. The tensors make shares without a matrix, and an empty one."""
+def train(transport: Any, compression: Any, hierarchical: str, through: str = "step()") -> Any:
+    """What exchanges the gradients, the message of a dropped step, and a hash of the model.
+
+    The tensors make shares without a matrix, and an empty one.
+
+    Args:
+        transport: Connects the ranks.
+        compression: The compressor.
+        hierarchical: As in DistributedOptimizer.
+        through: "step()" and "synchronize()" of DistributedOptimizer, or "DDP".
+    """
     torch.manual_seed(3)
     first, last = torch.nn.Linear(32, 100, bias=False), torch.nn.Linear(100, 10)
     model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(100), torch.nn.ReLU(), last)
-    optimizer = DistributedOptimizer(
-        DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4),
-        model.named_parameters(),
-        compression,
-        transport=transport,
-        bucket_mb=0.005,
-        nonfinite="raise",
-        hierarchical=hierarchical,
-    )
+    inner = DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+    options = {
+        "transport": transport,
+        "bucket_mb": 0.005,
+        "nonfinite": "raise",
+        "hierarchical": hierarchical,
+    }
+    forward: Any = model
+    if through == "DDP":
+        forward = DistributedDataParallel(model)
+        exchange: Any = compress(forward, compression, inner, **options)
+    else:
+        exchange = DistributedOptimizer(inner, model.named_parameters(), compression, **options)
     generator = torch.Generator().manual_seed(100 + transport.rank)
     message = ""
-    for step in range(steps):
-        optimizer.zero_grad()
+    for step in range(8):
+        inner.zero_grad() if through == "DDP" else exchange.zero_grad()
         inputs = torch.randn(8, 32, generator=generator)
         if step == 5 and transport.rank == 3:
             inputs[0, 0] = float("inf")
-        model(inputs).square().mean().backward()
         try:
-            optimizer.step()
+            forward(inputs).square().mean().backward()
+            if through == "synchronize()":
+                exchange.synchronize()
+            if through == "step()":
+                exchange.step()
+            else:
+                inner.step()
         except NonFiniteGradientError as error:
             message = str(error)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    optimizer.close()
-    return optimizer, message, hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+    if through != "DDP":
+        exchange.close()
+    return exchange, message, hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
 def expected(name: str, transport: Any) -> str:
@@ -74,4 +96,7 @@ if __name__ == "__main__":
         if transport.rank == 0:
             alike = LockstepWorld(4, 2).run(partial(expected, name))
             found[name]["lockstep"] = alike[0]
+        if is_initialized():
+            modes = [train(transport, make(), "auto", through) for through in ("synchronize()", "DDP")]
+            found[name]["ddp"] = [{"message": message, "model": model} for _, message, model in modes]
     Path(sys.argv[1], f"rank{transport.rank}.json").write_text(json.dumps(found))

@@ -26,6 +26,8 @@ def test_two_machines_of_two_ranks(launch: Any, tmp_path: Path) -> None:
         assert all(own["place"]["machines"] == own["place"]["local_size"] == 2 for own in two)
         # a sum of two numbers has one order, so that all transports compute the same bits
         assert {own["model"] for own in two} == {first["lockstep"]}, name
+        for synchronized, ddp in (own[name]["ddp"] for own in found if launch is two_agents):
+            assert ddp == synchronized and ddp["message"] == two[0]["message"], name
         assert {own["message"] for own in two} == {two[0]["message"]} and "on rank 3 has NaN" in two[0]["message"]
     one = [own["dgc"]["off"] for own in found]
     assert all(own["place"] is None for own in one)

@@ -23,7 +23,7 @@ def train(
     """What the run printed to standard output."""
     changes = ["--configs.train.num_epochs=2", "--configs.train.checkpoint_every=4", *SHORT, *words]
     done = launch(ranks, [*WORDS, *changes, "--run-dir", str(directory)], timeout=180)
-    assert (done.returncode == 0) == succeeds, (done.returncode, done.stdout[-6000:] + done.stderr[-6000:])
+    assert (done.returncode == 0) == succeeds, done.stdout[-6000:] + done.stderr[-6000:]
     printed: str = done.stdout
     return printed
 
