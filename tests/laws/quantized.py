@@ -9,6 +9,7 @@ from dgc.bucket import Bucket
 from dgc.compression import (
     AtomoCompressor,
     BlockwiseCompressor,
+    Compressor,
     DGCCompressor,
     NaturalCompressor,
     OneBitCompressor,
@@ -74,7 +75,34 @@ def threshold(
     )
 
 
+def gathered_or_reduced(code: int, reduced: int, gathers_up_to: int) -> Callable[[Bucket, int], int]:
+    """Bytes per element of a code, and of a number in an all-reduce, which more ranks use."""
+
+    def formula(bucket: Bucket, size: int) -> int:
+        scales = sum(4 * -(-s.numel // 1024) for s in bucket.segments) if code == 1 else 0
+        if size <= gathers_up_to:
+            return sealed_bytes(code * bucket.numel + scales)
+        return sealed_bytes(0) + reduced * bucket.numel
+
+    return formula
+
+
+def dense_values(name: str, at: Callable[[Bucket, int], int], tolerance: float = 4 * 2.0**-24) -> Row:
+    """The compressor of what DGC does not compress."""
+
+    def make() -> Compressor:
+        return DGCCompressor(0.05, ResidualMemory(), dense_values=name).fallback
+
+    return Row(
+        f"dense-values-{name}", make, lambda bucket: 0, payload_at=at, feedback=True, tolerance=tolerance
+    )
+
+
 QUANTIZED = [
+    dense_values("int8", gathered_or_reduced(1, 4, gathers_up_to=7)),
+    dense_values("bf16", gathered_or_reduced(2, 4, gathers_up_to=4)),
+    # the sum of an all-reduce is rounded to fp16
+    dense_values("fp16", gathered_or_reduced(2, 2, gathers_up_to=2), tolerance=2.0**-10),
     threshold("2bit", lambda: ThresholdCompressor(threshold=2.0), threshold_bytes(2)),
     threshold(
         "2bit-adaptive", lambda: ThresholdCompressor(threshold=None), threshold_bytes(2, per_tensor=4), left=0.35
