@@ -8,6 +8,8 @@ import torch
 from documented import DOCS, table
 
 from benchmarks import accuracy_figure
+from benchmarks.payload_bytes import payload, resnet50
+from benchmarks.wire import INDICES, VALUES
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
@@ -58,6 +60,18 @@ def test_commands_name_benchmarks_and_pages_that_exist() -> None:
                 for heading in re.findall(r"^#+ (.+)$", target, re.M)
             }
             assert anchor in headings, f"{page}#{anchor}"
+
+
+def test_payloads_of_resnet50_are_what_the_benchmark_measures() -> None:
+    rows = {name: cells for name, *cells in table("values, indices |", "results.md")}
+    parameters = resnet50()
+    for name in ("`int8`, `rice`", "`sign`, `rice`"):
+        values, indices = name.replace("`", "").split(", ")
+        for cell, dense_values in zip(rows[name], ("fp32", "bf16", "int8"), strict=True):
+            with torch.no_grad():
+                found = payload(parameters, VALUES[values], INDICES[indices], dense_values)
+            assert cell == f"{found:,}", (name, dense_values)
+    assert found <= 95_000
 
 
 def test_the_example_of_bytes_is_what_a_step_sends() -> None:
