@@ -37,6 +37,13 @@ COMPRESSION = [
         ],
     ),
     Fault(
+        "another-limit-on-means-counts-as-alike",
+        "dgc/compression/dense.py",
+        "return one.clipping == other.clipping and average_alike(one.base, other.base)",
+        "return average_alike(one.base, other.base)",
+        ["tests/compression/test_dense_and_route.py::test_equal_compressors_without_state_are_one"],
+    ),
+    Fault(
         "codes-gathered-by-any-number-of-ranks",
         "dgc/compression/sparse/fallback.py",
         "self._gathers[bucket.name] = gathered <= reduced",
