@@ -1,15 +1,16 @@
-"""Payload of a step of DGC on ResNet-50, for every format of values, of indices and of dense values.
+"""Payload of a step of DGC on ResNet-50, for every format of values and indices, and every treatment of vectors.
 
     python -m benchmarks.payload_bytes [--ratio 0.001] [--ranks 1] [--values sign] [--indices rice]
 
-Matrices are sent as `values` and `indices`, vectors as `dense_values`. Each combination takes one step on a random
-gradient of torchvision's ResNet-50, in buckets of 25 MB. The meter counts what a rank contributes, with headers,
-slack and padding. Sizes are planned: every step at this ratio has the same. Ranks are simulated in one process.
-The output is a table in bytes and a last line of JSON.
+Matrices are sent as `values` and `indices`. Vectors are sent whole as fp32, fp16, bf16 or int8, or sparse like
+matrices, at 1 %. Each combination takes one step on a random gradient of torchvision's ResNet-50, in buckets of
+25 MB. The meter counts what a rank contributes, with headers, slack and padding. Sizes are planned: every step at
+this ratio has the same. Ranks are simulated in one process. The output is a table and a last line of JSON.
 """
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ from dgc.memory import DGCSGDMemory
 from dgc.optim.exchange.planning import plan_buckets
 from dgc.wire import IndexFormat, ValueFormat
 
-DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
+VECTORS: dict[str, dict[str, Any]] = {
+    **{name: {"dense_values": name} for name in ("fp32", "fp16", "bf16", "int8")},
+    "sparse": {"vectors": "sparse", "vector_ratio": 0.01},
+}
 
 
 def resnet50() -> list[tuple[str, Tensor]]:
@@ -43,15 +47,15 @@ def payload(
     parameters: Sequence[tuple[str, Tensor]],
     values: ValueFormat,
     indices: IndexFormat,
-    dense_values: str,
+    vectors: str,
     ratio: float = 0.001,
     ranks: int = 1,
 ) -> int:
-    """Return the bytes that a rank contributes in one step with these gradients."""
+    """Return the bytes that a rank contributes in one step with these gradients, and with a value of VECTORS."""
     planned = []
     for rank in range(ranks):
         memory = DGCSGDMemory(momentum=0.9)
-        compressor = DGCCompressor(ratio, memory, values=values, indices=indices, dense_values=dense_values)
+        compressor = DGCCompressor(ratio, memory, values=values, indices=indices, **VECTORS[vectors])
         planned.append(plan_buckets(parameters, Route([Rule(compressor)]).compressor_for, 25.0, "bucket"))
         for plan in planned[-1]:
             plan.compressor.plan(plan.bucket, ranks, rank)
@@ -75,14 +79,14 @@ def main() -> None:
     numel = sum(p.numel() for _, p in parameters)
     vectors = sum(p.numel() for _, p in parameters if p.dim() < 2)
     print(f"resnet50: {numel:,} parameters, {vectors:,} of them in vectors; ratio {args.ratio:g}")
-    print(f"\n{'values':<8}{'indices':<8}" + "".join(f"{name:>12}" for name in DENSE_VALUES))
+    print(f"\n{'values':<8}{'indices':<8}" + "".join(f"{name:>12}" for name in VECTORS))
     rows: dict[str, dict[str, int]] = {}
     for values in args.values:
         for indices in args.indices:
             with torch.no_grad():
                 sizes = {
                     name: payload(parameters, VALUES[values], INDICES[indices], name, args.ratio, args.ranks)
-                    for name in DENSE_VALUES
+                    for name in VECTORS
                 }
             rows[f"{values} {indices}"] = sizes
             print(f"{values:<8}{indices:<8}" + "".join(f"{size:12,}" for size in sizes.values()), flush=True)

@@ -153,3 +153,56 @@ def test_an_optimizer_s_fallback_is_not_used_by_another() -> None:
     vectors(transport, Route([Rule(compression.fallback)]), 0)
     with pytest.raises(ValueError, match="DenseValuesCompressor has the error state of another"):
         vectors(transport, compression, 0)
+
+
+# --- vectors in the selection ----------------------------------------------------------------------
+
+
+def test_vectors_join_the_selection_at_a_ratio_of_their_own() -> None:
+    sizes = []
+    for options in ({}, {"vector_ratio": 0.1}, {"vector_ratio": 10}):
+
+        def make(options: Any = options) -> DGCCompressor:
+            return DGCCompressor(0.01, ResidualMemory(), vectors="sparse", **options)
+
+        ranks = Ranks(1, make, [(40, 50), (500,)])
+        gradient = normal(2500, 0)
+        mean = ranks.step([gradient])
+        for part, whole in zip(mean.split([2000, 500]), gradient.split([2000, 500]), strict=True):
+            sent = part.nonzero().view(-1)
+            assert torch.equal(sent, whole.abs().topk(sent.numel()).indices.sort().values)
+        sizes.append([int(part.count_nonzero()) for part in mean.split([2000, 500])])
+    assert sizes == [[20, 5], [20, 50], [20, 50]]
+
+
+def test_in_a_warm_up_vectors_send_as_much_as_matrices() -> None:
+    compressor = DGCCompressor(
+        0.001, ResidualMemory(), vectors="sparse", vector_ratio=0.02, warmup_epochs=2, warmup_coeff=[0.1, 0.01]
+    )
+    sizes = []
+    for epoch in range(3):
+        compressor.begin_epoch(epoch)
+        ranks = Ranks(1, lambda: compressor, [(40, 50), (500,)])
+        sizes.append([int(part.count_nonzero()) for part in ranks.step([normal(2500, epoch)]).split([2000, 500])])
+    assert sizes == [[200, 50], [20, 10], [2, 10]]
+
+
+def test_momentum_of_compressed_vectors_is_the_memory_s() -> None:
+    compression = DGCCompressor(0.05, DGCSGDMemory(0.9), vectors="sparse", vector_ratio=0.5)
+    state = LockstepWorld(1).run(lambda t: vectors(t, compression, 3)[1])[0]
+    (only,) = (name for name in state if name.startswith(("DGC", "Dense")))
+    assert state[only]["memory"]["velocities"].keys() == {"w", "b"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vectors": "both"}, "vectors must be 'dense' or 'sparse', not 'both'"),
+        ({"vector_ratio": 0.1}, "vector_ratio has no effect .* set vectors='sparse'"),
+        ({"vectors": "sparse", "vector_ratio": 0.0}, "vector_ratio must be positive and finite, not 0.0"),
+        ({"vectors": "sparse", "vector_ratio": 0.001}, "vector_ratio is 0.001, less than .* of 0.01"),
+    ],
+)
+def test_settings_of_vectors_that_are_refused(options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DGCCompressor(0.01, ResidualMemory(), **options)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from laws.table import Row, sparse_bytes
 
@@ -24,7 +25,7 @@ from dgc.compression import (
 )
 from dgc.compression.all_gather import AllGatherCompressor
 from dgc.memory import ResidualMemory
-from dgc.selection import Fixed
+from dgc.selection import Fixed, Sampled, Selector
 from dgc.wire.sealed import sealed_bytes
 
 
@@ -98,6 +99,12 @@ def dense_values(name: str, at: Callable[[Bucket, int], int], tolerance: float =
     )
 
 
+def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = None) -> Compressor:
+    return DGCCompressor(
+        ratio, ResidualMemory(), selector=selector, vectors="sparse", vector_ratio=vector_ratio
+    )
+
+
 QUANTIZED = [
     dense_values("int8", gathered_or_reduced(1, 4, gathers_up_to=7)),
     dense_values("bf16", gathered_or_reduced(2, 4, gathers_up_to=4)),
@@ -148,6 +155,17 @@ QUANTIZED = [
         sampled_bytes(0.5, 2),
         dense_limit=lambda: RandomBlockCompressor(1.0, values="fp16"),
         tolerance=2.0**-10,
+    ),
+    *(
+        Row(
+            f"vectors-sparse-{name}",
+            partial(with_vectors, 0.05, 0.2, selector),
+            lambda bucket: sealed_bytes(
+                12 * sum(-(-s.numel // 20) if len(s.shape) > 1 else -(-s.numel // 5) for s in bucket.segments)
+            ),
+            dense_limit=partial(with_vectors, 1.0, 1.0),
+        )
+        for name, selector in (("exact", None), ("sampled", Sampled(0.01)))
     ),
     Row(
         "threshold-v",

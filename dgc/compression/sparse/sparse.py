@@ -88,6 +88,8 @@ class SparseCompressor:
         seed (int): seed of the selector's random numbers.
         dense_values (str, optional): values of tensors that are not compressed: "fp32", or with error feedback
             "fp16", "bf16" or "int8". None: fp32, fp16 without error feedback or bf16, as `values`; else int8.
+        vectors (str): "sparse" compresses tensors of less than two dimensions as well. "dense" leaves them out.
+        vector_ratio (float, optional): ratio of these tensors, at least compress_ratio. None: compress_ratio.
 
     Raises:
         ValueError: if an argument has a wrong type or is out of range; the message names it.
@@ -109,6 +111,8 @@ class SparseCompressor:
         warmup_coeff: float | Sequence[float] | None = None,
         seed: int = 0,
         dense_values: str | None = None,
+        vectors: str = "dense",
+        vector_ratio: float | None = None,
     ):
         require("a number", NUMBER, compress_ratio=compress_ratio)
         require(MEMORIES, (Memory,), memory=memory)
@@ -128,7 +132,8 @@ class SparseCompressor:
         self._names: set[str] | None = None
         self._steps: dict[str, int] = {}
         self._sent_dense: dict[str, int] = {}  # per bucket: elements sent dense in the last step
-        self._plans = Plans()
+        self.vectors, self.vector_ratio = vectors, vector_ratio
+        self._plans = Plans(vectors, vector_ratio, self.warmup.ratio)
         self._size, self._rank, self._numel = 1, 0, 0
         self._awaits_epoch = warmup_epochs > 0
 
@@ -212,11 +217,13 @@ class SparseCompressor:
         return self._fallback
 
     def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Compresses only these tensors. Without this call: every tensor of two or more dimensions."""
+        """Compresses only these tensors. Without this call: those that `vectors` says."""
         self._names = {name for name, _ in named_pairs(named_parameters)}
 
     def accepts(self, segment: Segment) -> bool:
-        return len(segment.shape) > 1 if self._names is None else segment.name in self._names
+        if self._names is None:
+            return len(segment.shape) > 1 or self.vectors == "sparse"
+        return segment.name in self._names
 
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:
         self.format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices

@@ -44,6 +44,16 @@ COMPRESSION = [
         ["tests/compression/test_dense_and_route.py::test_equal_compressors_without_state_are_one"],
     ),
     Fault(
+        "vectors-follow-the-ratio-of-matrices",
+        "dgc/selection/plan.py",
+        "vectors = max(ratio, vector_ratio or 0.0)",
+        "vectors = ratio",
+        [
+            "tests/compression/test_fallback.py::test_vectors_join_the_selection_at_a_ratio_of_their_own",
+            "tests/laws/test_laws.py::test_metered_bytes_are_the_formula_s[vectors-sparse-sampled]",
+        ],
+    ),
+    Fault(
         "codes-gathered-by-any-number-of-ranks",
         "dgc/compression/sparse/fallback.py",
         "self._gathers[bucket.name] = gathered <= reduced",
