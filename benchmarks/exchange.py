@@ -56,6 +56,9 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
     "dgc-fp16-int32": lambda ratio: dgc(ratio, fp16_values=True, int32_indices=True),
     "dgc-fp16-packed": lambda ratio: dgc(ratio, values=CastValues("fp16"), indices=PackedIndices()),
     "dgc-sign-rice": lambda ratio: dgc(ratio, values=SignValues(), indices=RiceIndices()),
+    "dgc-sign-rice-dense-fp32": lambda ratio: dgc(
+        ratio, values=SignValues(), indices=RiceIndices(), dense_values="fp32"
+    ),
     "dgc-sampled": lambda ratio: dgc(ratio, sample_ratio=0.01, indices=PlainIndices("int32")),
 }
 

@@ -59,6 +59,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.wire",
         "dgc.memory",
     ),
+    "dgc.compression.quantized": ("dgc.bucket", "dgc.kernels.__init__", "dgc.comm", "dgc.wire", "dgc.compression"),
     "dgc.compression.sparse": (
         "dgc.bucket",
         "dgc.kernels.__init__",
@@ -68,6 +69,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.selection.__init__",
         "dgc.memory",
         "dgc.compression",
+        "dgc.compression.quantized",
     ),
     "dgc.compression.lowrank": (
         "dgc.bucket",
@@ -77,7 +79,6 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.memory",
         "dgc.compression",
     ),
-    "dgc.compression.quantized": ("dgc.bucket", "dgc.kernels.__init__", "dgc.comm", "dgc.wire", "dgc.compression"),
     "dgc.compression.aggregate": (
         "dgc.bucket",
         "dgc.comm",

@@ -8,6 +8,8 @@ import torch
 from documented import DOCS, table
 
 from benchmarks import accuracy_figure
+from benchmarks.payload_bytes import payload, resnet50
+from benchmarks.wire import INDICES, VALUES
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
@@ -58,6 +60,17 @@ def test_commands_name_benchmarks_and_pages_that_exist() -> None:
                 for heading in re.findall(r"^#+ (.+)$", target, re.M)
             }
             assert anchor in headings, f"{page}#{anchor}"
+
+
+def test_payloads_of_resnet50_are_what_the_benchmark_measures() -> None:
+    rows = {name: cells for name, *cells in table("values, indices |", "results.md")}
+    parameters = resnet50()
+    for name in ("`int8`, `rice`", "`sign`, `rice`"):
+        values, indices = name.replace("`", "").split(", ")
+        for cell, vectors in zip(rows[name], ("fp32", "bf16", "int8", "sparse"), strict=True):
+            with torch.no_grad():
+                found = payload(parameters, VALUES[values], INDICES[indices], vectors)
+            assert cell == f"{found:,}", (name, vectors)
 
 
 def test_the_example_of_bytes_is_what_a_step_sends() -> None:

@@ -21,6 +21,10 @@ configs.train.compression.compress_ratio = 0.001  # share of a tensor's elements
 configs.train.compression.selector = None  # which elements: a constructor of dgc.selection; None: exact top-k
 configs.train.compression["values"] = None  # format of the values: a constructor of dgc.wire; None: fp32
 configs.train.compression.indices = None  # format of the indices, likewise; None: int64
+# values of vectors, which are not compressed: fp32, fp16, bf16 or int8 (dense_int8.py); None: what fits the values
+configs.train.compression.dense_values = None
+configs.train.compression.vectors = "dense"  # sparse (vectors_sparse.py): they are compressed too
+configs.train.compression.vector_ratio = None  # share of their elements that is then sent; None: compress_ratio
 
 # The original's sampled threshold, instead of a selector:
 configs.train.compression.sample_ratio = None  # share sampled to estimate it (the original's is 0.01)

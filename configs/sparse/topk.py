@@ -10,6 +10,7 @@ configs.train.compression.memory = Config(ResidualMemory)
 configs.train.compression.selector = None  # as in configs/selection
 configs.train.compression["values"] = None  # as in configs/dgc
 configs.train.compression.indices = None
+configs.train.compression.dense_values = None
 
 configs.requires["train.dgc"] = False  # its memory and its optimizer would remain
 configs.requires["train.compression._target_"] = configs.train.compression._target_

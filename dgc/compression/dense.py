@@ -12,7 +12,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.finite import check_mean, probe
-from dgc.compression.protocol import DenseResult, Result, StatelessCompressor
+from dgc.compression.protocol import Compressor, DenseResult, Result, StatelessCompressor
 from dgc.memory.clip import Clipping
 
 
@@ -53,17 +53,33 @@ class BF16Compressor(StatelessCompressor):
         return DenseResult((yield from check_mean(bucket, own)))
 
 
+WITHOUT_SETTINGS = (DenseCompressor, FP16Compressor, BF16Compressor)
+
+
 class ClippedCompressor(StatelessCompressor):
     """Runs `base`, then clips a finite mean for each tensor, identically on every rank."""
 
     def __init__(self, base: StatelessCompressor, clipping: Clipping):
-        self._base, self._clipping = base, clipping
+        self.base, self.clipping = base, clipping
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        result = yield from self._base.reduce(bucket)
+        result = yield from self.base.reduce(bucket)
         if result.nonfinite is None:
-            self._clipping.clip_mean(bucket)
+            self.clipping.clip_mean(bucket)
         return result
+
+
+def average_alike(one: Compressor, other: Compressor) -> bool:
+    """Whether two compressors are one object, or keep no state and have equal settings.
+
+    Their tensors can then share a message. Classes of users, and their subclasses of those above, may have any
+    settings: of these only one object averages alike.
+    """
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, ClippedCompressor) and isinstance(other, ClippedCompressor):
+        return one.clipping == other.clipping and average_alike(one.base, other.base)
+    return type(one) in WITHOUT_SETTINGS
 
 
 @runtime_checkable

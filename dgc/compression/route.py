@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from math import inf
 
 from dgc.bucket import Segment
+from dgc.compression.dense import average_alike
 from dgc.compression.protocol import Compressor
 
 
@@ -38,6 +39,9 @@ class Rule:
 class Route:
     """Chooses compressors by rules in order. Tensors that a compressor does not accept go to its own fallback.
 
+    Of compressors without state and with equal settings, such as the fallbacks of several rules, the first one
+    chosen stands for all. Their tensors then share buckets, and so messages.
+
     Args:
         rules (sequence of Rule): rules; the first that matches applies.
 
@@ -52,9 +56,18 @@ class Route:
         if not rules:
             raise ValueError("a Route needs at least one Rule")
         self.rules = tuple(rules)
+        self._chosen: list[Compressor] = []
 
     def compressor_for(self, segment: Segment) -> Compressor:
         for rule in self.rules:
             if rule.matches(segment):
-                return rule.compressor if rule.compressor.accepts(segment) else rule.compressor.fallback
+                accepted = rule.compressor.accepts(segment)
+                return self._first_alike(rule.compressor if accepted else rule.compressor.fallback)
         raise ValueError(f"no rule matches {segment.name} of shape {segment.shape}; end with a rule for all")
+
+    def _first_alike(self, compressor: Compressor) -> Compressor:
+        for chosen in self._chosen:
+            if average_alike(chosen, compressor):
+                return chosen
+        self._chosen.append(compressor)
+        return compressor

@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 class Plan:
     """Parallel tables with one entry per tensor of the bucket. The payload holds `capacity` elements.
 
+    ratio: that of tensors of two or more dimensions. ratios: those of all tensors.
     history: tensors that a selector keeps for its next step. If the selector `remembers`, each tensor in it has
     one row per tensor of the bucket.
     """
@@ -28,6 +29,7 @@ class Plan:
     numels: tuple[int, ...]
     ks: tuple[int, ...]
     ratio: float
+    ratios: tuple[float, ...]
     device: torch.device = CPU
     history: dict[str, Tensor] = field(default_factory=dict)
 
@@ -83,13 +85,21 @@ def share(numel: int, ratio: float) -> int:
     return math.ceil(numel * ratio * (1 - 1e-9))
 
 
-def plan_selection(segments: Sequence[Segment], ratio: float, device: torch.device = CPU) -> Plan:
-    """The plan with k = ceil(ratio * numel) for each tensor: at least one element of every non-empty tensor."""
+def plan_selection(
+    segments: Sequence[Segment], ratio: float, device: torch.device = CPU, vector_ratio: float | None = None
+) -> Plan:
+    """The plan with k = ceil(ratio * numel) for each tensor: at least one element of every non-empty tensor.
+
+    Tensors of less than two dimensions have `vector_ratio`, or `ratio` if that is larger.
+    """
+    vectors = max(ratio, vector_ratio or 0.0)
+    ratios = tuple(ratio if len(s.shape) > 1 else vectors for s in segments)
     return Plan(
         names=tuple(s.name for s in segments),
         offsets=tuple(s.offset for s in segments),
         numels=tuple(s.numel for s in segments),
-        ks=tuple(share(s.numel, ratio) for s in segments),
+        ks=tuple(share(s.numel, own) for s, own in zip(segments, ratios, strict=True)),
         ratio=ratio,
+        ratios=ratios,
         device=device,
     )

@@ -15,9 +15,10 @@ from dgc.compression import (
     FP16Compressor,
     Route,
     Rule,
+    SVDCompressor,
 )
 from dgc.compression.dense import CastCompressor
-from dgc.memory import NoMemory
+from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
 
 N = 301
 
@@ -167,6 +168,34 @@ def test_what_a_compressor_does_not_accept_goes_to_its_fallback() -> None:
     bias, other = (route.compressor_for(segment(name, 3)) for name in ("b", "c"))
     assert bias is other is sparse.fallback and isinstance(bias, DenseCompressor)
     assert isinstance(DGCCompressor(0.01, NoMemory(), fp16_values=True).fallback, FP16Compressor)
+
+
+def test_equal_compressors_without_state_are_one() -> None:
+    class OfAUser(DenseCompressor):
+        """May have settings."""
+
+    def clipped(norm: float, **options: Any) -> DGCCompressor:
+        return DGCCompressor(0.01, DGCSGDMemory(gradient_clipping=ClipByNorm(norm)), **options)
+
+    def chosen(*compressors: Any) -> list[Any]:
+        route = Route([Rule(compressor, name=f"{i}.*") for i, compressor in enumerate(compressors)])
+        return [route.compressor_for(segment(f"{i}.bias", 3)) for i in range(len(compressors))]
+
+    plain = [DGCCompressor(ratio, ResidualMemory()) for ratio in (0.01, 0.1)]
+    assert {id(c) for c in chosen(*plain, DenseCompressor(), SVDCompressor(2))} == {id(plain[0].fallback)}
+    for pair, are_one in (
+        ((clipped(1.0), clipped(1.0)), True),
+        ((clipped(1.0), clipped(2.0)), False),
+        ((clipped(1.0), plain[0]), False),
+        ((clipped(1.0), clipped(1.0, fp16_values=True)), False),
+        ((FP16Compressor(), DGCCompressor(0.1, NoMemory(), fp16_values=True)), True),
+        ((FP16Compressor(), BF16Compressor()), False),
+        ((OfAUser(), OfAUser()), False),
+        ((clipped(1.0, dense_values="int8"), clipped(1.0, dense_values="int8")), False),  # each has a state
+        ((DGCCompressor(0.1, NoMemory(), dense_values="int8"),) * 2, True),
+    ):
+        first, second = chosen(*pair)
+        assert (first is second) == are_one, pair
 
 
 def test_no_rule_for_a_tensor() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from laws.table import Row, sparse_bytes
 
@@ -9,6 +10,7 @@ from dgc.bucket import Bucket
 from dgc.compression import (
     AtomoCompressor,
     BlockwiseCompressor,
+    Compressor,
     DGCCompressor,
     NaturalCompressor,
     OneBitCompressor,
@@ -23,7 +25,7 @@ from dgc.compression import (
 )
 from dgc.compression.all_gather import AllGatherCompressor
 from dgc.memory import ResidualMemory
-from dgc.selection import Fixed
+from dgc.selection import Fixed, Sampled, Selector
 from dgc.wire.sealed import sealed_bytes
 
 
@@ -74,7 +76,40 @@ def threshold(
     )
 
 
+def gathered_or_reduced(code: int, reduced: int, gathers_up_to: int) -> Callable[[Bucket, int], int]:
+    """Bytes per element of a code, and of a number in an all-reduce, which more ranks use."""
+
+    def formula(bucket: Bucket, size: int) -> int:
+        scales = sum(4 * -(-s.numel // 1024) for s in bucket.segments) if code == 1 else 0
+        if size <= gathers_up_to:
+            return sealed_bytes(code * bucket.numel + scales)
+        return sealed_bytes(0) + reduced * bucket.numel
+
+    return formula
+
+
+def dense_values(name: str, at: Callable[[Bucket, int], int], tolerance: float = 4 * 2.0**-24) -> Row:
+    """The compressor of what DGC does not compress."""
+
+    def make() -> Compressor:
+        return DGCCompressor(0.05, ResidualMemory(), dense_values=name).fallback
+
+    return Row(
+        f"dense-values-{name}", make, lambda bucket: 0, payload_at=at, feedback=True, tolerance=tolerance
+    )
+
+
+def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = None) -> Compressor:
+    return DGCCompressor(
+        ratio, ResidualMemory(), selector=selector, vectors="sparse", vector_ratio=vector_ratio
+    )
+
+
 QUANTIZED = [
+    dense_values("int8", gathered_or_reduced(1, 4, gathers_up_to=7)),
+    dense_values("bf16", gathered_or_reduced(2, 4, gathers_up_to=4)),
+    # the sum of an all-reduce is rounded to fp16
+    dense_values("fp16", gathered_or_reduced(2, 2, gathers_up_to=2), tolerance=2.0**-10),
     threshold("2bit", lambda: ThresholdCompressor(threshold=2.0), threshold_bytes(2)),
     threshold(
         "2bit-adaptive", lambda: ThresholdCompressor(threshold=None), threshold_bytes(2, per_tensor=4), left=0.35
@@ -120,6 +155,17 @@ QUANTIZED = [
         sampled_bytes(0.5, 2),
         dense_limit=lambda: RandomBlockCompressor(1.0, values="fp16"),
         tolerance=2.0**-10,
+    ),
+    *(
+        Row(
+            f"vectors-sparse-{name}",
+            partial(with_vectors, 0.05, 0.2, selector),
+            lambda bucket: sealed_bytes(
+                12 * sum(-(-s.numel // 20) if len(s.shape) > 1 else -(-s.numel // 5) for s in bucket.segments)
+            ),
+            dense_limit=partial(with_vectors, 1.0, 1.0),
+        )
+        for name, selector in (("exact", None), ("sampled", Sampled(0.01)))
     ),
     Row(
         "threshold-v",

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 METHODS: dict[str, Callable[[], Any]] = {
     "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory()),
     "residual": lambda: DGCCompressor(0.05, ResidualMemory()),  # momentum is the optimizer's
+    "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(), dense_values="int8"),
     "powersgd": lambda: PowerSGDCompressor(2),
     "2bit": lambda: ThresholdCompressor(threshold=0.01),
     "dense": DenseCompressor,

@@ -36,6 +36,7 @@ COMPRESSIONS = {
     "horovod": lambda: Half,
     "dgc": lambda: dgc(0.1),
     "dgc dense": lambda: dgc(1.0),
+    "dgc int8 vectors": lambda: dgc(0.1, dense_values="int8"),
     "dgc fp16": lambda: dgc(0.1, fp16_values=True, int32_indices=True),
 }
 every_compression = pytest.mark.parametrize("compression", COMPRESSIONS.values(), ids=COMPRESSIONS)

@@ -65,6 +65,14 @@ def test_one_bucket_per_dtype_and_compressor() -> None:
     assert by_names["d", "b"].compressor is sparse.fallback
 
 
+def test_what_several_compressors_leave_shares_a_bucket() -> None:
+    rules = [Rule(DGCCompressor(ratio, NoMemory()), name=f"{i}.*") for i, ratio in enumerate((0.1, 0.2))]
+    route = Route([*rules, Rule(DenseCompressor())])
+    named = [(f"{i}.{name}", torch.zeros(n)) for i in range(3) for name, n in (("w", (9, 9)), ("b", (9,)))]
+    found = sorted(names(plan(named, 1000, route.compressor_for)))
+    assert found == [["0.w"], ["1.w"], ["2.b", "2.w", "1.b", "0.b"]]
+
+
 def test_views_have_the_parameters_strides() -> None:
     last = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     named = [("last", last), ("t", torch.zeros(4, 3).t()), ("skip", torch.zeros(4, 6)[:, ::2])]

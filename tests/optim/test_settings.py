@@ -68,6 +68,9 @@ CASES = [
     ),
     ("compression.selector.sample_ratio", 0.1, 0.2, lambda r: {"compression": dgc(selector=Sampled(r))}),
     ("compression.format.values.dtype", "fp16", "bf16", lambda v: {"compression": dgc(values=CastValues(v))}),
+    ("compression.dense_values", "bf16", "int8", lambda v: {"compression": dgc(dense_values=v)}),
+    ("compression.vectors", "dense", "sparse", lambda v: {"compression": dgc(vectors=v)}),
+    ("compression.vector_ratio", 0.1, None, lambda r: {"compression": dgc(vectors="sparse", vector_ratio=r)}),
     (
         "compression.warmup.warmup_coeff[1]",
         0.2,

@@ -106,6 +106,7 @@ def test_values_that_cannot_be_summed_are_reported(first: Any, second: Any) -> N
 
 METHODS: dict[str, Any] = {
     "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory()),
+    "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(), dense_values="int8"),
     "powersgd": lambda: PowerSGDCompressor(2, high_rank=3),
     "2bit": lambda: ThresholdCompressor(threshold=0.1),
 }

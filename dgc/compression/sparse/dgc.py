@@ -38,6 +38,7 @@ class DGCCompressor(SparseCompressor):
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
         seed (int): seed of the selector's random numbers.
         selector, values, indices: as in `SparseCompressor`, in place of what the keywords above choose.
+        dense_values, vectors, vector_ratio: treatment of vectors, see `SparseCompressor`.
 
     Raises:
         ValueError: if an argument has a wrong type or is out of range; the message names it.
@@ -66,6 +67,9 @@ class DGCCompressor(SparseCompressor):
         selector: Selector | None = None,
         values: ValueFormat | None = None,
         indices: IndexFormat | None = None,
+        dense_values: str | None = None,
+        vectors: str = "dense",
+        vector_ratio: float | None = None,
     ):
         require("None or a number", NUMBER + NOTHING, sample_ratio=sample_ratio)
         require("a number", NUMBER, compress_upper_bound=compress_upper_bound)
@@ -97,4 +101,7 @@ class DGCCompressor(SparseCompressor):
             warmup_epochs=warmup_epochs,
             warmup_coeff=warmup_coeff,
             seed=seed,
+            dense_values=dense_values,
+            vectors=vectors,
+            vector_ratio=vector_ratio,
         )

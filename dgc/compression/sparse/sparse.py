@@ -30,9 +30,9 @@ from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.arguments import NOTHING, NUMBER, WHOLE, require
-from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor
 from dgc.compression.finite import first_nonfinite_message, overflow, sparse_overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
+from dgc.compression.sparse.fallback import make_fallback
 from dgc.compression.sparse.plans import Plans
 from dgc.compression.warmup import RatioWarmup
 from dgc.kernels import PassInputs, SparseVector
@@ -86,6 +86,10 @@ class SparseCompressor:
             Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer. Otherwise the
             first step warns and the ratio stays at that of the first epoch.
         seed (int): seed of the selector's random numbers.
+        dense_values (str, optional): values of tensors that are not compressed: "fp32", or with error feedback
+            "fp16", "bf16" or "int8". None: fp32, fp16 without error feedback or bf16, as `values`; else int8.
+        vectors (str): "sparse" compresses tensors of less than two dimensions as well. "dense" leaves them out.
+        vector_ratio (float, optional): ratio of these tensors, at least compress_ratio. None: compress_ratio.
 
     Raises:
         ValueError: if an argument has a wrong type or is out of range; the message names it.
@@ -106,6 +110,9 @@ class SparseCompressor:
         warmup_epochs: int = -1,
         warmup_coeff: float | Sequence[float] | None = None,
         seed: int = 0,
+        dense_values: str | None = None,
+        vectors: str = "dense",
+        vector_ratio: float | None = None,
     ):
         require("a number", NUMBER, compress_ratio=compress_ratio)
         require(MEMORIES, (Memory,), memory=memory)
@@ -120,14 +127,13 @@ class SparseCompressor:
         self.format = SparseFormat(values or CastValues("fp32"), indices or PlainIndices("int64"))
         self.warmup = RatioWarmup(self.compress_ratio, warmup_epochs, warmup_coeff)
         self.compress_ratio = self.warmup.at(0)
-        self.seed = seed
-        dense = FP16Compressor() if self.format.values.dense.dtype == "fp16" else DenseCompressor()
-        clipping = memory.gradient_clipping
-        self._fallback = dense if clipping is None else ClippedCompressor(dense, clipping)
+        self.seed, self.dense_values = seed, dense_values
+        self._fallback = make_fallback(dense_values, self.format.values, memory.gradient_clipping)
         self._names: set[str] | None = None
         self._steps: dict[str, int] = {}
         self._sent_dense: dict[str, int] = {}  # per bucket: elements sent dense in the last step
-        self._plans = Plans()
+        self.vectors, self.vector_ratio = vectors, vector_ratio
+        self._plans = Plans(vectors, vector_ratio, self.warmup.ratio)
         self._size, self._rank, self._numel = 1, 0, 0
         self._awaits_epoch = warmup_epochs > 0
 
@@ -207,15 +213,17 @@ class SparseCompressor:
 
     @property
     def fallback(self) -> Compressor:
-        """All-reduce, with the memory's gradient_clipping, of vectors and all else that `accepts` refuses."""
+        """Sends vectors and all else that `accepts` refuses, and clips means by the memory's gradient_clipping."""
         return self._fallback
 
     def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Compresses only these tensors. Without this call: every tensor of two or more dimensions."""
+        """Compresses only these tensors. Without this call: those that `vectors` says."""
         self._names = {name for name, _ in named_pairs(named_parameters)}
 
     def accepts(self, segment: Segment) -> bool:
-        return len(segment.shape) > 1 if self._names is None else segment.name in self._names
+        if self._names is None:
+            return len(segment.shape) > 1 or self.vectors == "sparse"
+        return segment.name in self._names
 
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:
         self.format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices

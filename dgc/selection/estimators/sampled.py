@@ -84,13 +84,13 @@ class Sampled(Estimator):
         plan = segments.plan
         generator = torch.Generator(segments.v.device).manual_seed(segments.seed)
         thresholds, whole = [], []
-        for part in plan.split(segments.v):
-            samples = self._sample(part, plan.ratio, generator)
+        for part, ratio in zip(plan.split(segments.v), plan.ratios, strict=True):
+            samples = self._sample(part, ratio, generator)
             whole.append(samples.numel() == part.numel())
             if whole[-1]:
                 thresholds.append(part.new_zeros(()))
             else:
-                target = share(samples.numel(), plan.ratio)
+                target = share(samples.numel(), ratio)
                 thresholds.append(samples.abs().topk(target, sorted=False).values.min())
         return torch.stack(thresholds), torch.tensor(whole, dtype=torch.bool, device=plan.device)
 

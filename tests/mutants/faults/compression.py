@@ -37,6 +37,50 @@ COMPRESSION = [
         ],
     ),
     Fault(
+        "another-limit-on-means-counts-as-alike",
+        "dgc/compression/dense.py",
+        "return one.clipping == other.clipping and average_alike(one.base, other.base)",
+        "return average_alike(one.base, other.base)",
+        ["tests/compression/test_dense_and_route.py::test_equal_compressors_without_state_are_one"],
+    ),
+    Fault(
+        "vectors-follow-the-ratio-of-matrices",
+        "dgc/selection/plan.py",
+        "vectors = max(ratio, vector_ratio or 0.0)",
+        "vectors = ratio",
+        [
+            "tests/compression/test_fallback.py::test_vectors_join_the_selection_at_a_ratio_of_their_own",
+            "tests/laws/test_laws.py::test_metered_bytes_are_the_formula_s[vectors-sparse-sampled]",
+        ],
+    ),
+    Fault(
+        "codes-gathered-by-any-number-of-ranks",
+        "dgc/compression/sparse/fallback.py",
+        "self._gathers[bucket.name] = gathered <= reduced",
+        "self._gathers[bucket.name] = True",
+        [
+            "tests/compression/test_fallback.py::test_with_many_ranks_an_all_reduce_costs_less[int8-7-4]",
+            "tests/laws/test_laws.py::test_metered_bytes_are_the_formula_s[dense-values-bf16]",
+        ],
+    ),
+    Fault(
+        "rounding-of-dense-values-lost",
+        "dgc/compression/sparse/fallback.py",
+        "return cast.view(torch.uint8), v - cast.float()",
+        "return cast.view(torch.uint8), torch.zeros_like(v)",
+        [
+            "tests/laws/test_laws.py::test_nothing_is_lost[3-dense-values-bf16]",
+            "tests/compression/test_fallback.py::test_with_many_ranks_an_all_reduce_costs_less[bf16-4-4]",
+        ],
+    ),
+    Fault(
+        "means-of-dense-values-not-clipped",
+        "dgc/compression/sparse/fallback.py",
+        "self.clipping.clip_mean(bucket)",
+        "pass",
+        ["tests/compression/test_fallback.py::test_the_mean_is_clipped"],
+    ),
+    Fault(
         "warm-up-one-epoch-too-long",
         "dgc/compression/warmup.py",
         "if epoch >= self.warmup_epochs:",

@@ -1,0 +1,208 @@
+"""Tensors that a sparse method does not compress: their values, collectives, clipping and momentum."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from compression.ranks import Ranks, normal
+from torch import Tensor, nn
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.transport import Transport
+from dgc.compression import (
+    Compressor,
+    DenseCompressor,
+    DGCCompressor,
+    FP16Compressor,
+    Route,
+    Rule,
+    SparseCompressor,
+)
+from dgc.compression.dense import ClippedCompressor
+from dgc.compression.sparse.fallback import DenseValuesCompressor
+from dgc.memory import ClipByNorm, ClipByValue, DGCSGDMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.wire import CastValues, Int8Values, SignValues, ValueFormat
+from dgc.wire.sealed import sealed_bytes
+
+SHAPES = [(64,), (3000,), (7,)]
+N = 3071
+
+
+def fallback(name: str | None, values: ValueFormat | None = None, clipping: Any = None) -> Compressor:
+    memory = DGCSGDMemory(0.9, gradient_clipping=clipping)
+    return SparseCompressor(0.01, memory, values=values, dense_values=name).fallback
+
+
+def test_dense_values_fit_the_values_of_the_method_unless_they_are_named() -> None:
+    assert type(fallback(None)) is type(fallback("fp32", SignValues())) is DenseCompressor
+    assert type(fallback(None, CastValues("fp16"))) is FP16Compressor
+    for name, chosen in (
+        ("int8", fallback(None, SignValues())),
+        ("int8", fallback(None, Int8Values())),
+        ("bf16", fallback(None, CastValues("bf16"))),
+        ("fp16", fallback("fp16", CastValues("fp16"))),
+        ("int8", fallback("int8")),
+        ("bf16", DGCCompressor(0.01, ResidualMemory(), dense_values="bf16").fallback),
+    ):
+        assert isinstance(chosen, DenseValuesCompressor) and chosen.values == name
+        assert chosen.correction is None  # momentum stays with the optimizer
+    assert isinstance(fallback("fp32", clipping=ClipByValue(1.0)), ClippedCompressor)
+
+
+@pytest.mark.parametrize("name", ["int4", "FP16", ""])
+def test_other_dense_values_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="dense_values must be None or one of fp32, fp16, bf16, int8, not"):
+        fallback(name)
+
+
+def test_only_codes_of_fewer_bits_are_codes() -> None:
+    with pytest.raises(ValueError, match="values must be one of fp16, bf16, int8, not 'fp32'"):
+        DenseValuesCompressor("fp32")
+
+
+@pytest.mark.parametrize(("name", "most", "reduced"), [("int8", 7, 4), ("bf16", 4, 4), ("fp16", 2, 2)])
+def test_with_many_ranks_an_all_reduce_costs_less(name: str, most: int, reduced: int) -> None:
+    """most: the largest number of ranks that gather codes."""
+    for size in (1, most, most + 1):
+        ranks = Ranks(size, lambda: fallback(name), SHAPES)
+        lost = torch.zeros(N, dtype=torch.float64)
+        for step in range(3):
+            own = [normal(N, 100 * step + rank) for rank in range(size)]
+            lost += sum(g.double() for g in own) / size - ranks.step(own).double()
+        gathers, meter = size <= most, ranks.world.meters[0]
+        codes = N + 4 * (1 + 3 + 1) if name == "int8" else 2 * N
+        assert meter.payload_bytes == 3 * (sealed_bytes(codes) if gathers else sealed_bytes(0) + reduced * N)
+        assert meter.wire_bytes <= 3 * (2 * reduced * N * (size - 1) / size + 31 * (size - 1))
+        kept = sum(e.double() for e in ranks.errors()) / size
+        rounded = name == "fp16" and not gathers  # the transport's sum
+        torch.testing.assert_close(kept, lost, rtol=0, atol=2.0**-8 if rounded else 1e-5)
+        assert any(e.any() for e in ranks.errors()) == (gathers or rounded)
+        assert (ranks.compressors[0].compress_ratio < 1) == (gathers and name == "int8")
+
+
+def test_a_large_element_makes_only_its_block_coarse() -> None:
+    """A scale belongs to up to 1024 elements of one tensor."""
+    ranks = Ranks(1, lambda: fallback("int8"), SHAPES)
+    gradient = normal(N, 1).clamp(-3, 3)
+    gradient[64 + 1024] = 1000.0
+    error = gradient - ranks.step([gradient])
+    torch.testing.assert_close(ranks.errors()[0], error, rtol=0, atol=1e-6)
+    block = slice(64 + 1024, 64 + 2048)
+    assert float(error[block].abs().max()) > 1
+    error[block] = 0
+    assert float(error.abs().max()) <= 3 / 127 / 2 * 1.001
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_mean_is_clipped(name: str, size: int) -> None:
+    own = [normal(N, rank) for rank in range(size)]
+    free = Ranks(size, lambda: fallback(name), SHAPES).step(own)
+    mean = Ranks(size, lambda: fallback(name, clipping=ClipByNorm(0.5)), SHAPES).step(own)
+    for part, whole in zip(mean.split([64, 3000, 7]), free.split([64, 3000, 7]), strict=True):
+        torch.testing.assert_close(part, whole * (0.5 / whole.norm()))
+
+
+def vectors(transport: Transport, compression: Any, steps: int, state: Any = None) -> tuple[Tensor, Any]:
+    """The vector of a model after steps of SGD with momentum 0.9, and the state of the compression."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(20, 30)), "b": nn.Parameter(torch.zeros(50))})
+    inner = DGCSGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+    if state is not None:
+        optimizer.load_compression_state_dict(state)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (model["b"] @ normal(50, 10 * step + transport.rank) + model["w"].sum()).backward()
+        optimizer.step()
+    return model["b"].detach(), optimizer.compression_state_dict()
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+def test_momentum_of_vectors_is_the_optimizer_s(name: str) -> None:
+    """All but the last step's rounding arrives, times 1 / (1 - momentum) in the end."""
+
+    def train(transport: Transport, dense_values: str) -> Tensor:
+        compression = DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values=dense_values)
+        return vectors(transport, compression, 30)[0]
+
+    exact, other = (LockstepWorld(2).run(partial(train, dense_values=values))[0] for values in ("fp32", name))
+    assert not torch.equal(exact, other)
+    torch.testing.assert_close(other, exact, rtol=0, atol=0.1)
+    assert float(exact.abs().max()) > 20
+
+
+def test_a_state_has_the_error_of_vectors_and_belongs_to_its_dense_values() -> None:
+    def make(name: str) -> DGCCompressor:
+        return DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values=name)
+
+    state = LockstepWorld(2).run(lambda t: vectors(t, make("int8"), 3)[1])[0]
+    assert {"DenseValuesCompressor.0", "DGCCompressor.1"} <= state.keys()
+    error = state["DenseValuesCompressor.0"]["errors"]["b"]
+    assert error.shape == (50,) and error.any()
+    loaded = LockstepWorld(1).run(lambda t: vectors(t, make("int8"), 0, state)[1])[0]
+    assert torch.equal(loaded["DenseValuesCompressor.0"]["errors"]["b"], error)
+    with pytest.raises(ValueError, match="state of other compressors"):
+        LockstepWorld(1).run(lambda t: vectors(t, make("fp32"), 0, state))
+
+
+def test_an_optimizer_s_fallback_is_not_used_by_another() -> None:
+    compression = DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8")
+    transport = LockstepWorld(1).transports[0]
+    vectors(transport, Route([Rule(compression.fallback)]), 0)
+    with pytest.raises(ValueError, match="DenseValuesCompressor has the error state of another"):
+        vectors(transport, compression, 0)
+
+
+# --- vectors in the selection ----------------------------------------------------------------------
+
+
+def test_vectors_join_the_selection_at_a_ratio_of_their_own() -> None:
+    sizes = []
+    for options in ({}, {"vector_ratio": 0.1}, {"vector_ratio": 10}):
+
+        def make(options: Any = options) -> DGCCompressor:
+            return DGCCompressor(0.01, ResidualMemory(), vectors="sparse", **options)
+
+        ranks = Ranks(1, make, [(40, 50), (500,)])
+        gradient = normal(2500, 0)
+        mean = ranks.step([gradient])
+        for part, whole in zip(mean.split([2000, 500]), gradient.split([2000, 500]), strict=True):
+            sent = part.nonzero().view(-1)
+            assert torch.equal(sent, whole.abs().topk(sent.numel()).indices.sort().values)
+        sizes.append([int(part.count_nonzero()) for part in mean.split([2000, 500])])
+    assert sizes == [[20, 5], [20, 50], [20, 50]]
+
+
+def test_in_a_warm_up_vectors_send_as_much_as_matrices() -> None:
+    compressor = DGCCompressor(
+        0.001, ResidualMemory(), vectors="sparse", vector_ratio=0.02, warmup_epochs=2, warmup_coeff=[0.1, 0.01]
+    )
+    sizes = []
+    for epoch in range(3):
+        compressor.begin_epoch(epoch)
+        ranks = Ranks(1, lambda: compressor, [(40, 50), (500,)])
+        sizes.append([int(part.count_nonzero()) for part in ranks.step([normal(2500, epoch)]).split([2000, 500])])
+    assert sizes == [[200, 50], [20, 10], [2, 10]]
+
+
+def test_momentum_of_compressed_vectors_is_the_memory_s() -> None:
+    compression = DGCCompressor(0.05, DGCSGDMemory(0.9), vectors="sparse", vector_ratio=0.5)
+    state = LockstepWorld(1).run(lambda t: vectors(t, compression, 3)[1])[0]
+    (only,) = (name for name in state if name.startswith(("DGC", "Dense")))
+    assert state[only]["memory"]["velocities"].keys() == {"w", "b"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vectors": "both"}, "vectors must be 'dense' or 'sparse', not 'both'"),
+        ({"vector_ratio": 0.1}, "vector_ratio has no effect .* set vectors='sparse'"),
+        ({"vectors": "sparse", "vector_ratio": 0.0}, "vector_ratio must be positive and finite, not 0.0"),
+        ({"vectors": "sparse", "vector_ratio": 0.001}, "vector_ratio is 0.001, less than .* of 0.01"),
+    ],
+)
+def test_settings_of_vectors_that_are_refused(options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DGCCompressor(0.01, ResidualMemory(), **options)
