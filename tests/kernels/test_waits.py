@@ -37,7 +37,15 @@ with pytest.MonkeyPatch.context() as environment:
         ThresholdCompressor,
     )
     from dgc.memory import ClipByNorm, DGCSGDMemory
-    from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues
+    from dgc.wire import (
+        CastValues,
+        Int8Values,
+        PackedIndices,
+        PlainIndices,
+        RiceIndices,
+        SignValues,
+        TwoBitValues,
+    )
     from dgc.wire.payload import read_scalars
 
 PACKAGE = Path(kernels.__file__).parents[1]
@@ -136,6 +144,7 @@ FORMATS = [
     (CastValues("fp16"), PlainIndices("int32")),
     (SignValues(), PackedIndices()),
     (Int8Values(), RiceIndices()),
+    (TwoBitValues(), PlainIndices()),
 ]
 
 
