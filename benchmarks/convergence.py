@@ -43,6 +43,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dgc-fp32-rice": (*DGC[:1], "configs/dgc/rice.py"),
     "dgc-bf16-packed": (*DGC[:1], "configs/dgc/bf16.py", "configs/dgc/packed.py"),
     "dgc-int8-rice": (*DGC[:1], "configs/dgc/int8.py", "configs/dgc/rice.py"),
+    "dgc-2-bits-rice": (*DGC[:1], "configs/dgc/twobit.py", "configs/dgc/rice.py"),
     "dgc-sign-rice": (*DGC[:1], "configs/dgc/sign.py", "configs/dgc/rice.py"),
     "dgc-sign-rice-dense-fp32": (
         *DGC[:1],
@@ -50,6 +51,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         "configs/dgc/rice.py",
         "configs/dgc/dense_fp32.py",
     ),
+    "chunks": ("configs/chunks/wm5.py",),
     "exact": (*DGC, "configs/selection/exact.py"),
     "histogram": (*DGC, "configs/selection/histogram.py"),
     "predicted": (*DGC, "configs/selection/predicted.py"),

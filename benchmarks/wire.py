@@ -34,7 +34,16 @@ from dgc.kernels import Budget, Codec, SparseVector
 from dgc.kernels.codec.native import NativeCodec
 from dgc.kernels.codec.protocol import HEADER_BYTES
 from dgc.kernels.codec.reference import TorchCodec
-from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
+from dgc.wire import (
+    CastValues,
+    Int8Values,
+    PackedIndices,
+    PlainIndices,
+    RiceIndices,
+    SignValues,
+    SparseFormat,
+    TwoBitValues,
+)
 from dgc.wire.indices import IndexFormat
 from dgc.wire.values import ValueFormat
 from dgc_datasets import Digits
@@ -51,6 +60,7 @@ VALUES: dict[str, ValueFormat] = {
     "fp16": CastValues("fp16"),
     "bf16": CastValues("bf16"),
     "int8": Int8Values(),
+    "2 bits": TwoBitValues(4.0),
     "sign": SignValues(),
 }
 LR, BATCH = 0.025, 32

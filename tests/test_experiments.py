@@ -13,6 +13,7 @@ import torch
 from documented import table
 from small_data import write_cifar, write_imagenet
 
+from dgc.memory import MomentumCorrection
 from dgc_training.config import instantiate, load
 from dgc_training.config.layers import REPOSITORY
 from dgc_training.constructors import import_target
@@ -73,6 +74,17 @@ def test_what_is_derived_follows_the_command_line() -> None:
     assert tree.train.scheduler.T_max == 295 and tree.train.compression.memory.momentum == 0.8
     words = ["--configs.train.num_epochs", "500"]
     assert load(["configs/cifar/resnet20", "configs/dgc/wm5"], words).train.scheduler.T_max == 495
+
+
+def test_chunks_take_the_experiments_momentum_and_warm_up() -> None:
+    for warm_up, ratios in (("wm0", [0.1]), ("wm5", [0.1 ** (e / 5) for e in range(1, 6)]), ("wm5o", [1.0] * 5)):
+        tree = load(["configs/imagenet/resnet50", f"configs/chunks/{warm_up}", "configs/chunks/fp32"])
+        compression = instantiate(tree.train.compression)
+        assert compression.correction == MomentumCorrection(0.9, nesterov=True)
+        assert (compression.chunk_size, compression.cast.dtype) == (32768, "fp32")
+        for epoch, ratio in enumerate([*ratios, 0.1]):
+            compression.begin_epoch(epoch)
+            assert compression.compress_ratio == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_trap_02_every_config_and_script_is_complete() -> None:
         "topology": ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"],
         **dict.fromkeys(("fp16", "bf16", "int8"), ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"]),
         **dict.fromkeys(
-            ("powersgd", "threshold", "quant", "sparse", "route", "gossip", "average"),
+            ("chunks", "powersgd", "threshold", "quant", "sparse", "route", "gossip", "average"),
             ["configs/cifar/resnet20.py"],
         ),
     }

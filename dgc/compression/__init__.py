@@ -23,6 +23,7 @@ from dgc.compression.quantized.terngrad import TernGradCompressor as TernGradCom
 from dgc.compression.quantized.threshold import ThresholdCompressor as ThresholdCompressor
 from dgc.compression.route import Route as Route
 from dgc.compression.route import Rule as Rule
+from dgc.compression.sparse.chunks import ChunkCompressor as ChunkCompressor
 from dgc.compression.sparse.dgc import DGCCompressor as DGCCompressor
 from dgc.compression.sparse.random_k import RandomBlockCompressor as RandomBlockCompressor
 from dgc.compression.sparse.random_k import RandomKCompressor as RandomKCompressor

@@ -7,6 +7,7 @@ from dgc.wire.indices import RiceIndices as RiceIndices
 from dgc.wire.payload import Encoded as Encoded
 from dgc.wire.payload import PayloadError as PayloadError
 from dgc.wire.payload import SparseFormat as SparseFormat
+from dgc.wire.two_bits import TwoBitValues as TwoBitValues
 from dgc.wire.values import CastValues as CastValues
 from dgc.wire.values import Int8Values as Int8Values
 from dgc.wire.values import SignValues as SignValues

@@ -6,6 +6,7 @@ CastValues   fp32, fp16 or bf16. The 16-bit types are scaled by a power of two, 
 Int8Values   round(value / scale), scale = largest magnitude / 127 of each tensor
 SignValues   sign * mean magnitude of each tensor. With error feedback the sent magnitudes are nearly equal,
              because they have just passed the threshold. The rest is sent later.
+TwoBitValues one of 4 means of each tensor (`two_bits`)
 """
 
 from dataclasses import dataclass

@@ -23,6 +23,7 @@ with pytest.MonkeyPatch.context() as environment:
     from dgc.bucket import Bucket, lay_out
     from dgc.comm.requests import AllGather, AllToAll
     from dgc.compression import (
+        ChunkCompressor,
         DenseCompressor,
         DGCCompressor,
         NaturalCompressor,
@@ -36,7 +37,15 @@ with pytest.MonkeyPatch.context() as environment:
         ThresholdCompressor,
     )
     from dgc.memory import ClipByNorm, DGCSGDMemory
-    from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues
+    from dgc.wire import (
+        CastValues,
+        Int8Values,
+        PackedIndices,
+        PlainIndices,
+        RiceIndices,
+        SignValues,
+        TwoBitValues,
+    )
     from dgc.wire.payload import read_scalars
 
 PACKAGE = Path(kernels.__file__).parents[1]
@@ -44,10 +53,11 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 # Operations of torch that add floats in any order on a GPU, so that results would not repeat bit for bit.
 ATOMIC = {"index_add", "index_add_", "scatter_add", "scatter_add_", "put_", "cumsum", "cumsum_", "bincount"}
 
+SPARSE = "compression/finite.py sparse_overflow"
 DECODED = {
     "wire/payload.py read_scalars",
     "kernels/selection/triton.py merge_mean",
-    "compression/finite.py sparse_overflow",
+    SPARSE,
 }
 
 
@@ -134,6 +144,7 @@ FORMATS = [
     (CastValues("fp16"), PlainIndices("int32")),
     (SignValues(), PackedIndices()),
     (Int8Values(), RiceIndices()),
+    (TwoBitValues(), PlainIndices()),
 ]
 
 
@@ -181,6 +192,10 @@ OTHERS = [
         )
     ),
     (ThresholdCompressor(wire="scatter"), {"compression/quantized/threshold.py _scatter", SUMMED}),
+    (
+        ChunkCompressor(0.1, DGCSGDMemory(), 32),
+        {"wire/payload.py read_scalars", "compression/sparse/chunks.py reduce", SPARSE},
+    ),
     # its numbers are drawn on the host
     (RandomKCompressor(0.1), {"compression/sparse/random_k.py exchange", SUMMED}),
 ]

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from laws.table import Row, sparse_bytes
+from laws.table import HALF, Row, sparse_bytes
 
 from dgc.bucket import Bucket
 from dgc.compression import (
     AtomoCompressor,
     BlockwiseCompressor,
+    ChunkCompressor,
     Compressor,
     DGCCompressor,
     NaturalCompressor,
@@ -24,7 +26,7 @@ from dgc.compression import (
     ThresholdCompressor,
 )
 from dgc.compression.all_gather import AllGatherCompressor
-from dgc.memory import ResidualMemory
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, Memory, ResidualMemory
 from dgc.selection import Fixed, Sampled, Selector
 from dgc.wire.sealed import sealed_bytes
 
@@ -52,6 +54,21 @@ def threshold_bytes(bits: int, per_tensor: int = 0) -> Callable[[Bucket, int], i
 def sampled_bytes(ratio: float, itemsize: int) -> Callable[[Bucket], int]:
     def formula(bucket: Bucket) -> int:
         return itemsize * sum(-(-s.numel * int(1000 * ratio) // 1000) for s in bucket.segments) + 8
+
+    return formula
+
+
+def chunks(memory: Callable[[], Memory] = ResidualMemory, ratio: float = 0.05, dtype: str = "fp16") -> Any:
+    return lambda: ChunkCompressor(ratio, memory(), 64, dtype)
+
+
+def chunk_bytes(itemsize: int) -> Callable[[Bucket], int]:
+    """5 % of the chunks of at most 64 elements, and a header."""
+
+    def formula(bucket: Bucket) -> int:
+        number = -(-bucket.numel // 64)
+        sent = -(-number // 20) * -(-bucket.numel // number)
+        return 24 + min(4 * number + itemsize * sent, itemsize * bucket.numel)
 
     return formula
 
@@ -166,6 +183,23 @@ QUANTIZED = [
             dense_limit=partial(with_vectors, 1.0, 1.0),
         )
         for name, selector in (("exact", None), ("sampled", Sampled(0.01)))
+    ),
+    Row("chunks-residual", chunks(), chunk_bytes(2), dense_limit=chunks(ratio=1.0), tolerance=HALF),
+    Row(
+        "chunks-residual-fp32",
+        chunks(dtype="fp32"),
+        chunk_bytes(4),
+        dense_limit=chunks(ratio=1.0, dtype="fp32"),
+    ),
+    # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
+    Row("chunks-dgc", chunks(DGCSGDMemory), chunk_bytes(2), conserves=False, momentum=0.9, left=0.6),
+    Row(
+        "chunks-dgc-clipped",
+        chunks(lambda: DGCSGDMemory(gradient_clipping=ClipByGlobalNorm(50.0)), dtype="fp32"),
+        lambda bucket: chunk_bytes(4)(bucket) + 4 * len(bucket.segments),
+        conserves=False,
+        momentum=0.9,
+        left=0.6,
     ),
     Row(
         "threshold-v",

@@ -23,7 +23,16 @@ from dgc.selection import (
     Trimmed,
     plan_selection,
 )
-from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
+from dgc.wire import (
+    CastValues,
+    Int8Values,
+    PackedIndices,
+    PlainIndices,
+    RiceIndices,
+    SignValues,
+    SparseFormat,
+    TwoBitValues,
+)
 
 
 class HalfLikeHorovod:
@@ -221,6 +230,19 @@ TABLE = [
         dgc(ResidualMemory, values=SignValues(), indices=RiceIndices()),
         planned_bytes(0.05, SparseFormat(SignValues(), RiceIndices())),
         dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=SignValues()),
+    ),
+    Row(
+        "2-bit-values-rice-residual",
+        dgc(ResidualMemory, values=TwoBitValues(), indices=RiceIndices()),
+        planned_bytes(0.05, SparseFormat(TwoBitValues(), RiceIndices())),
+        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=TwoBitValues()),
+    ),
+    Row(
+        "dgc-2-bit-values-packed",
+        dgc(DGCSGDMemory, values=TwoBitValues(4.0), indices=PackedIndices()),
+        planned_bytes(0.05, SparseFormat(TwoBitValues(4.0), PackedIndices())),
+        conserves=False,
+        momentum=0.9,
     ),
     Row(
         "dgc-sign-rice",

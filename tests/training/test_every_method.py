@@ -13,7 +13,7 @@ from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-FOLDERS = ("powersgd", "threshold", "quant", "sparse", "route")
+FOLDERS = ("chunks", "powersgd", "threshold", "quant", "sparse", "route")
 QUICK = [
     "--configs.train.num_epochs=1",
     "--configs.train.batch_size=180",
@@ -24,6 +24,8 @@ QUICK = [
     "--configs.model.width=8",
 ]
 BEFORE = {"server": ["configs/threshold/2bit.py"], "matrices_only": ["configs/quant/qsgd.py"]}
+# the small model is less than one chunk of the default size
+ALSO = {"chunks": ["--configs.train.compression.chunk_size=200"]}
 FILES = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("*.py")) if path.stem != "__init__"]
 
 
@@ -32,7 +34,8 @@ FILES = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("
 def test_it_trains(path: Any, tmp_path: Path) -> None:
     stack = ["configs/digits/cnn.py", *BEFORE.get(path.stem, []), str(path.relative_to(CONFIGS.parent))]
     words = ["--configs", *stack]
-    args, overrides = parse_arguments([*words, "--devices", "cpu", *QUICK, "--run-dir", str(tmp_path / "run")])
+    words += ["--devices", "cpu", *QUICK, *ALSO.get(path.parent.name, []), "--run-dir", str(tmp_path / "run")]
+    args, overrides = parse_arguments(words)
     tree = load(args.configs, overrides)
     LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

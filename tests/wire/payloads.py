@@ -15,6 +15,7 @@ from dgc.wire import (
     RiceIndices,
     SignValues,
     SparseFormat,
+    TwoBitValues,
     ValueFormat,
 )
 
@@ -24,6 +25,7 @@ VALUES: dict[str, ValueFormat] = {
     "bf16": CastValues("bf16"),
     "int8": Int8Values(),
     "sign": SignValues(),
+    "2 bits": TwoBitValues(),
 }
 INDICES: dict[str, IndexFormat] = {
     "int64": PlainIndices(),
@@ -33,7 +35,10 @@ INDICES: dict[str, IndexFormat] = {
 }
 FORMATS = {f"{v} {i}": SparseFormat(VALUES[v], INDICES[i]) for v in VALUES for i in INDICES}
 # Every value format and every index format at least once.
-SOME = {name: FORMATS[name] for name in ("fp32 int64", "fp16 int32", "bf16 packed", "int8 rice", "sign rice")}
+SOME = {
+    name: FORMATS[name]
+    for name in ("fp32 int64", "fp16 int32", "bf16 packed", "int8 rice", "sign rice", "2 bits packed")
+}
 CODEC = TorchCodec()
 
 

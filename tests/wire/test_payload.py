@@ -20,7 +20,15 @@ from wire.payloads import (
     selection_of,
 )
 
-from dgc.wire import CastValues, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
+from dgc.wire import (
+    CastValues,
+    PackedIndices,
+    PlainIndices,
+    RiceIndices,
+    SignValues,
+    SparseFormat,
+    TwoBitValues,
+)
 
 NUMEL = 5000
 PAIR_BYTES = {"fp32 int64": 12, "fp32 int32": 8, "fp16 int64": 10, "fp16 int32": 6, "bf16 int32": 6}
@@ -150,6 +158,16 @@ def test_packed_bytes_by_hand() -> None:
     assert payload[start : start + 7].tolist() == [0, 0, 0x80, 0x3F, 127, 256 - 64, 1]
 
 
+def test_2_bit_bytes_by_hand() -> None:
+    """Bins meet at -8.9, 0 and 8.9, then all at 8. From the lowest bits on: 0, 1, 2, 3 and 1; then 3 for 8."""
+    form, budget = FORMATS["2 bits int32"], budget_of(7, 0, 5, 7, 8)
+    values = torch.tensor([-9.0, -1.0, 3.0, 9.0, -2.0, 8.0])
+    payload = encode(form, selection_of(torch.tensor([0, 1, 2, 3, 4, 7]), values, 7), budget, 8).payload
+    tables = payload[24 + 4 * 7 :][: 3 * 16].view(torch.float32).view(3, 4)
+    assert tables.tolist() == [[-9.0, -1.5, 3.0, 9.0], [0.0] * 4, [0.0, 0.0, 0.0, 8.0]]
+    assert payload[24 + 4 * 7 + 3 * 16 :].tolist() == [0b11_10_01_00, 0b11_01, 0, 0]
+
+
 @some_formats
 def test_the_first_tensor_that_is_not_finite_is_named(form: Any) -> None:
     budget = budget_of(4, 0, 7, 7, 3000, NUMEL)
@@ -231,6 +249,53 @@ def test_a_tensor_that_sends_nothing_has_mean_zero() -> None:
     assert means[0] == 0 and (means[1:] > 0).all()
 
 
+def bins_of(values: Any, range_in_sigmas: Any) -> Any:
+    """The bins of one tensor's values, in exact sums."""
+    mean = math.fsum(values) / len(values)
+    sigma = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / len(values))
+    width = range_in_sigmas * sigma / 4
+    return [min(3, max(0, math.floor((x - mean) / width) + 2)) for x in values]
+
+
+@pytest.mark.parametrize("range_in_sigmas", [0.5, 2, 4.0, 6.0, 100.0])
+def test_2_bits_carry_the_mean_of_each_bin_of_each_tensor(range_in_sigmas: Any) -> None:
+    generator = torch.Generator().manual_seed(4)
+    sizes, units = (300, 77, 1, 2, 5), (1.0, 1e-6, 1e3, 1e-3, 1.0)
+    parts = [
+        unit * (torch.randn(size, generator=generator) + shift)
+        for size, unit, shift in zip(sizes, units, (0.0, 0.4, 1.0, 0.0, -3.0), strict=True)
+    ]
+    bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    form, budget = SparseFormat(TwoBitValues(range_in_sigmas), PlainIndices("int32")), budget_of(385, *bounds)
+    got = encode(form, selection_of(torch.arange(385), torch.cat(parts)), budget, 385).sent.values
+    for part, sent in zip(parts, got.split(sizes), strict=True):
+        values = part.double().tolist()
+        bins = bins_of(values, range_in_sigmas) if len(values) > 1 else [3]
+        for x, bin_of_x in zip(sent.tolist(), bins, strict=True):
+            members = [value for value, b in zip(values, bins, strict=True) if b == bin_of_x]
+            assert x == torch.tensor(math.fsum(members) / len(members)).item()
+        assert abs(float(sent.double().sum() - part.double().sum())) <= 1e-6 * float(part.abs().sum())
+
+
+def test_2_bits_keep_signs_and_are_closer_than_signs_are() -> None:
+    """To the values that exceed a threshold of their tensor."""
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(5))
+    values = x[x.abs() > 2.5]
+    signs = sent_values("sign", values.tolist())
+    for range_in_sigmas, share in ((4.0, 0.85), (6.0, 1.0)):
+        form, k = SparseFormat(TwoBitValues(range_in_sigmas), PlainIndices("int32")), values.numel()
+        got = encode(form, selection_of(torch.arange(k), values), budget_of(k, 0, k), k).sent.values
+        assert torch.equal(got.sign(), values.sign())
+        assert (got - values).norm() < share * (signs - values).norm()
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, math.inf, math.nan, True, "6", None])
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_range_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="range_in_sigmas must be a positive number of standard deviations, not"):
+        TwoBitValues(wrong)
+
+
 # --- a wire that adds ------------------------------------------------------------------------------
 
 
@@ -260,6 +325,7 @@ def test_what_travels_where_all_does() -> None:
         "bf16": "fp32",
         "int8": "fp32",
         "sign": "fp32",
+        "2 bits": "fp32",
     }
 
 

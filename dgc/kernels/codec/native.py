@@ -1,6 +1,6 @@
 """The payload codec in C++ for CPU tensors, on one thread. It gives the same bits as `reference`."""
 
-from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p, memset
+from ctypes import c_double, c_float, c_int, c_int64, c_uint32, c_void_p, memset
 from math import inf
 from typing import Any
 
@@ -38,8 +38,9 @@ _SIGNATURES: Signatures = {
     "dgc_sign_decode": _DECODE_VALUES,
     "dgc_int8_encode": _ENCODE_VALUES,
     "dgc_int8_decode": _DECODE_VALUES,
+    "dgc_two_bit_encode": (None, (*_ENCODE_VALUES[1], c_double)),
+    "dgc_two_bit_decode": _DECODE_VALUES,
 }
-
 
 _FLAGS = (torch.tensor(False, dtype=torch.bool), torch.tensor(True, dtype=torch.bool))
 # The numbers of cpp/codec/values.cpp.
@@ -196,6 +197,20 @@ class NativeCodec:
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
         return self._decode_values(self._library.dgc_int8_decode, section, indices, count, bounds)
 
+    def two_bit_encode_(
+        self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"], r: float
+    ) -> Float32[Tensor, "capacity"]:
+        return self._encode_values_(self._library.dgc_two_bit_encode, selection, bounds, section, r)
+
+    def two_bit_decode(
+        self,
+        section: UInt8[Tensor, "nbytes"],
+        indices: Int32[Tensor, "capacity"],
+        count: Int32[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        return self._decode_values(self._library.dgc_two_bit_decode, section, indices, count, bounds)
+
     def _encode_(self, encode: Any, selection: SparseVector, limit: int, section: Tensor) -> SparseVector:
         """Encode indices. `limit` is the code's rule for a selection that does not fit: `sure` or `parameter`."""
         place = (selection.indices.numel(), limit, pointer(section, UINT8), section.numel())
@@ -221,11 +236,13 @@ class NativeCodec:
         place = (pointer(section, UINT8), section.numel(), count.item(), capacity, numel, pointer(indices, INT32))
         return indices, _FLAGS[decode(*place)]
 
-    def _encode_values_(self, encode: Any, selection: SparseVector, bounds: Tensor, section: Tensor) -> Tensor:
+    def _encode_values_(
+        self, encode: Any, selection: SparseVector, bounds: Tensor, section: Tensor, *settings: float
+    ) -> Tensor:
         decoded = torch.zeros_like(selection.values)
         entries = (pointer(selection.indices, INT32), pointer(selection.values, FP32), selection.count.item())
         places = (pointer(section, UINT8), pointer(decoded, FP32))
-        encode(*entries, pointer(bounds, INT64), bounds.numel() - 1, *places)
+        encode(*entries, pointer(bounds, INT64), bounds.numel() - 1, *places, *settings)
         return decoded
 
     def _decode_values(

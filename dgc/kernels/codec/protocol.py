@@ -20,13 +20,13 @@ spaced in the order of indices: element floor(j count / kept) for j = 0 .. kept 
 import struct
 import sys
 from dataclasses import dataclass
-from math import inf
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
+from dgc.kernels.codec.value_protocol import ValueCodec
 from dgc.kernels.selection.protocol import SparseVector
 
 assert sys.byteorder == "little", "payloads are little-endian, and so must this machine be"
@@ -99,7 +99,7 @@ class Header:
 
 
 @runtime_checkable
-class Codec(Protocol):
+class Codec(ValueCodec, Protocol):
     """Encodes and decodes sections, which are contiguous parts of a payload. Sections are zero before encoding.
 
     Decoding accepts any bytes, count and indices, and never accesses memory outside its tensors. It also returns
@@ -182,72 +182,6 @@ class Codec(Protocol):
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: RiceCode
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
         """Return (indices, valid)."""
-        ...
-
-    def cast_encode_(
-        self,
-        values: Float32[Tensor, "capacity"],
-        dtype: torch.dtype,
-        section: UInt8[Tensor, "nbytes"],
-        limit: float = inf,
-    ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        """Write value / scale as fp32, fp16 or bf16, rounded to nearest, ties to even.
-
-        scale is 1 for fp32 or if all values are zero. Else it is the power of two in 2**-126 .. 2**126 that puts
-        the largest magnitude into [2**14, 2**15), or as near as possible. Magnitudes are first limited to `limit`,
-        so that rounding cannot exceed fp32's range. Non-finite values do not affect the scale and become NaN,
-        which is not valid. Returns (the values that `cast_decode` will return, scale).
-        """
-        ...
-
-    def cast_decode(
-        self,
-        section: UInt8[Tensor, "nbytes"],
-        count: Int32[Tensor, ""],
-        dtype: torch.dtype,
-        scale: Float32[Tensor, ""],
-    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Read fp32, fp16 or bf16 times scale. Returns (values, valid)."""
-        ...
-
-    def sign_encode_(
-        self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
-    ) -> Float32[Tensor, "capacity"]:
-        """Write an fp32 mean magnitude per segment, then one bit per element, set for negative values.
-
-        Means are summed in fp64 in the order of indices, and 0 if nothing is sent. Returns the values that
-        `sign_decode` will return.
-        """
-        ...
-
-    def sign_decode(
-        self,
-        section: UInt8[Tensor, "nbytes"],
-        indices: Int32[Tensor, "capacity"],
-        count: Int32[Tensor, ""],
-        bounds: Int64[Tensor, "bounds"],
-    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (values, valid)."""
-        ...
-
-    def int8_encode_(
-        self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
-    ) -> Float32[Tensor, "capacity"]:
-        """Write an fp32 scale per segment, then value / scale as one int8 per element, rounded to nearest even.
-
-        A scale is the largest magnitude / 127, but at least 2**-149. Returns the values that `int8_decode` will
-        return.
-        """
-        ...
-
-    def int8_decode(
-        self,
-        section: UInt8[Tensor, "nbytes"],
-        indices: Int32[Tensor, "capacity"],
-        count: Int32[Tensor, ""],
-        bounds: Int64[Tensor, "bounds"],
-    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (values, valid)."""
         ...
 
 

@@ -54,10 +54,24 @@ KERNELS = [
     ),
     Fault(
         "int8-truncates-instead-of-rounding",
-        "dgc/kernels/codec/reference.py",
+        "dgc/kernels/codec/value_reference.py",
         "(selection.values / steps).round()",
         "(selection.values / steps).trunc()",
         ["tests/kernels/test_codec.py::test_codecs_agree_bit_for_bit"],
+    ),
+    Fault(
+        "bins-of-2-bits-exclude-the-mean",
+        "dgc/kernels/codec/value_reference.py",
+        "(above >= 0).long()",
+        "(above > 0).long()",
+        ["tests/wire/test_payload.py"],
+    ),
+    Fault(
+        "one-table-of-2-bits-for-all-tensors",
+        "dgc/kernels/codec/value_reference.py",
+        "table[4 * owners(indices, bounds) + codes]",
+        "table[codes]",
+        ["tests/wire/test_payload.py"],
     ),
     Fault(
         "count-of-a-payload-not-checked",

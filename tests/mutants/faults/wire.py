@@ -39,6 +39,13 @@ WIRE = [
         ["tests/wire/test_payload.py::test_a_sum_on_the_wire_stays_in_range"],
     ),
     Fault(
+        "2-bit-values-beyond-the-gradients-range",
+        "dgc/wire/two_bits.py",
+        "within(selection.values, result, 0.0)",
+        "selection.values",
+        ["tests/wire/test_payload.py::test_values_stay_in_the_gradients_range"],
+    ),
+    Fault(
         "no-reserve-in-a-planned-length",
         "dgc/wire/lengths.py",
         "likely = _ceil(mean + variance.sqrt())",

@@ -1,4 +1,5 @@
-// Value codecs: fp32, 16-bit floats with one scale, and signs or int8 with one scale per segment.
+// Value codecs: fp32, 16-bit floats with one scale, signs or int8 with one scale per segment, and 2 bits with a table
+// per segment.
 #include <algorithm>
 #include <cmath>
 
@@ -150,7 +151,7 @@ DGC_EXPORT void dgc_sign_encode(const int32_t* indices, const float* values, int
     for (int64_t j = 0; j < count; ++j) bits[j / 8] |= static_cast<uint8_t>((values[j] < 0) << j % 8);
 }
 
-// dgc_sign_decode and dgc_int8_decode return the same as dgc_cast_decode.
+// The decoders below return the same as dgc_cast_decode.
 DGC_EXPORT int dgc_sign_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
                                const uint8_t* section, float* decoded) {
     const uint8_t* bits = section + 4 * segments;
@@ -189,6 +190,51 @@ DGC_EXPORT int dgc_int8_decode(const int32_t* indices, int64_t count, const int6
         float scale = load<float>(section + 4 * segment);
         for (int64_t j = begin; j < end; ++j) {
             decoded[j] = static_cast<float>(static_cast<int8_t>(steps[j])) * scale;
+            valid &= finite(decoded[j]);
+        }
+    });
+    return valid;
+}
+
+DGC_EXPORT void dgc_two_bit_encode(const int32_t* indices, const float* values, int64_t count, const int64_t* bounds,
+                                   int64_t segments, uint8_t* section, float* decoded, double r) {
+    uint8_t* codes = section + 16 * segments;
+    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
+        const double members = static_cast<double>(std::max<int64_t>(1, end - begin));
+        double sum = 0, squares = 0;
+        for (int64_t j = begin; j < end; ++j) sum += static_cast<double>(values[j]);
+        const double mean = sum / members;
+        for (int64_t j = begin; j < end; ++j) {
+            const double above = static_cast<double>(values[j]) - mean;
+            squares += above * above;
+        }
+        const double width = std::sqrt(squares / members) * (r / 4);
+        double sums[4] = {0, 0, 0, 0}, counts[4] = {0, 0, 0, 0};
+        for (int64_t j = begin; j < end; ++j) {
+            const double above = static_cast<double>(values[j]) - mean;
+            const int code = (above >= -width) + (above >= 0) + (above >= width);
+            codes[j / 4] |= static_cast<uint8_t>(code << 2 * (j % 4));
+            sums[code] += static_cast<double>(values[j]);
+            counts[code] += 1;
+        }
+        float table[4];
+        for (int code = 0; code < 4; ++code) {
+            table[code] = static_cast<float>(sums[code] / std::max(1.0, counts[code]));
+            store(section + 16 * segment + 4 * code, table[code]);
+        }
+        for (int64_t j = begin; j < end; ++j) decoded[j] = table[codes[j / 4] >> 2 * (j % 4) & 3];
+    });
+}
+
+DGC_EXPORT int dgc_two_bit_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
+                                  const uint8_t* section, float* decoded) {
+    const uint8_t* codes = section + 16 * segments;
+    bool valid = true;
+    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
+        float table[4];
+        std::memcpy(table, section + 16 * segment, sizeof table);
+        for (int64_t j = begin; j < end; ++j) {
+            decoded[j] = table[codes[j / 4] >> 2 * (j % 4) & 3];
             valid &= finite(decoded[j]);
         }
     });

@@ -1,0 +1,9 @@
+"""Values are sent as the number of one of 4 means of their tensor: 2 bits instead of 32."""
+
+from dgc.wire import TwoBitValues
+from dgc_training.config import Config, configs
+
+configs.train.compression["values"] = Config(TwoBitValues)
+# width of the 4 bins in standard deviations: 4 for values above one threshold per tensor, 6 for several
+configs.train.compression["values"].range_in_sigmas = 4.0
+configs.train.compression.fp16_values = False

@@ -1,0 +1,228 @@
+"""ChunkCompressor against its algorithm written with lists, and its own laws."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from compression.ranks import Ranks, normal
+
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import ChunkCompressor, DenseResult, FP16Compressor, SparseResult
+from dgc.compression.sparse.chunks import divide, largest
+from dgc.memory import DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.wire import PayloadError
+
+SHAPES = {"first": (20, 10), "second": (6, 5, 2), "third": (3, 1)}
+NUMEL = 200 + 60 + 3  # 17 chunks of 16, of which the last has 7
+SIZE = 16
+
+
+def ranks_of(
+    size: Any, ratio: Any = 0.2, memory: Any = ResidualMemory, dtype: Any = "fp32", **options: Any
+) -> Any:
+    return Ranks(size, lambda: ChunkCompressor(ratio, memory(), SIZE, dtype, **options), SHAPES)
+
+
+def gradients(size: Any, step: Any) -> Any:
+    """Of other magnitude in every chunk, so that each is sent at some time."""
+    scales = torch.linspace(1, 2, 17).repeat_interleave(SIZE)[:NUMEL]
+    return [normal(NUMEL, 10 * step + rank) * scales for rank in range(size)]
+
+
+def chunks_by_hand(vs: Any, k: Any) -> Any:
+    """Slices of the k chunks with the largest sums of magnitudes over all ranks, in their order."""
+    slices = [slice(start, min(start + SIZE, NUMEL)) for start in range(0, NUMEL, SIZE)]
+    sums = [sum(v[s].abs().double().sum().item() for v in vs) for s in slices]
+    order = sorted(range(len(slices)), key=lambda c: (-sums[c], c))
+    return [slices[c] for c in sorted(order[:k])]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_chunks_of_largest_sum_are_sent_by_all(size: Any) -> None:
+    """4 of 17 chunks. They cross the bounds of tensors, and each has its turn, the short one included."""
+    ranks = ranks_of(size)
+    vs, turns = [torch.zeros(NUMEL) for _ in range(size)], set()
+    for step in range(20):
+        own = gradients(size, step)
+        vs = [v + g for v, g in zip(vs, own, strict=True)]
+        results, mean = ranks.exchange(own)
+        expected = torch.zeros(NUMEL)
+        for s in chunks_by_hand(vs, 4):
+            turns.add(s.start)
+            expected[s] = sum(v[s] for v in vs) / size
+            for v in vs:
+                v[s] = 0
+        assert torch.equal(mean, expected)
+        assert all(map(torch.equal, ranks.errors(), vs))
+        for result in results:
+            assert isinstance(result, SparseResult) and result.indices.dtype == torch.int64
+            assert bool((result.indices.diff() > 0).all()) and result.values.dtype == torch.float32
+    assert turns == set(range(0, NUMEL, SIZE))
+    assert {meter.rounds for meter in ranks.world.meters} == {40}
+
+
+def test_of_equal_sums_the_first_chunks_are_sent() -> None:
+    assert largest(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 4).tolist() == [0, 1, 2, 3]
+    assert largest(torch.ones(2000), 70).tolist() == list(range(70))
+    assert largest(torch.zeros(3), 1).tolist() == [0]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 7, 16, 100, 1000])
+def test_chunks_cover_the_bucket_and_have_nearly_one_length(chunk_size: Any) -> None:
+    for numel in (0, 1, 2, 6, 7, 8, 99, 100, 101, 1000, 1001):
+        chunks = divide(numel, chunk_size, 0.001)
+        lengths = chunks.bounds(torch.device("cpu")).diff().tolist()
+        with case(numel, "in chunks of", chunk_size):
+            assert sum(lengths) == numel and len(lengths) == chunks.number
+            assert max(lengths, default=0) <= chunk_size
+            assert all(length == chunks.length for length in lengths[:-1])
+            assert min(lengths, default=1) > max(0, chunks.length - chunks.number)
+            assert chunks.sent == min(1, numel) or chunks.number > 1000
+
+
+def test_at_least_one_chunk_and_exactly_the_planned_number() -> None:
+    for ratio, planned in ((0.001, 1), (1 / 17, 1), (0.06, 2), (0.5, 9), (0.9, 16)):
+        assert divide(NUMEL, SIZE, ratio).sent == planned, ratio
+
+
+def test_the_momentum_of_sent_chunks_is_masked() -> None:
+    for masking in (True, False):
+        ranks = ranks_of(2, memory=lambda: DGCSGDMemory(0.5, momentum_masking=masking))  # noqa: B023
+        own = gradients(2, 0)
+        sent = torch.zeros(NUMEL, dtype=torch.bool)
+        for s in chunks_by_hand(own, 4):
+            sent[s] = True
+        assert torch.equal(ranks.exchange(own)[1], torch.where(sent, sum(own) / 2, 0.0))
+        for compressor, gradient in zip(ranks.compressors, own, strict=True):
+            state = compressor.memory.state_dict()
+            momentum, velocity = (
+                torch.cat([part.reshape(-1) for part in state[name].values()])
+                for name in ("momentums", "velocities")
+            )
+            assert torch.equal(velocity, torch.where(sent, 0.0, gradient))
+            assert torch.equal(momentum, torch.where(sent, 0.0, gradient) if masking else gradient)
+
+
+def test_what_fp16_rounds_and_cannot_hold_stays() -> None:
+    ranks = ranks_of(3, dtype="fp16")
+    own = [g * 1e5 for g in gradients(3, 0)]
+    mean = ranks.step(own)
+    limit = torch.finfo(torch.float16).max / 6
+    sent = mean != 0
+    assert mean.abs().max() <= limit * 1.001 and (mean.abs() > limit / 2).any()
+    for error, gradient in zip(ranks.errors(), own, strict=True):
+        values = gradient.clamp(-limit, limit).half().float()
+        assert torch.equal(error, torch.where(sent, gradient - values, gradient))
+
+
+def test_a_sum_that_overflows_is_named_and_undone(monkeypatch: Any) -> None:
+    """Its limit keeps sums in range. Without it, the report is that of FP16Compressor."""
+    ranks = ranks_of(2, dtype="fp16")
+    monkeypatch.setattr(type(ranks.compressors[0].cast), "quantize", lambda self, values, *_: values.half())
+    own = [torch.where(torch.arange(NUMEL) < 205, 1.0, 60_000.0)] * 2
+    results, _ = ranks.exchange(own)
+    reason = "the mean gradient of second overflows the dtype that carries it (no rank has NaN or inf)"
+    assert [result.nonfinite for result in results] == [reason] * 2
+    for compressor, bucket in zip(ranks.compressors, ranks.buckets, strict=True):
+        compressor.rollback(bucket)
+    assert all(map(torch.equal, ranks.errors(), own))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 3e38])
+def test_nothing_is_sent_after_a_rank_has_reported_nan(bad: Any) -> None:
+    for memory in (ResidualMemory, lambda: DGCSGDMemory(0.9)):
+        ranks = ranks_of(3, memory=memory)
+        own = gradients(3, 0)
+        own[1][230] = bad
+        for bucket, gradient in zip(ranks.buckets, own, strict=True):
+            bucket.flat.copy_(gradient)
+        together = zip(ranks.compressors, ranks.buckets, strict=True)
+        results = ranks.world.converse("b", [c.reduce(b) for c, b in together])
+        reason = "the gradient of second on rank 1 has NaN or inf, or is 2**64 or more"
+        assert [result.nonfinite for result in results] == [reason] * 3
+        assert [meter.rounds for meter in ranks.world.meters] == [1] * 3
+        own[1][230] = 0.0
+        assert all(map(torch.equal, ranks.errors(), own))
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    """2 bytes per element of 17 chunks against 4 per sum and 2 per sent element, whatever the number of ranks."""
+    for size in (1, 2, 5):
+        for ratio, sparse in ((0.8, True), (0.85, False), (1.0, False)):
+            ranks = ranks_of(size, ratio, dtype="fp16")
+            (result, *_), _ = ranks.exchange(gradients(size, 0))
+            assert isinstance(result, SparseResult) == sparse, (size, ratio)
+            sent = divide(NUMEL, SIZE, ratio).capacity
+            payload = 24 + (4 * 17 + 2 * sent if sparse else 2 * NUMEL)
+            meter = ranks.world.meters[0]
+            assert meter.payload_bytes == payload
+            assert meter.wire_bytes == pytest.approx(2 * (payload - 24) * (size - 1) / size + 24 * (size - 1))
+
+
+def test_warm_up_sends_more_and_then_the_planned_number() -> None:
+    ranks = ranks_of(2, 0.05, DGCSGDMemory, warmup_epochs=2, warmup_coeff=[1, 0.3])
+    for epoch, numbers in ((0, NUMEL), (1, 6 * SIZE), (2, SIZE)):
+        for compressor in ranks.compressors:
+            compressor.begin_epoch(epoch)
+        (result, *_), mean = ranks.exchange([torch.arange(NUMEL, 0, -1).float()] * 2)
+        assert isinstance(result, DenseResult) == (epoch == 0)
+        assert int(mean.count_nonzero()) == numbers
+        assert all(c.dense_share == float(epoch == 0) for c in ranks.compressors)
+
+
+def test_a_rank_in_another_epoch_is_named() -> None:
+    ranks = ranks_of(3, 0.05, warmup_epochs=2, warmup_coeff=[0.3, 0.2])
+    for rank, compressor in enumerate(ranks.compressors):
+        compressor.begin_epoch(rank // 2)
+    with pytest.raises(PayloadError, match="rank 2 encoded bucket b at compress_ratio 0.2, this rank at 0.3"):
+        ranks.exchange(gradients(3, 0))
+
+
+def test_a_step_of_the_optimizer() -> None:
+    """The sparse update of DGCSGD, and the fallback for vectors."""
+    model = torch.nn.Linear(16, 12)
+    start = [p.detach().clone() for p in model.parameters()]
+    inputs = normal(32, 0).view(2, 16)
+    weight, bias = torch.autograd.grad(model(inputs).square().sum(), [*model.parameters()])
+    compression = ChunkCompressor(0.3, DGCSGDMemory(0.9), SIZE, "fp32")
+    optimizer = DistributedOptimizer(
+        DGCSGD(model.parameters(), lr=0.5, momentum=0.9),
+        model.named_parameters(),
+        compression,
+        transport=LockstepWorld(1).transports[0],
+    )
+    model(inputs).square().sum().backward()
+    optimizer.step()
+    rows = weight.abs().sum(1).topk(4).indices  # one chunk per row
+    expected = start[0].clone()
+    expected[rows] -= 0.5 * weight[rows]
+    torch.testing.assert_close(model.weight.detach(), expected)
+    torch.testing.assert_close(model.bias.detach(), start[1] - 0.5 * bias)
+
+
+def test_it_takes_matrices_and_sends_vectors_dense() -> None:
+    compressor = ChunkCompressor(0.1, NoMemory())
+    segments = make_bucket("b", [("w", torch.zeros(3, 4)), ("b", torch.zeros(4))]).segments
+    assert [compressor.accepts(s) for s in segments] == [True, False]
+    assert isinstance(compressor.fallback, FP16Compressor)
+    assert compressor.compress_ratio == 0.1 == ChunkCompressor(10, NoMemory()).compress_ratio
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"chunk_size": 0}, "chunk_size must be 1 element or more, not 0"),
+    ({"chunk_size": 1.5}, "chunk_size must be a whole number of elements, not 1.5"),
+    ({"dtype": "bf16"}, "dtype must be fp16 or fp32, .* not 'bf16'"),
+    ({"compress_ratio": 0}, "compress_ratio must be positive and finite"),
+    ({"memory": None}, "memory must be a dgc.memory.Memory"),
+    ({"warmup_epochs": 3, "warmup_coeff": [1]}, "warmup_coeff lists 1 ratios for 3"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED)
+@pytest.mark.usefixtures("no_type_checks")
+def test_bad_arguments(wrong: Any, message: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChunkCompressor(**{"compress_ratio": 0.1, "memory": NoMemory(), **wrong})
