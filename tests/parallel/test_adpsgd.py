@@ -21,7 +21,11 @@ def found_by(ranks: int, folder: Path, *scenarios: str, launch: Any = mpirun) ->
 
 @pytest.mark.parametrize(
     ("launch", "ranks"),
-    [(mpirun, 2), (mpirun, 5), (torchrun, 3), *(pytest.param(run, 4, marks=pytest.mark.proof) for run in BOTH)],
+    [
+        (mpirun, 5),
+        (torchrun, 3),
+        *(pytest.param(run, ranks, marks=pytest.mark.proof) for run in BOTH for ranks in (2, 4)),
+    ],
 )
 def test_training(launch: Any, ranks: int, tmp_path: Path) -> None:
     slow = ["one_is_slow"] if ranks == 4 else []

@@ -17,7 +17,7 @@ def findings(ranks: int, directory: Path, *scenarios: str) -> Found:
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.proof), 3])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp(f"ddp{request.param}")
 

@@ -38,7 +38,7 @@ def check_quick(found: list[dict]) -> None:
 
 
 @pytest.mark.horovod
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.proof) for more in (3, 4))])
 def test_mpirun(ranks: int, tmp_path: Path) -> None:
     found = findings(ranks, tmp_path, *QUICK, *HOROVOD)
     check_quick(found)
@@ -47,7 +47,7 @@ def test_mpirun(ranks: int, tmp_path: Path) -> None:
         assert own["horovods_compressions"] == found[0]["horovods_compressions"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.proof) for n in (2, 4))])
 def test_torchrun(ranks: int, tmp_path: Path) -> None:
     check_quick(findings(ranks, tmp_path, *QUICK, launch=torchrun))
 
