@@ -7,7 +7,7 @@ import pytest
 
 # The function that is registered first is called last.
 PROGRAM = """
-import atexit, os
+import atexit, time
 from pathlib import Path
 
 def threads():
@@ -37,6 +37,7 @@ def main():
 main()
 if {destroyed}:
     dist.destroy_process_group()
+time.sleep(0.5)  # a new thread has no name yet
 print("before", threads())
 """
 

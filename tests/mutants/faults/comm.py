@@ -27,9 +27,23 @@ COMM = [
     Fault(
         "rounds-of-one-name",
         "dgc/comm/conversation.py",
-        'self._transport.launch(f"{self.name}.{self.rounds}", requests)',
-        "self._transport.launch(self.name, requests)",
+        'self._transport.launch(f"{self.name}.{self.rounds}", requests, lane)',
+        "self._transport.launch(self.name, requests, lane)",
         ["tests/comm/test_lockstep.py"],
+    ),
+    Fault(
+        "threads-of-process-groups-outlive-the-program",
+        "dgc/comm/torch_distributed/transport.py",
+        "        self._lanes.close()\n",
+        "",
+        ["tests/comm/test_torch_distributed.py"],
+    ),
+    Fault(
+        "process-groups-destroyed-during-an-operation",
+        "dgc/comm/torch_distributed/transport.py",
+        "        if self._unfinished:\n            return\n",
+        "",
+        ["tests/comm/test_torch_distributed.py"],
     ),
     Fault(
         "all-reduce-counted-as-if-to-all",
@@ -41,15 +55,15 @@ COMM = [
     Fault(
         "messages-pending-while-another-is-awaited",
         "dgc/comm/staging.py",
-        "for other in list(self._pending):",
+        "for other in self._pending:",
         "for other in [flight]:",
         ["tests/comm/test_staging.py"],
     ),
     Fault(
         "message-launched-before-its-copy-is-complete",
         "dgc/comm/staging.py",
-        "if flight.inner is None and (flight.ready is None or flight.ready.query()):",
-        "if flight.inner is None:",
+        "if is_behind or not (flight.ready is None or flight.ready.query()):",
+        "if is_behind:",
         ["tests/comm/test_staging.py"],
     ),
     Fault(

@@ -5,7 +5,7 @@ from ..fault import Fault
 TRAINING = [
     Fault(
         "checksum-of-a-checkpoint-ignored",
-        "dgc_training/checkpoint/files.py",
+        "dgc_training/checkpoint/reading.py",
         "if found != expected:",
         'if found["bytes"] != expected["bytes"]:',
         ["tests/training/test_checkpoint.py"],
@@ -132,8 +132,8 @@ TRAINING = [
     Fault(
         "place-in-the-epoch-not-converted",
         "dgc_training/checkpoint/state.py",
-        "min(self.progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)",
-        "min(self.progress.step, self.schedule.steps_per_epoch - 1)",
+        "min(progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)",
+        "min(progress.step, self.schedule.steps_per_epoch - 1)",
         ["tests/training/test_train.py::test_resuming_on_another_number_of_ranks_warns"],
     ),
     Fault(
