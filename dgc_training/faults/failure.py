@@ -36,7 +36,7 @@ SECONDARY_ERRORS = {
     "RuntimeError": ("gloo/transport",),
     "DistBackendError": ("gloo/transport", "ncclRemoteError"),
     "DistNetworkError": ("timed out", "recv", "Broken pipe", "Connection reset"),
-    "DistStoreError": ("timeout", "timed out"),
+    "DistStoreError": ("timeout", "timed out", "Timed out"),
 }
 
 

@@ -54,6 +54,7 @@ BODIES = {
     "UsageError": ("raise UsageError('not like this')", 0, 1),
     "ConfigError": ("raise ConfigError('not like this')", 0, 1),
     "no rank 0": ("raise DistNetworkError('connection to server0 timed out')", 1, 2),
+    "no rank 1": ("raise DistStoreError('Timed out after 61 seconds waiting for clients')", 0, 2),
     "SIGINT": (KILL.format("SIGINT"), 0, 1),
     "SIGTERM": (KILL.format("SIGTERM"), 0, 1),
     "SIGUSR1": (KILL.format("SIGUSR1"), 0, 1),
@@ -75,7 +76,7 @@ BODIES = {
 # Each body runs in a fork of one process, because importing torch takes seconds.
 PROGRAM = """
 import ctypes, json, os, signal, sys, threading, time
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, DistStoreError
 from dgc_training.config import ConfigError
 from dgc_training.faults.failure import UsageError, ending_all_ranks
 
@@ -121,9 +122,10 @@ def test_a_usage_error_has_no_traceback(results: Any) -> None:
 
 
 def test_a_rank_that_cannot_connect_has_the_address_and_no_traceback(results: Any) -> None:
-    status, _, errors = results["no rank 0"]
-    assert status == 1 and "another rank exited" in errors and "Traceback" not in errors
-    assert errors.endswith("connection to server0 timed out\n")
+    for name, address in (("no rank 0", "connection to server0 timed out"), ("no rank 1", "waiting for clients")):
+        status, _, errors = results[name]
+        assert status == 1 and "another rank exited" in errors and "Traceback" not in errors
+        assert errors.endswith(f"{address}\n")
 
 
 def test_signals_end_the_process_without_a_traceback(results: Any) -> None:
