@@ -38,6 +38,7 @@ class DGCCompressor(SparseCompressor):
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
         seed (int): seed of the selector's random numbers.
         selector, values, indices: as in `SparseCompressor`, in place of what the keywords above choose.
+        exchange (str): as in `SparseCompressor`.
 
     Raises:
         ValueError: if an argument has a wrong type or is out of range; the message names it.
@@ -66,6 +67,7 @@ class DGCCompressor(SparseCompressor):
         selector: Selector | None = None,
         values: ValueFormat | None = None,
         indices: IndexFormat | None = None,
+        exchange: str = "all_gather",
     ):
         require("None or a number", NUMBER + NOTHING, sample_ratio=sample_ratio)
         require("a number", NUMBER, compress_upper_bound=compress_upper_bound)
@@ -97,4 +99,5 @@ class DGCCompressor(SparseCompressor):
             warmup_epochs=warmup_epochs,
             warmup_coeff=warmup_coeff,
             seed=seed,
+            exchange=exchange,
         )

@@ -31,14 +31,16 @@ from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor
-from dgc.compression.finite import first_nonfinite_message, overflow, sparse_overflow
-from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
+from dgc.compression.finite import first_nonfinite_message, overflow
+from dgc.compression.protocol import Compressor, DenseResult, Result
+from dgc.compression.sparse.exchange.choice import exchange_of
+from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.plans import Plans
 from dgc.compression.warmup import RatioWarmup
-from dgc.kernels import PassInputs, SparseVector
+from dgc.kernels import PassInputs
 from dgc.memory import Memory
 from dgc.memory.protocol import MomentumCorrection
-from dgc.selection import Plan, Predicted, Selector, SelectorResult
+from dgc.selection import Plan, Predicted, Selector
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
 from dgc.wire.sealed import seal, sealed_bytes, unseal
 
@@ -82,6 +84,7 @@ class SparseCompressor:
         selector (Selector, optional): which elements; default `Predicted`, the exact top-k of every tensor.
         values (ValueFormat, optional): format of the values; default fp32.
         indices (IndexFormat, optional): format of the indices; default int64.
+        exchange (str): how the selections are summed: "all_gather", every rank receives those of all ranks.
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
             Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer. Otherwise the
             first step warns and the ratio stays at that of the first epoch.
@@ -106,6 +109,7 @@ class SparseCompressor:
         warmup_epochs: int = -1,
         warmup_coeff: float | Sequence[float] | None = None,
         seed: int = 0,
+        exchange: str = "all_gather",
     ):
         require("a number", NUMBER, compress_ratio=compress_ratio)
         require(MEMORIES, (Memory,), memory=memory)
@@ -123,6 +127,7 @@ class SparseCompressor:
         self.seed = seed
         dense = FP16Compressor() if self.format.values.dense.dtype == "fp16" else DenseCompressor()
         clipping = memory.gradient_clipping
+        self.exchange, self._exchange = exchange, exchange_of(exchange)
         self._fallback = dense if clipping is None else ClippedCompressor(dense, clipping)
         self._names: set[str] | None = None
         self._steps: dict[str, int] = {}
@@ -136,24 +141,9 @@ class SparseCompressor:
         if step.dense:
             return (yield from self._reduce_dense(bucket, step))
         chosen = self.selector.select(step.inputs, step.plan, step.seed)
-        payload, sent = self._encode(bucket, step, chosen)
-        self.memory.sent_(bucket, sent)
-        (payloads,) = yield (AllGather(payload),)
-        return self._decode_mean(bucket, step.plan, payloads)
-
-    def _encode(self, bucket: Bucket, step: Step, chosen: SelectorResult) -> tuple[Tensor, SparseVector]:
-        codec, budget = kernels.of(step.inputs.v).codec, step.plan.per_tensor
-        first, ratio = step.first_nonfinite(chosen.first_nonfinite), step.plan.ratio
-        encoded = self.format.encode(codec, chosen.elements, budget, bucket.numel, first, bucket.dtype, ratio)
-        return encoded.payload, encoded.sent
-
-    def _decode_mean(self, bucket: Bucket, plan: Plan, payloads: Sequence[Tensor]) -> SparseResult:
-        tier = kernels.of(payloads[0])
-        planned = (plan.per_tensor, bucket.numel, plan.ratio, f"bucket {bucket.name}")
-        parts, flags = self.format.decode(tier.codec, payloads, *planned)
-        indices, values = tier.selection.merge_mean(parts, len(parts), bucket.numel)
-        nonfinite = first_nonfinite_message(bucket, flags) or sparse_overflow(bucket, indices, values)
-        return SparseResult(indices, values, nonfinite)
+        first = step.first_nonfinite(chosen.first_nonfinite)
+        place = (self.format, self.memory, self._size, self._rank)
+        return (yield from self._exchange.mean(Chosen(bucket, step.plan, chosen.elements, first, *place)))
 
     def _reduce_dense(self, bucket: Bucket, step: Step) -> Conversation[Result]:
         """Sends all of v."""
@@ -190,7 +180,7 @@ class SparseCompressor:
 
     def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
         size = max(2, self._size)  # one process uses the rule for two
-        sparse = all_gather_wire_bytes(self.format.nbytes(plan.per_tensor, bucket.numel), size)
+        sparse = self._exchange.wire_bytes(self.format, plan, bucket.numel, size)
         dense = all_reduce_wire_bytes(bucket.numel * self.format.values.dense.itemsize, size)
         return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)
 

@@ -22,9 +22,9 @@ COMPRESSION = [
     ),
     Fault(
         "non-finite-flags-of-other-ranks-ignored",
-        "dgc/compression/sparse/sparse.py",
-        "nonfinite = first_nonfinite_message(bucket, flags) or sparse_overflow(bucket, indices, values)",
-        "nonfinite = sparse_overflow(bucket, indices, values)",
+        "dgc/compression/sparse/exchange/protocol.py",
+        "message = first_nonfinite_message(self.bucket, nonfinite) or ",
+        "message = ",
         ["tests/compression/test_dgc_compressor.py::test_a_nonfinite_gradient_is_named_on_every_rank"],
     ),
     Fault(
