@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from laws.definitions import DEFINITIONS
+from laws.exchanges import EXCHANGES
 from laws.quantized import QUANTIZED
 from laws.table import TABLE as OTHERS
 from laws.table import Row
@@ -24,7 +25,7 @@ from dgc.compression.hierarchical import HierarchicalCompressor
 from dgc.compression.lowrank.powersgd import PowerSGDCompressor
 from dgc.testing import LIKE, Fleet, flat, gradients
 
-TABLE = [*OTHERS, *QUANTIZED, *DEFINITIONS]
+TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]
 # (machines, ranks of each)
 WORLDS = [(2, 2), (3, 2), (2, 3), (2, 1), (1, 2)]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import case
 from laws.definitions import DEFINITIONS
+from laws.exchanges import EXCHANGES
 from laws.quantized import QUANTIZED
 from laws.table import TABLE as OTHERS
 from laws.table import Row
@@ -26,7 +27,7 @@ from dgc.testing import (
     gradients,
 )
 
-TABLE = [*OTHERS, *QUANTIZED, *DEFINITIONS]
+TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 # 2 ranks gather codes where more reduce them; 3 are the fewest for which the order of a sum matters

@@ -4,16 +4,19 @@ On each of N ranks, with local gradient g and error state v of the memory:
 
     v = memory(v, g)                       error feedback: v + g; DGC: v + (m u + g)
     S = selector(v)                        the positions of the elements to send
-    send v_S;  memory: v_S = 0             one all-gather of one payload of planned size per bucket
-    result = 1/N * sum over ranks          in rank order, so that replicas stay equal bit for bit
+    send v_S;  memory: v_S = 0             payloads of planned size per bucket
+    result = 1/N * sum over ranks          by an exchange, so that replicas stay equal bit for bit
 
 With its parts this is DGC (`dgc`), top-k with error feedback (Stich et al. 2018, arXiv 1809.07599) and threshold-v
 (Dutta et al. 2020, arXiv 1911.08250). NaN and inf in g count as zero. Each payload carries a flag for them, and
 every rank's result has all flags.
 
-Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)) for the ratio D. If an all-gather
-of it costs more than a dense all-reduce, or D = 1: all of v, 4 bytes per element (2 for 16-bit values), and a
-header of 24. The header reveals a rank that uses another ratio.
+The option `exchange` says how the ranks sum what they send. Each has a file in the folder `exchange`, with its
+bytes. By default one all-gather of one payload per bucket.
+
+Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)) for the ratio D. If its exchange
+costs more than a dense all-reduce, or D = 1: all of v, 4 bytes per element (2 for 16-bit values), and a header of
+24. The header reveals a rank that uses another ratio.
 """
 
 import math
@@ -84,7 +87,9 @@ class SparseCompressor:
         selector (Selector, optional): which elements; default `Predicted`, the exact top-k of every tensor.
         values (ValueFormat, optional): format of the values; default fp32.
         indices (IndexFormat, optional): format of the indices; default int64.
-        exchange (str): how the selections are summed: "all_gather", every rank receives those of all ranks.
+        exchange (str): how the ranks sum what they send. "all_gather": every rank receives all of it.
+            "reduce_scatter": each rank sums a part of the bucket and passes on as many elements as one rank sends;
+            the bytes per rank do not grow with the number of ranks.
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
             Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer. Otherwise the
             first step warns and the ratio stays at that of the first epoch.

@@ -2,6 +2,7 @@
 
 from dgc.compression.sparse.exchange.all_gather import AllGatherExchange
 from dgc.compression.sparse.exchange.protocol import SparseExchange
+from dgc.compression.sparse.exchange.reduce_scatter import ReduceScatterExchange
 
 
 def exchange_of(name: str) -> SparseExchange:
@@ -13,4 +14,6 @@ def exchange_of(name: str) -> SparseExchange:
     match name:
         case "all_gather":
             return AllGatherExchange()
-    raise ValueError(f"exchange must be 'all_gather', not {name!r}")
+        case "reduce_scatter":
+            return ReduceScatterExchange()
+    raise ValueError(f"exchange must be 'all_gather' or 'reduce_scatter', not {name!r}")

@@ -1,0 +1,69 @@
+"""Rows of the exchanges of sparse payloads other than the all-gather."""
+
+from collections.abc import Callable
+from math import isqrt
+from typing import Any
+
+import torch
+from laws.table import Row, dgc
+
+from dgc.bucket import Bucket
+from dgc.kernels import Budget
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SparseFormat
+
+INT32 = SparseFormat(CastValues(), PlainIndices("int32"))
+SMALL = SparseFormat(CastValues("fp16"), PackedIndices())
+SMALLEST = SparseFormat(Int8Values(), RiceIndices())
+
+
+def settings_of(form: SparseFormat) -> dict[str, Any]:
+    return {"values": form.values, "indices": form.indices}
+
+
+def nbytes(form: SparseFormat, capacity: int, tensors: int, numel: int) -> int:
+    bounds = torch.zeros(tensors + 1, dtype=torch.int64)
+    return form.nbytes(Budget(bounds, bounds[1:], capacity), numel)
+
+
+def reduce_scatter_bytes(form: SparseFormat) -> Callable[[Bucket, int], int]:
+    """N payloads of k/N elements and two deviations, and one of k/N."""
+
+    def formula(bucket: Bucket, size: int) -> int:
+        k = sum(-(-s.numel * 5 // 100) for s in bucket.segments)
+        turns, rest = divmod(bucket.numel, 61 * size)
+        region = turns * 61 + min(61, rest)
+        send, keep = -(-(k + 2 * isqrt(k * (size - 1))) // size), -(-k // size)
+        first, second = (nbytes(form, n, len(bucket.segments), region) for n in (send, keep))
+        return size * first + second
+
+    return formula
+
+
+def row(
+    name: str, memory: Callable[[], Any], form: SparseFormat, momentum: float = 0.0, left: float | None = None
+) -> Row:
+    """left: a step changes at most k elements, where the all-gather changes the k of every rank."""
+    return Row(
+        f"reduce-scatter-{name}",
+        dgc(memory, exchange="reduce_scatter", **settings_of(form)),
+        lambda bucket: 0,
+        payload_at=reduce_scatter_bytes(form),
+        conserves=not momentum,
+        dense_limit=None if momentum else dgc(memory, compress_ratio=1.0, exchange="reduce_scatter"),
+        momentum=momentum,
+        left=left,
+    )
+
+
+def no_momentum() -> DGCSGDMemory:
+    return DGCSGDMemory(momentum=0.0)
+
+
+EXCHANGES = [
+    row("residual", ResidualMemory, INT32),
+    row("residual-int8-rice", ResidualMemory, SMALLEST),
+    row("dgc-zero-momentum-fp16-packed", no_momentum, SMALL),
+    row("dgc", DGCSGDMemory, INT32, 0.9),
+    row("dgc-int8-rice", DGCSGDMemory, SMALLEST, 0.9, left=0.4),
+]
