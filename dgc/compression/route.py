@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from math import inf
 
 from dgc.bucket import Segment
-from dgc.compression.protocol import Compressor
+from dgc.compression.protocol import Compressor, uses_point_to_point
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class Route:
         if not rules:
             raise ValueError("a Route needs at least one Rule")
         self.rules = tuple(rules)
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether a compressor sends messages from rank to rank."""
+        return any(uses_point_to_point(rule.compressor) for rule in self.rules)
 
     def compressor_for(self, segment: Segment) -> Compressor:
         for rule in self.rules:

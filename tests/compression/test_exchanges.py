@@ -8,13 +8,14 @@ import torch
 from compression.ranks import Ranks, normal
 
 from dgc.bucket import Segment, make_bucket
-from dgc.comm.lockstep import LockstepError
+from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.comm.meter import all_gather_wire_bytes
-from dgc.compression import DenseResult, DGCCompressor, SparseCompressor, SparseResult
+from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseCompressor, SparseResult
 from dgc.compression.sparse.exchange.choice import exchange_of
 from dgc.compression.sparse.exchange.regions import BLOCK, divide_into_regions, largest_region
 from dgc.kernels.selection.protocol import SparseVector
 from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import DistributedOptimizer
 from dgc.selection import plan_selection
 from dgc.wire import CastValues, PayloadError, PlainIndices, SparseFormat
 
@@ -96,6 +97,68 @@ def test_a_full_payload_leaves_the_smallest_elements_in_the_error_state() -> Non
     assert torch.equal(owner[crowded[-15:-10]], size * gradient[crowded[-15:-10]])  # the whole sum is its own now
 
 
+# --- recursive doubling ----------------------------------------------------------------------------
+
+
+def doubling(size: Any, ratio: float = 0.05, **options: Any) -> Any:
+    return Ranks(size, lambda: DGCCompressor(ratio, ResidualMemory(), exchange="gtopk", **options), [(40, 100)])
+
+
+def top(x: Any, k: Any) -> Any:
+    """The k largest magnitudes of a dense vector, of equal ones the first."""
+    order = x.abs().argsort(descending=True, stable=True)[:k]
+    return torch.zeros_like(x).index_copy(0, order, x[order])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
+    k = 200
+    ranks, errors = doubling(size), [torch.zeros(4000) for _ in range(size)]
+    for step in range(3):
+        own = [normal(4000, 10 * step + rank) for rank in range(size)]
+        due = [error + gradient for error, gradient in zip(errors, own, strict=True)]
+        sent = [top(v, k) for v in due]
+        power = 2 ** (size.bit_length() - 1)
+        x = [top(sent[p] + sent[power + p], k) if power + p < size else sent[p] for p in range(power)]
+        for j in range(size.bit_length() - 1):
+            x = [top(x[r & ~(1 << j)] + x[r | 1 << j], k) for r in range(power)]
+        assert torch.equal(ranks.step(own), x[0] / size)
+        errors = ranks.errors()
+        for v, part, error in zip(due, sent, errors, strict=True):
+            # what another rank's sum has lost may be added, to elements that some rank sent
+            silent = sum(s != 0 for s in sent) == 0
+            assert torch.equal(error[silent], (v - part)[silent])
+
+
+def test_what_is_dropped_is_spread_over_the_ranks() -> None:
+    """Every rank sends 1 at k elements of its own, of which k of all are kept; the others return to some rank."""
+    size, k = 8, 200
+    own = []
+    for rank in range(size):
+        gradient = torch.zeros(4000)
+        gradient[rank * 300 + torch.arange(k)] = 1.0
+        own.append(gradient)
+    ranks = doubling(size)
+    assert int(ranks.step(own).count_nonzero()) == k
+    kept = [int(error.sum()) for error in ranks.errors()]
+    assert sum(kept) == (size - 1) * k and min(kept) > k // 2
+
+
+@pytest.mark.parametrize("size", [3, 8, 11, 16])
+@pytest.mark.usefixtures("no_type_checks")
+def test_the_meter_agrees_with_the_formula_of_the_doubling(size: Any) -> None:
+    ranks = doubling(size, int32_indices=True)
+    ranks.step([normal(4000, rank) for rank in range(size)])
+    planned = exchange_of("gtopk").wire_bytes(INT32, plan_of(4000, 0.05), 4000, size)
+    found = [meter.wire_bytes for meter in ranks.world.meters]
+    assert max(found) == planned
+    doublings = size.bit_length() - 1
+    message, header = 24 + 8 * 200, 24 * (size - 1)
+    assert found[0] == header + message * (doublings + (2**doublings < size))
+    assert found[-1] == header + message * (1 if 2**doublings < size else doublings)
+    assert len({meter.rounds for meter in ranks.world.meters}) == 1
+
+
 # --- memory ----------------------------------------------------------------------------------------
 
 
@@ -133,6 +196,7 @@ def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank
 
 
 @pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.usefixtures("no_type_checks")
 def test_the_meter_agrees_with_the_formulas(size: Any) -> None:
     numel, ratio = 200_000, 0.01
     k = 2000
@@ -215,6 +279,13 @@ def test_a_rank_with_other_settings_is_named(odd: Any, words: Any) -> None:
             conversations[rank].send((received,))
 
 
+def test_a_rank_with_other_settings_is_named_before_anything_is_doubled() -> None:
+    usual, odd = (0.01, "fp16"), (0.02, "fp16")
+    conversations, messages = first_messages([usual, odd, usual], "gtopk")
+    with pytest.raises(PayloadError, match=r"rank 1 encoded bucket b at compress_ratio 0.02, this rank at 0.01"):
+        conversations[2].send((tuple(message.tensor for message in messages),))
+
+
 def test_simulated_ranks_with_other_settings_are_told_the_cure() -> None:
     ratios = [0.01, 0.02]
     options: Any = {"exchange": "reduce_scatter"}
@@ -228,3 +299,37 @@ def test_simulated_ranks_with_other_settings_are_told_the_cure() -> None:
 def test_an_unknown_exchange(given: Any) -> None:
     with pytest.raises(ValueError, match=f"exchange must be 'all_gather'.*, not {given!r}"):
         DGCCompressor(0.01, ResidualMemory(), exchange=given)
+
+
+# --- transports ------------------------------------------------------------------------------------
+
+
+def test_a_transport_without_messages_between_ranks_is_refused() -> None:
+    """At construction, by name and with the cure; a route that uses such messages anywhere counts too."""
+    gtopk = DGCCompressor(0.01, ResidualMemory(), exchange="gtopk")
+    for compression in (gtopk, Route([Rule(gtopk)])):
+        transport = LockstepWorld(1).transports[0]
+        transport.point_to_point = False
+        model = torch.nn.Linear(4, 4)
+        with pytest.raises(ValueError, match=r"exchange='gtopk'.*LockstepTransport does not: connect with"):
+            DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                model.named_parameters(),
+                compression,
+                transport=transport,
+            )
+
+
+def test_the_transport_of_the_process_is_asked_for_messages_between_ranks(monkeypatch: Any) -> None:
+    asked = []
+
+    def connected(point_to_point: Any) -> Any:
+        asked.append(point_to_point)
+        return LockstepWorld(1).transports[0]
+
+    monkeypatch.setattr("dgc.optim.distributed.default_transport", connected)
+    for exchange in ("all_gather", "reduce_scatter", "gtopk"):
+        model = torch.nn.Linear(4, 4)
+        compression = DGCCompressor(0.01, ResidualMemory(), exchange=exchange)
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression)
+    assert asked == [False, False, True]

@@ -40,17 +40,36 @@ def reduce_scatter_bytes(form: SparseFormat) -> Callable[[Bucket, int], int]:
     return formula
 
 
+def gtopk_bytes(form: SparseFormat) -> Callable[[Bucket, int, int], int]:
+    """A header, and the selection once to a rank's twin and in every doubling of the power of two below N."""
+
+    def formula(bucket: Bucket, size: int, rank: int) -> int:
+        k = sum(-(-s.numel * 5 // 100) for s in bucket.segments)
+        doublings = size.bit_length() - 1
+        power = 2**doublings
+        messages = 1 if rank >= power else doublings + (rank + power < size)
+        return 24 + messages * nbytes(form, k, len(bucket.segments), bucket.numel)
+
+    return formula
+
+
 def row(
-    name: str, memory: Callable[[], Any], form: SparseFormat, momentum: float = 0.0, left: float | None = None
+    exchange: str,
+    name: str,
+    memory: Callable[[], Any],
+    form: SparseFormat,
+    momentum: float = 0.0,
+    left: float | None = None,
 ) -> Row:
     """left: a step changes at most k elements, where the all-gather changes the k of every rank."""
     return Row(
-        f"reduce-scatter-{name}",
-        dgc(memory, exchange="reduce_scatter", **settings_of(form)),
+        f"{exchange.replace('_', '-')}-{name}",
+        dgc(memory, exchange=exchange, **settings_of(form)),
         lambda bucket: 0,
-        payload_at=reduce_scatter_bytes(form),
+        payload_at=reduce_scatter_bytes(form) if exchange == "reduce_scatter" else None,
+        payload_of=gtopk_bytes(form) if exchange == "gtopk" else None,
         conserves=not momentum,
-        dense_limit=None if momentum else dgc(memory, compress_ratio=1.0, exchange="reduce_scatter"),
+        dense_limit=None if momentum else dgc(memory, compress_ratio=1.0, exchange=exchange),
         momentum=momentum,
         left=left,
     )
@@ -61,9 +80,13 @@ def no_momentum() -> DGCSGDMemory:
 
 
 EXCHANGES = [
-    row("residual", ResidualMemory, INT32),
-    row("residual-int8-rice", ResidualMemory, SMALLEST),
-    row("dgc-zero-momentum-fp16-packed", no_momentum, SMALL),
-    row("dgc", DGCSGDMemory, INT32, 0.9),
-    row("dgc-int8-rice", DGCSGDMemory, SMALLEST, 0.9, left=0.4),
+    row(exchange, *others)
+    for exchange in ("reduce_scatter", "gtopk")
+    for others in (
+        ("residual", ResidualMemory, INT32),
+        ("residual-int8-rice", ResidualMemory, SMALLEST),
+        ("dgc-zero-momentum-fp16-packed", no_momentum, SMALL),
+        ("dgc", DGCSGDMemory, INT32, 0.9, 0.4),
+        ("dgc-int8-rice", DGCSGDMemory, SMALLEST, 0.9, 0.4),
+    )
 ]

@@ -204,9 +204,8 @@ def test_metered_bytes_are_the_formula_s(row: Row) -> None:
         fleet = Fleet(row.make, size)
         for step in range(2):
             fleet.step([gradients(rank, step) for rank in range(size)])
-        for meter, bucket in zip(fleet.world.meters, fleet.buckets, strict=True):
-            formula = row.payload(bucket) if row.payload_at is None else row.payload_at(bucket, size)
-            assert meter.payload_bytes == 2 * formula, size
+        for rank, (meter, bucket) in enumerate(zip(fleet.world.meters, fleet.buckets, strict=True)):
+            assert meter.payload_bytes == 2 * row.payload_bytes(bucket, size, rank), (size, rank)
 
 
 @every_row

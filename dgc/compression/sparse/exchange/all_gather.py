@@ -16,6 +16,8 @@ from dgc.wire import SparseFormat
 class AllGatherExchange:
     """Every rank sends its whole selection to every rank."""
 
+    point_to_point = False
+
     def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
         return all_gather_wire_bytes(form.nbytes(plan.per_tensor, numel), size)
 

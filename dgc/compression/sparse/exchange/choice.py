@@ -1,6 +1,7 @@
 """The exchange of a name."""
 
 from dgc.compression.sparse.exchange.all_gather import AllGatherExchange
+from dgc.compression.sparse.exchange.gtopk import GTopKExchange
 from dgc.compression.sparse.exchange.protocol import SparseExchange
 from dgc.compression.sparse.exchange.reduce_scatter import ReduceScatterExchange
 
@@ -16,4 +17,6 @@ def exchange_of(name: str) -> SparseExchange:
             return AllGatherExchange()
         case "reduce_scatter":
             return ReduceScatterExchange()
-    raise ValueError(f"exchange must be 'all_gather' or 'reduce_scatter', not {name!r}")
+        case "gtopk":
+            return GTopKExchange()
+    raise ValueError(f"exchange must be 'all_gather', 'reduce_scatter' or 'gtopk', not {name!r}")

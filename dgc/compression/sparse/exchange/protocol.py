@@ -50,11 +50,12 @@ class Chosen:
         """Name of the payloads in errors."""
         return f"bucket {self.bucket.name}"
 
-    def encode(self) -> Encoded:
-        """Encode the whole selection as one payload."""
+    def encode(self, elements: SparseVector | None = None, first_nonfinite: Tensor | None = None) -> Encoded:
+        """Encode the selection, or other elements with the capacity of the plan, as one payload."""
         plan, bucket = self.plan, self.bucket
-        how = (plan.per_tensor, bucket.numel, self.first_nonfinite, bucket.dtype, plan.ratio)
-        return self.form.encode(self.kernels.codec, self.elements, *how)
+        first = self.first_nonfinite if first_nonfinite is None else first_nonfinite
+        how = (plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio)
+        return self.form.encode(self.kernels.codec, self.elements if elements is None else elements, *how)
 
     def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> SparseResult:
         """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
@@ -66,6 +67,11 @@ class Chosen:
 @runtime_checkable
 class SparseExchange(Protocol):
     """Sums what the ranks have selected. The result is identical, bit for bit, on every rank."""
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether messages go from rank to rank, which not every transport can do."""
+        ...
 
     def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
         """Bytes that a rank sends for a bucket of `numel` elements, by the meter's formulas.

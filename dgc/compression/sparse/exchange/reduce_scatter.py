@@ -40,13 +40,13 @@ from dataclasses import dataclass
 from math import isqrt
 
 import torch
-from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.comm.requests import AllGather, AllToAll, Conversation
 from dgc.compression.protocol import SparseResult
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.exchange.regions import Regions, divide_into_regions, largest_region
+from dgc.compression.sparse.exchange.vectors import largest_of, subtract, vector
 from dgc.kernels import Budget, SparseVector
 from dgc.selection import Plan
 from dgc.wire import Encoded, SparseFormat
@@ -69,6 +69,8 @@ class Division:
 
 class ReduceScatterExchange:
     """Each rank sums and selects again what all ranks have selected in its region of the bucket."""
+
+    point_to_point = False
 
     def __init__(self) -> None:
         self._divisions: dict[str, Division] = {}  # by bucket
@@ -95,11 +97,13 @@ class ReduceScatterExchange:
         budget = division.budget(chosen.rank, division.send)
         parts, nonfinite = form.decode(codec, received, budget, *settings)
 
-        # a mean over one rank is the sum
-        places, sums = chosen.kernels.selection.merge_mean(parts, 1, regions.numel)
-        encoded = self._select_again(chosen, division, places, sums)
-        rest = subtract(chosen, places, sums, encoded.sent)
-        chosen.memory.returned_(bucket, vector(regions.index_of(places, chosen.rank), rest))
+        kernel = chosen.kernels.selection
+        total = vector(*kernel.merge_mean(parts, 1, regions.numel))  # a mean over one rank is the sum
+        again = largest_of(kernel, total, division.keep)
+        finite = torch.full_like(chosen.first_nonfinite, bucket.numel)
+        encoded = self._encode(chosen, division, chosen.rank, division.keep, again, finite)
+        rest = subtract(kernel, total, encoded.sent)
+        chosen.memory.returned_(bucket, vector(regions.index_of(rest.indices.long(), chosen.rank), rest.values))
         (payloads,) = yield (AllGather(encoded.payload),)
         budget = Budget(own, budget.ks, division.keep)
         parts, _ = form.decode(codec, payloads, budget, *settings, bounds=list(regions.bounds))
@@ -113,22 +117,6 @@ class ReduceScatterExchange:
             division = Division(plan, regions, *capacities(plan.capacity, bucket.numel, chosen.size))
             self._divisions[bucket.name] = division
         return division
-
-    def _select_again(
-        self, chosen: Chosen, division: Division, places: Int64[Tensor, "union"], sums: Float32[Tensor, "union"]
-    ) -> Encoded:
-        """The payload of round 2."""
-        keep, device = division.keep, sums.device
-        # never fewer elements than slots; zeros are not selected
-        padded = torch.nn.functional.pad(sums, (0, keep))
-        ends = torch.tensor([0, padded.numel()], dtype=torch.int64, device=device)
-        budget = Budget(ends, torch.full((1,), keep, dtype=torch.int64, device=device), keep)
-        largest = chosen.kernels.selection.select(padded, budget).elements
-        live = torch.arange(keep, dtype=torch.int64, device=device) < largest.count
-        at = torch.nn.functional.pad(places, (0, keep))[largest.indices.long()]
-        part = SparseVector(torch.where(live, at, 0).to(torch.int32), largest.values, largest.count)
-        finite = torch.full((), chosen.bucket.numel, dtype=torch.int64, device=device)
-        return self._encode(chosen, division, chosen.rank, keep, part, finite)
 
     def _encode(
         self, chosen: Chosen, division: Division, region: int, capacity: int, part: SparseVector, first: Tensor
@@ -145,19 +133,3 @@ def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
     """
     region = largest_region(numel, size)
     return min(region, -(-(k + 2 * isqrt(k * (size - 1))) // size)), min(region, -(-k // size))
-
-
-def subtract(
-    chosen: Chosen, indices: Int64[Tensor, "union"], sums: Float32[Tensor, "union"], sent: SparseVector
-) -> Float32[Tensor, "union"]:
-    """The sums less what is sent of them. indices: of the sums, ascending; those of `sent` are among them."""
-    rest = sums.clone()
-    at = torch.searchsorted(indices, sent.indices.long()).to(torch.int32)
-    chosen.kernels.selection.remove_sent_(SparseVector(at, sent.values, sent.count), None, rest)
-    return rest
-
-
-def vector(indices: Int64[Tensor, "count"], values: Float32[Tensor, "count"]) -> SparseVector:
-    """A sparse vector without room for more."""
-    count = torch.full((), indices.numel(), dtype=torch.int32, device=indices.device)
-    return SparseVector(indices.to(torch.int32), values, count)

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from dgc.compression.sparse.exchange.vectors import BEYOND, live
 from dgc.kernels import SparseVector
 
 BLOCK = 61
-BEYOND = 2**31 - 1  # larger than any index
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Regions:
         """The elements of each region by place: at most `capacity` ones, the largest, of equal ones the first."""
         index, values = elements.indices.long(), elements.values
         numbers = torch.arange(index.numel(), dtype=torch.int64, device=index.device)
-        region = torch.where(numbers < elements.count, index // BLOCK % self.size, self.size)
+        region = torch.where(live(elements), index // BLOCK % self.size, self.size)
         by_magnitude = values.abs().argsort(descending=True, stable=True)
         order = by_magnitude[region[by_magnitude].argsort(stable=True)]
         slots = torch.empty_like(numbers)
@@ -67,12 +67,10 @@ class Regions:
     def join(self, parts: Sequence[SparseVector]) -> SparseVector:
         """One vector of the bucket from one of each region."""
         places, values = torch.stack([p.indices for p in parts]).long(), torch.stack([p.values for p in parts])
-        counts = torch.stack([p.count for p in parts])
-        numbers = torch.arange(places.shape[1], dtype=torch.int64, device=places.device)
+        valid, counts = torch.stack([live(p) for p in parts]), torch.stack([p.count for p in parts])
         region = torch.arange(self.size, dtype=torch.int64, device=places.device).unsqueeze(1)
-        live = numbers < counts.unsqueeze(1)
-        index, order = torch.where(live, self.index_of(places, region), BEYOND).view(-1).sort()
-        values = torch.where(live, values, 0.0).view(-1)[order]
+        index, order = torch.where(valid, self.index_of(places, region), BEYOND).view(-1).sort()
+        values = torch.where(valid, values, 0.0).view(-1)[order]
         indices = torch.where(index < BEYOND, index, 0).to(torch.int32)
         return SparseVector(indices, values, counts.sum(dtype=torch.int32))
 
