@@ -21,7 +21,7 @@ configs.train.compression.compress_ratio = 0.001  # share of a tensor's elements
 configs.train.compression.selector = None  # which elements: a constructor of dgc.selection; None: exact top-k
 configs.train.compression["values"] = None  # format of the values: a constructor of dgc.wire; None: fp32
 configs.train.compression.indices = None  # format of the indices, likewise; None: int64
-configs.train.compression.exchange = "all_gather"  # how the ranks sum what they send
+configs.train.compression.exchange = "all_gather"  # how selections are summed: also reduce_scatter, gtopk, auto
 
 # The original's sampled threshold, instead of a selector:
 configs.train.compression.sample_ratio = None  # share sampled to estimate it (the original's is 0.01)

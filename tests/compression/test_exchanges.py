@@ -1,6 +1,7 @@
 """Exchanges of sparse payloads: what is dealt to whom, what returns, and how many bytes that takes."""
 
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DistributedOptimizer
 from dgc.selection import plan_selection
 from dgc.wire import CastValues, PayloadError, PlainIndices, SparseFormat
+from dgc_training.config import load
+from dgc_training.startup.build import open_transport
 
 INT32 = SparseFormat(CastValues(), PlainIndices("int32"))
 RESNET50 = 25_557_032  # parameters
@@ -225,6 +228,31 @@ def test_bytes_do_not_grow_with_the_number_of_ranks() -> None:
     assert gathered.wire_bytes(INT32, plan, RESNET50, 1024) > 300 * many
 
 
+def test_the_documented_bytes_are_those_of_the_formulas() -> None:
+    text = Path(__file__).parents[2].joinpath("docs/methods.md").read_text()
+    plan = plan_of(RESNET50, 0.001)
+    names = ("all_gather", "reduce_scatter", "gtopk")
+    head = "| ranks | `all_gather` | `reduce_scatter` | `gtopk` |\n|---:|---:|---:|---:|\n"
+    rows = text.split(head)[1].split("\n\n")[0].splitlines()
+    assert len(rows) > 4
+    for row in rows:
+        size = int(row.split("|")[1])
+        planned = [exchange_of(name).wire_bytes(INT32, plan, RESNET50, size) for name in names]
+        assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
+
+
+def test_auto_sends_the_fewest_bytes_of_the_two() -> None:
+    plan, chosen = plan_of(RESNET50, 0.001), []
+    for size in (1, 2, 3, 4, 8, 1024):
+        gathered, scattered, auto = (
+            exchange_of(name).wire_bytes(INT32, plan, RESNET50, size)
+            for name in ("all_gather", "reduce_scatter", "auto")
+        )
+        assert auto == min(gathered, scattered)
+        chosen.append(scattered < gathered)
+    assert chosen == [False, False, True, True, True, True]
+
+
 def test_a_bucket_goes_dense_where_that_is_cheaper() -> None:
     """At half of all elements two rounds of pairs cost as much as an all-reduce, for any number of ranks."""
     for size in (4, 16):
@@ -333,3 +361,11 @@ def test_the_transport_of_the_process_is_asked_for_messages_between_ranks(monkey
         compression = DGCCompressor(0.01, ResidualMemory(), exchange=exchange)
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression)
     assert asked == [False, False, True]
+
+
+def test_the_trainer_asks_for_messages_between_ranks() -> None:
+    asked = []
+    for files in ([], ["configs/dgc/wm0"], ["configs/dgc/wm0", "configs/dgc/gtopk"], ["configs/gossip/sgp"]):
+        settings = load(["configs/digits/cnn", *files]).train
+        open_transport(settings, lambda **options: asked.append(options["point_to_point"]))  # type: ignore[arg-type]
+    assert asked == [False, False, True, True]

@@ -5,7 +5,7 @@ from math import isqrt
 from typing import Any
 
 import torch
-from laws.table import Row, dgc
+from laws.table import Row, dgc, sparse_bytes
 
 from dgc.bucket import Bucket
 from dgc.kernels import Budget
@@ -80,6 +80,17 @@ def no_momentum() -> DGCSGDMemory:
 
 
 EXCHANGES = [
+    Row(
+        "auto-residual",
+        dgc(ResidualMemory, exchange="auto", **settings_of(INT32)),
+        lambda bucket: 0,
+        payload_at=lambda bucket, size: (
+            sparse_bytes(0.05, 4, 4)(bucket) if size < 3 else reduce_scatter_bytes(INT32)(bucket, size)
+        ),
+        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, exchange="auto"),
+    ),
+]
+EXCHANGES += [
     row(exchange, *others)
     for exchange in ("reduce_scatter", "gtopk")
     for others in (

@@ -1,6 +1,7 @@
 """The exchange of a name."""
 
 from dgc.compression.sparse.exchange.all_gather import AllGatherExchange
+from dgc.compression.sparse.exchange.auto import AutoExchange
 from dgc.compression.sparse.exchange.gtopk import GTopKExchange
 from dgc.compression.sparse.exchange.protocol import SparseExchange
 from dgc.compression.sparse.exchange.reduce_scatter import ReduceScatterExchange
@@ -19,4 +20,6 @@ def exchange_of(name: str) -> SparseExchange:
             return ReduceScatterExchange()
         case "gtopk":
             return GTopKExchange()
-    raise ValueError(f"exchange must be 'all_gather', 'reduce_scatter' or 'gtopk', not {name!r}")
+        case "auto":
+            return AutoExchange()
+    raise ValueError(f"exchange must be 'all_gather', 'reduce_scatter', 'gtopk' or 'auto', not {name!r}")
