@@ -51,8 +51,8 @@ COMPRESSION = [
     Fault(
         "full-payloads-of-regions-cut-by-index",
         "dgc/compression/sparse/exchange/regions.py",
-        "by_magnitude = values.abs().argsort(descending=True, stable=True)",
-        "by_magnitude = numbers",
+        "by_magnitude = (region << 32) - values.abs().view(torch.int32)",
+        "by_magnitude = region << 32",
         ["tests/compression/test_exchanges.py"],
     ),
     Fault(

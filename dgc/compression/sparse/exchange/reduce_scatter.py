@@ -37,6 +37,7 @@ local value of an element that is not selected again; here its sum is kept, by t
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
 
 import torch
@@ -61,10 +62,19 @@ class Division:
     send: int
     keep: int
 
+    @cached_property
+    def bounds(self) -> tuple[Tensor, ...]:
+        """The bounds of the tensors in each region."""
+        return self.regions.bounds.unbind()
+
+    @cached_property
+    def numels(self) -> tuple[Tensor, ...]:
+        """The sizes of the tensors in each region."""
+        return self.regions.bounds.diff().unbind()
+
     def budget(self, region: int, capacity: int) -> Budget:
-        """Each tensor may fill the whole payload."""
-        bounds = self.regions.bounds[region]
-        return Budget(bounds, bounds.diff().clamp(max=capacity), capacity)
+        """Every tensor may fill the whole payload."""
+        return Budget(self.bounds[region], self.numels[region], capacity)
 
 
 class ReduceScatterExchange:
@@ -83,7 +93,6 @@ class ReduceScatterExchange:
     def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
         division, bucket, form = self._division(chosen), chosen.bucket, chosen.form
         regions, codec = division.regions, chosen.kernels.codec
-        own = regions.bounds[chosen.rank]
         settings = (regions.numel, chosen.plan.ratio, chosen.what)
 
         dealt = [
@@ -105,9 +114,9 @@ class ReduceScatterExchange:
         rest = subtract(kernel, total, encoded.sent)
         chosen.memory.returned_(bucket, vector(regions.index_of(rest.indices.long(), chosen.rank), rest.values))
         (payloads,) = yield (AllGather(encoded.payload),)
-        budget = Budget(own, budget.ks, division.keep)
-        parts, _ = form.decode(codec, payloads, budget, *settings, bounds=list(regions.bounds))
-        return chosen.mean([regions.join(parts)], nonfinite)
+        budget = division.budget(chosen.rank, division.keep)
+        parts, _ = form.decode(codec, payloads, budget, *settings, bounds=division.bounds)
+        return chosen.mean(regions.spread(parts), nonfinite)
 
     def _division(self, chosen: Chosen) -> Division:
         bucket, plan = chosen.bucket, chosen.plan

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.compression.sparse.exchange.vectors import BEYOND, live
@@ -45,8 +45,9 @@ class Regions:
         index, values = elements.indices.long(), elements.values
         numbers = torch.arange(index.numel(), dtype=torch.int64, device=index.device)
         region = torch.where(live(elements), index // BLOCK % self.size, self.size)
-        by_magnitude = values.abs().argsort(descending=True, stable=True)
-        order = by_magnitude[region[by_magnitude].argsort(stable=True)]
+        # floats of one sign have the order of their bits
+        by_magnitude = (region << 32) - values.abs().view(torch.int32)
+        order = by_magnitude.argsort(stable=True)
         slots = torch.empty_like(numbers)
         slots[order] = numbers - self._starts(region)[region[order]]
         region = torch.where(slots < capacity, region, self.size)
@@ -55,24 +56,37 @@ class Regions:
         slots = numbers - self._starts(region)[region]
         # one more slot, at the end, takes what is left out
         at = torch.where(region < self.size, region * capacity + slots, self.size * capacity)
-        table = torch.zeros(self.size * capacity + 1, dtype=torch.int32, device=index.device)
-        table[at] = (index // (BLOCK * self.size) * BLOCK + index % BLOCK).to(torch.int32)
-        numbers_of = torch.zeros(self.size * capacity + 1, dtype=torch.float32, device=index.device)
-        numbers_of[at] = values[order]
-        places = table[:-1].view(self.size, capacity)
-        dealt = numbers_of[:-1].view(self.size, capacity)
+        places = torch.zeros(self.size * capacity + 1, dtype=torch.int32, device=index.device)
+        places[at] = (index // (BLOCK * self.size) * BLOCK + index % BLOCK).to(torch.int32)
+        dealt = torch.zeros(self.size * capacity + 1, dtype=torch.float32, device=index.device)
+        dealt[at] = values[order]
+        rows = (table[:-1].view(self.size, capacity) for table in (places, dealt))
         counts = self._counts(region)[:-1].to(torch.int32)
-        return [SparseVector(*part) for part in zip(places, dealt, counts, strict=True)]
+        return [SparseVector(*part) for part in zip(*rows, counts, strict=True)]
 
     def join(self, parts: Sequence[SparseVector]) -> SparseVector:
-        """One vector of the bucket from one of each region."""
-        places, values = torch.stack([p.indices for p in parts]).long(), torch.stack([p.values for p in parts])
-        valid, counts = torch.stack([live(p) for p in parts]), torch.stack([p.count for p in parts])
-        region = torch.arange(self.size, dtype=torch.int64, device=places.device).unsqueeze(1)
-        index, order = torch.where(valid, self.index_of(places, region), BEYOND).view(-1).sort()
-        values = torch.where(valid, values, 0.0).view(-1)[order]
+        """One vector of the bucket from one of each region. It does not wait for the device."""
+        index, values = self._of_bucket(parts)
+        index, order = index.view(-1).sort()
         indices = torch.where(index < BEYOND, index, 0).to(torch.int32)
-        return SparseVector(indices, values, counts.sum(dtype=torch.int32))
+        count = torch.stack([p.count for p in parts]).sum(dtype=torch.int32)
+        return SparseVector(indices, values.view(-1)[order], count)
+
+    def spread(self, parts: Sequence[SparseVector]) -> list[SparseVector]:
+        """A vector of the bucket for each of the regions' vectors."""
+        index, values = self._of_bucket(parts)
+        indices = torch.where(index < BEYOND, index, 0).to(torch.int32)
+        return [SparseVector(i, v, p.count) for i, v, p in zip(indices, values, parts, strict=True)]
+
+    def _of_bucket(
+        self, parts: Sequence[SparseVector]
+    ) -> tuple[Int64[Tensor, "regions capacity"], Float32[Tensor, "regions capacity"]]:
+        """(indices within the bucket, values) of each region's vector; BEYOND and 0 past its end."""
+        places, counts = torch.stack([p.indices for p in parts]).long(), torch.stack([p.count for p in parts])
+        region = torch.arange(self.size, dtype=torch.int64, device=places.device).unsqueeze(1)
+        numbers = torch.arange(places.shape[1], dtype=torch.int64, device=places.device)
+        valid, values = numbers < counts.unsqueeze(1), torch.stack([p.values for p in parts])
+        return torch.where(valid, self.index_of(places, region), BEYOND), torch.where(valid, values, 0.0)
 
     def _counts(self, region: Int64[Tensor, "k"]) -> Int64[Tensor, "regions"]:
         """Number of elements of each region, and of those that are left out."""
