@@ -109,6 +109,8 @@ class HorovodTransport:
         ValueError: `hierarchical` is True, and Horovod was initialised before without dynamic process sets.
     """
 
+    point_to_point = False  # an all-to-all of all ranks takes the place of an Exchange
+
     def __init__(self, hierarchical: bool | str = False, timeout: float | None = None):
         if not hvd.is_initialized():
             check_launcher(os.environ)

@@ -66,6 +66,7 @@ class StagedTransport:
         self._pending: list[StagedFlight] = []  # not launched on the inner transport yet
         self.rank, self.size = inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
+        self.point_to_point = inner.point_to_point
 
     def group_size(self, group: Group) -> int:
         return self._inner.group_size(group)

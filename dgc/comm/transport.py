@@ -31,6 +31,11 @@ class Transport(Protocol):
     @property
     def local_size(self) -> int: ...
 
+    @property
+    def point_to_point(self) -> bool:
+        """Whether an Exchange, also of tensors of the transport's own device, goes straight from rank to rank."""
+        ...
+
     def group_size(self, group: Group) -> int:
         """Number of ranks in this rank's group of that kind."""
         ...
@@ -68,6 +73,7 @@ class CrossMachineTransport:
     def __init__(self, inner: Transport):
         self._inner = inner
         self.rank, self.size = inner.group_rank("cross"), inner.group_size("cross")
+        self.point_to_point = inner.point_to_point
 
     def group_size(self, group: Group) -> int:
         return self.size

@@ -13,6 +13,7 @@ from dgc.compression.protocol import NonFiniteGradientError as NonFiniteGradient
 from dgc.compression.protocol import Result as Result
 from dgc.compression.protocol import SparseResult as SparseResult
 from dgc.compression.protocol import StatelessCompressor as StatelessCompressor
+from dgc.compression.protocol import uses_point_to_point as uses_point_to_point
 from dgc.compression.quantized.blockwise import BlockwiseCompressor as BlockwiseCompressor
 from dgc.compression.quantized.natural import NaturalCompressor as NaturalCompressor
 from dgc.compression.quantized.onebit import OneBitCompressor as OneBitCompressor

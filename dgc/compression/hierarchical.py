@@ -44,7 +44,14 @@ from dgc.comm.requests import (
     between_machines,
 )
 from dgc.compression.finite import nonfinite_message, probe
-from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult, conversation_of
+from dgc.compression.protocol import (
+    Compressor,
+    DenseResult,
+    Result,
+    SparseResult,
+    conversation_of,
+    uses_point_to_point,
+)
 from dgc.kernels.selection.reference import first_tensor_nonfinite
 from dgc.memory.protocol import MomentumCorrection
 
@@ -98,6 +105,9 @@ class HierarchicalCompressor:
         loads (list of int, optional): elements per local rank in the buckets planned so far; shared by the
             compressors of an optimizer, to balance their shares together.
 
+    Raises:
+        ValueError: `inner` sends messages from rank to rank.
+
     Example:
         >>> from dgc.comm.collectives import find_machine_rank
         >>> from dgc.compression.hierarchical import HierarchicalCompressor
@@ -106,6 +116,11 @@ class HierarchicalCompressor:
     """
 
     def __init__(self, inner: Compressor, place: MachineRank, loads: list[int] | None = None):
+        if uses_point_to_point(inner):
+            raise ValueError(
+                f"{type(inner).__name__} sends messages from rank to rank (exchange='gtopk'), and not "
+                "between machines alone: use exchange='reduce_scatter', or hierarchical='off'"
+            )
         self.inner, self.place = inner, place
         self._loads = [0] * place.local_size if loads is None else loads
         self._shares: dict[str, _Share] = {}

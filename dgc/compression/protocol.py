@@ -133,6 +133,21 @@ class SparseOrDense(Protocol):
         ...
 
 
+@runtime_checkable
+class PointToPoint(Protocol):
+    """A compressor that can send messages from rank to rank (`Exchange`)."""
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether it does so with its settings. Not every transport can."""
+        ...
+
+
+def uses_point_to_point(compressor: Any) -> bool:
+    """Whether a compressor sends messages from rank to rank."""
+    return isinstance(compressor, PointToPoint) and compressor.point_to_point
+
+
 class StatelessCompressor(ABC):
     """Base class of compressors that keep no state, accept every tensor and send every element."""
 

@@ -7,7 +7,7 @@ from math import inf
 
 from dgc.bucket import Segment
 from dgc.compression.dense import average_alike
-from dgc.compression.protocol import Compressor
+from dgc.compression.protocol import Compressor, uses_point_to_point
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class Route:
             raise ValueError("a Route needs at least one Rule")
         self.rules = tuple(rules)
         self._chosen: list[Compressor] = []
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether a compressor sends messages from rank to rank."""
+        return any(uses_point_to_point(rule.compressor) for rule in self.rules)
 
     def compressor_for(self, segment: Segment) -> Compressor:
         for rule in self.rules:

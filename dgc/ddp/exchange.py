@@ -88,13 +88,15 @@ class DDPExchange(CountsEpochs):
         check_model(model)
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
-        self.transport = transport or connect("auto" if hierarchical == "auto" else hierarchical in ("on", True))
+        route = as_route(compression)
+        self.transport = transport or connect(
+            "auto" if hierarchical == "auto" else hierarchical in ("on", True), point_to_point=route.point_to_point
+        )
         if model.process_group.size() != self.transport.size:
             raise ValueError(
                 f"the model's process group has {model.process_group.size()} ranks, but the exchange has "
                 f"{self.transport.size}: build DistributedDataParallel on the default group"
             )
-        route = as_route(compression)
         self._count_epochs(steps_per_epoch)
         check_settings(
             self.transport,
@@ -119,7 +121,7 @@ class DDPExchange(CountsEpochs):
             raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
         self._check_momentum = momentum_check(optimizer, self._planned)
         check_agreement(self._planned, self.transport)
-        register_compressors(compressors)
+        register_compressors(compressors, self.transport)
         self.place, self.part = plan_compressors(self._planned, self.transport, hierarchical)
         self.meter = TrafficMeter(self.transport.local_size)
         self.nonfinite, self.dropped_steps = nonfinite, 0

@@ -85,7 +85,7 @@ def compress(
     check_agreement(planned, cross)
     # in model order: positions name the saved states
     compressors = list(dict.fromkeys(c for plan in reversed(plans) for c in plan.compressors))
-    register_compressors(compressors)
+    register_compressors(compressors, cross)
     for bucket in planned:
         bucket.compressor.plan(bucket.bucket, cross.size, cross.rank)
     return FSDPExchange(plans, compressors, transport, name, nonfinite, grad_scaler, steps_per_epoch)

@@ -5,6 +5,7 @@ With gradient g, momentum m, local momentum u and accumulated velocity v of one 
     plain      u = m u + g          v = v + u
     Nesterov   u = m (u + g)        v = v + u + g
     sent       v_i = 0 where sent; u_i = 0 there too with masking
+    returned   v_i = v_i + value where an exchange gives back a part of the ranks' sum; u_i stays
     dropped    v_i and u_i keep their values from before sending; the gradient stays in them
 
 Sent elements are removed from v and u in the next step's pass, which reads and writes both anyway.
@@ -73,7 +74,7 @@ class DGCSGDMemory:
         return MomentumCorrection(self.momentum, self.nesterov)
 
     def plan(self, bucket: Bucket) -> None:
-        self._deferred.release(bucket)
+        self._deferred.forget(bucket)
         self._momentums.add(bucket)
         self._velocities.add(bucket)
 
@@ -86,17 +87,21 @@ class DGCSGDMemory:
 
     def pass_inputs(self, bucket: Bucket) -> PassInputs:
         self._snapshots.forget(bucket)
-        u, v, sent = self._momentums[bucket], self._velocities[bucket], self._deferred.release(bucket)
+        u, v = self._momentums[bucket], self._velocities[bucket]
+        sent = self._deferred.begin_pass_(bucket, u, v)
         return PassInputs(bucket.gradients, u, v, self.momentum, self.nesterov, sent, self.momentum_masking)
 
     def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
         self._deferred.keep(bucket, sent)
 
+    def returned_(self, bucket: Bucket, returned: SparseVector) -> None:
+        self._deferred.keep_returned(bucket, returned)
+
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
         self._snapshots.subtract(self._velocities, bucket, values)
 
     def rollback_(self, bucket: Bucket) -> None:
-        self._deferred.release(bucket)
+        self._deferred.forget(bucket)
         self._snapshots.rollback(bucket)
 
     def errors(self) -> Iterable[Tensor]:
@@ -107,7 +112,7 @@ class DGCSGDMemory:
         velocities: dict[str, Tensor] = {}
         for (bucket, u), v in zip(self._momentums.items(), self._velocities, strict=True):
             u, v = u.clone(), v.clone()
-            self._deferred.remove_sent_(bucket, u, v)
+            self._deferred.apply_(bucket, u, v)
             momentums |= parts_of(bucket, u)
             velocities |= parts_of(bucket, v)
         return {"momentums": momentums, "velocities": velocities}

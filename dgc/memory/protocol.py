@@ -59,12 +59,20 @@ class Memory(Protocol):
         """
         ...
 
+    def returned_(self, bucket: Bucket, returned: SparseVector) -> None:
+        """Record parts of the ranks' sum that no rank receives in this step, at most once per step.
+
+        They are added to the error state of this rank as they are, and are kept until the next pass, like those of
+        `sent_`. The momentum of these elements does not change.
+        """
+        ...
+
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
         """Record that all of v was sent. `values` [n] fp32 are the sent values, after rounding."""
         ...
 
     def rollback_(self, bucket: Bucket) -> None:
-        """Restore the elements sent since the last `pass_inputs`, bit for bit, because the step is dropped."""
+        """Undo `sent_`, `returned_` or `sent_all_` of this step, bit for bit, because the step is dropped."""
         ...
 
     def errors(self) -> Iterable[Tensor]:

@@ -33,7 +33,7 @@ class ResidualMemory:
         self._deferred, self._snapshots = DeferredUpdate(), Snapshots()
 
     def plan(self, bucket: Bucket) -> None:
-        self._deferred.release(bucket)
+        self._deferred.forget(bucket)
         self._residual.add(bucket)
 
     def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
@@ -42,16 +42,20 @@ class ResidualMemory:
 
     def pass_inputs(self, bucket: Bucket) -> PassInputs:
         self._snapshots.forget(bucket)
-        return PassInputs(bucket.gradients, None, self._residual[bucket], sent=self._deferred.release(bucket))
+        v = self._residual[bucket]
+        return PassInputs(bucket.gradients, None, v, sent=self._deferred.begin_pass_(bucket, None, v))
 
     def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
         self._deferred.keep(bucket, sent)
+
+    def returned_(self, bucket: Bucket, returned: SparseVector) -> None:
+        self._deferred.keep_returned(bucket, returned)
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
         self._snapshots.subtract(self._residual, bucket, values)
 
     def rollback_(self, bucket: Bucket) -> None:
-        self._deferred.release(bucket)
+        self._deferred.forget(bucket)
         self._snapshots.rollback(bucket)
 
     def errors(self) -> Iterable[Tensor]:
@@ -86,6 +90,9 @@ class NoMemory:
         return PassInputs(bucket.gradients, None, nothing)
 
     def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
+        pass
+
+    def returned_(self, bucket: Bucket, returned: SparseVector) -> None:
         pass
 
     def sent_all_(self, bucket: Bucket, values: Tensor) -> None:

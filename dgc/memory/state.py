@@ -49,37 +49,58 @@ class FlatState:
 
 
 class DeferredUpdate:
-    """The elements that each bucket sent in its last step. They stay in v and u until the next pass removes them.
+    """What each bucket's last step sends, and what of other ranks' elements it keeps, until the next pass.
 
-    A dropped step therefore has nothing to restore.
+    v and u change only then. A dropped step therefore has nothing to restore.
 
     Args:
-        masking: Remove the elements from u as well.
+        masking: Remove the sent elements from u as well.
     """
 
     def __init__(self, masking: bool = False):
         self.masking = masking
         self._sent: dict[str, SparseVector] = {}
+        self._returned: dict[str, SparseVector] = {}
 
     def keep(self, bucket: Bucket, sent: SparseVector) -> None:
+        """Record the elements that the bucket has sent."""
         self._sent[bucket.name] = sent
 
-    def release(self, bucket: Bucket) -> SparseVector | None:
-        """Return and forget the bucket's elements: a pass removes them now, or the step is dropped."""
-        return self._sent.pop(bucket.name, None)
+    def keep_returned(self, bucket: Bucket, returned: SparseVector) -> None:
+        """Record elements to add to v, after the sent ones are removed. Momentum is not masked for them."""
+        self._returned[bucket.name] = returned
+
+    def begin_pass_(self, bucket: Bucket, u: Tensor | None, v: Tensor) -> SparseVector | None:
+        """Apply and forget the bucket's elements. Returns those that the pass itself must remove, or None."""
+        if bucket.name not in self._returned:
+            return self._sent.pop(bucket.name, None)  # the pass reads u and v anyway
+        self.apply_(bucket, u, v)
+        self.forget(bucket)
+        return None
+
+    def forget(self, bucket: Bucket) -> None:
+        """Forget the bucket's elements, because they are applied or the step is dropped."""
+        self._sent.pop(bucket.name, None)
+        self._returned.pop(bucket.name, None)
 
     def clear(self) -> None:
         self._sent.clear()
+        self._returned.clear()
 
-    def remove_sent_(self, bucket: Bucket, u: Tensor | None, v: Tensor) -> None:
-        """Remove the sent elements from copies of u and v. The state keeps them: the step may still be dropped."""
+    def apply_(self, bucket: Bucket, u: Tensor | None, v: Tensor) -> None:
+        """Remove the sent elements from u and v, and add the returned ones to v. The record of them remains."""
+        kernel = kernels.of(v).selection
         if bucket.name in self._sent:
-            kernels.of(v).selection.remove_sent_(self._sent[bucket.name], u if self.masking else None, v)
+            kernel.remove_sent_(self._sent[bucket.name], u if self.masking else None, v)
+        if bucket.name in self._returned:
+            returned = self._returned[bucket.name]
+            kernel.remove_sent_(SparseVector(returned.indices, -returned.values, returned.count), None, v)
 
     def errors(self, velocities: FlatState) -> Iterator[Tensor]:
+        """Copies of v as the next pass will find it. The state itself keeps v: the step may still be dropped."""
         for bucket, v in velocities.items():
             v = v.clone()
-            self.remove_sent_(bucket, None, v)
+            self.apply_(bucket, None, v)
             yield v
 
 

@@ -101,7 +101,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         check_not_wrapped(named)
         self.route = as_route(compression)
         self._count_epochs(steps_per_epoch)
-        self.transport = transport or default_transport()
+        self.transport = transport or default_transport(point_to_point=self.route.point_to_point)
         self.meter = TrafficMeter(self.transport.local_size)
         self.nonfinite, self.dropped_steps = nonfinite, 0
         self._factor = reduction_factor(op, self.transport.size)
@@ -124,7 +124,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         self._loss_scale = LossScale(grad_scaler, planned)
         self._momentum = MomentumCheck(optimizer, planned)
         check_agreement(planned, self.transport)
-        register_compressors(compressors)
+        register_compressors(compressors, self.transport)
         self.place, self.part = plan_compressors(planned, self.transport, hierarchical)
         self.exchange = GradientExchange(
             planned,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dgc.bucket import named_pairs
 from dgc.comm.transport import Transport
 from dgc.compression.dense import CastCompressor, DenseCompressor
-from dgc.compression.protocol import Compressor, StatelessCompressor
+from dgc.compression.protocol import Compressor, StatelessCompressor, uses_point_to_point
 from dgc.compression.route import Route, Rule
 
 _optimizers_of: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
@@ -122,9 +122,19 @@ def check_unused(compressor: Compressor) -> None:
         )
 
 
-def register_compressors(compressors: Iterable[Compressor]) -> None:
-    """Mark compressors as used by an optimizer. See `check_unused`."""
+def register_compressors(compressors: Iterable[Compressor], transport: Transport) -> None:
+    """Mark compressors as used by an optimizer. See `check_unused`.
+
+    Raises:
+        ValueError: A compressor sends messages from rank to rank, and the transport cannot carry them.
+    """
     for compressor in compressors:
         check_unused(compressor)
+        if uses_point_to_point(compressor) and not transport.point_to_point:
+            raise ValueError(
+                f"{type(compressor).__name__} sends messages from rank to rank (exchange='gtopk'), and this "
+                f"{type(transport).__name__} does not: connect with point_to_point=True, or use "
+                "exchange='reduce_scatter'"
+            )
         if not isinstance(compressor, StatelessCompressor):
             _in_use.add(compressor)

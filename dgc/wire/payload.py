@@ -125,6 +125,7 @@ class SparseFormat:
         first_nonfinite: Int64[Tensor, ""],
         result: torch.dtype = torch.float32,
         ratio: float = 1.0,
+        tensors: Int64[Tensor, "bounds"] | None = None,
     ) -> Encoded:
         """Encode a selection.
 
@@ -136,20 +137,21 @@ class SparseFormat:
             first_nonfinite: Index of the gradient's first non-finite element; numel if there is none.
             result: Type of the gradients. Decoded values stay within its range.
             ratio: Ratio of the elements sent in this step. Receivers must pass the same to `decode`.
+            tensors: Bounds of the tensors in the buffer that `first_nonfinite` counts, if not those of `budget`.
         """
         assert selection.values.numel() == budget.capacity
-        layout = self._layout(budget, numel)
+        layout, tensors = self._layout(budget, numel), budget.bounds if tensors is None else tensors
         if isinstance(layout.indices, PlainSection) and isinstance(self.values, CastValues):
             # one fused call with the same result: after a pass over the bucket, caches are cold for small calls
             dtypes, limit = (layout.indices.dtype, self.values.torch_dtype), self.values.largest(result)
-            how = (dtypes, limit, first_nonfinite, budget.bounds, self.terms(ratio), layout.nbytes)
+            how = (dtypes, limit, first_nonfinite, tensors, self.terms(ratio), layout.nbytes)
             payload, values = codec.encode_plain(selection, *how)
             return Encoded(payload, SparseVector(selection.indices, values, selection.count), selection.values)
         payload = codec.blank(layout.nbytes, selection.values)
         own = layout.indices.encode_(codec, selection, payload[layout.index_bytes])
         section = payload[layout.value_bytes]
         values, scale = self.values.encode_(codec, own, budget.bounds, section, result)
-        codec.seal_(payload, own.count, first_nonfinite, budget.bounds, scale, self.terms(ratio))
+        codec.seal_(payload, own.count, first_nonfinite, tensors, scale, self.terms(ratio))
         return Encoded(payload, SparseVector(own.indices, values, own.count), own.values)
 
     def decode(
@@ -160,8 +162,10 @@ class SparseFormat:
         numel: int,
         ratio: float = 1.0,
         what: str = "a payload",
+        bounds: Sequence[Int64[Tensor, "bounds"]] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> tuple[list[SparseVector], list[int]]:
-        """Decode the payloads of all ranks.
+        """Decode the payloads of several ranks.
 
         Args:
             codec: Codec for the payloads' device.
@@ -170,10 +174,12 @@ class SparseFormat:
             numel: As in `encode`.
             ratio: The ratio that this rank passed to `encode`.
             what: Name of the payloads in errors.
+            bounds: Bounds of the tensors in each payload, if they are not those of `budget`.
+            ranks: The senders. Default: all ranks.
 
         Returns:
-            (selections, nonfinite), in rank order. `nonfinite` has the position, from 1, of each rank's first
-            tensor with a non-finite gradient, or 0.
+            (selections, nonfinite), in the order of the payloads. `nonfinite` has the position, from 1, of each
+            rank's first tensor with a non-finite gradient, or 0.
 
         Raises:
             PayloadError: A rank encoded with another ratio or format, or a payload has another size, a wrong
@@ -182,17 +188,19 @@ class SparseFormat:
         segments, layout, terms = budget.bounds.numel() - 1, self._layout(budget, numel), self.terms(ratio)
         check_sizes(payloads, layout.nbytes, terms, what)
         selections, scalars = [], []
-        for given in payloads:
+        ranks = range(len(payloads)) if ranks is None else ranks
+        bounds = [budget.bounds] * len(payloads) if bounds is None else bounds
+        for given, edges in zip(payloads, bounds, strict=True):
             payload = given if given.is_contiguous() and given.storage_offset() % 8 == 0 else given.clone()
             header = codec.unseal(payload)
             indices, valid = layout.indices.decode(codec, payload[layout.index_bytes], header.count)
             section = payload[layout.value_bytes]
-            values, finite = self.values.decode(codec, section, indices, header, budget.bounds)
+            values, finite = self.values.decode(codec, section, indices, header, edges)
             selections.append(SparseVector(indices, values, header.count))
             scalars += [header.count, header.number, *header.terms, header.sealed, valid, finite]
         known = read_scalars(scalars)
-        for rank in range(len(selections)):
-            count, number, *theirs, sealed, indices_valid, values_valid = known[7 * rank : 7 * rank + 7]
+        for i, rank in enumerate(ranks):
+            count, number, *theirs, sealed, indices_valid, values_valid = known[7 * i : 7 * i + 7]
             if not sealed:
                 raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
             refuse_other_terms(rank, theirs, terms, what)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dgc.comm import Transport
+from dgc.compression import uses_point_to_point
 from dgc.launch import LaunchError
 from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
 from dgc_training.config import ConfigError, instantiate
@@ -47,11 +48,12 @@ def open_transport(settings: DictConfig, connect: Callable[..., Transport]) -> T
     """Calls `connect` with what the algorithm of the config's `train` needs."""
     with config_errors():
         gossip = build(settings.gossip)
+        direct = gossip is not None or uses_point_to_point(build(settings.compression))
         levels = {"on": True, "off": False}.get(settings.hierarchical, settings.hierarchical)
         return connect(
             hierarchical=levels if gossip is None else gossip.needs_groups,
             timeout=settings.timeout,
-            point_to_point=gossip is not None,
+            point_to_point=direct,
         )
 
 

@@ -53,9 +53,10 @@ class Row:
     number involved. dense_limit: the compressor where it becomes dense, with the same tolerance.
     payload: bytes that one rank contributes for a bucket in one step. first_step: the mean gradient's factor in
     the first result, where all is sent. by_shape: what it sends depends on a tensor's shape, not on the order of
-    its elements in memory. payload_at: in place of payload where the number of ranks matters. feedback: whether it
-    has an error state though no setting makes it dense. at_zero: zeros stay zeros. one_element: a tensor of a
-    single element is sent as it is. left: the share of the distance to a quadratic's minimum that may be left.
+    its elements in memory. payload_at: in place of payload where the number of ranks matters; payload_of: where
+    the rank matters too. feedback: whether it has an error state though no setting makes it dense. at_zero: zeros
+    stay zeros. one_element: a tensor of a single element is sent as it is. left: the share of the distance to a
+    quadratic's minimum that may be left.
     """
 
     name: str
@@ -68,10 +69,17 @@ class Row:
     first_step: float = 1.0
     by_shape: bool = False
     payload_at: Callable[[Bucket, int], int] | None = None
+    payload_of: Callable[[Bucket, int, int], int] | None = None
     feedback: bool = False
     at_zero: bool = True
     one_element: bool = True
     left: float | None = None
+
+    def payload_bytes(self, bucket: Bucket, size: int, rank: int) -> int:
+        """Bytes that one rank of `size` contributes."""
+        if self.payload_of is not None:
+            return self.payload_of(bucket, size, rank)
+        return self.payload(bucket) if self.payload_at is None else self.payload_at(bucket, size)
 
     @property
     def keeps(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from laws.definitions import DEFINITIONS
+from laws.exchanges import EXCHANGES
 from laws.quantized import QUANTIZED
 from laws.table import TABLE as OTHERS
 from laws.table import Row
@@ -19,12 +20,14 @@ from dgc.bucket import Bucket, Segment, divide, make_bucket
 from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
-from dgc.compression import DenseCompressor, DenseResult, StatelessCompressor
+from dgc.compression import DenseCompressor, DenseResult, StatelessCompressor, uses_point_to_point
 from dgc.compression.hierarchical import HierarchicalCompressor
 from dgc.compression.lowrank.powersgd import PowerSGDCompressor
 from dgc.testing import LIKE, Fleet, flat, gradients
 
-TABLE = [*OTHERS, *QUANTIZED, *DEFINITIONS]
+TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]
+POINT_TO_POINT = [row for row in TABLE if uses_point_to_point(row.make())]
+TABLE = [row for row in TABLE if row not in POINT_TO_POINT]
 # (machines, ranks of each)
 WORLDS = [(2, 2), (3, 2), (2, 3), (2, 1), (1, 2)]
 
@@ -237,3 +240,10 @@ def test_large_tensors_go_to_every_rank_in_turn() -> None:
     for i in range(8):
         compressor.plan(make_bucket(str(i), [(f"p{i}", torch.zeros(100))]), 8, 0)
     assert compressor._loads == [200] * 4
+
+
+def test_messages_between_single_ranks_are_refused() -> None:
+    assert len(POINT_TO_POINT) > 1
+    for row in POINT_TO_POINT:
+        with pytest.raises(ValueError, match=r"sends messages from rank to rank \(exchange='gtopk'\)"):
+            HierarchicalCompressor(row.make(), MachineRank(0, 2, 0, 2))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import case
 from laws.definitions import DEFINITIONS
+from laws.exchanges import EXCHANGES
 from laws.quantized import QUANTIZED
 from laws.table import TABLE as OTHERS
 from laws.table import Row
@@ -26,7 +27,7 @@ from dgc.testing import (
     gradients,
 )
 
-TABLE = [*OTHERS, *QUANTIZED, *DEFINITIONS]
+TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 # 2 ranks gather codes where more reduce them; 3 are the fewest for which the order of a sum matters
@@ -203,9 +204,8 @@ def test_metered_bytes_are_the_formula_s(row: Row) -> None:
         fleet = Fleet(row.make, size)
         for step in range(2):
             fleet.step([gradients(rank, step) for rank in range(size)])
-        for meter, bucket in zip(fleet.world.meters, fleet.buckets, strict=True):
-            formula = row.payload(bucket) if row.payload_at is None else row.payload_at(bucket, size)
-            assert meter.payload_bytes == 2 * formula, size
+        for rank, (meter, bucket) in enumerate(zip(fleet.world.meters, fleet.buckets, strict=True)):
+            assert meter.payload_bytes == 2 * row.payload_bytes(bucket, size, rank), (size, rank)
 
 
 @every_row

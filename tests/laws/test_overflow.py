@@ -3,6 +3,7 @@
 import pytest
 import torch
 from laws.definitions import DEFINITIONS
+from laws.exchanges import EXCHANGES
 from laws.quantized import QUANTIZED
 from laws.table import TABLE, Row
 
@@ -11,7 +12,7 @@ from dgc.testing import Fleet, gradients
 SIZE = 3
 
 
-@pytest.mark.parametrize("row", [*TABLE, *QUANTIZED, *DEFINITIONS], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*TABLE, *EXCHANGES, *QUANTIZED, *DEFINITIONS], ids=lambda row: row.name)
 @pytest.mark.usefixtures("no_type_checks")
 def test_enormous_gradients_leave_no_trace(row: Row) -> None:
     for make in filter(None, (row.make, row.dense_limit)):

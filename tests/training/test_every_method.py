@@ -23,10 +23,16 @@ QUICK = [
     "--configs.data.num_threads_per_worker=1",
     "--configs.model.width=8",
 ]
-BEFORE = {"server": ["configs/threshold/2bit.py"], "matrices_only": ["configs/quant/qsgd.py"]}
+BEFORE = {
+    "server": ["configs/threshold/2bit.py"],
+    "matrices_only": ["configs/quant/qsgd.py"],
+    "reduce_scatter": ["configs/dgc/wm0.py", "configs/dgc/int32.py"],
+    "gtopk": ["configs/dgc/wm0.py", "configs/dgc/int32.py"],
+}
 # the small model is less than one chunk of the default size
 ALSO = {"chunks": ["--configs.train.compression.chunk_size=200"]}
 FILES = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("*.py")) if path.stem != "__init__"]
+FILES += [CONFIGS / "dgc/reduce_scatter.py", CONFIGS / "dgc/gtopk.py"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")

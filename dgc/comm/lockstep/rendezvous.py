@@ -118,7 +118,7 @@ def execute(requests: Sequence[Any]) -> list[Reply]:
                 for source, expected in enumerate(request.expected):
                     if (sent := shares[source][to].numel()) != expected:
                         raise LockstepError(
-                            f"rank {source} sends {sent} elements to rank {to}, which expects {expected}"
+                            f"rank {source} sends {sent} elements to rank {to}, which expects {expected}{HINT}"
                         )
             return [tuple(shares[source][to].clone() for source in range(size)) for to in range(size)]
         case Exchange():

@@ -37,6 +37,8 @@ class LockstepFlight:
 class LockstepTransport:
     """One rank's end of a `LockstepWorld`."""
 
+    point_to_point = True
+
     def __init__(self, world: "LockstepWorld", rank: int):
         self._world = world
         self.rank, self.size = rank, world.size

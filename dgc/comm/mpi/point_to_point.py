@@ -49,6 +49,8 @@ class PointToPointTransport:
         ValueError: `inner` does not run on MPI, or MPI has no threads, or the rank numbers differ.
     """
 
+    point_to_point = True
+
     def __init__(self, inner: GroupedTransport):
         MPI = running_mpi()
         self.inner = inner

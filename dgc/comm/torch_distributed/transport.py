@@ -92,6 +92,7 @@ class TorchTransport:
             else:  # a single process, without a launcher
                 dist.init_process_group(backend, timeout=duration, rank=0, world_size=1, store=dist.HashStore())
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.point_to_point = "nccl" not in backend  # an Exchange uses Gloo
         self._place = Place()
         machine = self._place.members("local")
         self.local_rank, self.local_size = machine.index(self.rank), len(machine)

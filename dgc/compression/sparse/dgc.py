@@ -38,7 +38,7 @@ class DGCCompressor(SparseCompressor):
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
         seed (int): seed of the selector's random numbers.
         selector, values, indices: as in `SparseCompressor`, in place of what the keywords above choose.
-        dense_values, vectors, vector_ratio: treatment of vectors, see `SparseCompressor`.
+        dense_values, vectors, vector_ratio, exchange: as in `SparseCompressor`.
 
     Raises:
         ValueError: if an argument has a wrong type or is out of range; the message names it.
@@ -70,6 +70,7 @@ class DGCCompressor(SparseCompressor):
         dense_values: str | None = None,
         vectors: str = "dense",
         vector_ratio: float | None = None,
+        exchange: str = "all_gather",
     ):
         require("None or a number", NUMBER + NOTHING, sample_ratio=sample_ratio)
         require("a number", NUMBER, compress_upper_bound=compress_upper_bound)
@@ -104,4 +105,5 @@ class DGCCompressor(SparseCompressor):
             dense_values=dense_values,
             vectors=vectors,
             vector_ratio=vector_ratio,
+            exchange=exchange,
         )

@@ -4,16 +4,19 @@ On each of N ranks, with local gradient g and error state v of the memory:
 
     v = memory(v, g)                       error feedback: v + g; DGC: v + (m u + g)
     S = selector(v)                        the positions of the elements to send
-    send v_S;  memory: v_S = 0             one all-gather of one payload of planned size per bucket
-    result = 1/N * sum over ranks          in rank order, so that replicas stay equal bit for bit
+    send v_S;  memory: v_S = 0             payloads of planned size per bucket
+    result = 1/N * sum over ranks          by an exchange, so that replicas stay equal bit for bit
 
 With its parts this is DGC (`dgc`), top-k with error feedback (Stich et al. 2018, arXiv 1809.07599) and threshold-v
 (Dutta et al. 2020, arXiv 1911.08250). NaN and inf in g count as zero. Each payload carries a flag for them, and
 every rank's result has all flags.
 
-Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)) for the ratio D. If an all-gather
-of it costs more than a dense all-reduce, or D = 1: all of v, 4 bytes per element (2 for 16-bit values), and a
-header of 24. The header reveals a rank that uses another ratio.
+The option `exchange` says how the ranks sum what they send. Each has a file in the folder `exchange`, with its
+bytes. By default one all-gather of one payload per bucket.
+
+Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)) for the ratio D. If its exchange
+costs more than a dense all-reduce, or D = 1: all of v, 4 bytes per element (2 for 16-bit values), and a header of
+24. The header reveals a rank that uses another ratio.
 """
 
 import math
@@ -30,15 +33,17 @@ from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.arguments import NOTHING, NUMBER, WHOLE, require
-from dgc.compression.finite import first_nonfinite_message, overflow, sparse_overflow
-from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult
+from dgc.compression.finite import first_nonfinite_message, overflow
+from dgc.compression.protocol import Compressor, DenseResult, Result
+from dgc.compression.sparse.exchange.choice import exchange_of
+from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.fallback import make_fallback
 from dgc.compression.sparse.plans import Plans
 from dgc.compression.warmup import RatioWarmup
-from dgc.kernels import PassInputs, SparseVector
+from dgc.kernels import PassInputs
 from dgc.memory import Memory
 from dgc.memory.protocol import MomentumCorrection
-from dgc.selection import Plan, Predicted, Selector, SelectorResult
+from dgc.selection import Plan, Predicted, Selector
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
 from dgc.wire.sealed import seal, sealed_bytes, unseal
 
@@ -82,6 +87,11 @@ class SparseCompressor:
         selector (Selector, optional): which elements; default `Predicted`, the exact top-k of every tensor.
         values (ValueFormat, optional): format of the values; default fp32.
         indices (IndexFormat, optional): format of the indices; default int64.
+        exchange (str): how the ranks sum what they send. "all_gather": every rank receives all of it.
+            "reduce_scatter": each rank sums a part of the bucket and passes on as many elements as one rank sends;
+            the bytes per rank do not grow with the number of ranks. "gtopk": pairs of ranks add and select again
+            what their groups have; the transport must carry messages from rank to rank (`connect`). "auto": the
+            one of the first two that sends fewer bytes.
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
             Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer. Otherwise the
             first step warns and the ratio stays at that of the first epoch.
@@ -113,6 +123,7 @@ class SparseCompressor:
         dense_values: str | None = None,
         vectors: str = "dense",
         vector_ratio: float | None = None,
+        exchange: str = "all_gather",
     ):
         require("a number", NUMBER, compress_ratio=compress_ratio)
         require(MEMORIES, (Memory,), memory=memory)
@@ -129,6 +140,7 @@ class SparseCompressor:
         self.compress_ratio = self.warmup.at(0)
         self.seed, self.dense_values = seed, dense_values
         self._fallback = make_fallback(dense_values, self.format.values, memory.gradient_clipping)
+        self.exchange, self._exchange = exchange, exchange_of(exchange)
         self._names: set[str] | None = None
         self._steps: dict[str, int] = {}
         self._sent_dense: dict[str, int] = {}  # per bucket: elements sent dense in the last step
@@ -142,24 +154,9 @@ class SparseCompressor:
         if step.dense:
             return (yield from self._reduce_dense(bucket, step))
         chosen = self.selector.select(step.inputs, step.plan, step.seed)
-        payload, sent = self._encode(bucket, step, chosen)
-        self.memory.sent_(bucket, sent)
-        (payloads,) = yield (AllGather(payload),)
-        return self._decode_mean(bucket, step.plan, payloads)
-
-    def _encode(self, bucket: Bucket, step: Step, chosen: SelectorResult) -> tuple[Tensor, SparseVector]:
-        codec, budget = kernels.of(step.inputs.v).codec, step.plan.per_tensor
-        first, ratio = step.first_nonfinite(chosen.first_nonfinite), step.plan.ratio
-        encoded = self.format.encode(codec, chosen.elements, budget, bucket.numel, first, bucket.dtype, ratio)
-        return encoded.payload, encoded.sent
-
-    def _decode_mean(self, bucket: Bucket, plan: Plan, payloads: Sequence[Tensor]) -> SparseResult:
-        tier = kernels.of(payloads[0])
-        planned = (plan.per_tensor, bucket.numel, plan.ratio, f"bucket {bucket.name}")
-        parts, flags = self.format.decode(tier.codec, payloads, *planned)
-        indices, values = tier.selection.merge_mean(parts, len(parts), bucket.numel)
-        nonfinite = first_nonfinite_message(bucket, flags) or sparse_overflow(bucket, indices, values)
-        return SparseResult(indices, values, nonfinite)
+        first = step.first_nonfinite(chosen.first_nonfinite)
+        place = (self.format, self.memory, self._size, self._rank)
+        return (yield from self._exchange.mean(Chosen(bucket, step.plan, chosen.elements, first, *place)))
 
     def _reduce_dense(self, bucket: Bucket, step: Step) -> Conversation[Result]:
         """Sends all of v."""
@@ -196,7 +193,7 @@ class SparseCompressor:
 
     def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
         size = max(2, self._size)  # one process uses the rule for two
-        sparse = all_gather_wire_bytes(self.format.nbytes(plan.per_tensor, bucket.numel), size)
+        sparse = self._exchange.wire_bytes(self.format, plan, bucket.numel, size)
         dense = all_reduce_wire_bytes(bucket.numel * self.format.values.dense.itemsize, size)
         return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)
 
@@ -210,6 +207,10 @@ class SparseCompressor:
     @property
     def correction(self) -> MomentumCorrection | None:
         return self.memory.correction
+
+    @property
+    def point_to_point(self) -> bool:
+        return self._exchange.point_to_point
 
     @property
     def fallback(self) -> Compressor:

@@ -51,9 +51,23 @@ MEMORY = [
     Fault(
         "sent-elements-not-removed-from-the-error",
         "dgc/memory/residual.py",
-        "sent=self._deferred.release(bucket))",
+        "sent=self._deferred.begin_pass_(bucket, None, v))",
         "sent=None)",
         ["tests/memory/test_memory.py"],
+    ),
+    Fault(
+        "returned-elements-of-a-dropped-step-kept",
+        "dgc/memory/state.py",
+        "self._returned.pop(bucket.name, None)",
+        "self._returned.get(bucket.name, None)",
+        ["tests/compression/test_exchanges.py"],
+    ),
+    Fault(
+        "momentum-of-returned-elements-masked",
+        "dgc/memory/state.py",
+        "kernel.remove_sent_(SparseVector(returned.indices, -returned.values, returned.count), None, v)",
+        "kernel.remove_sent_(SparseVector(returned.indices, -returned.values, returned.count), u, v)",
+        ["tests/compression/test_exchanges.py"],
     ),
     Fault(
         "global-norm-summed-not-averaged",

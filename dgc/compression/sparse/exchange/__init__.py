@@ -1,0 +1,1 @@
+"""Exchanges: how the elements that each rank has selected become the mean over all ranks."""

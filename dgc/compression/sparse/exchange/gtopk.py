@@ -1,0 +1,154 @@
+"""gTop-k (Shi et al. 2019, arXiv 1901.04359) by recursive doubling, for any number of ranks.
+
+With x the k elements that a rank has selected, and P the largest power of two up to the number of ranks N:
+
+    first            rank P + p sends its x to rank p:               x_p = top_k(x_p + x_{P+p})
+    j = 0, 1, ..     ranks r and r xor 2**j exchange their x:        x = top_k(x of one + x of the other)
+    last             rank p sends x to rank P + p
+    result           x / N
+
+After round j, each group of 2**(j+1) ranks holds the same x, bit for bit. top_k keeps the largest magnitudes, of
+equal ones the first.
+
+What top_k drops, and what a format rounds in an intermediate sum, all ranks of a group see. One of them keeps it:
+for element i the member number (i // B) mod (size of the group), so that each keeps its share. It returns to the
+error state of that rank as the whole sum. Therefore
+
+    mean over ranks of (gradient + old error) = result + mean over ranks of new error
+
+Before the first round an all-gather of headers brings each rank's first tensor with NaN or inf, and its settings,
+to every rank.
+
+Bytes of a rank, with b = SparseFormat.nbytes(k): 24 (N-1) for the header, and b log2 P. Ranks below N - P send b
+more, and ranks from P on send b in place of b log2 P. Messages go from rank to rank.
+
+Differences from the paper: The paper reduces along a tree to one rank and broadcasts, with twice the bytes, and
+needs a power of two. There each rank keeps what it selected in vain, also where another rank's part of the sum was
+dropped earlier, so that such parts are lost. Here what is dropped is kept where it is dropped.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dgc.comm.meter import all_gather_wire_bytes
+from dgc.comm.requests import AllGather, Conversation, Exchange
+from dgc.compression.protocol import SparseResult
+from dgc.compression.sparse.exchange.protocol import Chosen
+from dgc.compression.sparse.exchange.regions import BLOCK
+from dgc.compression.sparse.exchange.vectors import largest_of, subtract, vector
+from dgc.kernels import SparseVector
+from dgc.selection import Plan
+from dgc.wire import SparseFormat
+from dgc.wire.sealed import seal, sealed_bytes, unseal
+
+
+class GTopKExchange:
+    """Pairs of ranks add and select again what their groups have selected."""
+
+    point_to_point = True
+
+    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
+        power = largest_power_of_two(size)
+        messages = power.bit_length() - 1 + (size > power)
+        header = all_gather_wire_bytes(sealed_bytes(0), size)
+        return header + messages * form.nbytes(plan.per_tensor, numel)
+
+    def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
+        held = _Held(chosen)
+        nonfinite = yield from _all_flags(chosen)
+        size, rank, power = chosen.size, chosen.rank, largest_power_of_two(chosen.size)
+        twin = rank - power if rank >= power else rank + power  # of the first and the last round, if there is one
+        twins = [twin] if twin < size else []
+        if size > power:
+            if rank >= power:
+                yield from held.swap({twin: held.message(1)}, [])
+            else:
+                for part in (yield from held.swap({}, twins)):
+                    held.add(held.x, part, 1)
+        for j in range(power.bit_length() - 1):
+            partner = rank ^ 1 << j
+            if rank >= power:
+                yield from held.swap({}, [])
+                continue
+            (other,) = yield from held.swap({partner: held.message(1 << j)}, [partner])
+            lower, upper = (held.x, other) if rank < partner else (other, held.x)
+            held.add(lower, upper, 2 << j)
+        if size > power:
+            if rank >= power:
+                (held.x,) = yield from held.swap({}, twins)
+            else:
+                message = held.message(power)  # with or without a twin: x is now what the twins receive
+                yield from held.swap(dict.fromkeys(twins, message), [])
+        held.return_rest()
+        return chosen.mean([held.x], nonfinite)
+
+
+class _Held:
+    """The elements x that a rank holds between rounds, and those that it keeps.
+
+    The ranks of a group hold the same. `members` is the size of the group, a power of two.
+    """
+
+    def __init__(self, chosen: Chosen):
+        self._chosen = chosen
+        encoded = chosen.encode()
+        self.x = encoded.sent
+        self._payload: Tensor | None = encoded.payload  # of x
+        self._kept: list[SparseVector] = []
+        chosen.memory.sent_(chosen.bucket, encoded.sent)
+
+    def message(self, members: int) -> Tensor:
+        """The payload of x, for one rank. x is then what it receives, and a member keeps the rounding."""
+        chosen, payload = self._chosen, self._payload
+        if payload is None:
+            finite = torch.full_like(chosen.first_nonfinite, chosen.bucket.numel)
+            encoded = chosen.encode(self.x, finite)
+            self._keep(subtract(chosen.kernels.selection, self.x, encoded.sent), members)
+            self.x, payload = encoded.sent, encoded.payload
+        self._payload = None
+        return payload
+
+    def add(self, lower: SparseVector, upper: SparseVector, members: int) -> None:
+        """Set x to the largest elements of the sum of two groups. `members`: of both together."""
+        chosen, kernel = self._chosen, self._chosen.kernels.selection
+        # a mean over one rank is the sum
+        total = vector(*kernel.merge_mean([lower, upper], 1, chosen.bucket.numel))
+        self.x, self._payload = largest_of(kernel, total, chosen.plan.capacity), None
+        self._keep(subtract(kernel, total, self.x), members)
+
+    def swap(self, sends: dict[int, Tensor], sources: Sequence[int]) -> Conversation[list[SparseVector]]:
+        """Send payloads by rank, and return those of other ranks."""
+        chosen, plan, bucket = self._chosen, self._chosen.plan, self._chosen.bucket
+        nbytes = chosen.form.nbytes(plan.per_tensor, bucket.numel)
+        receives = {r: torch.empty(nbytes, dtype=torch.uint8, device=bucket.device) for r in sources}
+        (received,) = yield (Exchange(sends, receives),)
+        planned = (plan.per_tensor, bucket.numel, plan.ratio, chosen.what)
+        payloads = [received[r] for r in sources]
+        return chosen.form.decode(chosen.kernels.codec, payloads, *planned, ranks=sources)[0]
+
+    def return_rest(self) -> None:
+        """Tell the memory what this rank keeps."""
+        if self._kept:
+            bucket = self._chosen.bucket
+            rest = vector(*self._chosen.kernels.selection.merge_mean(self._kept, 1, bucket.numel))
+            self._chosen.memory.returned_(bucket, rest)
+
+    def _keep(self, rest: SparseVector, members: int) -> None:
+        own = rest.indices // BLOCK % members == self._chosen.rank % members
+        self._kept.append(SparseVector(rest.indices, torch.where(own, rest.values, 0.0), rest.count))
+
+
+def largest_power_of_two(size: int) -> int:
+    """The largest power of two up to `size`."""
+    return 1 << size.bit_length() - 1
+
+
+def _all_flags(chosen: Chosen) -> Conversation[list[int]]:
+    """For each rank, the position (from 1) of its first tensor with NaN or inf, or 0."""
+    plan, codec, terms = chosen.plan, chosen.kernels.codec, chosen.form.terms(chosen.plan.ratio)
+    bounds = plan.per_tensor.bounds
+    nothing = torch.empty(0, dtype=torch.uint8, device=chosen.bucket.device)
+    (headers,) = yield (AllGather(seal(codec, nothing, chosen.first_nonfinite, bounds, terms)),)
+    return unseal(codec, headers, 0, bounds.numel() - 1, terms, chosen.what)[1]

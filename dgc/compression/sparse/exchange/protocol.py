@@ -1,0 +1,85 @@
+"""The interface between the sparse compressor and an exchange."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.comm.requests import Conversation
+from dgc.compression.finite import first_nonfinite_message, sparse_overflow
+from dgc.compression.protocol import SparseResult
+from dgc.kernels import SparseVector
+from dgc.memory import Memory
+from dgc.selection import Plan
+from dgc.wire import Encoded, SparseFormat
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The elements of a bucket that one rank has selected in one step.
+
+    Attributes:
+        bucket: The bucket.
+        plan: Number of elements per tensor.
+        elements: The elements, with the capacity of the plan.
+        first_nonfinite: Index of the gradient's first non-finite element; n if there is none.
+        form: Format of the payloads.
+        memory: Learns what has been sent.
+        size: Number of ranks.
+        rank: This rank.
+    """
+
+    bucket: Bucket
+    plan: Plan
+    elements: SparseVector
+    first_nonfinite: Tensor
+    form: SparseFormat
+    memory: Memory
+    size: int
+    rank: int
+
+    @property
+    def kernels(self) -> kernels.Tier:
+        return kernels.of(self.elements.values)
+
+    @property
+    def what(self) -> str:
+        """Name of the payloads in errors."""
+        return f"bucket {self.bucket.name}"
+
+    def encode(self, elements: SparseVector | None = None, first_nonfinite: Tensor | None = None) -> Encoded:
+        """Encode the selection, or other elements with the capacity of the plan, as one payload."""
+        plan, bucket = self.plan, self.bucket
+        first = self.first_nonfinite if first_nonfinite is None else first_nonfinite
+        how = (plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio)
+        return self.form.encode(self.kernels.codec, self.elements if elements is None else elements, *how)
+
+    def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> SparseResult:
+        """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
+        indices, values = self.kernels.selection.merge_mean(parts, self.size, self.bucket.numel)
+        message = first_nonfinite_message(self.bucket, nonfinite) or sparse_overflow(self.bucket, indices, values)
+        return SparseResult(indices, values, message)
+
+
+@runtime_checkable
+class SparseExchange(Protocol):
+    """Sums what the ranks have selected. The result is identical, bit for bit, on every rank."""
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether messages go from rank to rank, which not every transport can do."""
+        ...
+
+    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
+        """Bytes that a rank sends for a bucket of `numel` elements, by the meter's formulas.
+
+        The same on every rank: where ranks send different numbers of bytes, the largest.
+        """
+        ...
+
+    def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
+        """Exchange the selections. Tells the memory what has left this rank."""
+        ...

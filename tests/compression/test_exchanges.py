@@ -1,0 +1,371 @@
+"""Exchanges of sparse payloads: what is dealt to whom, what returns, and how many bytes that takes."""
+
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compression.ranks import Ranks, normal
+
+from dgc.bucket import Segment, make_bucket
+from dgc.comm.lockstep import LockstepError, LockstepWorld
+from dgc.comm.meter import all_gather_wire_bytes
+from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseCompressor, SparseResult
+from dgc.compression.sparse.exchange.choice import exchange_of
+from dgc.compression.sparse.exchange.regions import BLOCK, divide_into_regions, largest_region
+from dgc.kernels.selection.protocol import SparseVector
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import DistributedOptimizer
+from dgc.selection import plan_selection
+from dgc.wire import CastValues, PayloadError, PlainIndices, SparseFormat
+from dgc_training.config import load
+from dgc_training.startup.build import open_transport
+
+INT32 = SparseFormat(CastValues(), PlainIndices("int32"))
+RESNET50 = 25_557_032  # parameters
+
+
+def plan_of(numel: Any, ratio: Any) -> Any:
+    return plan_selection([Segment("w", 0, numel, (numel,), (1,))], ratio)
+
+
+def sparse(indices: Any, values: Any, capacity: Any) -> Any:
+    """A sparse vector with room for `capacity` elements."""
+    found = SparseVector(torch.zeros(capacity, dtype=torch.int32), torch.zeros(capacity), torch.tensor(0).int())
+    found.indices[: len(indices)] = torch.tensor(indices).int()
+    found.values[: len(values)] = torch.tensor(values)
+    found.count.fill_(len(indices))
+    return found
+
+
+# --- regions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("numel", [0, 1, 60, 61, 62, 1000, 4011])
+def test_every_element_has_one_place_and_every_tensor_its_bounds(size: Any, numel: Any) -> None:
+    offsets = sorted({0, min(5, numel), min(5, numel), numel // 2, numel})
+    regions = divide_into_regions(torch.tensor(offsets), numel, size)
+    found = []
+    for r in range(size):
+        end = int(regions.bounds[r, -1])
+        assert end <= regions.numel == largest_region(numel, size)
+        index = regions.index_of(torch.arange(end), r)
+        assert torch.equal(index, index.sort().values)  # the order is kept
+        assert bool(((index // BLOCK) % size == r).all())
+        for s, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+            own = index[int(regions.bounds[r, s]) : int(regions.bounds[r, s + 1])]
+            assert torch.equal(own, index[(index >= start) & (index < stop)])
+        found.append(index)
+    assert torch.equal(torch.cat(found).sort().values, torch.arange(numel))
+
+
+def test_regions_are_balanced_where_columns_differ() -> None:
+    """Rows of a power of two, of which the first eighth is selected, as with few important inputs of a layer."""
+    selected = torch.arange(512 * 512).view(512, 512)[:, :64].reshape(-1)
+    for size in (2, 8, 64):
+        counts = (selected // BLOCK % size).bincount(minlength=size)
+        assert float((counts.max() - counts.min()) / counts.float().mean()) < 0.15
+
+
+def test_dealt_elements_are_the_largest_of_each_region_and_the_first_of_equal_ones() -> None:
+    regions = divide_into_regions(torch.tensor([0, 5 * BLOCK]), 5 * BLOCK, 2)
+    # blocks 0, 2, 4 are of region 0; 1 and 3 of region 1
+    indices = [0, 3, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 7, 3 * BLOCK, 4 * BLOCK + 2]
+    first, second = regions.deal(sparse(indices, [1.0, -5.0, 0.5, 2.0, -2.0, 0.1, 4.0], 9), 3)
+    assert first.indices.tolist() == [3, BLOCK, 2 * BLOCK + 2] and first.values.tolist() == [-5.0, 2.0, 4.0]
+    assert second.indices.tolist() == [1, BLOCK, 0] and second.count == 2
+    joined = regions.join([first, second])
+    assert joined.indices.tolist() == [3, BLOCK + 1, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK + 2, 0] and joined.count == 5
+    assert joined.values.tolist() == [-5.0, 0.5, 2.0, pytest.approx(0.1), 4.0, 0.0]
+
+
+def test_a_full_payload_leaves_the_smallest_elements_in_the_error_state() -> None:
+    """All that a rank selects lies in the region of one rank."""
+    size, numel = 4, 4 * BLOCK * 10
+    gradient = 1e-3 * torch.rand(numel, generator=torch.Generator().manual_seed(0)) + 1e-3
+    crowded = torch.arange(40) + (torch.arange(40) // 20) * BLOCK * size  # of region 0, in two blocks
+    gradient[crowded] = torch.arange(40).float() + 1
+    memory = [ResidualMemory() for _ in range(size)]
+    options: Any = {"exchange": "reduce_scatter"}
+    ranks = Ranks(size, lambda: SparseCompressor(40 / numel, memory.pop(), **options), [(numel, 1)])
+    mean = ranks.step([gradient] * size)
+    # 40/4 and two deviations in round 1, 40/4 in round 2
+    assert mean.nonzero().view(-1).tolist() == crowded[-10:].tolist()
+    owner, *others = ranks.errors()
+    for error in others:
+        assert torch.equal(error[crowded[:-15]], gradient[crowded[:-15]]) and not error[crowded[-15:]].any()
+    assert torch.equal(owner[crowded[:-15]], gradient[crowded[:-15]]) and not owner[crowded[-10:]].any()
+    assert torch.equal(owner[crowded[-15:-10]], size * gradient[crowded[-15:-10]])  # the whole sum is its own now
+
+
+# --- recursive doubling ----------------------------------------------------------------------------
+
+
+def doubling(size: Any, ratio: float = 0.05, **options: Any) -> Any:
+    return Ranks(size, lambda: DGCCompressor(ratio, ResidualMemory(), exchange="gtopk", **options), [(40, 100)])
+
+
+def top(x: Any, k: Any) -> Any:
+    """The k largest magnitudes of a dense vector, of equal ones the first."""
+    order = x.abs().argsort(descending=True, stable=True)[:k]
+    return torch.zeros_like(x).index_copy(0, order, x[order])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
+    k = 200
+    ranks, errors = doubling(size), [torch.zeros(4000) for _ in range(size)]
+    for step in range(3):
+        own = [normal(4000, 10 * step + rank) for rank in range(size)]
+        due = [error + gradient for error, gradient in zip(errors, own, strict=True)]
+        sent = [top(v, k) for v in due]
+        power = 2 ** (size.bit_length() - 1)
+        x = [top(sent[p] + sent[power + p], k) if power + p < size else sent[p] for p in range(power)]
+        for j in range(size.bit_length() - 1):
+            x = [top(x[r & ~(1 << j)] + x[r | 1 << j], k) for r in range(power)]
+        assert torch.equal(ranks.step(own), x[0] / size)
+        errors = ranks.errors()
+        for v, part, error in zip(due, sent, errors, strict=True):
+            # what another rank's sum has lost may be added, to elements that some rank sent
+            silent = sum(s != 0 for s in sent) == 0
+            assert torch.equal(error[silent], (v - part)[silent])
+
+
+def test_what_is_dropped_is_spread_over_the_ranks() -> None:
+    """Every rank sends 1 at k elements of its own, of which k of all are kept; the others return to some rank."""
+    size, k = 8, 200
+    own = []
+    for rank in range(size):
+        gradient = torch.zeros(4000)
+        gradient[rank * 300 + torch.arange(k)] = 1.0
+        own.append(gradient)
+    ranks = doubling(size)
+    assert int(ranks.step(own).count_nonzero()) == k
+    kept = [int(error.sum()) for error in ranks.errors()]
+    assert sum(kept) == (size - 1) * k and min(kept) > k // 2
+
+
+@pytest.mark.parametrize("size", [3, 8, 11, 16])
+@pytest.mark.usefixtures("no_type_checks")
+def test_the_meter_agrees_with_the_formula_of_the_doubling(size: Any) -> None:
+    ranks = doubling(size, int32_indices=True)
+    ranks.step([normal(4000, rank) for rank in range(size)])
+    planned = exchange_of("gtopk").wire_bytes(INT32, plan_of(4000, 0.05), 4000, size)
+    found = [meter.wire_bytes for meter in ranks.world.meters]
+    assert max(found) == planned
+    doublings = size.bit_length() - 1
+    message, header = 24 + 8 * 200, 24 * (size - 1)
+    assert found[0] == header + message * (doublings + (2**doublings < size))
+    assert found[-1] == header + message * (1 if 2**doublings < size else doublings)
+    assert len({meter.rounds for meter in ranks.world.meters}) == 1
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank_sent(masking: Any) -> None:
+    bucket = make_bucket("b", [("w", torch.zeros(6))])
+    memory = DGCSGDMemory(0.5, momentum_masking=masking)
+    memory.plan(bucket)
+    sent, back = sparse([1, 2], [2.0, 3.0], 2), sparse([2, 4], [10.0, 20.0], 3)
+    for dropped in (True, False):
+        bucket.flat.copy_(torch.arange(6.0))
+        inputs = memory.pass_inputs(bucket)
+        assert inputs.sent is None and inputs.u is not None
+        inputs.u.copy_(torch.arange(6.0))
+        inputs.v.copy_(torch.arange(6.0))
+        memory.sent_(bucket, sent)
+        memory.returned_(bucket, back)
+        (error,) = memory.errors()
+        assert error.tolist() == [0, -1, 9, 3, 24, 5]
+        state = memory.state_dict()
+        assert state["velocities"]["w"].tolist() == [0, -1, 9, 3, 24, 5]
+        assert state["momentums"]["w"].tolist() == ([0, 0, 0, 3, 4, 5] if masking else [0, 1, 2, 3, 4, 5])
+        if dropped:
+            memory.rollback_(bucket)
+            (error,) = memory.errors()
+            assert error.tolist() == [0, 1, 2, 3, 4, 5]
+    inputs = memory.pass_inputs(bucket)
+    assert inputs.sent is None and inputs.u is not None and inputs.v.tolist() == [0, -1, 9, 3, 24, 5]
+    assert inputs.u.tolist() == ([0, 0, 0, 3, 4, 5] if masking else [0, 1, 2, 3, 4, 5])
+    (error,) = memory.errors()
+    assert error.tolist() == inputs.v.tolist()
+
+
+# --- bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.usefixtures("no_type_checks")
+def test_the_meter_agrees_with_the_formulas(size: Any) -> None:
+    numel, ratio = 200_000, 0.01
+    k = 2000
+    ranks = Ranks(
+        size,
+        lambda: DGCCompressor(ratio, ResidualMemory(), int32_indices=True, exchange="reduce_scatter"),
+        [(numel // 100, 100)],
+    )
+    ranks.step([normal(numel, rank) for rank in range(size)])
+    planned = exchange_of("reduce_scatter").wire_bytes(INT32, plan_of(numel, ratio), numel, size)
+    assert [meter.wire_bytes for meter in ranks.world.meters] == [planned] * size
+    assert ranks.world.meters[0].rounds == 2
+    d = sqrt(k * (size - 1)) / size
+    docstring = (size - 1) * (16 * k / size + 16 * d + 48)
+    assert planned == pytest.approx(docstring, abs=16 * (size - 1))
+
+
+def test_bytes_do_not_grow_with_the_number_of_ranks() -> None:
+    """A bucket of ResNet-50's size at 0.1 %."""
+    plan = plan_of(RESNET50, 0.001)
+    scattered, gathered = exchange_of("reduce_scatter"), exchange_of("all_gather")
+    few, many = (scattered.wire_bytes(INT32, plan, RESNET50, size) for size in (8, 1024))
+    assert many <= 1.5 * few
+    for size in (8, 16, 64, 256, 1024):
+        assert scattered.wire_bytes(INT32, plan, RESNET50, size) <= 6 * 4 * plan.capacity
+    assert gathered.wire_bytes(INT32, plan, RESNET50, 1024) > 300 * many
+
+
+def test_the_documented_bytes_are_those_of_the_formulas() -> None:
+    text = Path(__file__).parents[2].joinpath("docs/methods.md").read_text()
+    plan = plan_of(RESNET50, 0.001)
+    names = ("all_gather", "reduce_scatter", "gtopk")
+    head = "| ranks | `all_gather` | `reduce_scatter` | `gtopk` |\n|---:|---:|---:|---:|\n"
+    rows = text.split(head)[1].split("\n\n")[0].splitlines()
+    assert len(rows) > 4
+    for row in rows:
+        size = int(row.split("|")[1])
+        planned = [exchange_of(name).wire_bytes(INT32, plan, RESNET50, size) for name in names]
+        assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
+
+
+def test_auto_sends_the_fewest_bytes_of_the_two() -> None:
+    plan, chosen = plan_of(RESNET50, 0.001), []
+    for size in (1, 2, 3, 4, 8, 1024):
+        gathered, scattered, auto = (
+            exchange_of(name).wire_bytes(INT32, plan, RESNET50, size)
+            for name in ("all_gather", "reduce_scatter", "auto")
+        )
+        assert auto == min(gathered, scattered)
+        chosen.append(scattered < gathered)
+    assert chosen == [False, False, True, True, True, True]
+
+
+def test_a_bucket_goes_dense_where_that_is_cheaper() -> None:
+    """At half of all elements two rounds of pairs cost as much as an all-reduce, for any number of ranks."""
+    for size in (4, 16):
+        for ratio, kind in ((0.55, DenseResult), (0.45, SparseResult)):
+            ranks = Ranks(
+                size,
+                lambda ratio=ratio: DGCCompressor(
+                    ratio, ResidualMemory(), int32_indices=True, exchange="reduce_scatter"
+                ),
+                [(300, 100)],
+            )
+            results, _ = ranks.exchange([normal(30_000, rank) for rank in range(size)])
+            assert all(isinstance(result, kind) for result in results)
+            dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
+            assert ranks.world.meters[0].wire_bytes <= dense
+
+
+# --- settings that differ --------------------------------------------------------------------------
+
+
+def first_messages(settings: Any, exchange: Any = "reduce_scatter") -> Any:
+    """The conversations of ranks with these settings, and the messages of their first round."""
+    ranks = [
+        DGCCompressor(ratio, ResidualMemory(), values=CastValues(dtype), int32_indices=True, exchange=exchange)
+        for ratio, dtype in settings
+    ]
+    conversations = []
+    for rank, compressor in enumerate(ranks):
+        bucket = make_bucket("b", [("w", torch.zeros(100, 100))])
+        bucket.flat.copy_(normal(bucket.numel, rank))
+        compressor.plan(bucket, len(ranks), rank)
+        conversations.append(compressor.reduce(bucket))
+    return conversations, [next(conversation)[0] for conversation in conversations]
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ((0.02, "fp16"), "rank 1 encoded bucket b at compress_ratio 0.02, this rank at 0.01: call begin_epoch"),
+        ((0.010001, "fp16"), "rank 1 encoded bucket b at compress_ratio 0.010001"),
+        ((0.01, "bf16"), "rank 1 encoded bucket b in another format than this rank"),
+        ((0.01, "fp32"), "rank 1 encoded bucket b in another format than this rank"),
+    ],
+)
+def test_a_rank_with_other_settings_is_named(odd: Any, words: Any) -> None:
+    """Also where the payloads have equal sizes."""
+    usual = (0.01, "fp16")
+    conversations, messages = first_messages([usual, odd, usual])
+    for rank in (0, 2):
+        received = tuple(message.tensor.split(list(message.splits))[rank] for message in messages)
+        with pytest.raises(PayloadError, match=words):
+            conversations[rank].send((received,))
+
+
+def test_a_rank_with_other_settings_is_named_before_anything_is_doubled() -> None:
+    usual, odd = (0.01, "fp16"), (0.02, "fp16")
+    conversations, messages = first_messages([usual, odd, usual], "gtopk")
+    with pytest.raises(PayloadError, match=r"rank 1 encoded bucket b at compress_ratio 0.02, this rank at 0.01"):
+        conversations[2].send((tuple(message.tensor for message in messages),))
+
+
+def test_simulated_ranks_with_other_settings_are_told_the_cure() -> None:
+    ratios = [0.01, 0.02]
+    options: Any = {"exchange": "reduce_scatter"}
+    ranks = Ranks(2, lambda: DGCCompressor(ratios.pop(), ResidualMemory(), **options), [(300, 100)])
+    with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):
+        ranks.step([normal(30_000, rank) for rank in range(2)])
+
+
+@pytest.mark.parametrize("given", ["ring", None, 3])
+@pytest.mark.usefixtures("no_type_checks")
+def test_an_unknown_exchange(given: Any) -> None:
+    with pytest.raises(ValueError, match=f"exchange must be 'all_gather'.*, not {given!r}"):
+        DGCCompressor(0.01, ResidualMemory(), exchange=given)
+
+
+# --- transports ------------------------------------------------------------------------------------
+
+
+def test_a_transport_without_messages_between_ranks_is_refused() -> None:
+    """At construction, by name and with the cure; a route that uses such messages anywhere counts too."""
+    gtopk = DGCCompressor(0.01, ResidualMemory(), exchange="gtopk")
+    for compression in (gtopk, Route([Rule(gtopk)])):
+        transport = LockstepWorld(1).transports[0]
+        transport.point_to_point = False
+        model = torch.nn.Linear(4, 4)
+        with pytest.raises(ValueError, match=r"exchange='gtopk'.*LockstepTransport does not: connect with"):
+            DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                model.named_parameters(),
+                compression,
+                transport=transport,
+            )
+
+
+def test_the_transport_of_the_process_is_asked_for_messages_between_ranks(monkeypatch: Any) -> None:
+    asked = []
+
+    def connected(point_to_point: Any) -> Any:
+        asked.append(point_to_point)
+        return LockstepWorld(1).transports[0]
+
+    monkeypatch.setattr("dgc.optim.distributed.default_transport", connected)
+    for exchange in ("all_gather", "reduce_scatter", "gtopk"):
+        model = torch.nn.Linear(4, 4)
+        compression = DGCCompressor(0.01, ResidualMemory(), exchange=exchange)
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression)
+    assert asked == [False, False, True]
+
+
+def test_the_trainer_asks_for_messages_between_ranks() -> None:
+    asked = []
+    for files in ([], ["configs/dgc/wm0"], ["configs/dgc/wm0", "configs/dgc/gtopk"], ["configs/gossip/sgp"]):
+        settings = load(["configs/digits/cnn", *files]).train
+        open_transport(settings, lambda **options: asked.append(options["point_to_point"]))  # type: ignore[arg-type]
+    assert asked == [False, False, True, True]
