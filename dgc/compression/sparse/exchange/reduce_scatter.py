@@ -21,6 +21,11 @@ d = sqrt(k (N-1)) / N. A payload has room for c = m + 2 d elements, and then hol
 of 0.977 (normal approximation). On average 0.0085 d elements per region wait for another step, the smallest ones:
 0.2 % of m = 25, less of larger m. For N = 1, d = 0.
 
+The region of the rank itself is the exception. Sums that have returned are larger than what one rank adds. After
+some steps most of a rank's selection, about three quarters, therefore lies in its own region. Its payloads for
+other regions are then partly empty, and what does not fit into the payload for itself waits. The result has the
+largest of the sums that an owner has, in any case.
+
 Bytes per rank: (N-1) (SparseFormat.nbytes(c) + SparseFormat.nbytes(ceil(k/N))). In fp32 and int32 that is 16 k
 bytes (four words per selected element), plus those of the 2 d and 48 for the two headers of each other rank:
 
