@@ -10,9 +10,10 @@ With x the k elements that a rank has selected, and P the largest power of two u
 After round j, each group of 2**(j+1) ranks holds the same x, bit for bit. top_k keeps the largest magnitudes, of
 equal ones the first.
 
-What top_k drops, and what a format rounds in an intermediate sum, all ranks of a group see. One of them keeps it:
-for element i the member number (i // B) mod (size of the group), so that each keeps its share. It returns to the
-error state of that rank as the whole sum. Therefore
+Nothing is lost. Each rank removes from its error state only the elements that the result has. Of an element of the
+result, a part of the sum may have been dropped by another group, or rounded by the format. All ranks of that group
+see this part. One of them keeps it: for element i the member number (i // B) mod (size of the group), so that each
+keeps its share. Therefore
 
     mean over ranks of (gradient + old error) = result + mean over ranks of new error
 
@@ -23,8 +24,7 @@ Bytes of a rank, with b = SparseFormat.nbytes(k): 24 (N-1) for the header, and b
 more, and ranks from P on send b in place of b log2 P. Messages go from rank to rank.
 
 Differences from the paper: The paper reduces along a tree to one rank and broadcasts, with twice the bytes, and
-needs a power of two. There each rank keeps what it selected in vain, also where another rank's part of the sum was
-dropped earlier, so that such parts are lost. Here what is dropped is kept where it is dropped.
+needs a power of two. There the parts that are dropped of elements of the result are lost.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from dgc.comm.requests import AllGather, Conversation, Exchange
 from dgc.compression.protocol import SparseResult
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.exchange.regions import BLOCK
-from dgc.compression.sparse.exchange.vectors import largest_of, subtract, vector
+from dgc.compression.sparse.exchange.vectors import largest_of, shared, subtract, vector
 from dgc.kernels import SparseVector
 from dgc.selection import Plan
 from dgc.wire import SparseFormat
@@ -81,7 +81,7 @@ class GTopKExchange:
             else:
                 message = held.message(power)  # with or without a twin: x is now what the twins receive
                 yield from held.swap(dict.fromkeys(twins, message), [])
-        held.return_rest()
+        held.tell_memory()
         return chosen.mean([held.x], nonfinite)
 
 
@@ -94,10 +94,9 @@ class _Held:
     def __init__(self, chosen: Chosen):
         self._chosen = chosen
         encoded = chosen.encode()
-        self.x = encoded.sent
+        self.x = self._own = encoded.sent
         self._payload: Tensor | None = encoded.payload  # of x
         self._kept: list[SparseVector] = []
-        chosen.memory.sent_(chosen.bucket, encoded.sent)
 
     def message(self, members: int) -> Tensor:
         """The payload of x, for one rank. x is then what it receives, and a member keeps the rounding."""
@@ -128,12 +127,13 @@ class _Held:
         payloads = [received[r] for r in sources]
         return chosen.form.decode(chosen.kernels.codec, payloads, *planned, ranks=sources)[0]
 
-    def return_rest(self) -> None:
-        """Tell the memory what this rank keeps."""
+    def tell_memory(self) -> None:
+        """Tell the memory what of this rank's elements is in x, the result, and what this rank keeps of them."""
+        bucket, memory = self._chosen.bucket, self._chosen.memory
+        memory.sent_(bucket, shared(self._own, self.x))
         if self._kept:
-            bucket = self._chosen.bucket
             rest = vector(*self._chosen.kernels.selection.merge_mean(self._kept, 1, bucket.numel))
-            self._chosen.memory.returned_(bucket, rest)
+            memory.returned_(bucket, shared(rest, self.x))
 
     def _keep(self, rest: SparseVector, members: int) -> None:
         own = rest.indices // BLOCK % members == self._chosen.rank % members

@@ -9,9 +9,9 @@ Each of N ranks owns one region of the bucket (`regions`). With x_r the k elemen
     round 2    every rank receives the t of all regions                                    all-gather
                result = t / N
 
-What does not arrive is not lost. Elements that do not fit into a payload of round 1 are not sent, and stay in the
-error state of their rank. In round 2, s - t returns to the error state of the owner, as the whole sum: elements
-that were not selected again, and what the format rounds. Therefore
+Nothing is lost. Each rank removes from its error state only the elements of x_r that the result has: all others
+wait there, whether they did not fit into a payload of round 1 or were not selected again. The owner keeps what the
+format rounds in round 2, s_i - t_i, as the whole sum. Therefore
 
     mean over ranks of (gradient + old error) = result + mean over ranks of new error
 
@@ -20,11 +20,6 @@ region with probability 1/N. The number in one region has the mean m = k/N and t
 d = sqrt(k (N-1)) / N. A payload has room for c = m + 2 d elements, and then holds all of them with a probability
 of 0.977 (normal approximation). On average 0.0085 d elements per region wait for another step, the smallest ones:
 0.2 % of m = 25, less of larger m. For N = 1, d = 0.
-
-The region of the rank itself is the exception. Sums that have returned are larger than what one rank adds. After
-some steps most of a rank's selection, about three quarters, therefore lies in its own region. Its payloads for
-other regions are then partly empty, and what does not fit into the payload for itself waits. The result has the
-largest of the sums that an owner has, in any case.
 
 Bytes per rank: (N-1) (SparseFormat.nbytes(c) + SparseFormat.nbytes(ceil(k/N))). In fp32 and int32 that is 16 k
 bytes (four words per selected element), plus those of the 2 d and 48 for the two headers of each other rank:
@@ -37,8 +32,7 @@ The first tensor with NaN or inf of each rank is in the header of every payload 
 all flags.
 
 Differences from the paper: Thresholds are not reused from earlier steps: both selections are exact in every step,
-and payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data. The paper keeps the
-local value of an element that is not selected again; here its sum is kept, by the owner of the region.
+and payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data.
 """
 
 from dataclasses import dataclass
@@ -52,7 +46,7 @@ from dgc.comm.requests import AllGather, AllToAll, Conversation
 from dgc.compression.protocol import SparseResult
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.exchange.regions import Regions, divide_into_regions, largest_region
-from dgc.compression.sparse.exchange.vectors import largest_of, subtract, vector
+from dgc.compression.sparse.exchange.vectors import largest_of, shared, subtract, vector
 from dgc.kernels import Budget, SparseVector
 from dgc.selection import Plan
 from dgc.wire import Encoded, SparseFormat
@@ -104,7 +98,7 @@ class ReduceScatterExchange:
             self._encode(chosen, division, r, division.send, part, chosen.first_nonfinite)
             for r, part in enumerate(regions.deal(chosen.elements, division.send))
         ]
-        chosen.memory.sent_(bucket, regions.join([encoded.sent for encoded in dealt]))
+        sent = regions.join([encoded.sent for encoded in dealt])
         payloads = [encoded.payload for encoded in dealt]
         splits = tuple(payload.numel() for payload in payloads)
         (received,) = yield (AllToAll(torch.cat(payloads), splits),)
@@ -116,12 +110,15 @@ class ReduceScatterExchange:
         again = largest_of(kernel, total, division.keep)
         finite = torch.full_like(chosen.first_nonfinite, bucket.numel)
         encoded = self._encode(chosen, division, chosen.rank, division.keep, again, finite)
-        rest = subtract(kernel, total, encoded.sent)
-        chosen.memory.returned_(bucket, vector(regions.index_of(rest.indices.long(), chosen.rank), rest.values))
         (payloads,) = yield (AllGather(encoded.payload),)
         budget = division.budget(chosen.rank, division.keep)
         parts, _ = form.decode(codec, payloads, budget, *settings, bounds=division.bounds)
-        return chosen.mean(regions.spread(parts), nonfinite)
+        result = regions.join(parts)
+        rest = shared(subtract(kernel, total, encoded.sent), encoded.sent)
+        indices = regions.index_of(rest.indices.long(), chosen.rank).to(torch.int32)
+        chosen.memory.sent_(bucket, shared(sent, result))
+        chosen.memory.returned_(bucket, SparseVector(indices, rest.values, rest.count))
+        return chosen.mean([result], nonfinite)
 
     def _division(self, chosen: Chosen) -> Division:
         bucket, plan = chosen.bucket, chosen.plan

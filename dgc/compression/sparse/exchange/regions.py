@@ -72,12 +72,6 @@ class Regions:
         count = torch.stack([p.count for p in parts]).sum(dtype=torch.int32)
         return SparseVector(indices, values.view(-1)[order], count)
 
-    def spread(self, parts: Sequence[SparseVector]) -> list[SparseVector]:
-        """A vector of the bucket for each of the regions' vectors."""
-        index, values = self._of_bucket(parts)
-        indices = torch.where(index < BEYOND, index, 0).to(torch.int32)
-        return [SparseVector(i, v, p.count) for i, v, p in zip(indices, values, parts, strict=True)]
-
     def _of_bucket(
         self, parts: Sequence[SparseVector]
     ) -> tuple[Int64[Tensor, "regions capacity"], Float32[Tensor, "regions capacity"]]:

@@ -31,6 +31,15 @@ def largest_of(kernel: SelectionKernels, x: SparseVector, k: int) -> SparseVecto
     return SparseVector(torch.where(live(chosen), indices, 0), chosen.values, chosen.count)
 
 
+def shared(x: SparseVector, other: SparseVector) -> SparseVector:
+    """The elements of x at indices that `other` has too. Indices ascend in both."""
+    wanted = torch.nn.functional.pad(torch.where(live(other), other.indices, BEYOND), (0, 1), value=BEYOND)
+    found = live(x) & (wanted[torch.searchsorted(wanted, x.indices)] == x.indices)
+    indices, order = torch.where(found, x.indices, BEYOND).sort()
+    indices = torch.where(indices < BEYOND, indices, 0)
+    return SparseVector(indices, x.values[order], found.sum(dtype=torch.int32))
+
+
 def subtract(kernel: SelectionKernels, x: SparseVector, part: SparseVector) -> SparseVector:
     """x - part, at the indices of x. Those of `part` must be among them."""
     at = torch.searchsorted(torch.where(live(x), x.indices, BEYOND), part.indices).to(torch.int32)
