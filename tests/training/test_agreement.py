@@ -107,7 +107,7 @@ def test_a_watched_transport_records_its_waits() -> None:
     seen: list[Any] = []
 
     class Slow:
-        rank, size, local_rank, local_size = 0, 1, 0, 1
+        rank, size, local_rank, local_size, point_to_point = 0, 1, 0, 1, False
 
         def launch(self, name: Any, requests: Any, lane: Any = "") -> Any:
             return "flight"
