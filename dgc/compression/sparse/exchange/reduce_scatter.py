@@ -9,9 +9,9 @@ Each of N ranks owns one region of the bucket (`regions`). With x_r the k elemen
     round 2    every rank receives the t of all regions                                    all-gather
                result = t / N
 
-Nothing is lost. Each rank removes from its error state only the elements of x_r that the result has: all others
-wait there, whether they did not fit into a payload of round 1 or were not selected again. The owner keeps what the
-format rounds in round 2, s_i - t_i, as the whole sum. Therefore
+Nothing is lost. Each rank removes from its error state only what it has sent of the elements of the result. All
+others wait there, whether they did not fit into a payload of round 1 or were not selected again. The owner keeps
+what the format rounds in round 2, s_i - t_i, as the whole sum. Therefore
 
     mean over ranks of (gradient + old error) = result + mean over ranks of new error
 
