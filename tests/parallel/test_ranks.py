@@ -82,19 +82,16 @@ def test_horovodrun_with_gloo(tmp_path: Path) -> None:
     check_quick(findings(2, tmp_path, *QUICK, launch=horovodrun))
 
 
-def models_of_two_runs(ranks: int, folder: Path, scenario: str) -> set[str]:
-    runs = [findings(ranks, folder / str(i), scenario) for i in range(2)]
-    return {own[scenario]["model"] for run in runs for own in run}
-
-
 def test_40_steps_repeat_bit_for_bit_on_equal_replicas(tmp_path: Path) -> None:
-    assert len(models_of_two_runs(3, tmp_path, "forty_steps")) == 1
+    found = findings(3, tmp_path, "forty_steps_twice")
+    assert len({model for own in found for model in own["forty_steps_twice"]["models"]}) == 1
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_200_steps_repeat_bit_for_bit_on_equal_replicas(ranks: int, tmp_path: Path) -> None:
-    assert len(models_of_two_runs(ranks, tmp_path, "two_hundred_steps")) == 1
+    runs = [findings(ranks, tmp_path / str(i), "two_hundred_steps") for i in range(2)]
+    assert len({own["two_hundred_steps"]["model"] for run in runs for own in run}) == 1
 
 
 def one_model(found: list[dict]) -> set[str]:
