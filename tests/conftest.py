@@ -17,6 +17,8 @@ WITHOUT_HOROVOD = "needs Horovod, which is not installed" if find_spec("horovod"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # where a test asks for several threads, those that have nothing to do leave the cores to other processes
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# ranks of a test share the cores with those of another test: without this, waiting takes a core
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ def found_by(ranks: int, folder: Path, *scenarios: str, launch: Any = mpirun) ->
 @pytest.mark.parametrize(
     ("launch", "ranks"),
     [
-        (mpirun, 5),
+        (mpirun, 3),
         (torchrun, 3),
-        *(pytest.param(run, ranks, marks=pytest.mark.proof) for run in BOTH for ranks in (2, 4)),
+        *(pytest.param(run, ranks, marks=pytest.mark.proof) for run in BOTH for ranks in (2, 4, 5)),
     ],
 )
 def test_training(launch: Any, ranks: int, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,42 +38,66 @@ def check_quick(found: list[dict]) -> None:
         assert (f"rank {size - 1}" in message and "bias" in message) or size == 1
 
 
-@pytest.mark.horovod
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.proof) for more in (3, 4))])
-def test_mpirun(ranks: int, tmp_path: Path) -> None:
-    found = findings(ranks, tmp_path, *QUICK, *HOROVOD)
-    check_quick(found)
+def check_horovod(found: list[dict]) -> None:
     for own in found:
         assert own["state_initialisation"]["unmoved"]
         assert own["horovods_compressions"] == found[0]["horovods_compressions"]
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.proof) for n in (2, 4))])
-def test_torchrun(ranks: int, tmp_path: Path) -> None:
-    check_quick(findings(ranks, tmp_path, *QUICK, launch=torchrun))
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What the scenarios found on two ranks of mpirun, in one start of the ranks."""
+    names = [*QUICK, "other_settings", "clipped_in_flight", "every_tier_briefly"]
+    if find_spec("horovod"):
+        names += [*HOROVOD, "ratios_of_a_step"]  # the last one ends Horovod
+    return findings(2, tmp_path_factory.mktemp("two_ranks"), *names)
 
 
-def test_ranks_that_disagree_are_told_so(tmp_path: Path) -> None:
-    """In one start: settings, and gradients that one's own clipping changes in flight."""
-    found = findings(2, tmp_path, "other_settings", "clipped_in_flight")
-    for own in found:
-        setting = "compression.threshold is 0.5 on rank 0 and 0.25 on rank 1: every rank needs the same settings"
-        assert own["other_settings"]["message"] == setting
-        assert "call optimizer.synchronize() first, then clip" in own["clipped_in_flight"]["message"]
-        assert own["clipped_in_flight"]["weights"] == found[0]["clipped_in_flight"]["weights"]
+def test_two_ranks(two_ranks: list[dict]) -> None:
+    check_quick(two_ranks)
 
 
 @pytest.mark.horovod
-def test_ratios_that_differ_are_told(tmp_path: Path) -> None:
+def test_two_ranks_with_horovods_functions(two_ranks: list[dict]) -> None:
+    check_horovod(two_ranks)
+
+
+@pytest.mark.horovod
+@pytest.mark.proof
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_mpirun(ranks: int, tmp_path: Path) -> None:
+    found = findings(ranks, tmp_path, *QUICK, *HOROVOD)
+    check_quick(found)
+    check_horovod(found)
+
+
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.proof) for n in (2, 4))])
+def test_torchrun(ranks: int, tmp_path: Path) -> None:
+    found = findings(ranks, tmp_path, *QUICK, "forty_steps_twice", launch=torchrun)
+    check_quick(found)
+    # 40 steps repeat bit for bit, on equal replicas
+    assert len({model for own in found for model in own["forty_steps_twice"]["models"]}) == 1
+
+
+def test_ranks_that_disagree_are_told_so(two_ranks: list[dict]) -> None:
+    """Settings, and gradients that one's own clipping changes in flight."""
+    for own in two_ranks:
+        setting = "compression.threshold is 0.5 on rank 0 and 0.25 on rank 1: every rank needs the same settings"
+        assert own["other_settings"]["message"] == setting
+        assert "call optimizer.synchronize() first, then clip" in own["clipped_in_flight"]["message"]
+        assert own["clipped_in_flight"]["weights"] == two_ranks[0]["clipped_in_flight"]["weights"]
+
+
+@pytest.mark.horovod
+def test_ratios_that_differ_are_told(two_ranks: list[dict]) -> None:
     """Horovod checks the sizes of messages. With Gloo, a message of another size ends the process."""
-    found = findings(2, tmp_path, "ratios_of_a_step")
-    for rank, own in enumerate(found):
+    for rank, own in enumerate(two_ranks):
         told = own["ratios_of_a_step"]
         for name, ratios in {"sizes": (0.25, 0.125), "one size": (0.006, 0.01)}.items():
             theirs = rf"rank {1 - rank} encoded bucket \S+ at compress_ratio {ratios[1 - rank]}"
             here = rf"this rank at {ratios[rank]}: call begin_epoch\(epoch\) on every rank"
             assert re.match(f"{theirs}, {here}", told[name]), told
-    sparse, dense = (found[rank]["ratios_of_a_step"]["dense"] for rank in (1, 0))
+    sparse, dense = (two_ranks[rank]["ratios_of_a_step"]["dense"] for rank in (1, 0))
     assert re.match(r"rank 0 encoded bucket \S+ at compress_ratio 1, this rank at 0.125: call begin_epoch", sparse)
     assert "Horovod has been shut down" in dense, "it waits for an all-reduce until the other ranks have left"
 
@@ -80,11 +105,6 @@ def test_ratios_that_differ_are_told(tmp_path: Path) -> None:
 @pytest.mark.horovod
 def test_horovodrun_with_gloo(tmp_path: Path) -> None:
     check_quick(findings(2, tmp_path, *QUICK, launch=horovodrun))
-
-
-def test_40_steps_repeat_bit_for_bit_on_equal_replicas(tmp_path: Path) -> None:
-    found = findings(3, tmp_path, "forty_steps_twice")
-    assert len({model for own in found for model in own["forty_steps_twice"]["models"]}) == 1
 
 
 @pytest.mark.proof
@@ -99,21 +119,21 @@ def one_model(found: list[dict]) -> set[str]:
     return {result["model"] for own in found for result in own.values()}
 
 
-@pytest.mark.parametrize("scenario", ["every_tier_briefly", pytest.param("every_tier", marks=pytest.mark.proof)])
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.proof) for more in (3, 4))])
-def test_every_tier_and_a_tier_of_each_ranks_own(ranks: int, scenario: str, tmp_path: Path) -> None:
-    found = [own[scenario] for own in findings(ranks, tmp_path, scenario)]
+def check_tiers(found: list[dict]) -> None:
     assert len(one_model(found)) == 1
     assert all(own[tier]["kernels"].startswith(tier) for own in found for tier in ("native", "reference"))
     isas = [own["mixed"]["kernels"] for own in found]
     assert isas[1] == "native (portable)" and (isas[0] == "native (avx2)" or "avx2" not in supported_isas())
 
 
-def test_some_steps_on_the_gpus_kernels_interpreted(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="triton is optional")
-    found = [own["interpreted_briefly"] for own in findings(2, tmp_path, "interpreted_briefly")]
-    assert len(one_model(found)) == 1
-    assert all(own["triton"]["kernels"] == "triton (interpreted)" for own in found)
+def test_every_tier_and_a_tier_of_each_ranks_own(two_ranks: list[dict]) -> None:
+    check_tiers([own["every_tier_briefly"] for own in two_ranks])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_200_steps_on_every_tier(ranks: int, tmp_path: Path) -> None:
+    check_tiers([own["every_tier"] for own in findings(ranks, tmp_path, "every_tier")])
 
 
 @pytest.mark.proof

@@ -10,19 +10,23 @@ import torch
 from failing_model import failing_model
 from parallel.ranks import alone, mpirun, torchrun
 
+import train
+from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.reading import read_tensors
+from dgc_training.config import load
+from dgc_training.startup.arguments import parse_arguments
 
 WORDS = ["train.py", "--devices", "cpu", "--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
-SHORT = ["--configs.train.batch_size=128", "--configs.data.num_threads_per_worker=1", "--configs.model.width=8"]
+SHORT = ["--configs.train.num_epochs=2", "--configs.train.batch_size=128", "--configs.train.checkpoint_every=4"]
+SHORT += ["--configs.data.num_threads_per_worker=1", "--configs.model.width=8"]
 OVER = {mpirun: "Horovod (started by mpirun)", torchrun: "torch.distributed (started by torchrun)"}
 
 
-def train(
+def launched(
     launch: Callable[..., Any], directory: Path, *words: str, ranks: int = 2, succeeds: bool = True
 ) -> str:
     """What the run printed to standard output."""
-    changes = ["--configs.train.num_epochs=2", "--configs.train.checkpoint_every=4", *SHORT, *words]
-    done = launch(ranks, [*WORDS, *changes, "--run-dir", str(directory)], timeout=180)
+    done = launch(ranks, [*WORDS, *SHORT, *words, "--run-dir", str(directory)], timeout=180)
     assert (done.returncode == 0) == succeeds, done.stdout[-6000:] + done.stderr[-6000:]
     printed: str = done.stdout
     return printed
@@ -35,35 +39,37 @@ def model(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.horovod
-@pytest.mark.timeout(900)
 def test_a_run_of_one_transport_is_resumed_by_the_other_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two ranks no sum depends on its order."""
+    """With two ranks no sum depends on its order. Each transport resumes a run that the other has left."""
+    reference = tmp_path / "whole"
+    args, overrides = parse_arguments([*WORDS[1:], *SHORT, "--run-dir", str(reference)])
+    tree = load(args.configs, overrides)
+    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = ["--configs", str(failing_model(tmp_path, 9, "if 'STOPS' in os.environ: os._exit(1)"))]
-    train(torchrun, tmp_path / "whole", *words)
-    reference = model(tmp_path / "whole")
-    for first, second in ((mpirun, torchrun), (torchrun, mpirun)):
-        directory = tmp_path / first.__name__
+    words = ["--configs", str(failing_model(tmp_path, 6, "if 'STOPS' in os.environ: os._exit(1)"))]
+    directory = tmp_path / "parts"
+    for launch, stops, resumed in ((mpirun, True, ""), (torchrun, True, "e0000s00004"), (mpirun, False, "e0001")):
         with monkeypatch.context() as patch:
-            patch.setenv("STOPS", "1")
-            printed = train(first, directory, *words, succeeds=False)
-        assert f"transport: {OVER[first]}" in printed
-        printed = train(second, directory, *words)
-        assert f"transport: {OVER[second]}" in printed
-        assert "resumed from checkpoint e0001" in printed
-        assert all(torch.equal(value, reference[name]) for name, value in model(directory).items())
+            if stops:
+                patch.setenv("STOPS", "1")
+            printed = launched(launch, directory, *words, succeeds=not stops)
+        assert f"transport: {OVER[launch]}" in printed
+        assert (f"resumed from checkpoint {resumed}" in printed) == (resumed != "")
+    expected = model(reference)
+    assert all(torch.equal(value, expected[name]) for name, value in model(directory).items())
 
 
 def test_one_process_over_torch(tmp_path: Path) -> None:
-    printed = train(alone, tmp_path / "run", "--configs.train.transport=torch", ranks=1)
+    printed = launched(alone, tmp_path / "run", "--configs.train.transport=torch", ranks=1)
     assert "transport: torch.distributed (as set)" in printed and "1 process: nothing is sent" in printed
 
 
 @pytest.mark.horovod
 def test_ranks_of_mpirun_over_torch(tmp_path: Path) -> None:
-    printed = train(mpirun, tmp_path / "run", "--configs.train.transport=torch")
+    printed = launched(mpirun, tmp_path / "run", "--configs.train.transport=torch")
     assert "2 ranks on cpu" in printed and "transport: torch.distributed (as set)" in printed
 
 

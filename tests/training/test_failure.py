@@ -73,7 +73,7 @@ BODIES = {
         2,
     ),
 }
-# Each body runs in a fork of one process, because importing torch takes seconds.
+# Each body runs in a fork of one process, because importing torch takes seconds. They run at the same time.
 PROGRAM = """
 import ctypes, json, os, signal, sys, threading, time
 from torch.distributed import DistNetworkError, DistStoreError
@@ -81,6 +81,7 @@ from dgc_training.config import ConfigError
 from dgc_training.faults.failure import UsageError, ending_all_ranks
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
+names = {}
 for name, (body, rank, size) in json.loads(sys.argv[1]).items():
     if (child := os.fork()) == 0:
         for stream, descriptor in (("out", 1), ("err", 2)):
@@ -90,8 +91,10 @@ for name, (body, rank, size) in json.loads(sys.argv[1]).items():
             exec(body)
         sys.stdout.flush()
         os._exit(0)
-    _, status = os.waitpid(child, 0)
-    with open(f"{sys.argv[2]}/{name}.status", "w") as file:
+    names[child] = name
+for _ in range(len(names)):
+    child, status = os.wait()
+    with open(f"{sys.argv[2]}/{names[child]}.status", "w") as file:
         file.write(str(os.waitstatus_to_exitcode(status)))
 """
 

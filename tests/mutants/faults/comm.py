@@ -85,7 +85,7 @@ COMM = [
         "dgc/comm/horovod.py",
         '"sum": hvd.Sum',
         '"sum": hvd.Average',
-        ["tests/parallel/test_ranks.py::test_mpirun[2]"],
+        ["tests/parallel/test_ranks.py::test_two_ranks"],
     ),
     Fault(
         "object-of-rank-0-broadcast",
