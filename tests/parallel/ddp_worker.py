@@ -48,6 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 METHODS: dict[str, Callable[[], Any]] = {
     "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(momentum=0.9)),
     "sign values": lambda: DGCCompressor(0.05, ResidualMemory(), values=SignValues()),
+    "reduce_scatter": lambda: DGCCompressor(0.05, DGCSGDMemory(momentum=0.9), exchange="reduce_scatter"),
+    "gtopk": lambda: DGCCompressor(0.05, ResidualMemory(), exchange="gtopk", values=SignValues()),
     "powersgd": lambda: PowerSGDCompressor(2),
     "powersgd paper": lambda: PowerSGDCompressor(2, mode="paper"),
     "2-bit": lambda: ThresholdCompressor(2, 0.01),

@@ -208,6 +208,8 @@ def all_parameters(make: Callable[[], Any]) -> Callable[[Any], Any]:
 METHODS: dict[str, Callable[[Any], Any]] = {
     "top-k": all_parameters(lambda: SparseCompressor(0.2, ResidualMemory())),
     "dgc": all_parameters(lambda: DGCCompressor(0.2, DGCSGDMemory(momentum=0.9))),
+    "reduce_scatter": all_parameters(lambda: SparseCompressor(0.05, ResidualMemory(), exchange="reduce_scatter")),
+    "gtopk": all_parameters(lambda: DGCCompressor(0.05, DGCSGDMemory(momentum=0.9), exchange="gtopk")),
     "2-bit": lambda named: ThresholdCompressor(2, 0.05),
     "qsgd": lambda named: QSGDCompressor(),
     "powersgd": lambda named: PowerSGDCompressor(2, min_compression_rate=0),

@@ -29,6 +29,7 @@ from dgc.comm.connect import connect
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
     BF16Compressor,
+    ChunkCompressor,
     DenseCompressor,
     DGCCompressor,
     FP16Compressor,
@@ -38,7 +39,7 @@ from dgc.compression import (
 from dgc.kernels.library import supported_isas
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
-from dgc.wire import CastValues, RiceIndices
+from dgc.wire import CastValues, Int8Values, RiceIndices
 
 Finding = dict[str, Any]
 
@@ -79,7 +80,10 @@ def requests(transport: Any) -> Finding:
     }
 
 
-def compressors() -> dict[str, Callable[[], Any]]:
+def compressors(point_to_point: bool = False) -> dict[str, Callable[[], Any]]:
+    messages: dict[str, Callable[[], Any]] = {
+        "gtopk": lambda: DGCCompressor(0.01, DGCSGDMemory(), exchange="gtopk", dense_values="int8"),
+    }
     return {
         "dense": DenseCompressor,
         "fp16": FP16Compressor,
@@ -93,8 +97,13 @@ def compressors() -> dict[str, Callable[[], Any]]:
             int32_indices=True,
             warmup_epochs=2,
         ),
+        "reduce-scatter": lambda: DGCCompressor(
+            0.01, DGCSGDMemory(), exchange="reduce_scatter", values=Int8Values(), indices=RiceIndices()
+        ),
+        "chunks": lambda: ChunkCompressor(0.01, DGCSGDMemory()),
         "paper-dgc": lambda: paper.DGC(0.01),
         "paper-2bit": lambda: paper.Threshold(2, 0.01),
+        **(messages if point_to_point else {}),
     }
 
 
@@ -133,14 +142,15 @@ def train(
 
 
 def every_compressor(transport: Any) -> Finding:
-    return {name: train(transport, make(), steps=25)[0] for name, make in compressors().items()}
+    found = compressors(transport.point_to_point)
+    return {name: train(transport, make(), steps=12)[0] for name, make in found.items()}
 
 
 def horovods_compressions(transport: Any) -> Finding:
     import horovod.torch as hvd
 
     compressions = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
-    return {name: train(transport, compression, steps=25)[0] for name, compression in compressions.items()}
+    return {name: train(transport, compression, steps=12)[0] for name, compression in compressions.items()}
 
 
 def two_hundred_steps(transport: Any) -> Finding:
@@ -318,7 +328,7 @@ def unused_on_one_rank(transport: Any) -> Finding:
 def nonfinite(transport: Any) -> Finding:
     """NaN on the last rank at one step: every rank drops it, or raises the same error."""
     found: Finding = {}
-    for name, make in compressors().items():
+    for name, make in compressors(transport.point_to_point).items():
         for policy in ("skip", "raise"):
             torch.manual_seed(0)
             model = torch.nn.Linear(20, 30)
