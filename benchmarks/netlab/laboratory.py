@@ -1,0 +1,221 @@
+"""The hosts of a laboratory and the network between them, made by `ip` and `tc`, and removed whatever happens.
+
+Names on the machine, for a laboratory of process 4711:
+
+    /run/dgc-netlab/4711      a file that the process keeps locked as long as the laboratory exists
+    dgclab4711-0              the network namespace of host 0
+    dgclab4711                the bridge
+    dgl4711-0                 the end at the bridge of the link of host 0; the other end is `lab0` in host 0
+
+The lock ends with the process, also after SIGKILL. The next laboratory removes everything whose lock is free. It
+ends the processes of those hosts first. Several laboratories can exist at the same time, since the bridges are not
+connected and the machine itself has no address in their network.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.netlab.rates import parse_latency, parse_rate
+
+LOCKS = Path("/run/dgc-netlab")
+PREFIX, LINK = "dgclab", "dgl"
+INTERFACE = "lab0"
+NETWORK = "198.18.0.0/24"  # of the range for benchmarks, RFC 2544
+MAX_HOSTS = 64
+TICK = 0.004  # seconds between two refills of a token bucket, at most
+
+
+class LaboratoryError(RuntimeError):
+    """The laboratory cannot be made here. The message says why, and what helps."""
+
+
+def address(host: int) -> str:
+    """The IPv4 address of a host."""
+    return f"198.18.0.{host + 1}"
+
+
+class Laboratory:
+    """Hosts with links of a limited rate. A context manager: the hosts exist inside of it.
+
+    Args:
+        hosts: Number of hosts, 2 to 64.
+        rate: Rate of each host's link in each direction, such as "100mbit" or "1gbit".
+        latency: Delay of each packet that a host sends, such as "1ms". None: no delay is added. Delays need the
+            kernel module sch_netem.
+
+    Raises:
+        ValueError: An argument is invalid.
+        LaboratoryError: On entry, if the user is not root, a tool is missing, or the kernel lacks something.
+
+    Example:
+        with Laboratory(4, "1gbit") as laboratory:
+            laboratory.run(["python", "--version"], host=2)
+    """
+
+    def __init__(self, hosts: int, rate: str, latency: str | None = None):
+        if not 2 <= hosts <= MAX_HOSTS:
+            raise ValueError(f"the number of hosts must be 2 to {MAX_HOSTS}, not {hosts}")
+        self.hosts, self.bits_per_second = hosts, parse_rate(rate)
+        self.latency = parse_latency(latency) if latency is not None else 0.0
+        self.name = f"{PREFIX}{os.getpid()}"
+        self._lock: Any = None
+
+    def __enter__(self) -> "Laboratory":
+        check_machine()
+        remove_leftovers()
+        LOCKS.mkdir(exist_ok=True)
+        self._lock = open(LOCKS / str(os.getpid()), "w")  # noqa: SIM115  (stays open as long as the hosts exist)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LaboratoryError("this process has a laboratory already: leave that one first") from None
+        try:
+            self._create()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        remove(os.getpid())
+        self._lock.close()
+
+    def _create(self) -> None:
+        _ip("link", "add", self.name, "type", "bridge")
+        _ip("link", "set", self.name, "up")
+        for host in range(self.hosts):
+            space, link = self.namespace(host), f"{LINK}{os.getpid()}-{host}"
+            _ip("netns", "add", space)
+            _ip("link", "add", link, "type", "veth", "peer", "name", INTERFACE, "netns", space)
+            _ip("link", "set", link, "master", self.name, "up")
+            _ip("-n", space, "address", "add", f"{address(host)}/24", "dev", INTERFACE)
+            _ip("-n", space, "link", "set", "lo", "up")
+            _ip("-n", space, "link", "set", INTERFACE, "up")
+            self._limit(["tc"], link)
+            self._limit(["tc", "-n", space], INTERFACE, self.latency)
+
+    def _limit(self, tc: list[str], interface: str, latency: float = 0.0) -> None:
+        """Limit what is sent into a link. A bucket holds what the rate gives in a tick, or the largest packet."""
+        burst = max(65536, int(self.bits_per_second / 8 * TICK))
+        bucket = f"tbf rate {self.bits_per_second:.0f}bit burst {burst} latency 50ms".split()
+        parent = ["root"]
+        if latency:
+            _run([*tc, "qdisc", "add", "dev", interface, "root", "handle", "1:", "netem", "delay", f"{latency}s"])
+            parent = ["parent", "1:"]
+        _run([*tc, "qdisc", "add", "dev", interface, *parent, *bucket])
+
+    def namespace(self, host: int) -> str:
+        return f"{self.name}-{host}"
+
+    def inside(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command that runs `command` in a host, under a host name of its own."""
+        start = f'hostname lab{host}; exec "$@"'
+        return ["ip", "netns", "exec", self.namespace(host), "unshare", "--uts", "sh", "-c", start, "sh", *command]
+
+    def run(
+        self,
+        command: Sequence[str],
+        host: int = 0,
+        environment: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in a host, and return its output. The environment is that of this process by default."""
+        words, streams = self.inside(host, command), subprocess.PIPE
+        return subprocess.run(
+            words, env=environment, stdout=streams, stderr=streams, text=True, timeout=timeout, check=False
+        )
+
+    def counters(self) -> list[dict[str, int]]:
+        """Bytes and packets that each host has sent and received, with their Ethernet, IP and TCP headers."""
+        return [self._counters(host) for host in range(self.hosts)]
+
+    def _counters(self, host: int) -> dict[str, int]:
+        path = f"/sys/class/net/{LINK}{os.getpid()}-{host}/statistics"
+        # what the bridge's end receives, the host has sent
+        pairs = {"sent": "rx", "received": "tx"}
+        return {
+            f"{what}_{unit}": int(Path(path, f"{own}_{unit}").read_text())
+            for what, own in pairs.items()
+            for unit in ("bytes", "packets")
+        }
+
+
+def check_machine() -> None:
+    """Raise LaboratoryError unless this machine can have a laboratory."""
+    if not sys.platform.startswith("linux"):
+        raise LaboratoryError(f"network namespaces need Linux, and this is {sys.platform}")
+    if os.geteuid() != 0:
+        raise LaboratoryError("network namespaces need root: start it with sudo, or in a container as root")
+    packages = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "hostname": "hostname"}
+    for tool, package in packages.items():
+        if shutil.which(tool) is None:
+            raise LaboratoryError(f"{tool} is missing: install it, for example `apt-get install {package}`")
+
+
+def remove_leftovers() -> None:
+    """Remove the laboratories of processes that have ended."""
+    for path in LOCKS.glob("*") if LOCKS.exists() else ():
+        with open(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            remove(int(path.name))
+
+
+def remove(pid: int) -> None:
+    """Remove the laboratory of a process, with all processes in its hosts."""
+    spaces = [name for name in _namespaces() if name.rpartition("-")[0] == f"{PREFIX}{pid}"]
+    for space in spaces:
+        _end_processes(space)
+        _ip("netns", "delete", space)  # ends its link as well
+    # a link outlives its namespace for a moment, and one whose other end was never moved has none
+    links = [path.name for path in Path("/sys/class/net").glob(f"{LINK}{pid}-*")]
+    for link in [*links, f"{PREFIX}{pid}"]:
+        subprocess.run(["ip", "link", "delete", link], capture_output=True, check=False)
+    (LOCKS / str(pid)).unlink(missing_ok=True)
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _ip("netns", "list").splitlines()]
+
+
+def _end_processes(space: str, patience: float = 5.0) -> None:
+    """End the processes of a host."""
+    end = time.monotonic() + patience
+    while (pids := _ip("netns", "pids", space).split()) and time.monotonic() < end:
+        for pid in pids:
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.02)
+
+
+def _ip(*words: str) -> str:
+    return _run(["ip", *words])
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip()
+        cure = ""
+        if "qdisc kind is unknown" in reason:
+            delays = "netem, which delays packets: leave out the latency"
+            cure = f"\nThe kernel has no {delays if 'netem' in command else 'token bucket filter, sch_tbf'}"
+        elif "not permitted" in reason:
+            cure = "\nA container needs the capabilities NET_ADMIN and SYS_ADMIN"
+        raise LaboratoryError(f"`{' '.join(command)}` failed: {reason}{cure}")
+    return done.stdout

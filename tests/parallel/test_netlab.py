@@ -1,0 +1,130 @@
+"""The network laboratory: hosts of their own, limited links, and nothing that stays behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parallel.processes import run_together
+from parallel.ranks import REPOSITORY
+
+from benchmarks.netlab import Laboratory, LaboratoryError
+from benchmarks.netlab.laboratory import LINK, LOCKS, address, check_machine
+
+THROUGHPUT = str(REPOSITORY / "benchmarks/netlab/throughput.py")
+NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
+MBIT = 1e6
+
+
+def impossible() -> str:
+    """Why this machine cannot have a laboratory."""
+    try:
+        check_machine()
+    except LaboratoryError as error:
+        return str(error)
+    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    return f"no network namespaces: {tried.stderr}" if tried.returncode else ""
+
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(impossible()), reason=impossible())]
+
+
+def exists(pid: int) -> tuple[int, int, bool]:
+    """How many namespaces and links of a laboratory there are, and whether it has a lock."""
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    links = [path.name for path in Path("/sys/class/net").iterdir()]
+    names = re.findall(rf"dgclab{pid}-\d+", spaces), re.findall(rf"{LINK}{pid}-|dgclab{pid}\b", " ".join(links))
+    return len(names[0]), len(names[1]), (LOCKS / str(pid)).exists()
+
+
+def transfers(laboratory: Laboratory, pairs: list[tuple[int, int]], nbytes: int) -> list[float]:
+    """Bits per second of TCP connections from one host to another, at the same time."""
+    commands = []
+    for port, (sender, receiver) in enumerate(pairs, 29600):
+        program = [sys.executable, THROUGHPUT]
+        commands.append(laboratory.inside(receiver, [*program, "receive", str(port)]))
+        commands.append(laboratory.inside(sender, [*program, "send", address(receiver), str(port), str(nbytes)]))
+    done = run_together(commands, REPOSITORY, os.environ, timeout=60)
+    assert all(end.returncode == 0 for end in done), [end.stderr for end in done]
+    return [json.loads(end.stdout)["bits_per_second"] for end in done[1::2]]
+
+
+def test_links_are_limited_in_both_directions_and_counted() -> None:
+    nbytes = 8 * 2**20
+    with Laboratory(3, "100mbit") as laboratory:
+        assert exists(os.getpid()) == (3, 4, True)
+        (alone,) = transfers(laboratory, [(0, 1)], nbytes)
+        before = laboratory.counters()
+        to_one = transfers(laboratory, [(0, 2), (1, 2)], nbytes)
+        after = laboratory.counters()
+        from_one = transfers(laboratory, [(0, 1), (0, 2)], nbytes)
+        names = [laboratory.run(["hostname"], host).stdout for host in range(3)]
+    assert names == ["lab0\n", "lab1\n", "lab2\n"]
+    # a full bucket passes at once, so that a short transfer is a little faster
+    assert 40 * MBIT < alone < 115 * MBIT
+    # each of the two takes at least as long as the bytes of both at half the rate, or starts later
+    for rates in (to_one, from_one):
+        assert min(rates) < 75 * MBIT, rates
+    received = after[2]["received_bytes"] - before[2]["received_bytes"]
+    assert 2 * nbytes < received < 2.1 * nbytes
+    assert exists(os.getpid()) == (0, 0, False)
+
+
+PROGRAM = """
+import socket, torch
+from dgc.comm import all_reduce
+from dgc.comm.connect import connect
+transport = connect()
+total = all_reduce(transport, torch.ones(250_000) * (transport.rank + 1), "sum")
+print(f"{socket.gethostname()} has rank {transport.rank}: {total[0].item()}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.horovod), "torchrun"])
+def test_ranks_on_two_hosts(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = ["--hosts", "2", "--rate", "200mbit", "--launcher", launcher, "--", str(tmp_path / "program.py")]
+    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    (done,) = run_together([[*NETLAB, *words]], REPOSITORY, {**os.environ, "PYTHONPATH": paths}, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"lab{rank} has rank {rank}: 3.0" in done.stdout
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert 50 * MBIT < found["bits_per_second"] < 230 * MBIT
+    # an all-reduce of 1 MB on two ranks sends 1 MB; 5 % for headers, and what the launcher and the start need
+    assert all(1e6 < host["sent_bytes"] < 1.05e6 + 100_000 for host in found["hosts"]), found
+
+
+def test_what_a_killed_laboratory_leaves_is_removed_by_the_next() -> None:
+    words = ["--hosts", "2", "--launcher", "torchrun", "--", "-c", "import time; time.sleep(600)"]
+    with Laboratory(2, "1gbit"):
+        killed = subprocess.Popen([*NETLAB, *words], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        assert killed.stdout is not None and "Mbit/s" in killed.stdout.readline()
+        time.sleep(0.5)
+        assert exists(killed.pid) == (2, 3, True)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()  # its ranks keep its output open
+        assert exists(killed.pid) == (2, 3, True)
+        script = "from benchmarks.netlab import Laboratory\nwith Laboratory(2, '1gbit'): pass"
+        subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=60)
+        assert exists(killed.pid) == (0, 0, False)
+        assert exists(os.getpid()) == (2, 3, True), "a laboratory that is in use"
+        assert killed.stdout.read() == "", "its ranks have ended"
+        killed.stdout.close()
+    assert exists(os.getpid()) == (0, 0, False)
+
+
+def test_an_error_inside_removes_the_hosts() -> None:
+    def fail() -> None:
+        with Laboratory(2, "1gbit"):
+            raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user"):
+        fail()
+    assert exists(os.getpid()) == (0, 0, False)
