@@ -1,5 +1,7 @@
 // The mean of sorted sparse vectors. The index space is processed in blocks with sums that stay in the cache. The
 // parts add their entries of the block in order, and a bitmap marks the elements that have entries.
+#include "merge.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -12,14 +14,6 @@ namespace {
 constexpr int64_t block = 32768;
 constexpr int64_t words = block / 64;
 constexpr int64_t worth_a_thread = 8192;
-
-struct Part {
-    const int32_t* indices;
-    const float* values;
-    int64_t count;
-
-    int64_t lower_bound(int64_t index) const { return std::lower_bound(indices, indices + count, index) - indices; }
-};
 
 // Merges the entries in [begin, end) into the outputs. Returns their number. next: the first entry of each part.
 int64_t merge(const std::vector<Part>& parts, std::vector<int64_t> next, int64_t begin, int64_t end, float size,
@@ -61,29 +55,23 @@ int64_t merge(const std::vector<Part>& parts, std::vector<int64_t> next, int64_t
 }
 
 }  // namespace
-}  // namespace dgc
 
-// indices, values: space for all entries of all parts. Returns the number of entries written.
-DGC_EXPORT int64_t dgc_merge_mean(const int32_t* const* part_indices, const float* const* part_values,
-                                  const int32_t* const* part_counts, int part_count, float size, int64_t numel,
-                                  int64_t* indices, float* values, int threads) {
-    std::vector<dgc::Part> parts;
+int64_t merge_mean(const std::vector<Part>& parts, float size, int64_t numel, int64_t* indices, float* values,
+                   int threads) {
     int64_t entries = 0;
-    for (int p = 0; p < part_count; ++p) {
-        parts.push_back({part_indices[p], part_values[p], *part_counts[p]});
-        entries += parts.back().count;
-    }
-    threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, entries / dgc::worth_a_thread)));
-    dgc::Lease scratch(threads);
+    for (const Part& part : parts) entries += part.count;
+    threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, entries / worth_a_thread)));
+    Lease scratch(threads);
     // Each thread writes at the offset that its output would have if no two parts shared an index.
     std::vector<int64_t> offset(threads), found(threads);
-    dgc::parallel_for(threads, [&](int t) {
-        const int64_t begin = dgc::part_begin(numel, threads, t, dgc::block);
-        const int64_t end = dgc::part_begin(numel, threads, t + 1, dgc::block);
+    parallel_for(threads, [&](int t) {
+        const int64_t begin = part_begin(numel, threads, t, block);
+        const int64_t end = part_begin(numel, threads, t + 1, block);
         std::vector<int64_t> next;
-        for (const dgc::Part& part : parts) next.push_back(part.lower_bound(begin));
+        for (const Part& part : parts)
+            next.push_back(std::lower_bound(part.indices, part.indices + part.count, begin) - part.indices);
         for (int64_t i : next) offset[t] += i;
-        found[t] = dgc::merge(parts, std::move(next), begin, end, size, scratch->threads[t], indices + offset[t],
+        found[t] = merge(parts, std::move(next), begin, end, size, scratch->threads[t], indices + offset[t],
                               values + offset[t]);
     });
     int64_t at = found[0];
@@ -93,4 +81,15 @@ DGC_EXPORT int64_t dgc_merge_mean(const int32_t* const* part_indices, const floa
         at += found[t];
     }
     return at;
+}
+
+}  // namespace dgc
+
+// part_counts: one number for each part.
+DGC_EXPORT int64_t dgc_merge_mean(const int32_t* const* part_indices, const float* const* part_values,
+                                  const int32_t* const* part_counts, int part_count, float size, int64_t numel,
+                                  int64_t* indices, float* values, int threads) {
+    std::vector<dgc::Part> parts;
+    for (int p = 0; p < part_count; ++p) parts.push_back({part_indices[p], part_values[p], *part_counts[p]});
+    return dgc::merge_mean(parts, size, numel, indices, values, threads);
 }
