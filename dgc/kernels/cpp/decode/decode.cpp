@@ -16,7 +16,8 @@
 namespace dgc {
 namespace {
 
-constexpr int64_t region = 16384;  // its sums stay in the nearest caches
+constexpr int64_t region = 8192;  // its sums stay in the nearest caches
+constexpr int64_t ahead = 16;  // entries: few of each payload are in one region
 constexpr int64_t worth_a_thread = 65536;
 constexpr int64_t spare = 16;  // the sentinel, and a cache line
 
@@ -91,6 +92,8 @@ bool mean_of_range(const std::vector<Part>& parts, int64_t begin, int64_t end, f
             const int32_t* at = next[p];
             const float* value = parts[p].values + (at - parts[p].indices);
             for (; *at < stop; ++at, ++value) sums[*at - begin] += *value;
+            __builtin_prefetch(at + ahead);
+            __builtin_prefetch(value + ahead);
             next[p] = at;
         }
         finite &= divide(sums, stop - begin, size, dense + begin);
