@@ -69,6 +69,26 @@ def test_means_have_the_bits_of_the_reference(name: Any) -> None:
 
 
 @native_tiers
+def test_a_large_bucket_at_any_address(name: Any) -> None:
+    """Large buckets are stored past the caches, which needs aligned addresses."""
+    numel, form = (1 << 20) + 5, FORMATS["sign rice"]
+    budget = budget_of(900, 0, 1, numel // 2, numel)
+    made = [selection_of(scattered(numel, 900, r), capacity=900, seed=r) for r in range(3)]
+    payloads = [encode(form, one, budget, numel).payload for one in made]
+    with tier(name):
+        for size in (3, 4):
+            together, decoder = gathered(form, payloads, budget, numel, size), NativeMeanDecoder()
+            indices, values, _ = together.mean(decoder)
+            expected = torch.zeros(numel).index_put_((indices,), values)
+            for offset in (0, 1, 16):
+                memory = torch.full((numel + 17,), torch.nan)
+                dense = memory[offset : offset + numel]
+                assert together.mean_into_(dense, decoder)[0]
+                assert torch.equal(dense.view(torch.int32), expected.view(torch.int32)), (size, offset)
+                assert int(memory.isnan().sum()) == 17, "nothing beside it is written"
+
+
+@native_tiers
 @pytest.mark.usefixtures("no_type_checks")
 def test_means_of_buckets_of_many_regions(name: Any) -> None:
     """Sizes around the regions and the shares of the threads, with entries in few of them or in all."""

@@ -17,6 +17,7 @@ namespace dgc {
 namespace {
 
 constexpr int64_t region = 8192;  // its sums stay in the nearest caches
+constexpr int64_t large = 1 << 20;  // elements: more than stays in the caches until the optimizer reads it
 constexpr int64_t ahead = 16;  // entries: few of each payload are in one region
 constexpr int64_t worth_a_thread = 65536;
 constexpr int64_t spare = 16;  // the sentinel, and a cache line
@@ -78,8 +79,8 @@ bool decode(const Form& form, const uint8_t* payload, int32_t* indices, float* v
 }
 
 // Writes the mean of elements begin .. end - 1. Returns whether it is finite.
-bool mean_of_range(const std::vector<Part>& parts, int64_t begin, int64_t end, float size, float* sums,
-                   float* dense) {
+bool mean_of_range(const std::vector<Part>& parts, int64_t begin, int64_t end, float size, bool streaming,
+                   float* sums, float* dense) {
     const auto divide = decode_kernels().divide;
     std::vector<const int32_t*> next;
     for (const Part& part : parts)
@@ -96,7 +97,7 @@ bool mean_of_range(const std::vector<Part>& parts, int64_t begin, int64_t end, f
             __builtin_prefetch(value + ahead);
             next[p] = at;
         }
-        finite &= divide(sums, stop - begin, size, dense + begin);
+        finite &= divide(sums, stop - begin, size, streaming, dense + begin);
     }
     return finite;
 }
@@ -148,7 +149,7 @@ DGC_EXPORT int64_t dgc_decode_mean(const uint8_t* const* payloads, int ranks, in
     parallel_for(threads, [&](int t) {
         const int64_t begin = part_begin(numel, threads, t, region), end = part_begin(numel, threads, t + 1, region);
         float* sums = scratch->threads[t].values.room<float>(region);
-        if (!mean_of_range(parts, begin, end, size, sums, dense)) finite = false;
+        if (!mean_of_range(parts, begin, end, size, numel >= large, sums, dense)) finite = false;
     });
     return finite;
 }

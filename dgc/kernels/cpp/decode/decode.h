@@ -6,8 +6,9 @@
 namespace dgc {
 
 struct DecodeKernels {
-    // Writes sums / size to `means` and zeros to `sums`. Returns whether all means are finite.
-    bool (*divide)(float* sums, int64_t n, float size, float* means);
+    // Writes sums / size to `means` and zeros to `sums`, which begins at a multiple of 64 bytes. Returns whether all
+    // means are finite. streaming: store past the caches.
+    bool (*divide)(float* sums, int64_t n, float size, bool streaming, float* means);
 };
 
 extern const DecodeKernels decode_portable;
