@@ -13,14 +13,36 @@ namespace {
 
 constexpr int64_t block = 32768;
 constexpr int64_t words = block / 64;
+constexpr int step = 4;  // entries
 constexpr int64_t worth_a_thread = 8192;
 
+// Writes the entry of each bit. Returns their number. With spare room for `step` entries, the loop ends after whole
+// steps, because the number of bits of a word cannot be predicted. What the last step writes beyond is overwritten.
+int64_t emit(uint64_t bits, int64_t begin, const float* sums, float size, bool spare, int64_t* indices,
+             float* values) {
+    int64_t found = 0;
+    const auto put = [&] {
+        const int64_t at = __builtin_ctzll(bits | uint64_t{1} << 63);
+        indices[found] = begin + at;
+        values[found] = sums[at] / size;
+        found += bits != 0;
+        bits &= bits - 1;
+    };
+    while (spare && bits) {
+        for (int i = 0; i < step; ++i) put();
+    }
+    while (bits) put();
+    return found;
+}
+
 // Merges the entries in [begin, end) into the outputs. Returns their number. next: the first entry of each part.
+// room: number of entries that the outputs have space for.
 int64_t merge(const std::vector<Part>& parts, std::vector<int64_t> next, int64_t begin, int64_t end, float size,
-              Scratch::Thread& memory, int64_t* indices, float* values) {
+              Scratch::Thread& memory, int64_t room, int64_t* indices, float* values) {
     float* sums = memory.values.room<float>(block);
     uint64_t* touched = memory.counts.room<uint64_t>(words);
     std::memset(touched, 0, words * sizeof(uint64_t));
+    std::memset(sums, 0, block * sizeof(float));
     int64_t found = 0;
     while (begin < end) {
         int64_t first = end;
@@ -35,19 +57,18 @@ int64_t merge(const std::vector<Part>& parts, std::vector<int64_t> next, int64_t
             for (; i < part.count && part.indices[i] < stop; ++i) {
                 const int64_t at = part.indices[i] - begin;
                 const uint64_t bit = uint64_t{1} << (at % 64);
-                const float before = touched[at / 64] & bit ? sums[at] : 0.0f;
-                sums[at] = before + part.values[i];
+                sums[at] += part.values[i];
                 touched[at / 64] |= bit;
             }
             next[p] = i;
         }
         for (int64_t w = 0; w < words; ++w) {
-            for (uint64_t bits = touched[w]; bits; bits &= bits - 1) {
-                const int64_t at = w * 64 + __builtin_ctzll(bits);
-                indices[found] = begin + at;
-                values[found++] = sums[at] / size;
-            }
+            if (!touched[w]) continue;
+            float* const own = sums + w * 64;
+            const bool spare = found + 64 + step <= room;
+            found += emit(touched[w], begin + w * 64, own, size, spare, indices + found, values + found);
             touched[w] = 0;
+            std::memset(own, 0, 64 * sizeof(float));
         }
         begin = stop;
     }
@@ -68,11 +89,15 @@ int64_t merge_mean(const std::vector<Part>& parts, float size, int64_t numel, in
         const int64_t begin = part_begin(numel, threads, t, block);
         const int64_t end = part_begin(numel, threads, t + 1, block);
         std::vector<int64_t> next;
-        for (const Part& part : parts)
-            next.push_back(std::lower_bound(part.indices, part.indices + part.count, begin) - part.indices);
-        for (int64_t i : next) offset[t] += i;
-        found[t] = merge(parts, std::move(next), begin, end, size, scratch->threads[t], indices + offset[t],
-                              values + offset[t]);
+        int64_t room = 0;
+        for (const Part& part : parts) {
+            const auto first = std::lower_bound(part.indices, part.indices + part.count, begin);
+            room += std::lower_bound(first, part.indices + part.count, end) - first;
+            next.push_back(first - part.indices);
+            offset[t] += next.back();
+        }
+        found[t] = merge(parts, std::move(next), begin, end, size, scratch->threads[t], room, indices + offset[t],
+                         values + offset[t]);
     });
     int64_t at = found[0];
     for (int t = 1; t < threads; ++t) {
