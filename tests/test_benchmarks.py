@@ -11,6 +11,7 @@ from torch import Tensor
 
 import benchmarks
 import dgc.kernels as kernels
+from benchmarks import decoding
 from benchmarks.convergence import report, simulate
 from benchmarks.radix_select import RadixSelect
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
@@ -189,3 +190,27 @@ def test_radix_selection_is_exact() -> None:
         radix, ours = RadixSelect().choose(v, plan, 0), Exact().choose(v, plan, 0)
         assert int(radix.count) == int(ours.count)
         assert torch.equal(radix.indices, ours.indices) and torch.equal(radix.values, ours.values)
+
+
+def test_decoding_reads_what_the_ranks_have_recorded() -> None:
+    """All methods give one mean, that of the selections, and the table's numbers are those of the work."""
+    recording = decoding.Recording([SEGMENTS], 0.01, 3)
+    for name in decoding.FORMATS:
+        form = decoding.format_of(name)
+        work = decoding.Decoding(recording, form, recording.payloads(form), 2)
+        (bucket,), (union,) = recording.buckets, work.sparse()
+        work.dense()
+        dense = bucket.flat.clone()
+        work.single()
+        assert torch.equal(bucket.flat, dense) and int((dense != 0).sum()) <= 2 * 230, name
+        assert torch.equal(union.indices[union.values != 0], dense.nonzero().view(-1)), name
+        row = decoding.row_of(work, 2)
+        assert row["payload_bytes"] == 2 * form.nbytes(recording.plans[0].per_tensor, N), name
+        assert row["union"] == pytest.approx(union.indices.numel() / N) and row["union"] < 0.02, name
+        assert all(row[key] > 0 for key in (*decoding.RATIOS, "floor_ms", "dense_ms")), name
+    exact = [torch.zeros(N).index_put_((s[0].indices.long(),), s[0].values) for s in recording.selections[:2]]
+    form = decoding.format_of("fp32 int32")
+    decoding.Decoding(recording, form, recording.payloads(form), 2).dense()
+    assert torch.equal(recording.buckets[0].flat, (exact[0] + exact[1]) / 2)
+    work.floor()
+    assert not recording.buckets[0].flat.any()

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dgc.kernels.codec.mean import MeanDecoder as MeanDecoder
 from dgc.kernels.codec.protocol import Codec as Codec
 from dgc.kernels.lowrank.protocol import LowRank as LowRank
 from dgc.kernels.quantize.protocol import Quantizers as Quantizers
@@ -28,12 +29,17 @@ _asked = os.environ.get("DGC_KERNELS", "auto")
 
 @dataclass(frozen=True)
 class Tier:
-    """One implementation of every family of kernels."""
+    """One implementation of every family of kernels.
+
+    decoder: decodes and adds the payloads of all ranks in one call. None: the codec decodes each payload, and
+    `selection.merge_mean` adds them, with the same bits.
+    """
 
     selection: SelectionKernels
     codec: Codec
     quantize: Quantizers
     lowrank: LowRank
+    decoder: MeanDecoder | None = None
 
 
 class KernelsUnavailable(ValueError):
@@ -93,6 +99,7 @@ def _tier(asked: str, device: torch.device) -> Tier:
 def _native(device: str) -> Tier:
     if device != "cpu":
         raise KernelsUnavailable(f"the native kernels run on a CPU, not on {device}")
+    from dgc.kernels.codec.mean import NativeMeanDecoder
     from dgc.kernels.codec.native import NativeCodec
     from dgc.kernels.library import KernelsMissing
     from dgc.kernels.lowrank.native import NativeLowRank
@@ -101,7 +108,7 @@ def _native(device: str) -> Tier:
 
     try:
         native = Native()
-        return Tier(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native))
+        return Tier(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeMeanDecoder())
     except KernelsMissing as error:
         raise KernelsUnavailable(str(error)) from error
 

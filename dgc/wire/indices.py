@@ -7,12 +7,13 @@ bytes than int32 indices, the section holds int32 indices instead.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
 
+from dgc.kernels.codec.mean import IndexKind
 from dgc.kernels.codec.protocol import Codec, PackedCode, RiceCode
 from dgc.kernels.selection.protocol import SparseVector
 from dgc.wire.lengths import plan_packed, plan_rice
@@ -65,6 +66,10 @@ class PlainSection:
     def nbytes(self) -> int:
         return self.capacity * self.dtype.itemsize
 
+    @property
+    def kind(self) -> IndexKind:
+        return IndexKind.INT32 if self.dtype == torch.int32 else IndexKind.INT64
+
     def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
         codec.plain_encode_(selection.indices, self.dtype, section)
         return selection
@@ -78,6 +83,7 @@ class PlainSection:
 @dataclass(frozen=True)
 class PackedSection:
     code: PackedCode
+    kind: ClassVar[IndexKind] = IndexKind.PACKED
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +101,7 @@ class PackedSection:
 @dataclass(frozen=True)
 class RiceSection:
     code: RiceCode
+    kind: ClassVar[IndexKind] = IndexKind.RICE
 
     @property
     def nbytes(self) -> int:

@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
+from dgc.kernels.codec.mean import WORDS
 from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
 from dgc.kernels.selection.protocol import Budget, SparseVector
 from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices, PlainSection
@@ -72,6 +73,26 @@ def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str)
         )
 
 
+def refuse_invalid(
+    words: Sequence[int], ranks: Sequence[int], budget: Budget, numel: int, terms: Terms, what: str
+) -> None:
+    """Raise PayloadError for the first payload that is not valid. words: see `dgc.kernels.codec.mean.Decoded`."""
+    segments = budget.bounds.numel() - 1
+    for i, rank in enumerate(ranks):
+        count, number, *theirs, sealed, indices_valid, values_valid = words[WORDS * i : WORDS * (i + 1)]
+        if not sealed:
+            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
+        refuse_other_terms(rank, theirs, terms, what)
+        if not 0 <= count <= budget.capacity:
+            raise PayloadError(f"rank {rank} sent {count} elements, but the capacity is {budget.capacity}")
+        if not 0 <= number <= segments:
+            raise PayloadError(f"rank {rank} reports tensor {number} of {segments} as non-finite")
+        if not indices_valid:
+            raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
+        if not values_valid:
+            raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
+
+
 @dataclass(frozen=True, eq=False)
 class Encoded:
     """An encoded selection.
@@ -114,7 +135,7 @@ class SparseFormat:
 
     def nbytes(self, budget: Budget, numel: int) -> int:
         """Return the size of a payload: 24 bytes plus the two sections, rounded up to a multiple of 8."""
-        return self._layout(budget, numel).nbytes
+        return self.layout(budget, numel).nbytes
 
     def encode(
         self,
@@ -140,7 +161,7 @@ class SparseFormat:
             tensors: Bounds of the tensors in the buffer that `first_nonfinite` counts, if not those of `budget`.
         """
         assert selection.values.numel() == budget.capacity
-        layout, tensors = self._layout(budget, numel), budget.bounds if tensors is None else tensors
+        layout, tensors = self.layout(budget, numel), budget.bounds if tensors is None else tensors
         if isinstance(layout.indices, PlainSection) and isinstance(self.values, CastValues):
             # one fused call with the same result: after a pass over the bucket, caches are cold for small calls
             dtypes, limit = (layout.indices.dtype, self.values.torch_dtype), self.values.largest(result)
@@ -185,7 +206,7 @@ class SparseFormat:
             PayloadError: A rank encoded with another ratio or format, or a payload has another size, a wrong
                 checksum, or content that `encode` never writes. The message names the rank.
         """
-        segments, layout, terms = budget.bounds.numel() - 1, self._layout(budget, numel), self.terms(ratio)
+        layout, terms = self.layout(budget, numel), self.terms(ratio)
         check_sizes(payloads, layout.nbytes, terms, what)
         selections, scalars = [], []
         ranks = range(len(payloads)) if ranks is None else ranks
@@ -197,24 +218,13 @@ class SparseFormat:
             section = payload[layout.value_bytes]
             values, finite = self.values.decode(codec, section, indices, header, edges)
             selections.append(SparseVector(indices, values, header.count))
-            scalars += [header.count, header.number, *header.terms, header.sealed, valid, finite]
+            scalars += [header.count, header.number, *header.terms, header.sealed, valid, finite]  # `WORDS`
         known = read_scalars(scalars)
-        for i, rank in enumerate(ranks):
-            count, number, *theirs, sealed, indices_valid, values_valid = known[7 * i : 7 * i + 7]
-            if not sealed:
-                raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
-            refuse_other_terms(rank, theirs, terms, what)
-            if not 0 <= count <= budget.capacity:
-                raise PayloadError(f"rank {rank} sent {count} elements, but the capacity is {budget.capacity}")
-            if not 0 <= number <= segments:
-                raise PayloadError(f"rank {rank} reports tensor {number} of {segments} as non-finite")
-            if not indices_valid:
-                raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
-            if not values_valid:
-                raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
-        return selections, known[1::7]
+        refuse_invalid(known, ranks, budget, numel, terms, what)
+        return selections, known[1::WORDS]
 
-    def _layout(self, budget: Budget, numel: int) -> Layout:
+    def layout(self, budget: Budget, numel: int) -> Layout:
+        """Return the positions of a payload's sections."""
         key = (budget.capacity, budget.bounds.numel() - 1, numel)
         found = self._layouts.get(key)
         return found if found is not None else self._layouts.setdefault(key, self._plan(*key))

@@ -19,11 +19,13 @@ The divisor of s**2 is the number of values, so that a single one has an s.
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
+from dgc.kernels.codec.mean import ValueKind
 from dgc.kernels.codec.protocol import Codec, Header
 from dgc.kernels.selection.protocol import SparseVector
 from dgc.wire.values import CastValues, within
@@ -48,6 +50,7 @@ class TwoBitValues:
     """
 
     range_in_sigmas: float = 6.0
+    kind: ClassVar[ValueKind] = ValueKind.TWO_BITS
 
     def __post_init__(self) -> None:
         given = self.range_in_sigmas

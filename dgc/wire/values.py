@@ -12,16 +12,18 @@ TwoBitValues one of 4 means of each tensor (`two_bits`)
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
+from dgc.kernels.codec.mean import ValueKind
 from dgc.kernels.codec.protocol import Codec, Header
 from dgc.kernels.selection.protocol import SparseVector
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+KINDS = {"fp32": ValueKind.FP32, "fp16": ValueKind.FP16, "bf16": ValueKind.BF16}
 FP32 = torch.finfo(torch.float32)
 
 
@@ -93,6 +95,10 @@ class CastValues:
         return self.torch_dtype.itemsize
 
     @property
+    def kind(self) -> ValueKind:
+        return KINDS[self.dtype]
+
+    @property
     def dense(self) -> "CastValues":
         return self if self.dtype != "bf16" else CastValues()
 
@@ -145,6 +151,8 @@ class CastValues:
 class Int8Values:
     """One byte per element and one fp32 scale per tensor."""
 
+    kind: ClassVar[ValueKind] = ValueKind.INT8
+
     @property
     def dense(self) -> CastValues:
         return CastValues()
@@ -178,6 +186,8 @@ class Int8Values:
 @dataclass(frozen=True)
 class SignValues:
     """One bit per element and one fp32 mean magnitude per tensor."""
+
+    kind: ClassVar[ValueKind] = ValueKind.SIGN
 
     @property
     def dense(self) -> CastValues:

@@ -4,6 +4,13 @@ from ..fault import Fault
 
 COMPRESSION = [
     Fault(
+        "sparse-mean-written-for-momentum-correction",
+        "dgc/compression/sparse/exchange/protocol.py",
+        "if self.memory.correction is not None or",
+        "if self.memory.correction is None or",
+        ["tests/compression/test_decoding.py"],
+    ),
+    Fault(
         "same-seed-in-every-step",
         "dgc/compression/sparse/sparse.py",
         'seed = crc32(f"{self.seed} {bucket.segments[0].name} {count}".encode())',

@@ -20,9 +20,23 @@ NATIVE = [
     Fault(
         "merged-sums-not-averaged",
         "dgc/kernels/cpp/selection/merge.cpp",
-        "values[found++] = sums[at] / size;",
-        "values[found++] = sums[at];",
+        "values[found] = sums[at] / size;",
+        "values[found] = sums[at];",
         ["tests/kernels/test_kernel_laws.py::test_merge_mean"],
+    ),
+    Fault(
+        "every-mean-by-an-inverse",
+        "dgc/kernels/cpp/decode/decode_body.h",
+        "const bool power_of_two = (bits_of(size) & 0x007FFFFFu) == 0;",
+        "const bool power_of_two = true;",
+        ["tests/wire/test_mean.py::test_quotients_are_rounded_once"],
+    ),
+    Fault(
+        "infinite-mean-not-reported",
+        "dgc/kernels/cpp/decode/decode.cpp",
+        "finite &= divide(sums",
+        "divide(sums",
+        ["tests/wire/test_mean.py::test_a_mean_that_is_not_finite_is_reported"],
     ),
     Fault(
         "rice-parameter-not-the-smallest",
@@ -34,8 +48,8 @@ NATIVE = [
     Fault(
         "checksum-without-positions",
         "dgc/kernels/cpp/codec/payload.cpp",
-        "static_cast<uint64_t>(2 * i + 1)",
-        "uint64_t{1}",
+        "(2 * c + 1) * sums[c]",
+        "sums[c]",
         ["tests/kernels/test_codec.py::test_the_checksum_is_the_weighted_sum_of_the_words"],
     ),
     Fault(

@@ -13,7 +13,7 @@ WIRE = [
     Fault(
         "non-finite-flag-of-a-payload-ignored",
         "dgc/wire/payload.py",
-        "return selections, known[1::7]",
+        "return selections, known[1::WORDS]",
         "return selections, [0] * len(selections)",
         ["tests/wire/test_payload.py::test_the_first_tensor_that_is_not_finite_is_named"],
     ),

@@ -7,7 +7,7 @@ One round. Bytes per rank: b (N-1) for a payload of b bytes.
 
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.protocol import SparseResult
+from dgc.compression.protocol import Result
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.selection import Plan
 from dgc.wire import SparseFormat
@@ -21,10 +21,8 @@ class AllGatherExchange:
     def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
         return all_gather_wire_bytes(form.nbytes(plan.per_tensor, numel), size)
 
-    def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
-        bucket, plan, encoded = chosen.bucket, chosen.plan, chosen.encode()
-        chosen.memory.sent_(bucket, encoded.sent)
+    def mean(self, chosen: Chosen) -> Conversation[Result]:
+        encoded = chosen.encode()
+        chosen.memory.sent_(chosen.bucket, encoded.sent)
         (payloads,) = yield (AllGather(encoded.payload),)
-        planned = (plan.per_tensor, bucket.numel, plan.ratio, chosen.what)
-        parts, nonfinite = chosen.form.decode(chosen.kernels.codec, payloads, *planned)
-        return chosen.mean(parts, nonfinite)
+        return chosen.mean_of(payloads)

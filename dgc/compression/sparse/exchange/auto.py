@@ -9,7 +9,7 @@ Bytes per rank: the smaller of those of the two.
 """
 
 from dgc.comm.requests import Conversation
-from dgc.compression.protocol import SparseResult
+from dgc.compression.protocol import Result
 from dgc.compression.sparse.exchange.all_gather import AllGatherExchange
 from dgc.compression.sparse.exchange.protocol import Chosen, SparseExchange
 from dgc.compression.sparse.exchange.reduce_scatter import ReduceScatterExchange
@@ -28,7 +28,7 @@ class AutoExchange:
     def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
         return self.choose(form, plan, numel, size).wire_bytes(form, plan, numel, size)
 
-    def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
+    def mean(self, chosen: Chosen) -> Conversation[Result]:
         planned = (chosen.form, chosen.plan, chosen.bucket.numel, chosen.size)
         return (yield from self.choose(*planned).mean(chosen))
 

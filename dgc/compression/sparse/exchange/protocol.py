@@ -4,17 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.compression.finite import first_nonfinite_message, sparse_overflow
-from dgc.compression.protocol import SparseResult
+from dgc.compression.finite import first_nonfinite_message, overflow, sparse_overflow
+from dgc.compression.protocol import DenseResult, Result, SparseResult
 from dgc.kernels import SparseVector
 from dgc.memory import Memory
 from dgc.selection import Plan
 from dgc.wire import Encoded, SparseFormat
+from dgc.wire.mean import Gathered, sections_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,28 @@ class Chosen:
 
     def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> SparseResult:
         """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
-        indices, values = self.kernels.selection.merge_mean(parts, self.size, self.bucket.numel)
+        return self._sparse(*self.kernels.selection.merge_mean(parts, self.size, self.bucket.numel), nonfinite)
+
+    def mean_of(self, payloads: Sequence[Tensor]) -> Result:
+        """The mean of payloads of the whole plan, one from each rank.
+
+        It is written into the bucket at once where it is needed there anyway: only a memory with momentum
+        correction leaves the optimizer nothing to do but to subtract the sparse mean.
+        """
+        bucket, planned = self.bucket, (self.plan.per_tensor, self.bucket.numel)
+        decoder, sections = self.kernels.decoder, sections_of(self.form, *planned)
+        if decoder is None or sections is None:
+            return self.mean(*self.form.decode(self.kernels.codec, payloads, *planned, self.plan.ratio, self.what))
+        settings = (self.plan.per_tensor, self.size, self.plan.ratio, self.what)
+        gathered = Gathered(payloads, self.form, sections, *settings)
+        if self.memory.correction is not None or bucket.dtype != torch.float32:
+            return self._sparse(*gathered.mean(decoder))
+        bucket.release()  # the gradients are accumulated and need no copy
+        finite, nonfinite = gathered.mean_into_(bucket.flat, decoder)
+        message = first_nonfinite_message(bucket, nonfinite)
+        return DenseResult(message if finite else message or overflow(bucket))
+
+    def _sparse(self, indices: Tensor, values: Tensor, nonfinite: Sequence[int]) -> SparseResult:
         message = first_nonfinite_message(self.bucket, nonfinite) or sparse_overflow(self.bucket, indices, values)
         return SparseResult(indices, values, message)
 
@@ -80,6 +103,6 @@ class SparseExchange(Protocol):
         """
         ...
 
-    def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
+    def mean(self, chosen: Chosen) -> Conversation[Result]:
         """Exchange the selections. Tells the memory what has left this rank."""
         ...

@@ -86,3 +86,19 @@ bool unpack(const Section& section, int64_t bit, int width, int64_t count, uint3
 // Clamps magnitudes to `limit` first. scale points to one float.
 DGC_EXPORT void dgc_cast_encode(const float* values, int64_t count, int dtype, float limit, uint8_t* section,
                                 float* decoded, float* scale);
+
+// The decoders of sections. All return 1 if the section is valid, and never access memory outside their arguments.
+DGC_EXPORT int dgc_sealed(const uint8_t* payload, int64_t nbytes);
+DGC_EXPORT int dgc_plain_decode(const uint8_t* section, int64_t nbytes, int64_t count, int64_t capacity,
+                                int64_t numel, int32_t* indices);
+DGC_EXPORT int dgc_packed_decode(uint8_t* bytes, int64_t nbytes, int64_t count, int64_t capacity, int64_t numel,
+                                 int32_t* indices);
+DGC_EXPORT int dgc_rice_decode(uint8_t* bytes, int64_t nbytes, int64_t count, int64_t capacity, int64_t numel,
+                               int32_t* indices);
+DGC_EXPORT int dgc_cast_decode(const uint8_t* section, int64_t count, int dtype, float scale, float* decoded);
+DGC_EXPORT int dgc_sign_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
+                               const uint8_t* section, float* decoded);
+DGC_EXPORT int dgc_int8_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
+                               const uint8_t* section, float* decoded);
+DGC_EXPORT int dgc_two_bit_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
+                                  const uint8_t* section, float* decoded);

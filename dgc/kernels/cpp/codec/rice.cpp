@@ -121,21 +121,27 @@ DGC_EXPORT int dgc_rice_decode(uint8_t* bytes, int64_t nbytes, int64_t count, in
         int b = bytes[begin / BLOCK];
         if (!unpack(section, bit, b, in_block, low)) return 0;
         bit += in_block * b;
-        int64_t most = numel >> b, seen = 0;
+        // The j-th one follows all high parts up to its own and j ones, so its place is their sum. Only the sum of
+        // the low parts is carried from one index to the next. It may wrap around: the last index is checked below.
+        const uint32_t unit = uint32_t{1} << b;
+        uint32_t carried = static_cast<uint32_t>(index) + unit;
+        int64_t at = last;
         for (int64_t j = 0; j < in_block; ++j) {
             while (!bits) {
                 if (++word >= words) return 0;
                 bits = section.word(word);
             }
-            int64_t at = 64 * word + __builtin_ctzll(bits);
+            at = 64 * word + __builtin_ctzll(bits);
             bits &= bits - 1;
-            int64_t high = at - last - 1;
-            last = at;
-            seen |= most - high;  // negative as soon as one high part is too large
-            index += static_cast<int64_t>(static_cast<uint64_t>(high) << b) + low[j] + 1;
-            indices[begin + j] = static_cast<int32_t>(index);
+            carried += low[j] + 1 - unit;
+            indices[begin + j] = static_cast<int32_t>(carried + static_cast<uint32_t>(at - last - 1) * unit);
         }
-        if (seen < 0 || index >= numel) return 0;
+        const int64_t high = at - last - in_block;
+        if (high > numel >> b) return 0;
+        index += (high << b) + in_block;
+        for (int64_t j = 0; j < in_block; ++j) index += low[j];
+        if (index >= numel) return 0;
+        last = at;
     }
     return 1;
 }

@@ -159,7 +159,14 @@ DGC_EXPORT int dgc_sign_decode(const int32_t* indices, int64_t count, const int6
     for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
         float mean = load<float>(section + 4 * segment);
         valid &= begin == end || finite(mean);
-        for (int64_t j = begin; j < end; ++j) decoded[j] = bits[j / 8] >> j % 8 & 1 ? -mean : mean;
+        const uint32_t magnitude = bits_of(mean);  // the sign by a mask: a branch would be wrong half of the time
+        const auto put = [&](int64_t j, uint32_t byte) { decoded[j] = float_of(magnitude ^ byte >> j % 8 << 31); };
+        int64_t j = begin;
+        for (; j < end && j % 8; ++j) put(j, bits[j / 8]);
+        for (; j + 8 <= end; j += 8) {
+            for (int i = 0; i < 8; ++i) decoded[j + i] = float_of(magnitude ^ uint32_t{bits[j / 8]} >> i << 31);
+        }
+        for (; j < end; ++j) put(j, bits[j / 8]);
     });
     return valid;
 }
@@ -233,10 +240,16 @@ DGC_EXPORT int dgc_two_bit_decode(const int32_t* indices, int64_t count, const i
     for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
         float table[4];
         std::memcpy(table, section + 16 * segment, sizeof table);
-        for (int64_t j = begin; j < end; ++j) {
-            decoded[j] = table[codes[j / 4] >> 2 * (j % 4) & 3];
+        const auto put = [&](int64_t j, uint32_t byte) {
+            decoded[j] = table[byte >> 2 * (j % 4) & 3];
             valid &= finite(decoded[j]);
+        };
+        int64_t j = begin;
+        for (; j < end && j % 4; ++j) put(j, codes[j / 4]);
+        for (; j + 4 <= end; j += 4) {
+            for (int64_t i = 0; i < 4; ++i) put(j + i, codes[j / 4]);
         }
+        for (; j < end; ++j) put(j, codes[j / 4]);
     });
     return valid;
 }

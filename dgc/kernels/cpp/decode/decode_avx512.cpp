@@ -1,0 +1,11 @@
+#if defined(__x86_64__)
+
+#include "decode_body.h"
+
+namespace dgc {
+
+const DecodeKernels decode_avx512 = table;
+
+}  // namespace dgc
+
+#endif

@@ -1,0 +1,7 @@
+#include "decode_body.h"
+
+namespace dgc {
+
+const DecodeKernels decode_portable = table;
+
+}  // namespace dgc

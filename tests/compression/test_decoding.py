@@ -1,0 +1,80 @@
+"""Which kind of mean a compressor returns, and that its bits do not depend on the kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+from compression.ranks import Ranks, dense, normal
+
+import dgc.kernels as kernels
+from dgc.bucket import make_bucket
+from dgc.compression import DenseResult, DGCCompressor, SparseCompressor, SparseResult
+from dgc.compression.sparse.exchange.protocol import Chosen
+from dgc.kernels import SparseVector
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.selection import plan_selection
+from dgc.wire import RiceIndices, SignValues, SparseFormat
+
+SHAPES = [(40, 30), (700, 10)]
+NUMEL = 8200
+
+
+def residual() -> Any:
+    return SparseCompressor(0.01, ResidualMemory(), values=SignValues(), indices=RiceIndices())
+
+
+def dgc() -> Any:
+    return DGCCompressor(0.01, DGCSGDMemory(0.9), values=SignValues(), indices=RiceIndices())
+
+
+@pytest.mark.parametrize("make", [residual, dgc])
+def test_every_tier_returns_the_same_mean(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    means = {}
+    for name in ("native", "reference"):
+        monkeypatch.setattr(kernels, "_asked", name)
+        ranks = Ranks(3, make, SHAPES)
+        means[name] = [ranks.step([normal(NUMEL, 3 * s + r) for r in range(3)]) for s in range(3)]
+    for native, reference in zip(means["native"], means["reference"], strict=True):
+        assert torch.equal(native.view(torch.int32), reference.view(torch.int32)) and native.any()
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "kind"),
+    [
+        (residual, torch.float32, DenseResult),
+        (residual, torch.float16, SparseResult),
+        (dgc, torch.float32, SparseResult),
+    ],
+)
+def test_a_mean_is_sparse_only_where_it_can_be_used_so(make: Any, dtype: Any, kind: Any) -> None:
+    ranks = Ranks(2, make, SHAPES, dtype)
+    results, mean = ranks.exchange([normal(NUMEL, r).to(dtype) for r in range(2)])
+    assert [type(result) for result in results] == [kind, kind]
+    assert 0 < int((mean != 0).sum()) <= 2 * 82
+    for bucket, result in zip(ranks.buckets, results, strict=True):
+        result.write_to(bucket)
+        assert torch.equal(dense(DenseResult(), bucket).float(), mean.to(dtype).float())
+
+
+def test_gradients_that_are_not_finite_are_named() -> None:
+    ranks = Ranks(2, residual, SHAPES)
+    own = [normal(NUMEL, r) for r in range(2)]
+    own[1][1300] = torch.inf
+    results, _ = ranks.exchange(own)
+    assert {result.nonfinite for result in results} == {
+        "the gradient of p1 on rank 1 has NaN or inf, or is 2**64 or more"
+    }
+
+
+def test_a_sum_that_overflows_is_named() -> None:
+    """No gradients reach this through a memory, so the payloads are made by hand."""
+    bucket, memory, form = make_bucket("b", [("p", torch.zeros(10, 10))]), ResidualMemory(), SparseFormat()
+    memory.plan(bucket)
+    plan, size = plan_selection(bucket.segments, 0.01), 2
+    one, none = torch.ones((), dtype=torch.int32), torch.tensor(bucket.numel)
+    elements = SparseVector(torch.full((1,), 7, dtype=torch.int32), torch.full((1,), 3e38), one)
+    chosen = Chosen(bucket, plan, elements, none, form, memory, size, 0)
+    payload = chosen.encode().payload
+    assert chosen.mean_of([payload] * size).nonfinite == (
+        "the mean gradient of p overflows the dtype that carries it (no rank has NaN or inf)"
+    )

@@ -1,0 +1,214 @@
+"""The payloads of all ranks decoded and added in one call: the bits of the reference, and the same errors."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from kernels.tiers import NAMES, tier
+from wire.payloads import (
+    FORMATS,
+    SOME,
+    budget_of,
+    clustered,
+    decode,
+    encode,
+    scattered,
+    seal_,
+    selection_of,
+)
+
+from dgc.kernels.codec.mean import MeanDecoder, NativeMeanDecoder
+from dgc.kernels.selection.reference import Reference
+from dgc.wire import PayloadError
+from dgc.wire.mean import Gathered, sections_of
+
+REFERENCE = Reference()
+BOUNDS = (0, 7, 7, 3000)
+some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
+native_tiers = pytest.mark.parametrize("name", [name for name in NAMES if name != "reference"])
+
+
+def gathered(form: Any, payloads: Any, budget: Any, numel: Any, size: Any = None) -> Gathered:
+    sections = sections_of(form, budget, numel)
+    assert sections is not None
+    return Gathered(payloads, form, sections, budget, len(payloads) if size is None else size, 1.0, "a payload")
+
+
+def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None) -> None:
+    """The sparse and the dense mean have the bits of the reference."""
+    payloads = [encode(form, selection, budget, numel).payload for selection in selections]
+    parts, flags = decode(form, payloads, budget, numel)
+    indices, values = REFERENCE.merge_mean(parts, size or len(payloads), numel)
+    together, decoder = gathered(form, payloads, budget, numel, size), NativeMeanDecoder()
+    assert isinstance(decoder, MeanDecoder)
+    found = together.mean(decoder)
+    assert torch.equal(found[0], indices) and found[2] == flags
+    assert torch.equal(found[1].view(torch.int32), values.view(torch.int32))
+    dense, expected = torch.full((numel,), torch.nan), torch.zeros(numel)
+    expected[indices] = values
+    assert together.mean_into_(dense, decoder) == (True, flags)
+    assert torch.equal(dense.view(torch.int32), expected.view(torch.int32))
+
+
+@native_tiers
+def test_means_have_the_bits_of_the_reference(name: Any) -> None:
+    numel, budget = 5000, budget_of(200, *BOUNDS, 5000)
+    counts = ((200,), (0,), (0, 0), (200, 0, 1), (130, 200), (200, 199, 129, 64, 200))
+    with tier(name):
+        for key, form in FORMATS.items():
+            for ranks in counts:
+                with case(key, ranks):
+                    each = enumerate(ranks)
+                    check(
+                        form,
+                        [selection_of(scattered(numel, k, r), capacity=200, seed=r) for r, k in each],
+                        budget,
+                        numel,
+                    )
+
+
+@native_tiers
+def test_a_large_bucket_at_any_address(name: Any) -> None:
+    """Large buckets are stored past the caches, which needs aligned addresses."""
+    numel, form = (1 << 20) + 5, FORMATS["sign rice"]
+    budget = budget_of(900, 0, 1, numel // 2, numel)
+    made = [selection_of(scattered(numel, 900, r), capacity=900, seed=r) for r in range(3)]
+    payloads = [encode(form, one, budget, numel).payload for one in made]
+    with tier(name):
+        for size in (3, 4):
+            together, decoder = gathered(form, payloads, budget, numel, size), NativeMeanDecoder()
+            indices, values, _ = together.mean(decoder)
+            expected = torch.zeros(numel).index_put_((indices,), values)
+            for offset in (0, 1, 16):
+                memory = torch.full((numel + 17,), torch.nan)
+                dense = memory[offset : offset + numel]
+                assert together.mean_into_(dense, decoder)[0]
+                assert torch.equal(dense.view(torch.int32), expected.view(torch.int32)), (size, offset)
+                assert int(memory.isnan().sum()) == 17, "nothing beside it is written"
+
+
+@native_tiers
+@pytest.mark.usefixtures("no_type_checks")
+def test_means_of_buckets_of_many_regions(name: Any) -> None:
+    """Sizes around the regions and the shares of the threads, with entries in few of them or in all."""
+    with tier(name):
+        for numel in (16384, 16385, 200_003):
+            budget = budget_of(900, 0, 1, numel // 2, numel)
+            for number, (key, form) in enumerate(SOME.items()):
+                with case(key, numel):
+                    near = torch.arange(numel - 600, numel)
+                    parts = [scattered(numel, 900, number), clustered(numel, 900), near, torch.arange(5), near]
+                    made = [selection_of(part, capacity=900, seed=r) for r, part in enumerate(parts)]
+                    check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7)[number])
+
+
+def test_an_empty_bucket_and_an_empty_plan() -> None:
+    for numel in (0, 40):
+        check(FORMATS["fp32 int32"], [selection_of(torch.arange(0))] * 2, budget_of(0, 0, numel), numel)
+
+
+@native_tiers
+def test_values_are_added_in_the_order_of_ranks(name: Any) -> None:
+    form, budget = FORMATS["fp32 packed"], budget_of(1, 0, 100)
+
+    def mean(*values: Any) -> Any:
+        sent = [selection_of(torch.tensor([70]), torch.tensor([value])) for value in values]
+        payloads, dense = [encode(form, one, budget, 100).payload for one in sent], torch.ones(100)
+        together, decoder = gathered(form, payloads, budget, 100, 1), NativeMeanDecoder()
+        together.mean_into_(dense, decoder)
+        return together.mean(decoder)[1].tolist(), dense[70].item()
+
+    with tier(name):
+        assert mean(1e8, 1.0, -1e8) == ([0.0], 0.0)
+        assert mean(1e8, -1e8, 1.0) == ([1.0], 1.0)
+
+
+@native_tiers
+def test_quotients_are_rounded_once(name: Any) -> None:
+    """Smallest numbers too, which an inverse that is not exact would change."""
+    values = torch.cat([torch.randn(100) * 10.0**e for e in range(-44, 38, 3)])
+    values = values[values != 0]
+    form, numel = FORMATS["fp32 int32"], 4 * values.numel()
+    budget = budget_of(values.numel(), 0, numel)
+    with tier(name):
+        for size in (1, 2, 3, 7, 48, 64, 100, 256):
+            check(form, [selection_of(torch.arange(0, numel, 4), values)], budget, numel, size)
+
+
+@native_tiers
+def test_a_mean_that_is_not_finite_is_reported(name: Any) -> None:
+    form, numel = FORMATS["fp32 rice"], 70_000
+    budget = budget_of(1, 0, numel)
+    with tier(name):
+        for at in (0, 15, 17_000, numel - 1):
+            large = selection_of(torch.tensor([at]), torch.tensor([3e38]))
+            payloads, dense = [encode(form, large, budget, numel).payload] * 3, torch.empty(numel)
+            for count in (1, 3):
+                together = gathered(form, payloads[:count], budget, numel)
+                finite, _ = together.mean_into_(dense, NativeMeanDecoder())
+                assert finite == (count == 1) == bool(dense.isfinite().all()), at
+
+
+@some_formats
+def test_payloads_behind_one_another_at_odd_addresses_and_with_gaps(form: Any) -> None:
+    numel = 5000
+    budget = budget_of(13, *BOUNDS, numel)
+    made = [selection_of(scattered(numel, 13, s), seed=s) for s in range(3)]
+    payloads = torch.stack([encode(form, one, budget, numel).payload for one in made])
+    expected = gathered(form, list(payloads), budget, numel).mean(NativeMeanDecoder())
+    odd = torch.cat([torch.zeros(3, dtype=torch.uint8), payloads.view(-1)])[3:].chunk(3)
+    gaps = payloads.t().contiguous().t().unbind()
+    for others in (odd, gaps):
+        found = gathered(form, others, budget, numel).mean(NativeMeanDecoder())
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+@some_formats
+@pytest.mark.usefixtures("no_type_checks")
+def test_changed_payloads_raise_the_errors_of_one_at_a_time(form: Any) -> None:
+    generator, numel, refused = torch.Generator().manual_seed(0), 5000, 0
+    for trial in range(200):
+        count = (0, 1, 6, 150, 700)[trial % 5]
+        budget = budget_of(count, 0, 100, numel)
+        good = encode(form, selection_of(scattered(numel, count)), budget, numel).payload
+        noise = torch.randint(0, 256, good.shape, dtype=torch.uint8, generator=generator)
+        some = torch.rand(good.shape, generator=generator) < (1.0, 0.3, 0.01)[trial % 3]
+        some[16:24] &= trial % 7 == 0
+        bad = torch.where(some, noise, good)
+        if trial % 2:
+            bad[:4].view(torch.int32)[0] = int(torch.randint(-1, count + 2, (), generator=generator))
+            bad[4:8] = 0
+        if trial % 10:
+            seal_(bad)
+        payloads = [good, bad[:-8] if trial % 13 == 0 else bad, good]
+        together, dense = gathered(form, payloads, budget, numel), torch.empty(numel)
+        try:
+            _, flags = decode(form, payloads, budget, numel)
+        except PayloadError as error:
+            refused += 1
+            for call in (together.mean, lambda decoder: together.mean_into_(dense, decoder)):  # noqa: B023
+                with pytest.raises(PayloadError) as raised:
+                    call(NativeMeanDecoder())
+                assert str(raised.value) == str(error)
+        else:
+            assert together.mean(NativeMeanDecoder())[2] == flags
+    assert 100 < refused < 200
+
+
+def test_the_first_tensor_that_is_not_finite_is_named() -> None:
+    form, numel = FORMATS["sign rice"], 5000
+    budget = budget_of(4, *BOUNDS, numel)
+    payloads = [encode(form, selection_of(scattered(numel, 4)), budget, numel, n).payload for n in (7, numel)]
+    assert gathered(form, payloads, budget, numel).mean(NativeMeanDecoder())[2] == [3, 0]
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_formats_of_users_have_no_sections() -> None:
+    class Own:
+        def nbytes(self, capacity: Any, segments: Any) -> int:
+            return 4 * capacity
+
+    form = FORMATS["fp32 rice"]
+    own = type(form)(Own(), form.indices)  # type: ignore[arg-type]
+    assert sections_of(own, budget_of(3, 0, 100), 100) is None
