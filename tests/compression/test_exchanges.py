@@ -43,7 +43,7 @@ def sparse(indices: Any, values: Any, capacity: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("numel", [0, 1, 60, 61, 62, 1000, 4011])
+@pytest.mark.parametrize("numel", [0, 1, 12, 13, 14, 1000, 4011])
 def test_every_element_has_one_place_and_every_tensor_its_bounds(size: Any, numel: Any) -> None:
     offsets = sorted({0, min(5, numel), min(5, numel), numel // 2, numel})
     regions = divide_into_regions(torch.tensor(offsets), numel, size)
@@ -85,16 +85,16 @@ def test_a_full_payload_leaves_the_smallest_elements_in_the_error_state() -> Non
     """All that a rank selects lies in the region of one rank."""
     size, numel = 4, 4 * BLOCK * 10
     gradient = 1e-3 * torch.rand(numel, generator=torch.Generator().manual_seed(0)) + 1e-3
-    crowded = torch.arange(40) + (torch.arange(40) // 20) * BLOCK * size  # of region 0, in two blocks
+    crowded = torch.arange(40) % 10 + (torch.arange(40) // 10) * BLOCK * size  # of region 0, in four blocks
     gradient[crowded] = torch.arange(40).float() + 1
     memory = [ResidualMemory() for _ in range(size)]
     options: Any = {"exchange": "reduce_scatter"}
     ranks = Ranks(size, lambda: SparseCompressor(40 / numel, memory.pop(), **options), [(numel, 1)])
     mean = ranks.step([gradient] * size)
-    # 40/4 and two deviations in round 1, 40/4 in round 2
-    assert mean.nonzero().view(-1).tolist() == crowded[-10:].tolist()
+    # 40/4 and a deviation in round 1, twice 40/4 in round 2
+    assert mean.nonzero().view(-1).tolist() == crowded[-13:].tolist()
     for error in ranks.errors():
-        assert torch.equal(error[crowded[:-10]], gradient[crowded[:-10]]) and not error[crowded[-10:]].any()
+        assert torch.equal(error[crowded[:-13]], gradient[crowded[:-13]]) and not error[crowded[-13:]].any()
 
 
 # --- recursive doubling ----------------------------------------------------------------------------
@@ -120,9 +120,9 @@ def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
         due = [error + gradient for error, gradient in zip(errors, own, strict=True)]
         sent = [top(v, k) for v in due]
         power = 2 ** (size.bit_length() - 1)
-        x = [top(sent[p] + sent[power + p], k) if power + p < size else sent[p] for p in range(power)]
+        x = [top(sent[p] + sent[power + p], 2 * k) if power + p < size else sent[p] for p in range(power)]
         for j in range(size.bit_length() - 1):
-            x = [top(x[r & ~(1 << j)] + x[r | 1 << j], k) for r in range(power)]
+            x = [top(x[r & ~(1 << j)] + x[r | 1 << j], 2 * k) for r in range(power)]
         assert torch.equal(ranks.step(own), x[0] / size)
         errors = ranks.errors()
         for v, error in zip(due, errors, strict=True):
@@ -132,7 +132,7 @@ def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
 
 @pytest.mark.parametrize("exchange", ["gtopk", "reduce_scatter"])
 def test_what_the_result_does_not_have_waits_on_the_rank_that_selected_it(exchange: Any) -> None:
-    """Every rank selects k elements of its own. The result has k of all."""
+    """Every rank selects k elements of its own. The result has 2 k of all."""
     size, k, own = 8, 200, []
     for rank in range(size):
         gradient = torch.zeros(4000)
@@ -140,21 +140,21 @@ def test_what_the_result_does_not_have_waits_on_the_rank_that_selected_it(exchan
         own.append(gradient)
     ranks = doubling(size, exchange=exchange)
     mean = ranks.step(own)
-    assert 0.9 * k < int(mean.count_nonzero()) <= k
+    assert 1.9 * k < int(mean.count_nonzero()) <= 2 * k
     for gradient, error in zip(own, ranks.errors(), strict=True):
         assert torch.equal(error, torch.where(mean == 0, gradient, 0.0))
 
 
 def test_a_part_that_a_group_drops_of_an_element_of_the_result_stays_with_a_rank_of_it() -> None:
-    """Ranks 0 and 1 drop 2.5 at element 5, in favour of element 0. The result has only what ranks 2 and 3 add."""
-    own = torch.zeros(4, 20)
-    own[0, 0], own[1, 5], own[2, 5], own[3, 5] = 3.0, 2.5, 10.0, 1.0
-    ranks = doubling(4, shape=(20, 1))
+    """Ranks 0 to 3 drop 2.5 at element 5, for elements 0 and 1. The result has what ranks 4 and 5 add there."""
+    own, left = torch.zeros(8, 20), torch.zeros(8, 20)
+    own[0, 0], own[1, 1], own[2, 5], own[3, 1] = 3.0, 4.0, 2.5, 1.0
+    own[4, 5], own[5, 5], own[6, 6], own[7, 6] = 10.0, 1.0, 8.0, 1.0
+    ranks = doubling(8, shape=(20, 1))
     mean = ranks.step(list(own))
-    assert mean[5] == 11 / 4 and mean.count_nonzero() == 1
-    first, *others = ranks.errors()
-    assert (first[0], first[5]) == (3.0, 2.5) and first.count_nonzero() == 2
-    assert not any(error.any() for error in others)
+    assert (mean[5], mean[6]) == (11 / 8, 9 / 8) and mean.count_nonzero() == 2
+    left[0, 0], left[0, 5], left[1, 1], left[3, 1] = 3.0, 2.5, 4.0, 1.0
+    assert torch.equal(torch.stack(ranks.errors()), left)
 
 
 @pytest.mark.parametrize("size", [3, 8, 11, 16])
@@ -166,9 +166,11 @@ def test_the_meter_agrees_with_the_formula_of_the_doubling(size: Any) -> None:
     found = [meter.wire_bytes for meter in ranks.world.meters]
     assert max(found) == planned
     doublings = size.bit_length() - 1
-    message, header = 24 + 8 * 200, 24 * (size - 1)
-    assert found[0] == header + message * (doublings + (2**doublings < size))
-    assert found[-1] == header + message * (1 if 2**doublings < size else doublings)
+    own, summed, header = 24 + 8 * 200, 24 + 8 * 400, 24 * (size - 1)
+    if 2**doublings < size:
+        assert (found[0], found[-1]) == (header + summed * (doublings + 1), header + own)
+    else:
+        assert found[0] == found[-1] == header + own + summed * (doublings - 1)
     assert len({meter.rounds for meter in ranks.world.meters}) == 1
 
 
@@ -222,8 +224,9 @@ def test_the_meter_agrees_with_the_formulas(size: Any) -> None:
     planned = exchange_of("reduce_scatter").wire_bytes(INT32, plan_of(numel, ratio), numel, size)
     assert [meter.wire_bytes for meter in ranks.world.meters] == [planned] * size
     assert ranks.world.meters[0].rounds == 2
-    d = sqrt(k * (size - 1)) / size
-    docstring = (size - 1) * (16 * k / size + 16 * d + 48)
+    m, d = k / size, sqrt(k * (size - 1)) / size
+    again = min(2 * m, max(1.5 * m, 3 * k / (size - 1) - (m + d) - 6))
+    docstring = (size - 1) * (8 * (m + d) + 8 * again + 48)
     assert planned == pytest.approx(docstring, abs=16 * (size - 1))
 
 
@@ -260,13 +263,13 @@ def test_auto_sends_the_fewest_bytes_of_the_two() -> None:
         )
         assert auto == min(gathered, scattered)
         chosen.append(scattered < gathered)
-    assert chosen == [False, False, True, True, True, True]
+    assert chosen == [False, False, False, True, True, True]
 
 
 def test_a_bucket_goes_dense_where_that_is_cheaper() -> None:
-    """At half of all elements two rounds of pairs cost as much as an all-reduce, for any number of ranks."""
+    """At a third of all elements six words per element cost as much as an all-reduce, for any number of ranks."""
     for size in (4, 16):
-        for ratio, kind in ((0.55, DenseResult), (0.45, SparseResult)):
+        for ratio, kind in ((0.36, DenseResult), (0.3, SparseResult)):
             ranks = Ranks(
                 size,
                 lambda ratio=ratio: DGCCompressor(

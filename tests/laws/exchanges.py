@@ -27,13 +27,15 @@ def nbytes(form: SparseFormat, capacity: int, tensors: int, numel: int) -> int:
 
 
 def reduce_scatter_bytes(form: SparseFormat) -> Callable[[Bucket, int], int]:
-    """N payloads of k/N elements and two deviations, and one of k/N."""
+    """N payloads of k/N elements and a deviation, and one of what six words leave, from 1.5 to 2 k/N."""
 
     def formula(bucket: Bucket, size: int) -> int:
         k = sum(-(-s.numel * 5 // 100) for s in bucket.segments)
-        turns, rest = divmod(bucket.numel, 61 * size)
-        region = turns * 61 + min(61, rest)
-        send, keep = -(-(k + 2 * isqrt(k * (size - 1))) // size), -(-k // size)
+        turns, rest = divmod(bucket.numel, 13 * size)
+        region = turns * 13 + min(13, rest)
+        send = -(-(k + isqrt(k * (size - 1))) // size)
+        room = 3 * k // (size - 1) - 6 - send if size > 1 else k
+        keep = min(-(-2 * k // size), max(-(-3 * k // 2 // size), room), send * size)
         first, second = (nbytes(form, n, len(bucket.segments), region) for n in (send, keep))
         return size * first + second
 
@@ -41,14 +43,21 @@ def reduce_scatter_bytes(form: SparseFormat) -> Callable[[Bucket, int], int]:
 
 
 def gtopk_bytes(form: SparseFormat) -> Callable[[Bucket, int, int], int]:
-    """A header, and the selection once to a rank's twin and in every doubling of the power of two below N."""
+    """A header, the selection in a rank's first message, and twice as many elements in those of sums.
+
+    A rank sends in every doubling of the power of two up to N, and to its twin beyond that power.
+    """
 
     def formula(bucket: Bucket, size: int, rank: int) -> int:
         k = sum(-(-s.numel * 5 // 100) for s in bucket.segments)
         doublings = size.bit_length() - 1
         power = 2**doublings
-        messages = 1 if rank >= power else doublings + (rank + power < size)
-        return 24 + messages * nbytes(form, k, len(bucket.segments), bucket.numel)
+        first, later = (nbytes(form, n, len(bucket.segments), bucket.numel) for n in (k, min(bucket.numel, 2 * k)))
+        if rank >= power:
+            return 24 + first
+        if rank + power < size:
+            return 24 + (doublings + 1) * later
+        return 24 + (first + (doublings - 1) * later if doublings else 0)
 
     return formula
 
@@ -61,7 +70,7 @@ def row(
     momentum: float = 0.0,
     left: float | None = None,
 ) -> Row:
-    """left: a step changes at most k elements, where the all-gather changes the k of every rank."""
+    """left: a step changes at most 2 k elements, where the all-gather changes the k of every rank."""
     return Row(
         f"{exchange.replace('_', '-')}-{name}",
         dgc(memory, exchange=exchange, **settings_of(form)),
@@ -85,7 +94,7 @@ EXCHANGES = [
         dgc(ResidualMemory, exchange="auto", **settings_of(INT32)),
         lambda bucket: 0,
         payload_at=lambda bucket, size: (
-            sparse_bytes(0.05, 4, 4)(bucket) if size < 3 else reduce_scatter_bytes(INT32)(bucket, size)
+            sparse_bytes(0.05, 4, 4)(bucket) if size < 4 else reduce_scatter_bytes(INT32)(bucket, size)
         ),
         dense_limit=dgc(ResidualMemory, compress_ratio=1.0, exchange="auto"),
     ),

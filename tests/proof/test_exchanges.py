@@ -1,10 +1,11 @@
 """Digits on 8 simulated ranks: exchanges that select twice are as accurate as the all-gather, with fewer bytes.
 
-A step changes at most k elements with them, and with the all-gather up to 8 k. They therefore get twice the ratio.
+All have the same ratio. A step changes at most 2 k elements with them, and with the all-gather up to 8 k.
 """
 
 import json
 import statistics
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
 
-pytestmark = [pytest.mark.proof, pytest.mark.timeout(600), pytest.mark.usefixtures("no_type_checks")]
-STACK = ["configs/digits/cnn.py", "configs/dgc/wm0.py", "configs/dgc/int32.py"]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800), pytest.mark.usefixtures("no_type_checks")]
+STACK = ["configs/digits/cnn.py", "configs/dgc/wm0.py", "configs/dgc/fp16.py", "configs/dgc/int32.py"]
+TOLERANCE = 0.5  # points
 WORDS = [
     "--configs.train.num_epochs=30",
     "--configs.train.batch_size=16",
@@ -28,11 +30,11 @@ WORDS = [
 ]
 
 
-def trained(exchange: str, ratio: float, seed: int, folder: Path) -> Any:
+def trained(exchange: str, fold: int, folder: Path) -> Any:
     chosen = [
         f"--configs.train.compression.exchange={exchange}",
-        f"--configs.train.compression.compress_ratio={ratio}",
-        f"--configs.seed={seed}",
+        "--configs.train.compression.compress_ratio=0.01",
+        f"--configs.dataset.fold={fold}",
         "--run-dir",
         str(folder),
     ]
@@ -44,10 +46,14 @@ def trained(exchange: str, ratio: float, seed: int, folder: Path) -> Any:
 
 
 def test_fewer_bytes_for_the_same_accuracy(tmp_path: Path) -> None:
-    results = {}
-    for exchange, ratio in (("all_gather", 0.01), ("reduce_scatter", 0.02), ("gtopk", 0.02)):
-        runs = [trained(exchange, ratio, seed, tmp_path / f"{exchange}{seed}") for seed in (1, 2)]
-        results[exchange] = tuple(statistics.fmean(values) for values in zip(*runs, strict=True))
-    accuracy, nbytes = results.pop("all_gather")
-    for exchange, (found, sent) in results.items():
-        assert found > accuracy - 1.0 and sent < nbytes, (exchange, found, accuracy, sent, nbytes)
+    runs: dict[str, list[Any]] = {
+        exchange: [trained(exchange, fold, tmp_path / f"{exchange}{fold}") for fold in range(5)]
+        for exchange in ("all_gather", "reduce_scatter", "gtopk")
+    }
+    gathered = runs.pop("all_gather")
+    for exchange, others in runs.items():
+        differences = [own - all_gather for (own, _), (all_gather, _) in zip(others, gathered, strict=True)]
+        mean, error = statistics.fmean(differences), statistics.stdev(differences) / sqrt(len(differences))
+        print(f"{exchange} minus all_gather: {mean:.2f} points, standard error {error:.2f}")
+        assert mean > -TOLERANCE, (exchange, differences)
+        assert others[0][1] < gathered[0][1], exchange

@@ -88,10 +88,10 @@ class SparseCompressor:
         values (ValueFormat, optional): format of the values; default fp32.
         indices (IndexFormat, optional): format of the indices; default int64.
         exchange (str): how the ranks sum what they send. "all_gather": every rank receives all of it.
-            "reduce_scatter": each rank sums a part of the bucket and passes on as many elements as one rank sends;
-            the bytes per rank do not grow with the number of ranks. "gtopk": pairs of ranks add and select again
-            what their groups have; the transport must carry messages from rank to rank (`connect`). "auto": the
-            one of the first two that sends fewer bytes.
+            "reduce_scatter": each rank sums a part of the bucket and selects again; all results together have up
+            to twice as many elements as one rank selects, and the bytes per rank do not grow with the number of
+            ranks. "gtopk": pairs of ranks add and select again what their groups have; the transport must carry
+            messages from rank to rank (`connect`). "auto": the one of the first two that sends fewer bytes.
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
             Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer. Otherwise the
             first step warns and the ratio stays at that of the first epoch.

@@ -70,6 +70,13 @@ COMPRESSION = [
         ["tests/laws/test_laws.py::test_nothing_is_lost[3-gtopk-residual-int8-rice]"],
     ),
     Fault(
+        "sums-keep-as-many-elements-as-a-selection",
+        "dgc/compression/sparse/exchange/gtopk.py",
+        "min(numel, 2 * plan.capacity)",
+        "plan.capacity",
+        ["tests/compression/test_exchanges.py"],
+    ),
+    Fault(
         "full-payloads-of-regions-cut-by-index",
         "dgc/compression/sparse/exchange/regions.py",
         "by_magnitude = (region << 32) - values.abs().view(torch.int32)",

@@ -1,9 +1,9 @@
 """The exchange that sends fewer bytes: all-gather, or reduce-scatter.
 
 The choice follows from the number of ranks and the planned sizes of payloads, so it is the same on every rank.
-With fp32 values and int32 indices the reduce-scatter sends fewer bytes from 3 ranks on. It has a second round, and
+With fp32 values and int32 indices the reduce-scatter sends fewer bytes from 4 ranks on. It has a second round, and
 a step changes fewer elements. gTop-k is not considered: it needs messages from rank to rank, and in these formats
-it sends more bytes than one of the two.
+it sends no fewer bytes than the better of the two.
 
 Bytes per rank: the smaller of those of the two.
 """

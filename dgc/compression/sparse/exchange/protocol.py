@@ -12,7 +12,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.finite import first_nonfinite_message, overflow, sparse_overflow
 from dgc.compression.protocol import DenseResult, Result, SparseResult
-from dgc.kernels import SparseVector
+from dgc.kernels import Budget, SparseVector
 from dgc.memory import Memory
 from dgc.selection import Plan
 from dgc.wire import Encoded, SparseFormat
@@ -52,11 +52,16 @@ class Chosen:
         """Name of the payloads in errors."""
         return f"bucket {self.bucket.name}"
 
-    def encode(self, elements: SparseVector | None = None, first_nonfinite: Tensor | None = None) -> Encoded:
-        """Encode the selection, or other elements with the capacity of the plan, as one payload."""
+    def encode(
+        self,
+        elements: SparseVector | None = None,
+        first_nonfinite: Tensor | None = None,
+        budget: Budget | None = None,
+    ) -> Encoded:
+        """Encode the selection, or other elements with the capacity of `budget`, as one payload."""
         plan, bucket = self.plan, self.bucket
         first = self.first_nonfinite if first_nonfinite is None else first_nonfinite
-        how = (plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio)
+        how = (budget or plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio)
         return self.form.encode(self.kernels.codec, self.elements if elements is None else elements, *how)
 
     def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> SparseResult:

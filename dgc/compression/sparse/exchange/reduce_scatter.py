@@ -5,7 +5,7 @@ Each of N ranks owns one region of the bucket (`regions`). With x_r the k elemen
 
     round 1    rank r sends the part of x_r in each region to the region's owner           all-to-all
                the owner adds:                s = sum over r of x_r, in rank order
-               the owner selects again:       t = the ceil(k/N) largest |s_i|, of equal ones the first
+               the owner selects again:       t = the c_2 largest |s_i|, of equal ones the first
     round 2    every rank receives the t of all regions                                    all-gather
                result = t / N
 
@@ -17,14 +17,20 @@ what the format rounds in round 2, s_i - t_i, as the whole sum. Therefore
 
 Capacity of round 1. Blocks are dealt to regions without regard to the data, so each selected element falls into a
 region with probability 1/N. The number in one region has the mean m = k/N and the standard deviation
-d = sqrt(k (N-1)) / N. A payload has room for c = m + 2 d elements, and then holds all of them with a probability
-of 0.977 (normal approximation). On average 0.0085 d elements per region wait for another step, the smallest ones:
-0.2 % of m = 25, less of larger m. For N = 1, d = 0.
+d = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d elements, and then holds all of them with a probability
+of 0.84 (normal approximation). On average 0.083 d elements per region wait for another step, the smallest ones:
+1.7 % of m = 25, less of larger m. For N = 1, d = 0.
 
-Bytes per rank: (N-1) (SparseFormat.nbytes(c) + SparseFormat.nbytes(ceil(k/N))). In fp32 and int32 that is 16 k
-bytes (four words per selected element), plus those of the 2 d and 48 for the two headers of each other rank:
+Capacity of round 2. The N ranks together select up to N k different elements. Those that the result does not have
+wait on all ranks that selected them. With m elements per region they wait long, and a short training is less
+accurate. So c_2 is 2 m where both rounds then cost at most six words of 4 bytes per selected element (in fp32 and
+int32), and what fits into six words where they cost more, but at least 1.5 m:
 
-    (N-1) (8 (m + 2 d) + 8 m + 48)  =  16 k (N-1)/N + 16 sqrt(k (N-1)) (N-1)/N + 48 (N-1)
+    c_2 = min(2 m, max(1.5 m, 3 k / (N-1) - c_1 - 6))              6 elements have the bytes of two headers
+
+Bytes per rank: (N-1) (SparseFormat.nbytes(c_1) + SparseFormat.nbytes(c_2)). In fp32 and int32 that is
+
+    (N-1) (8 (m + d) + 8 c_2 + 48)        at most 24 k, where 1.5 m do not cost more
 
 int8 and sign values have 4 bytes more per payload for each tensor of the bucket.
 
@@ -32,7 +38,8 @@ The first tensor with NaN or inf of each rank is in the header of every payload 
 all flags.
 
 Differences from the paper: Thresholds are not reused from earlier steps: both selections are exact in every step,
-and payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data.
+and payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data. The result has up to 2 k
+elements; in the paper it has about k.
 """
 
 from dataclasses import dataclass
@@ -143,4 +150,7 @@ def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
     In whole numbers, because all ranks must compute the same.
     """
     region = largest_region(numel, size)
-    return min(region, -(-(k + 2 * isqrt(k * (size - 1))) // size)), min(region, -(-k // size))
+    send = min(region, -(-(k + isqrt(k * (size - 1))) // size))
+    within_six_words = 3 * k // max(1, size - 1) - send - 6
+    keep = min(-(-2 * k // size), max(-(-3 * k // (2 * size)), within_six_words))
+    return send, min(region, size * send, keep)
