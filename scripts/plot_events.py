@@ -5,9 +5,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from scripts.plot_runs import Curve, PlotError, Run, algorithm, read_config
+from scripts.plot_runs import Curve, NotBegun, Run, algorithm, read_config
 
 SETTINGS = "_hparams_/session_start_info"
+
+
+def load_events(directory: Path) -> Any:
+    """The TensorBoard files of a directory, as TensorBoard's `EventAccumulator`.
+
+    Raises NotBegun if there is no point of a run yet.
+    """
+    events_of = import_module("tensorboard.backend.event_processing.event_accumulator")  # slow to import
+
+    events = events_of.EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    if SETTINGS not in events.summary_metadata or "train/loss" not in events.Tags()["scalars"]:
+        raise NotBegun(
+            f"{directory} has neither CSV files (train.csv=True) nor TensorBoard files of a run that has begun to "
+            "train. Give the directory of a run: runs/NAME.npN"
+        )
+    return events
 
 
 def read_events(directory: Path, label: str | None = None) -> Run:
@@ -15,15 +31,8 @@ def read_events(directory: Path, label: str | None = None) -> Run:
 
     The run has no training error, since TensorBoard files have only the training loss.
     """
-    events_of = import_module("tensorboard.backend.event_processing.event_accumulator")  # slow to import
-
-    events = events_of.EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    events = load_events(directory)
     tags = events.Tags()["scalars"]
-    if SETTINGS not in events.summary_metadata or "train/loss" not in tags:
-        raise PlotError(
-            f"{directory} has neither CSV files (train.csv=True) nor TensorBoard files of a run that has begun to "
-            "train. Give the directory of a run: runs/NAME.npN"
-        )
     settings = _settings(events.summary_metadata[SETTINGS].plugin_data.content)
     samples = [point.step for point in events.Scalars("train/steps")]
     steps, seconds, wire = (
