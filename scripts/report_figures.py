@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, Formatter, LogLocator, MaxNLocator, NullLocator
 
 from scripts.plot_figures import draw_line, smooth, time_unit
 from scripts.report_runs import PHASES, ReportedRun
@@ -97,9 +98,11 @@ def look(number: int) -> tuple[str, str]:
     return RUN % (number % COLOURS), LINES[number // COLOURS % len(LINES)]
 
 
-def bytes_axis(axis: matplotlib.axis.Axis) -> None:
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-    axis.set_major_formatter(EngFormatter("B"))
+def log_axis(axis: Axis, formatter: Formatter | str, most: float) -> None:
+    """Labels at 1, 2 and 5 of every decade, or at 1 only where the axis has more than `most` decades."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high <= low * 10**most else (1,), numticks=8))
+    axis.set_major_formatter(formatter)
     axis.set_minor_locator(NullLocator())
 
 
@@ -126,7 +129,7 @@ def accuracy_figure(runs: Sequence[ReportedRun], against: str) -> Figure | None:
     axes.set(xlabel=labels[against], ylabel="%")
     if against == "bytes":
         axes.set_xscale("log")
-        bytes_axis(axes.xaxis)
+        log_axis(axes.xaxis, EngFormatter("B"), most=1.5)
     else:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=against == "epochs"))
@@ -145,9 +148,7 @@ def loss_figure(runs: Sequence[ReportedRun]) -> Figure | None:
     axes.set_xlim(left=0)
     if all(value > 0 for _, curve in curves for value in curve.y):
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_locator(NullLocator())
+        log_axis(axes.yaxis, "{x:g}", most=3.5)
     return figure if curves else None
 
 
@@ -167,8 +168,9 @@ def traffic_figure(runs: Sequence[ReportedRun]) -> Figure | None:
         axes.plot(traffic.steps, wire, line, color=colour)
     axes.set(xlabel="optimizer steps", yscale="log")
     axes.set_xlim(left=0)
-    axes.margins(y=0.12)
-    bytes_axis(axes.yaxis)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / 2, high * 2)  # bytes that hardly change are a level line
+    log_axis(axes.yaxis, EngFormatter("B"), most=3.5)
     return figure if sent else None
 
 

@@ -23,6 +23,7 @@ MEANINGS = {
     "step": "the optimizer's step",
     "other": "anything else",
 }
+WIDEST = 5  # runs that have a column each in the table of settings; more runs have a row each
 BORDERS = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}
 # A column: its title, the cell of a run, and the number whose best value is bold (None: unknown).
 Column = tuple[str, Callable[[ReportedRun], str], Callable[[ReportedRun], float | None] | None]
@@ -154,12 +155,13 @@ def settings_section(runs: Sequence[ReportedRun], settings: Sequence[tuple[str, 
         return ""
     if not settings:
         return "<h2>Settings</h2><p>The configs of the runs are equal.</p>"
-    head = "".join(f"<th>{swatch(i)}{escape(run.name)}</th>" for i, run in enumerate(runs))
-    rows = "".join(
-        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
-        for key, values in settings
-    )
-    table = f'<table class="settings"><thead><tr><th>key</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    cells = [["<th></th>", *(f"<th>{swatch(i)}{escape(run.name)}</th>" for i, run in enumerate(runs))]]
+    for key, values in settings:
+        cells.append([f'<th class="key">{escape(key)}</th>', *(f"<td>{escape(value)}</td>" for value in values)])
+    if len(runs) > WIDEST:
+        cells = [list(column) for column in zip(*cells, strict=True)]
+    head, *rows = ["<tr>" + "".join(row) + "</tr>" for row in cells]
+    table = f'<table class="settings"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
     return f'<h2>Settings that differ</h2><div class="card scroll">{table}</div>'
 
 

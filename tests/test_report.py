@@ -82,9 +82,20 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     assert dense["wire_bytes"] == dense["dense_wire_bytes"]
     assert rows["train.compression"][0] == "DenseCompressor()"
     assert rows["train.compression"][1].startswith("DGCCompressor(compress_ratio=0.001, warmup_epochs=5")
-    assert set(rows) == {"run", "plain", "DGC", "key", "train.compression", "train.optimizer"}
+    assert set(rows) == {"run", "plain", "DGC", "", "train.compression", "train.optimizer"}
     assert re.findall(r'<figure class="[^"]*" id="(\w+)">', text) == FIGURES
     assert "unfinished" not in text
+
+
+def test_many_runs(runs: dict[str, Path]) -> None:
+    """Beyond 5 runs each has a row in the table of settings, and beyond 8 the kinds of lines differ."""
+    words = [f"{letter}={runs['dgc']}" for letter in "abcdefgh"]
+    text = page(read_reported([*words, f"last={runs['dense']}"]))
+    rows = Table(text).rows
+    assert rows[10] == ["", "train.compression", "train.optimizer"]
+    assert [row[0] for row in rows[11:]] == [*"abcdefgh", "last"] and rows[-1][1] == "DenseCompressor()"
+    marks = re.findall(r'class="swatch" style="([^"]*)"', text)
+    assert len(marks) == 3 * 9 and len(set(marks)) == 9
 
 
 def test_the_curves_and_times_of_a_run(runs: dict[str, Path]) -> None:
