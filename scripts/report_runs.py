@@ -14,7 +14,7 @@ import yaml
 from dgc_training.errors import ConfigError
 from dgc_training.logging.changed_settings import written
 from scripts.plot import read, split_label
-from scripts.plot_events import load_events
+from scripts.plot_events import LAST, load_events
 from scripts.plot_figures import names
 from scripts.plot_runs import NotBegun, PlotError, Run, mean, read_config, read_file
 
@@ -153,7 +153,8 @@ def read_details(directory: Path, run: Run) -> dict[str, Any]:
     except NotBegun:
         return details_of_csv(directory, run)
     tags = set(events.Tags()["scalars"])
-    steps = {point.step: float(point.value) for point in events.Scalars("train/steps")}
+    elapsed = {point.step: float(point.value) for point in events.Scalars(LAST)}
+    steps = {point.step: float(point.value) for point in events.Scalars("train/steps") if point.step in elapsed}
     taken = dict(zip(steps, increments(list(steps.values())), strict=True))
 
     def values(tag: str) -> dict[int, float]:
@@ -168,7 +169,7 @@ def read_details(directory: Path, run: Run) -> dict[str, Any]:
     }
     return {
         "traffic": Traffic([steps[i] for i in at], [wire[i] for i in at], [dense[i] for i in at]),
-        "phases": disjoint(phases, max(values("time/elapsed").values()) / total),
+        "phases": disjoint(phases, max(elapsed.values()) / total),
     }
 
 

@@ -132,6 +132,22 @@ def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == f"{directory / 'report.html'}: 1 run\n"
 
 
+def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Its TensorBoard file ends anywhere, also within a point. Only complete points are shown."""
+    directory = copy(runs["dgc"], tmp_path / "killed", "summary.json", "events*")
+    (events,) = runs["dgc"].glob("events*")
+    content = events.read_bytes()
+    shown = []
+    for size in range(0, len(content), len(content) // 60):
+        (directory / events.name).write_bytes(content[:size])
+        (run,) = read_reported([str(directory)])
+        shown.append(0.0 if run.run is None else run.run.loss.steps[-1])
+        assert run.run is None or (run.run.loss.steps == run.traffic.steps and run.epochs <= 2)
+        assert run.run is None or sum(run.phases.values()) * shown[-1] == pytest.approx(run.seconds, rel=1e-3)
+    assert shown == sorted(shown) and shown[0] == 0.0 and len(set(shown)) == 3
+    page([run])
+
+
 def test_a_run_without_a_step(runs: dict[str, Path], tmp_path: Path) -> None:
     new = copy(runs["dgc"], tmp_path / "new", "summary.json", "events*")
     text = page(read_reported([str(runs["dense"]), str(new)]))
