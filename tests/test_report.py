@@ -15,6 +15,7 @@ import yaml
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
+from dgc_training.logging.formatting import human_bytes
 from dgc_training.startup.arguments import parse_arguments
 from scripts.plot_runs import PlotError
 from scripts.report import main
@@ -83,6 +84,8 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     assert rows["train.compression"][0] == "DenseCompressor()"
     assert rows["train.compression"][1].startswith("DGCCompressor(compress_ratio=0.001, warmup_epochs=5")
     assert set(rows) == {"run", "plain", "DGC", "", "train.compression", "train.optimizer"}
+    bold = re.findall("<b>([^<]*)", text)
+    assert human_bytes(dgc["wire_bytes"]) in bold and human_bytes(dense["wire_bytes"]) not in bold
     assert re.findall(r'<figure class="[^"]*" id="(\w+)">', text) == FIGURES
     assert "unfinished" not in text
 
@@ -138,7 +141,8 @@ def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
     (events,) = runs["dgc"].glob("events*")
     content = events.read_bytes()
     shown = []
-    for size in range(0, len(content), len(content) // 60):
+    within = [found.start() for found in re.finditer(b"time/(elapsed|step)|bytes/wire|train/steps", content)]
+    for size in sorted([*range(0, len(content), len(content) // 40), *within]):
         (directory / events.name).write_bytes(content[:size])
         (run,) = read_reported([str(directory)])
         shown.append(0.0 if run.run is None else run.run.loss.steps[-1])
@@ -168,6 +172,7 @@ def test_text_of_configs_and_labels_is_escaped(runs: dict[str, Path], tmp_path: 
     assert "<script" not in text and "<b>/" not in text and "/<b>" not in text
     rows = {row[0]: row[1:] for row in Table(text).rows}
     assert rows["train.kernels"] == [evil, "auto"] and evil in rows
+    assert "<script" not in page(read_reported([f"{evil}={directory}"]))
 
 
 def test_the_same_runs_give_the_same_file(runs: dict[str, Path], tmp_path: Path) -> None:
