@@ -28,16 +28,21 @@ from scripts.plot_figures import STYLE, bytes_figure, error_figure, loss_figure,
 from scripts.plot_runs import PlotError, Run, check_comparable, has_csv, read_run
 
 
-def read(word: str) -> Run:
-    """Reads a run from DIR or LABEL=DIR. An existing directory with "=" in its name is read as DIR."""
+def split_label(word: str) -> tuple[str | None, Path]:
+    """The label and the directory in DIR or LABEL=DIR. An existing directory with "=" in its name is a DIR."""
     label, equals, directory = word.partition("=")
-    path = Path(word)
-    if path.is_dir() or not equals:
+    if Path(word).is_dir() or not equals:
         label, directory = "", word
     if not Path(directory).is_dir():
         raise PlotError(f"there is no run directory {directory}")
-    reader = read_run if has_csv(Path(directory)) else read_events
-    return reader(Path(directory), label or None)
+    return label or None, Path(directory)
+
+
+def read(word: str) -> Run:
+    """Reads a run from DIR or LABEL=DIR."""
+    label, directory = split_label(word)
+    reader = read_run if has_csv(directory) else read_events
+    return reader(directory, label)
 
 
 def draw(runs: Sequence[Run], out: Path, formats: Sequence[str]) -> list[Path]:

@@ -5,9 +5,27 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from scripts.plot_runs import Curve, PlotError, Run, algorithm, read_config
+from scripts.plot_runs import Curve, NotBegun, Run, algorithm, read_config
 
 SETTINGS = "_hparams_/session_start_info"
+# The tag that is written last at every point. A killed run's last point may lack it, and is then left out.
+LAST = "time/elapsed"
+
+
+def load_events(directory: Path) -> Any:
+    """The TensorBoard files of a directory, as TensorBoard's `EventAccumulator`.
+
+    Raises NotBegun if there is no complete point of a run yet.
+    """
+    events_of = import_module("tensorboard.backend.event_processing.event_accumulator")  # slow to import
+
+    events = events_of.EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    if SETTINGS not in events.summary_metadata or LAST not in events.Tags()["scalars"]:
+        raise NotBegun(
+            f"{directory} has neither CSV files (train.csv=True) nor TensorBoard files of a run that has begun to "
+            "train. Give the directory of a run: runs/NAME.npN"
+        )
+    return events
 
 
 def read_events(directory: Path, label: str | None = None) -> Run:
@@ -15,17 +33,10 @@ def read_events(directory: Path, label: str | None = None) -> Run:
 
     The run has no training error, since TensorBoard files have only the training loss.
     """
-    events_of = import_module("tensorboard.backend.event_processing.event_accumulator")  # slow to import
-
-    events = events_of.EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    events = load_events(directory)
     tags = events.Tags()["scalars"]
-    if SETTINGS not in events.summary_metadata or "train/loss" not in tags:
-        raise PlotError(
-            f"{directory} has neither CSV files (train.csv=True) nor TensorBoard files of a run that has begun to "
-            "train. Give the directory of a run: runs/NAME.npN"
-        )
     settings = _settings(events.summary_metadata[SETTINGS].plugin_data.content)
-    samples = [point.step for point in events.Scalars("train/steps")]
+    samples = [point.step for point in events.Scalars(LAST)]
     steps, seconds, wire = (
         [float(point.value) for point in events.Scalars(tag)]
         for tag in ("train/steps", "time/elapsed", "bytes/wire")
@@ -34,6 +45,8 @@ def read_events(directory: Path, label: str | None = None) -> Run:
     def curve(tag: str, top: float, sign: float) -> Curve:
         drawn = Curve()
         for point in events.Scalars(tag) if tag in tags else ():
+            if point.step > samples[-1]:
+                break
             i = bisect_right(samples, point.step) - 1
             drawn.add(steps[i], seconds[i], wire[i], top + sign * point.value)
         return drawn

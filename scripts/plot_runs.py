@@ -26,6 +26,10 @@ class PlotError(ValueError):
     """The given runs cannot be plotted. The message has the cause and a remedy."""
 
 
+class NotBegun(PlotError):
+    """A directory has no point of a run."""
+
+
 @dataclass
 class Curve:
     """Points of one line, with x in three units. wire: bytes that one rank has sent; NaN if unknown."""

@@ -218,7 +218,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.config",
         "dgc_training",
     ),
-    "scripts": ("dgc_training.logging",),
+    "scripts": ("dgc_training.errors", "dgc_training.logging"),
     "benchmarks": (
         "dgc.bucket",
         "dgc.kernels",

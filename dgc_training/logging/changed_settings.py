@@ -42,19 +42,23 @@ def _changed(now: Any, base: Any, prefix: str = "") -> Iterator[tuple[str, str]]
         if isinstance(value, dict) and isinstance(inner, dict) and "_target_" not in value:
             yield from _changed(value, inner, f"{key}.")
         else:
-            yield key, _written(value)
+            yield key, written(value)
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A value of a config as text; a node with a `_target_` as a call, without the defaults of its constructor.
+
+    Raises ConfigError if the target cannot be imported.
+    """
     if isinstance(value, list):
-        return f"[{', '.join(map(_written, value))}]"
+        return f"[{', '.join(map(written, value))}]"
     if not isinstance(value, dict):
         return str(value)
     if "_target_" not in value:
-        return "{" + ", ".join(f"{key}: {_written(v)}" for key, v in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {written(v)}" for key, v in value.items()) + "}"
     known = keywords(import_target(value["_target_"])) or {}
     arguments = [
-        f"{key}={_written(v)}"
+        f"{key}={written(v)}"
         for key, v in value.items()
         if not key.startswith("_") and not (key in known and known[key].default == v)
     ]

@@ -1,0 +1,252 @@
+"""Reads runs for `scripts.report`: the curves of `scripts.plot`, and the run's config, result, bytes and times.
+
+What a finished run has in summary.json is read from there. For an unfinished run it is computed from the curves.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dgc_training.errors import ConfigError
+from dgc_training.logging.changed_settings import written
+from scripts.plot import read, split_label
+from scripts.plot_events import LAST, load_events
+from scripts.plot_figures import names
+from scripts.plot_runs import NotBegun, PlotError, Run, mean, read_config, read_file
+
+# The phases of a step, as in TensorBoard's tags time/..., in the order of the bars.
+PHASES = ("data", "forward_backward", "compress", "launch", "wait", "decode", "step", "other")
+NOT_SETTINGS = ("requires", "train.dgc")  # only read by config files
+ABSENT = object()
+ABSENT_TEXT = "–"
+
+
+@dataclass
+class Traffic:
+    """Wire bytes per step of one rank, against optimizer steps. dense: of dense fp32 all-reduces, or NaN."""
+
+    steps: list[float] = field(default_factory=list)
+    wire: list[float] = field(default_factory=list)
+    dense: list[float] = field(default_factory=list)
+
+
+@dataclass
+class ReportedRun:
+    """What the report knows about one run.
+
+    Attributes:
+        name: Name in tables and figures.
+        directory: The run directory, as it was given.
+        run: The curves. None: the run has no point yet.
+        config: Contents of config.yaml; empty without such a file.
+        summary: Contents of summary.json; empty while the run is unfinished.
+        traffic: Bytes per step.
+        phases: Seconds per step of rank 0 in each of PHASES; empty if they were not logged.
+    """
+
+    name: str
+    directory: Path
+    run: Run | None
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    traffic: Traffic
+    phases: dict[str, float]
+
+    @property
+    def metric(self) -> str:
+        return str((self.config.get("train") or {}).get("metric") or "top-1 accuracy")
+
+    @property
+    def accuracy(self) -> list[float]:
+        """The metric after each epoch, in %."""
+        return [100.0 - y for y in self.run.validation_error.y] if self.run else []
+
+    @property
+    def epochs(self) -> int:
+        return int(self.summary.get("epochs", len(self.accuracy)))
+
+    @property
+    def planned_epochs(self) -> int | None:
+        return (self.config.get("train") or {}).get("num_epochs")
+
+    @property
+    def final(self) -> float | None:
+        known = self.summary.get("final") or {}
+        return known.get(self.metric, self.accuracy[-1] if self.accuracy else None)
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """The best value of the metric, and its epoch, counted from 1."""
+        if (known := self.summary.get("best") or {}) and self.metric in known:
+            return known[self.metric], self.summary["best_epoch"]
+        return max(((y, epoch) for epoch, y in enumerate(self.accuracy, 1)), key=lambda p: p[0], default=None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of training so far, without evaluation and checkpoints."""
+        return self.run.loss.seconds[-1] if self.run and self.run.loss.seconds else None
+
+    @property
+    def wire_bytes(self) -> float | None:
+        """Bytes that one rank has sent so far."""
+        return self.summary.get("wire_bytes", self.run.loss.wire[-1] if self.run and self.run.loss.wire else None)
+
+    @property
+    def dense_wire_bytes(self) -> float | None:
+        """Bytes of as many dense fp32 all-reduces. None if unknown."""
+        if "dense_wire_bytes" in self.summary:
+            return float(self.summary["dense_wire_bytes"])
+        total = sum(d * n for d, n in zip(self.traffic.dense, increments(self.traffic.steps), strict=True))
+        return total if total > 0 else None
+
+
+def read_reported(words: Sequence[str]) -> list[ReportedRun]:
+    """Reads runs from DIR or LABEL=DIR. Raises PlotError for a directory that is no run."""
+    runs: list[tuple[str | None, Path, Run | None]] = []
+    for word in words:
+        label, directory = split_label(word)
+        try:
+            runs.append((label, directory, read(word)))
+        except NotBegun:
+            if not (directory / "config.yaml").is_file():
+                raise
+            runs.append((label, directory, None))
+    distinct = iter(names([run for *_, run in runs if run is not None]))
+    return [
+        ReportedRun(
+            name=next(distinct) if run is not None else label or directory.resolve().name,
+            directory=directory,
+            run=run,
+            config=read_config(directory / "config.yaml"),
+            summary=read_summary(directory / "summary.json"),
+            **(read_details(directory, run) if run is not None else {"traffic": Traffic(), "phases": {}}),
+        )
+        for label, directory, run in runs
+    ]
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """The summary of a finished run; empty if there is no such file."""
+    try:
+        summary = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise PlotError(f"{path} is damaged: {error}. Remove it: the run then counts as unfinished.") from None
+    if not isinstance(summary, dict):
+        raise PlotError(f"{path} is no summary of a run. Remove it: the run then counts as unfinished.")
+    return summary
+
+
+def increments(totals: Sequence[float]) -> list[float]:
+    return [after - before for before, after in zip([0.0, *totals], totals, strict=False)]
+
+
+def read_details(directory: Path, run: Run) -> dict[str, Any]:
+    """Bytes and times per step, from the TensorBoard files. CSV files alone have fewer of them."""
+    try:
+        events = load_events(directory)
+    except NotBegun:
+        return details_of_csv(directory, run)
+    tags = set(events.Tags()["scalars"])
+    elapsed = {point.step: float(point.value) for point in events.Scalars(LAST)}
+    steps = {point.step: float(point.value) for point in events.Scalars("train/steps") if point.step in elapsed}
+    taken = dict(zip(steps, increments(list(steps.values())), strict=True))
+
+    def values(tag: str) -> dict[int, float]:
+        return {point.step: float(point.value) for point in events.Scalars(tag)} if tag in tags else {}
+
+    wire, dense = values("bytes/wire_per_step"), values("bytes/dense_wire_per_step")
+    at = [sample for sample in wire if sample in steps and sample in dense]
+    total = sum(taken.values())
+    phases = {
+        phase: sum(value * taken.get(sample, 0.0) for sample, value in values(f"time/{phase}").items()) / total
+        for phase in PHASES
+    }
+    return {
+        "traffic": Traffic([steps[i] for i in at], [wire[i] for i in at], [dense[i] for i in at]),
+        "phases": disjoint(phases, max(elapsed.values()) / total),
+    }
+
+
+def disjoint(phases: dict[str, float], step: float) -> dict[str, float]:
+    """Phases that add up to the seconds of a `step`.
+
+    forward_backward includes the compression that runs during backward, which has phases of its own. What the sum
+    exceeds a step by was therefore counted twice, and is taken from forward_backward.
+    """
+    excess = sum(phases.values()) - step
+    return {
+        **phases,
+        "forward_backward": max(0.0, phases["forward_backward"] - max(0.0, excess)),
+        "other": max(0.0, -excess),
+    }
+
+
+def details_of_csv(directory: Path, run: Run) -> dict[str, Any]:
+    """Bytes from the run's curve. Times from rank 0: waiting for data, waiting for other ranks, and the rest."""
+    loss = run.loss
+    taken, sent = increments(loss.steps), increments(loss.wire)
+    known = [i for i, wire in enumerate(sent) if wire == wire]
+    traffic = Traffic(
+        [loss.steps[i] for i in known], [sent[i] / taken[i] for i in known], [float("nan")] * len(known)
+    )
+    phases: dict[str, float] = {}
+    path = directory / "csv" / f"out_r0_n{run.ranks}.csv"
+    if path.is_file():
+        rows = [row for (_, itr), row in read_file(path)[1].items() if itr >= 0]
+        if all("wait(s)" in row and "DT(s)" in row for row in rows):
+            waited = sum(row["wait(s)"] for row in rows) / loss.steps[-1]
+            data, step = mean(row["DT(s)"] for row in rows), mean(row["BT(s)"] for row in rows)
+            phases = {**dict.fromkeys(PHASES, 0.0), "data": data, "wait": waited}
+            phases["other"] = max(0.0, step - data - waited)
+    return {"traffic": traffic, "phases": phases}
+
+
+def differing_settings(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
+    """The keys of config.yaml with different values, and the value in each run; ABSENT_TEXT where there is none.
+
+    Values that a config derives from other keys are left out: the other keys are listed. Runs without config.yaml
+    are not compared.
+    """
+    known = [run.config for run in runs if run.config]
+    rows = []
+    for key, values in _differing(known, ""):
+        texts = iter([_text(value) for value in values])
+        rows.append((key, [next(texts) if run.config else ABSENT_TEXT for run in runs]))
+    return rows
+
+
+def _differing(values: list[Any], key: str) -> Iterator[tuple[str, list[Any]]]:
+    if key in NOT_SETTINGS or all(value == values[0] for value in values):
+        return
+    if all(isinstance(value, dict) for value in values) and len({value.get("_target_") for value in values}) == 1:
+        for name in dict.fromkeys(name for value in values for name in value):
+            below = [value.get(name, ABSENT) for value in values]
+            yield from _differing(below, f"{key}.{name}" if key else str(name))
+    elif not any(_is_derived(value) for value in values):
+        yield key, values
+
+
+def _is_derived(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _without_derived(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_derived(item) for key, item in value.items() if not _is_derived(item)}
+    return value
+
+
+def _text(value: Any) -> str:
+    if value is ABSENT:
+        return ABSENT_TEXT
+    value = _without_derived(value)
+    try:
+        return written(value)
+    except ConfigError:  # the target no longer exists, so that its defaults are unknown
+        return str(yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)).strip()

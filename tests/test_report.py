@@ -1,0 +1,287 @@
+"""The report: its content, escaping, unfinished runs, errors, and what Chromium makes of it."""
+
+import json
+import re
+import shutil
+import subprocess
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import train
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.config import load
+from dgc_training.logging.formatting import human_bytes
+from dgc_training.startup.arguments import parse_arguments
+from scripts.plot_runs import PlotError
+from scripts.report import main
+from scripts.report_page import page, seconds, sent
+from scripts.report_runs import PHASES, differing_settings, disjoint, read_reported
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two finished runs of 2 ranks, which no test may change."""
+    found = {}
+    for name, files in (("dense", ()), ("dgc", ("configs/dgc/wm5.py",))):
+        found[name] = tmp_path_factory.mktemp("runs") / name
+        words = ["--configs", "configs/digits/cnn.py", *files, "--devices", "cpu", "--run-dir", str(found[name])]
+        words += ["--configs.train.num_epochs=2", "--configs.train.batch_size=90", "--configs.model.width=8"]
+        args, overrides = parse_arguments(words)
+        tree = load(args.configs, overrides)
+        LockstepWorld(2).run(partial(train.run, args, tree))
+    return found
+
+
+def copy(run: Path, to: Path, *without: str) -> Path:
+    return Path(shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoints", *without)))
+
+
+class Table(HTMLParser):
+    """The cells of a page's tables, by row."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+            self.inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.rows[-1][-1] += data
+
+
+def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
+    text = page(read_reported([f"plain={runs['dense']}", str(runs["dgc"])]))
+    rows = {row[0]: row[1:] for row in Table(text).rows}
+    for name, directory in (("plain", "dense"), ("DGC", "dgc")):
+        summary = json.loads((runs[directory] / "summary.json").read_text())
+        ranks, epochs, final, best, _, _, _, rate = rows[name]
+        assert (ranks, epochs) == ("2", "2") and float(rate.replace(",", "")) > 0
+        assert final == f"{summary['final']['acc/test_top1']:.2f}"
+        assert best == f"{summary['best']['acc/test_top1']:.2f} ({summary['best_epoch']})"
+    dense, dgc = (json.loads((runs[name] / "summary.json").read_text()) for name in ("dense", "dgc"))
+    assert rows["plain"][5].endswith("(as dense)")
+    assert rows["DGC"][5].endswith(f"({dgc['dense_wire_bytes'] / dgc['wire_bytes']:.3g}× fewer)")
+    assert dense["wire_bytes"] == dense["dense_wire_bytes"]
+    assert rows["train.compression"][0] == "DenseCompressor()"
+    assert rows["train.compression"][1].startswith("DGCCompressor(compress_ratio=0.001, warmup_epochs=5")
+    assert set(rows) == {"run", "plain", "DGC", "", "train.compression", "train.optimizer"}
+    bold = re.findall("<b>([^<]*)", text)
+    assert human_bytes(dgc["wire_bytes"]) in bold and human_bytes(dense["wire_bytes"]) not in bold
+    assert re.findall(r'<figure class="[^"]*" id="(\w+)">', text) == FIGURES
+    assert "unfinished" not in text
+
+
+def test_many_runs(runs: dict[str, Path]) -> None:
+    """Beyond 5 runs each has a row in the table of settings, and beyond 8 the kinds of lines differ."""
+    words = [f"{letter}={runs['dgc']}" for letter in "abcdefgh"]
+    text = page(read_reported([*words, f"last={runs['dense']}"]))
+    rows = Table(text).rows
+    assert rows[10] == ["", "train.compression", "train.optimizer"]
+    assert [row[0] for row in rows[11:]] == [*"abcdefgh", "last"] and rows[-1][1] == "DenseCompressor()"
+    marks = re.findall(r'class="swatch" style="([^"]*)"', text)
+    assert len(marks) == 3 * 9 and len(set(marks)) == 9
+
+
+def test_the_curves_and_times_of_a_run(runs: dict[str, Path]) -> None:
+    (run,) = read_reported([str(runs["dgc"])])
+    summary = run.summary
+    assert len(run.accuracy) == 2
+    assert run.accuracy[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
+    assert run.traffic.steps[-1] == 16
+    assert run.seconds is not None and 0 < run.seconds < summary["seconds"]
+    assert list(run.phases) == list(PHASES) and min(run.phases.values()) >= 0
+    assert sum(run.phases.values()) == pytest.approx(run.seconds / 16, rel=1e-3)
+    assert run.phases["forward_backward"] > 0 and run.phases["compress"] > 0
+
+
+def test_phases_add_up_to_a_step() -> None:
+    """What was counted in a phase of its own and in forward_backward is shown once."""
+    logged = dict.fromkeys(PHASES, 0.0) | {"forward_backward": 6.0, "compress": 3.0, "step": 2.0}
+    twice = disjoint(logged, step=10.0)
+    assert twice["forward_backward"] == 5.0 and twice["other"] == 0.0 and sum(twice.values()) == 10.0
+    rest = disjoint(logged, step=12.0)
+    assert rest["forward_backward"] == 6.0 and rest["other"] == 1.0
+
+
+def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = copy(runs["dgc"], tmp_path / "killed", "summary.json")
+    finished, unfinished = read_reported([str(runs["dgc"]), f"killed={directory}"])
+    assert unfinished.final == pytest.approx(finished.final, abs=1e-4) and unfinished.epochs == 2
+    assert unfinished.best is not None and finished.best is not None and unfinished.best[1] == finished.best[1]
+    assert unfinished.wire_bytes == pytest.approx(finished.wire_bytes, rel=1e-6)
+    assert unfinished.dense_wire_bytes == pytest.approx(finished.dense_wire_bytes, rel=1e-6)
+    assert main([f"killed={directory}"]) == 0
+    text = (directory / "report.html").read_text()
+    assert "killed is unfinished: it has no summary.json. It is shown after 2 of 2 epochs." in text
+    assert capsys.readouterr().out == f"{directory / 'report.html'}: 1 run\n"
+
+
+def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Its TensorBoard file ends anywhere, also within a point. Only complete points are shown."""
+    directory = copy(runs["dgc"], tmp_path / "killed", "summary.json", "events*")
+    (events,) = runs["dgc"].glob("events*")
+    content = events.read_bytes()
+    shown = []
+    within = [found.start() for found in re.finditer(b"time/(elapsed|step)|bytes/wire|train/steps", content)]
+    for size in sorted([*range(0, len(content), len(content) // 40), *within]):
+        (directory / events.name).write_bytes(content[:size])
+        (run,) = read_reported([str(directory)])
+        shown.append(0.0 if run.run is None else run.run.loss.steps[-1])
+        assert run.run is None or (run.run.loss.steps == run.traffic.steps and run.epochs <= 2)
+        assert run.run is None or sum(run.phases.values()) * shown[-1] == pytest.approx(run.seconds, rel=1e-3)
+    assert shown == sorted(shown) and shown[0] == 0.0 and len(set(shown)) == 3
+    page([run])
+
+
+def test_a_run_without_a_step(runs: dict[str, Path], tmp_path: Path) -> None:
+    new = copy(runs["dgc"], tmp_path / "new", "summary.json", "events*")
+    text = page(read_reported([str(runs["dense"]), str(new)]))
+    assert "new has not logged a step yet." in text
+    rows = {row[0]: row[1:] for row in Table(text).rows}
+    assert rows["new"][:4] == ["–", "0 of 2unfinished", "–", "–"]
+    alone = page(read_reported([f"mine={new}"]))
+    assert "mine has not logged a step yet." in alone and "<figure" not in alone
+
+
+def test_text_of_configs_and_labels_is_escaped(runs: dict[str, Path], tmp_path: Path) -> None:
+    evil = "<script>alert('$x$ &')</script>"
+    directory = copy(runs["dgc"], tmp_path / "<b>")
+    tree = yaml.safe_load((directory / "config.yaml").read_text())
+    tree["train"]["kernels"] = evil
+    (directory / "config.yaml").write_text(yaml.safe_dump(tree))
+    text = page(read_reported([f"{evil}={directory}", str(runs["dense"])]), [evil])
+    assert "<script" not in text and "<b>/" not in text and "/<b>" not in text
+    rows = {row[0]: row[1:] for row in Table(text).rows}
+    assert rows["train.kernels"] == [evil, "auto"] and evil in rows
+    assert "<script" not in page(read_reported([f"{evil}={directory}"]))
+
+
+def test_the_same_runs_give_the_same_file(runs: dict[str, Path], tmp_path: Path) -> None:
+    words = [str(run) for run in runs.values()]
+    for name in ("a", "b"):
+        assert main([*words, "--out", str(tmp_path / "new" / name)]) == 0
+    text = (tmp_path / "new" / "a").read_text()
+    assert text == (tmp_path / "new" / "b").read_text()
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text)) <= set(ids)
+    assert not re.search(r"#0e0f\w\w", text) and "https:" not in re.sub(r'xmlns\S*="[^"]*"', "", text)
+
+
+def test_settings_that_differ(runs: dict[str, Path]) -> None:
+    base, other, bare = read_reported([str(runs["dgc"])] * 3)
+    other.config, bare.config = json.loads(json.dumps(base.config)), {}
+    assert differing_settings([base, other, bare]) == []
+    other.config["train"]["compression"]["compress_ratio"] = 0.01
+    other.config["train"]["scheduler"]["T_max"] = "${derive:other}"  # derived: its source is listed instead
+    other.config["train"]["gossip"] = {"_target_": "absent.module.Gossip", "graph": "ring", "seed": "${seed}"}
+    del other.config["model"]["width"]
+    assert dict(differing_settings([base, other, bare])) == {
+        "model.width": ["8", "–", "–"],
+        "train.compression.compress_ratio": ["0.001", "0.01", "–"],
+        "train.gossip": ["None", "{_target_: absent.module.Gossip, graph: ring}", "–"],
+    }
+    assert "different models or data (model.width): do not compare" in page([base, other])
+
+
+def test_a_run_with_csv_files_only(runs: dict[str, Path], tmp_path: Path) -> None:
+    """As after training with train.csv=True, when the TensorBoard files were removed: seconds, data and waits."""
+    directory = tmp_path / "csv_run"
+    (directory / "csv").mkdir(parents=True)
+    head = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"
+    rows = ["0,0,2,1,2,3,50,-1,100,0.5,2", "0,1,2,1,2,2,60,-1,300,0.5,4", "0,-1,2,1,2,2,60,55,0,0,4"]
+    preamble = ["BEGIN-TRAINING", "World-Size,1", "Num-DLWorkers,0", "Batch-Size,8", head]
+    (directory / "csv" / "out_r0_n1.csv").write_text("\n".join([*preamble, *rows]) + "\n")
+    (run,) = read_reported([f"old={directory}"])
+    assert run.accuracy == [55.0] and run.traffic.wire == [100.0, 300.0] and run.dense_wire_bytes is None
+    assert run.phases == dict.fromkeys(PHASES, 0.0) | {"data": 1.0, "wait": 0.5, "other": 0.5}
+    text = page([run])
+    row = next(row for row in Table(text).rows if row[0] == "old")
+    assert row[1:] == ["1", "1", "55.00", "55.00 (1)", "300 B", "400 B", "4 s", "4"]
+
+
+def test_errors(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: object) -> str:
+        out = tmp_path / "out.html"
+        assert main([*map(str, words), "--out", str(out)]) == 2 and not out.exists()
+        return capsys.readouterr().err
+
+    assert "report: there is no run directory" in refused(runs["dense"], tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    message = refused(tmp_path / "empty")
+    assert "has neither CSV files" in message and "Give the directory of a run: runs/NAME.npN" in message
+    directory = copy(runs["dense"], tmp_path / "damaged")
+    (directory / "summary.json").write_text('{"epochs": ')
+    assert "summary.json is damaged" in refused(directory) and "counts as unfinished" in refused(directory)
+    (directory / "summary.json").write_text("[]")
+    with pytest.raises(PlotError, match="is no summary of a run. Remove it"):
+        read_reported([str(directory)])
+
+
+def test_numbers_as_text() -> None:
+    assert [seconds(value) for value in (None, 1.234, 75, 7260)] == ["–", "1.23 s", "1 min 15 s", "2 h 01 min"]
+    assert sent(None, 1.0) == sent(float("nan"), 1.0) == "–" and sent(0, 0) == "0 B"
+    ratios = [re.sub("<.*?>", " ", sent(wire, 1000.0)) for wire in (10, 1000, 2000)]
+    assert ratios == ["10 B (100× fewer) ", "1.00 kB (as dense) ", "2.00 kB (2× dense) "]
+
+
+def chromium(tmp_path: Path, file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    assert CHROMIUM is not None
+    quiet = "quic", "background-networking", "component-update", "sync", "gpu"
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--no-first-run", "--enable-logging=stderr"]
+    command += [f"--disable-{name}" for name in quiet]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,1900", *options, file.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on PATH, which is not installed")
+def test_in_a_browser(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Every figure has a size, the page fits its window, nothing is fetched, and the console is silent."""
+    file = tmp_path / "report.html"
+    assert main([*map(str, runs.values()), "--out", str(file)]) == 0
+    shown = chromium(tmp_path, file, f"--screenshot={tmp_path / 'report.png'}")
+    assert "CONSOLE" not in shown.stderr
+    assert (tmp_path / "report.png").stat().st_size > 50_000
+
+    # The page's own policy forbids scripts, so that a copy without it measures the page.
+    text = file.read_text()
+    policy = re.search(r"<meta http-equiv=.*?>\n", text)
+    assert policy is not None and "default-src 'none'" in policy[0]
+    script = """<script>
+        const box = item => { const b = item.getBoundingClientRect(); return [b.width, b.height]; };
+        document.body.textContent = "MEASURED" + JSON.stringify({
+            figures: [...document.querySelectorAll("figure svg")].map(box),
+            texts: [...document.querySelectorAll("svg text")].map(box),
+            strokes: [...document.querySelectorAll("svg path")].map(path => getComputedStyle(path).stroke),
+            fetched: performance.getEntriesByType("resource").map(entry => entry.name),
+            overflow: document.documentElement.scrollWidth - innerWidth,
+        }) + "END";
+    </script>"""
+    measuring = tmp_path / "measuring.html"
+    measuring.write_text(text.replace(policy[0], "").replace("</body>", f"{script}</body>"))
+    shown = chromium(tmp_path, measuring, "--dump-dom")
+    assert "CONSOLE" not in shown.stderr
+    found = json.loads(shown.stdout.split("MEASURED")[1].split("END")[0])
+    assert len(found["figures"]) == len(FIGURES) and all(w > 300 and h > 90 for w, h in found["figures"])
+    assert len(found["texts"]) > 40 and all(w > 0 and h > 5 for w, h in found["texts"])
+    assert {"rgb(42, 111, 219)", "rgb(217, 72, 15)"} <= set(found["strokes"])
+    assert found["fetched"] == [] and found["overflow"] <= 0
