@@ -151,6 +151,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.fsdp.__init__": ("dgc.fsdp",),
     "dgc.ddp.__init__": ("dgc.ddp",),
     "dgc.paper": ("dgc.bucket", "dgc.comm", "dgc.compression", "dgc.gossip.topology"),
+    "dgc.cost": ("dgc.bucket", "dgc.comm", "dgc.compression"),
     "dgc.testing": ("dgc.bucket", "dgc.comm.lockstep", "dgc.compression"),
     "dgc.__init__": ("dgc.comm", "dgc.comm.connect"),
     "dgc_datasets": (),
