@@ -56,9 +56,10 @@ def test_an_early_end_loses_no_message(no_type_checks: None) -> None:
 
             fleet = Fleet(make, 16)
             fleet.step([gradients(rank, 0) for rank in range(16)])
-            traffic = record(planned(make), 16)
+            traffic = record(planned(make), 16, decoded_bytes=0)
             assert traffic.total("wire") == pytest.approx(fleet.world.meters[-1].wire_bytes)
             assert (traffic.decode is None) == (exchange != "gtopk")
+            assert record(planned(make), 16).buckets == traffic.buckets
 
 
 def message(kind: str, size: int, payload: int, wire: float, **more: Any) -> Message:

@@ -235,6 +235,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.memory",
         "dgc.compression",
         "dgc.compression.__init__",
+        "dgc.cost",
         "dgc.gossip.topology",
         "dgc.gossip.__init__",
         "dgc.optim.exchange",

@@ -27,22 +27,23 @@ from dgc.compression.protocol import Compressor, conversation_of
 from dgc.cost.model import Message, Traffic
 
 HALVES = (torch.float16, torch.bfloat16)
-REFERENCE_SIZE = 4  # ranks of the run that tells which all-gather is the last round
+REFERENCE_SIZE = 4  # machines of the run that tells which all-gather is the last round
 
 Plan = Callable[[int, int], Sequence[tuple[Bucket, Compressor]]]
 
 
-def record(plan: Plan, size: int, local_size: int = 1) -> Traffic:
+def record(plan: Plan, size: int, local_size: int = 1, decoded_bytes: int = 2**24) -> Traffic:
     """Record what the last of `size` ranks sends in one exchange.
 
-    A conversation that has so far made the requests that one of 4 ranks makes, and there ends with an all-gather,
-    is ended there: its replies grow with the number of ranks.
+    A conversation on more than 8 machines is ended at an all-gather if on 4 machines it made the same requests, of
+    which this was the last: the replies grow with the number of ranks.
 
     Args:
         plan: Given the number of ranks and the rank, returns the buckets, with gradients, and their compressors.
             It is called once or twice and must make new compressors each time.
         size: Number of ranks.
         local_size: Ranks of each machine. It must divide `size`.
+        decoded_bytes: Largest size of the replies to such an all-gather that are decoded nevertheless.
 
     Raises:
         ValueError: `local_size` does not divide `size`, or no reply to a request can be made.
@@ -50,14 +51,14 @@ def record(plan: Plan, size: int, local_size: int = 1) -> Traffic:
     if size < 1 or local_size < 1 or size % local_size:
         raise ValueError(f"local_size must divide the number of ranks, {size}, but it is {local_size}")
     ends: list[tuple[str, ...]] | None = None
-    if size > 2 * REFERENCE_SIZE and local_size == 1:
-        reference = record(plan, REFERENCE_SIZE)
+    if size > 2 * REFERENCE_SIZE * local_size:
+        reference = record(plan, REFERENCE_SIZE * local_size, local_size)
         ends = [tuple(message.kind for message in bucket) for bucket in reference.buckets]
     rank = size - 1
     planned = plan(size, rank)
     recorders = [_Recorder(size, local_size) for _ in planned]
     for i, (recorder, (bucket, compressor)) in enumerate(zip(recorders, planned, strict=True)):
-        recorder.run(conversation_of(compressor, bucket), ends[i] if ends else ())
+        recorder.run(conversation_of(compressor, bucket), ends[i] if ends else (), decoded_bytes)
     decode = [recorder.decode for recorder in recorders]
     late = None if any(seconds is None for seconds in decode) else sum(seconds or 0.0 for seconds in decode)
     early = sum(recorder.encode for recorder in recorders)
@@ -75,7 +76,7 @@ class _Recorder:
         self._inner = {"world": local_size, "local": local_size, "cross": 1}
         self._sent: dict[int, Tensor] = {}  # the last message from rank to rank, by length
 
-    def run(self, conversation: Conversation[Any], ends: tuple[str, ...]) -> None:
+    def run(self, conversation: Conversation[Any], ends: tuple[str, ...], decoded_bytes: int) -> None:
         start = perf_counter()
         requests = next(conversation, None)
         self.encode = perf_counter() - start
@@ -83,9 +84,10 @@ class _Recorder:
         while requests is not None:
             self.messages += [self._message(request) for request in requests]
             if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in self.messages):
-                conversation.close()
-                self.decode = None
-                return
+                if self.messages[-1].size * self.messages[-1].payload > decoded_bytes:
+                    conversation.close()
+                    self.decode = None
+                    return
             replies = tuple(self._reply(request) for request in requests)
             start = perf_counter()
             try:
