@@ -27,7 +27,15 @@ from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.comm.requests import Conversation
-from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, FP16Compressor
+from dgc.compression import (
+    BF16Compressor,
+    DenseCompressor,
+    DGCCompressor,
+    FP16Compressor,
+    PowerSGDCompressor,
+    ScaledSignCompressor,
+    ThresholdCompressor,
+)
 from dgc.compression.protocol import Compressor, DenseResult, Result, StatelessCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
@@ -59,6 +67,10 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
     "dgc-sign-rice-dense-fp32": lambda ratio: dgc(
         ratio, values=SignValues(), indices=RiceIndices(), dense_values="fp32"
     ),
+    "dgc-reduce-scatter": lambda ratio: dgc(ratio, exchange="reduce_scatter"),
+    "powersgd": lambda ratio: PowerSGDCompressor(2),
+    "sign": lambda ratio: ScaledSignCompressor(),
+    "2bit": lambda ratio: ThresholdCompressor(),
     "dgc-sampled": lambda ratio: dgc(ratio, sample_ratio=0.01, indices=PlainIndices("int32")),
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import benchmarks
 import dgc.kernels as kernels
-from benchmarks import decoding
+from benchmarks import decoding, scale
 from benchmarks.convergence import report, simulate
 from benchmarks.radix_select import RadixSelect
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
@@ -20,6 +20,7 @@ from benchmarks.selector_counts import Counts, count_choice, count_step, countin
 from benchmarks.selector_fit import Fit, fit, fit_tensors
 from benchmarks.selector_methods import SELECTORS, SelectorStep
 from dgc.bucket import lay_out
+from dgc.cost import Traffic
 from dgc.selection import Bisection, Exact, Predicted, plan_selection
 
 SEGMENTS = lay_out([("a", torch.empty(100, 200, device="meta")), ("b", torch.empty(30, 100, device="meta"))])
@@ -214,3 +215,21 @@ def test_decoding_reads_what_the_ranks_have_recorded() -> None:
     assert torch.equal(recording.buckets[0].flat, (exact[0] + exact[1]) / 2)
     work.floor()
     assert not recording.buckets[0].flat.any()
+
+
+def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
+    def fitted_to(*decode: float) -> tuple[float, float, float]:
+        runs = [Traffic(size, 1, (), 0.5, seconds) for size, seconds in zip((2, 4, 8), decode, strict=True)]
+        found = scale.fit(runs)
+        return found.encode, found.decode, found.per_rank
+
+    assert fitted_to(5.0, 9.0, 17.0) == pytest.approx((0.5, 1.0, 2.0))
+    assert fitted_to(3.0, 2.0, 1.0) == pytest.approx((0.5, 2.0, 0.0))  # more ranks do not take less
+    assert fitted_to(1.0, 3.0, 7.0)[1] == pytest.approx(0.0)  # nor does decoding begin below 0
+
+
+def test_the_figure_of_scales_is_drawn(tmp_path: Path) -> None:
+    rows = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
+    scale.draw({"dense": rows, "dgc": rows}, "a title", tmp_path / "scale")
+    assert "a title" in (tmp_path / "scale.svg").read_text()
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
