@@ -41,7 +41,7 @@ def record(plan: Plan, size: int, local_size: int = 1, decoded_bytes: int = 2**2
     Args:
         plan: Given the number of ranks and the rank, returns the buckets, with gradients, and their compressors.
             It is called once or twice and must make new compressors each time.
-        size: Number of ranks.
+        size: Number of ranks. For a compressor that sends from rank to rank, a power of two.
         local_size: Ranks of each machine. It must divide `size`.
         decoded_bytes: Largest size of the replies to such an all-gather that are decoded nevertheless.
 
@@ -129,5 +129,8 @@ class _Recorder:
             case Exchange(_, receives):
                 missing = sorted(n for n in {t.numel() for t in receives.values()} if n not in self._sent)
                 if missing:
-                    raise ValueError(f"no message of {missing} elements was sent: the reply cannot be made")
+                    raise ValueError(
+                        f"no message of {missing} elements was sent, so that the reply cannot be made: "
+                        "record a power of two of ranks"
+                    )
                 return {rank: self._sent[tensor.numel()] for rank, tensor in receives.items()}
