@@ -151,7 +151,8 @@ def report(
             f"{name:<16} {row['exchange_ms']:11.1f} {row['step_ms']:9.1f} {row['payload_bytes'] / 1e6:11.3f} "
             f"{row['wire_bytes'] / 1e6:9.3f}"
         )
-    print_json(result)
+    settings = {"model": args.model, "ratio": args.ratio, "ranks": args.ranks}
+    print_json({"benchmark": "exchange", **settings, "methods": result})
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
 
 Bytes are recorded from the code of each method. Computing is measured on this machine, for one rank with 2, 4 and
 8 replies, and a line through the times of decoding is extended to more ranks, unless all replies of those could be
-decoded here. The table shows milliseconds of an
-exchange without overlap. --draw writes FILE.png and FILE.svg. The last line of the output is JSON.
+decoded here. The table shows milliseconds of an exchange without overlap. --draw writes FILE.png and FILE.svg. The
+last line of the output is JSON. benchmarks/scale_order.py compares predictions with measurements.
 """
 
 import argparse
@@ -61,20 +61,29 @@ def fit(traffics: Sequence[Traffic]) -> Compute:
     return Compute(median(traffic.encode for traffic in traffics), y - slope * x, slope)
 
 
-def predicted(args: argparse.Namespace, network: Network, name: str) -> list[dict[str, float]]:
-    """One row for each number of ranks."""
-    plan = planner(name, args.model, args.ratio)
+def recorded(
+    name: str, model: str, ratio: float, sizes: Sequence[int], ranks_per_machine: int
+) -> list[tuple[Traffic, Compute]]:
+    """The traffic of a method for each number of ranks, and what it computes, measured here."""
+    plan = planner(name, model, ratio)
     record(plan, MEASURED[0])  # warm-up
     extended = fit([record(plan, size) for size in MEASURED])
-    rows = []
-    for size in args.ranks:
-        traffic = record(plan, size, network.local_size(size))
+    found = []
+    for size in sizes:
+        traffic = record(plan, size, min(size, ranks_per_machine))
         decoded = traffic.decode is not None  # then it is measured, also where the method goes dense
-        compute = Compute(extended.encode, traffic.decode or 0.0) if decoded else extended
+        found.append((traffic, Compute(extended.encode, traffic.decode or 0.0) if decoded else extended))
+    return found
+
+
+def predicted(args: argparse.Namespace, network: Network, name: str) -> list[dict[str, float]]:
+    """One row for each number of ranks."""
+    rows = []
+    for traffic, compute in recorded(name, args.model, args.ratio, args.ranks, args.ranks_per_machine):
         p = predict(traffic, network, compute)
         rows.append(
             {
-                "ranks": size,
+                "ranks": traffic.size,
                 "payload_bytes": p.payload_bytes,
                 "wire_bytes": p.wire_bytes,
                 "cross_wire_bytes": p.cross_wire_bytes,

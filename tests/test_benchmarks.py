@@ -11,7 +11,7 @@ from torch import Tensor
 
 import benchmarks
 import dgc.kernels as kernels
-from benchmarks import decoding, scale
+from benchmarks import decoding, scale, scale_order
 from benchmarks.convergence import report, simulate
 from benchmarks.radix_select import RadixSelect
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
@@ -20,7 +20,7 @@ from benchmarks.selector_counts import Counts, count_choice, count_step, countin
 from benchmarks.selector_fit import Fit, fit, fit_tensors
 from benchmarks.selector_methods import SELECTORS, SelectorStep
 from dgc.bucket import lay_out
-from dgc.cost import Traffic
+from dgc.cost import Compute, Message, Traffic
 from dgc.selection import Bisection, Exact, Predicted, plan_selection
 
 SEGMENTS = lay_out([("a", torch.empty(100, 200, device="meta")), ("b", torch.empty(30, 100, device="meta"))])
@@ -233,3 +233,27 @@ def test_the_figure_of_scales_is_drawn(tmp_path: Path) -> None:
     scale.draw({"dense": rows, "dgc": rows}, "a title", tmp_path / "scale")
     assert "a title" in (tmp_path / "scale.svg").read_text()
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pairs_in_another_order_than_measured_are_found() -> None:
+    measured = {"dense": {2: 1.0}, "fp16": {2: 2.0}, "dgc": {2: 3.0}, "sign": {2: 3.1}}
+    predicted = {"dense": {2: 9.0}, "fp16": {2: 1.0}, "dgc": {2: 2.0}, "sign": {2: 1.5}}
+    # dense and fp16 are fitted, and dgc and sign are less than 15 % apart
+    assert scale_order.wrong_pairs(measured, predicted) == (4, [(2, "dense", "dgc"), (2, "dense", "sign")])
+
+
+def test_the_network_is_fitted_to_dense_and_fp16() -> None:
+    network = scale_order.network_of((1e-5, 1e-9, 2e-10, 5e-10), 8, 2)
+    payload = {"dense": 8 * 10**7, "fp16": 4 * 10**7}
+    work: scale_order.Work = {}
+    for name, nbytes in payload.items():
+        work[name] = {}
+        for size in (2, 4, 8):
+            sent = 2 * nbytes * (size - 1) / size
+            message = Message("AllReduce", size, size, nbytes, sent, 0, name == "fp16", 0)
+            work[name][size] = Traffic(size, size, ((message,),), 0.0, 0.0), Compute(0.01)
+    noop = dict.fromkeys((2, 4, 8), 0.002)
+    measured = scale_order.predictions(work, network, noop)
+    found = scale_order.predictions(work, scale_order.fitted(work, measured, noop, 8, 2), noop)
+    for name, of in measured.items():
+        assert found[name] == pytest.approx(of, rel=0.02)
