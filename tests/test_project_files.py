@@ -68,3 +68,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert path.exists(), target
         if place:
             assert place in {anchor(line.lstrip("#")) for line in path.read_text().splitlines() if line[:1] == "#"}
+
+
+def test_no_file_has_marks_of_an_unfinished_merge() -> None:
+    folders = ("dgc*", "docs", "configs", "benchmarks", "scripts", "examples", "tests")
+    files = [*PAGES, *(file for folder in folders for file in ROOT.glob(f"{folder}/**/*.*") if file.is_file())]
+    texts = {file: file.read_text() for file in files if file.suffix in {".py", ".md", ".h", ".cpp", ".html", ".sh"}}
+    assert len(texts) > 400
+    assert [str(file) for file, text in texts.items() if re.search(r"^(<{7}|>{7}) ", text, re.M)] == []
