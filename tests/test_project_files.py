@@ -73,6 +73,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_no_file_has_marks_of_an_unfinished_merge() -> None:
     folders = ("dgc*", "docs", "configs", "benchmarks", "scripts", "examples", "tests")
     files = [*PAGES, *(file for folder in folders for file in ROOT.glob(f"{folder}/**/*.*") if file.is_file())]
-    texts = {file: file.read_text() for file in files if file.suffix in {".py", ".md", ".h", ".cpp", ".html", ".sh"}}
+    kinds = {".py", ".md", ".h", ".cpp", ".html", ".sh"}
+    texts = {file: file.read_text() for file in files if file.suffix in kinds}
     assert len(texts) > 400
     assert [str(file) for file, text in texts.items() if re.search(r"^(<{7}|>{7}) ", text, re.M)] == []
