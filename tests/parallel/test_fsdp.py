@@ -26,10 +26,12 @@ def test_ratio_1_equals_hsdp(found: list[dict[str, Any]]) -> None:
 
 
 def test_a_method_runs_between_machines_on_local_rows(found: list[dict[str, Any]]) -> None:
-    for own in found:
+    # of the second rows, reduce_scatter would send more bytes than the dense sum, which takes its place
+    without_error = {"qsgd"}, {"qsgd", "reduce_scatter"}
+    for rank, own in enumerate(found):
         for name, result in own["method_between_machines"].items():
             assert result["difference"] == 0, (name, result)
-            assert result["error"] == (name != "qsgd") and result["dropped"] == 1, name
+            assert result["error"] == (name not in without_error[rank % 2]) and result["dropped"] == 1, name
 
 
 def test_a_nonfinite_gradient_drops_the_step_everywhere(found: list[dict[str, Any]]) -> None:
