@@ -86,7 +86,10 @@ print(f"{socket.gethostname()} has rank {transport.rank}: {total[0].item()}", fl
 """
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.horovod), "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param("mpirun", marks=pytest.mark.horovod), pytest.param("torchrun", marks=pytest.mark.proof)],
+)
 def test_ranks_on_two_hosts(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     words = ["--hosts", "2", "--rate", "200mbit", "--launcher", launcher, "--", str(tmp_path / "program.py")]

@@ -30,6 +30,7 @@ BIN = Path(sys.executable).parent
 MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
 STARTS = {"mpirun": [*MPIRUN, "-np", "2"], "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2"]}
 HOROVOD = pytest.mark.horovod
+FORKS = pytest.mark.xdist_group("forks")  # one worker needs the fixture `results`
 FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_worker", "1"]
 
 
@@ -112,6 +113,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
+@FORKS
 def test_an_error_has_rank_host_message_and_traceback(results: Any) -> None:
     status, _, errors = results["error"]
     first, second, *_ = errors.splitlines()
@@ -119,11 +121,13 @@ def test_an_error_has_rank_host_message_and_traceback(results: Any) -> None:
     assert second.startswith("Traceback") and status == 1
 
 
+@FORKS
 def test_a_usage_error_has_no_traceback(results: Any) -> None:
     for name in ("UsageError", "ConfigError"):
         assert results[name] == (2, "", "not like this\n")
 
 
+@FORKS
 def test_a_rank_that_cannot_connect_has_the_address_and_no_traceback(results: Any) -> None:
     for name, address in (("no rank 0", "connection to server0 timed out"), ("no rank 1", "waiting for clients")):
         status, _, errors = results[name]
@@ -131,6 +135,7 @@ def test_a_rank_that_cannot_connect_has_the_address_and_no_traceback(results: An
         assert errors.endswith(f"{address}\n")
 
 
+@FORKS
 def test_signals_end_the_process_without_a_traceback(results: Any) -> None:
     shown_by_name = {name: name.split()[0] for name in BODIES if name.startswith("SIG")} | {"SIGINT": "Ctrl-C"}
     for name, shown in shown_by_name.items():
@@ -138,10 +143,12 @@ def test_signals_end_the_process_without_a_traceback(results: Any) -> None:
         assert "Traceback" not in results[name][2] and f"Stopped by {shown}" in results[name][2]
 
 
+@FORKS
 def test_without_an_error_nothing_changes(results: Any) -> None:
     assert results["no error"] == (0, "fine\n", "")
 
 
+@FORKS
 def test_a_rank_terminated_during_its_delay_prints_nothing(results: Any) -> None:
     assert results["terminated before its message"] == (143, "", "")
 
@@ -149,7 +156,14 @@ def test_a_rank_terminated_during_its_delay_prints_nothing(results: Any) -> None
 # --- launched runs -------------------------------------------------------------------------------------
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("launcher", [*(pytest.param(name, marks=HOROVOD) for name in STARTS), "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun",
+        pytest.param("horovodrun", marks=HOROVOD),
+        pytest.param("mpirun", marks=[HOROVOD, pytest.mark.proof]),
+    ],
+)
 def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Any
 ) -> None:
@@ -212,7 +226,7 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
 def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", "10"]
+    configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", "6"]
     result = launch(
         [*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120
     )
