@@ -44,7 +44,7 @@ def test_a_stopped_rank_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     words += ["--configs.model.width", "4"]
     words += [
         "--configs.train.timeout",
-        "6",
+        "10",
         "--configs.train.num_epochs",
         "2",
         "--run-dir",

@@ -226,7 +226,7 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
 def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", "6"]
+    configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", "10"]
     result = launch(
         [*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120
     )
