@@ -1,4 +1,4 @@
-"""Prints the result of a benchmark as its last line, in JSON."""
+"""The result of a benchmark in JSON, which it prints as its last line."""
 
 import json
 import math
@@ -6,8 +6,13 @@ from typing import Any
 
 
 def print_json(result: Any) -> None:
-    """Prints a result as one line of JSON. JSON has no NaN and no infinity: such numbers become null."""
-    print(json.dumps(_finite(result), allow_nan=False))
+    """Prints a result as one line of JSON."""
+    print(to_json(result))
+
+
+def to_json(result: Any) -> str:
+    """One line of JSON. JSON has no NaN and no infinity: such numbers become null."""
+    return json.dumps(_finite(result), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -16,7 +16,7 @@ from statistics import median
 import matplotlib
 import torch
 
-from benchmarks.exchange import METHODS, parameters_of
+from benchmarks.exchange.methods import METHODS, parameters_of
 from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.compression import Route, Rule

@@ -50,7 +50,7 @@ def unpack(archive: Path, folder: str) -> None:
     with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".unpacking-") as scratch:
         try:
             with tarfile.open(archive) as tar:
-                tar.extractall(scratch, filter="data")
+                _extract(tar, scratch)
         except (tarfile.TarError, EOFError, OSError, ValueError) as error:
             raise ValueError(f"{archive} cannot be unpacked: {error}") from error
         if not Path(scratch, folder).is_dir():
@@ -59,3 +59,16 @@ def unpack(archive: Path, folder: str) -> None:
         if place.exists():  # left by an interrupted download of another program
             shutil.rmtree(place)
         os.rename(Path(scratch, folder), place)
+
+
+def _extract(tar: tarfile.TarFile, place: str) -> None:
+    """Extracts an archive. ValueError if something in it is a link or a device, or would be written elsewhere."""
+    if hasattr(tarfile, "data_filter"):
+        tar.extractall(place, filter="data")
+        return
+    # Python 3.10 before 3.10.12, and 3.11 before 3.11.4
+    for member in tar.getmembers():
+        inside = not os.path.isabs(member.name) and ".." not in Path(member.name).parts
+        if not (inside and (member.isfile() or member.isdir())):
+            raise ValueError(f"it holds {member.name!r}, which is not a file or folder below its own folder")
+    tar.extractall(place)

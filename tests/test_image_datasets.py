@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import tarfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from small_data import write_archive, write_cifar, write_imagenet
 from torch.utils.data import DataLoader
 
 from dgc_datasets import CIFAR, ImageNet
-from dgc_datasets.prepare import prepare_once
+from dgc_datasets.prepare import prepare_once, unpack
 from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.constructors import import_target
 
@@ -197,6 +198,34 @@ def test_what_an_interrupted_unpacking_left_is_replaced(archive: Any) -> None:
     left.mkdir()
     (left / "data_batch_1").write_bytes(b"half")
     assert length(CIFAR(str(archive.parent))["train"]) == 40
+
+
+@pytest.mark.filterwarnings("ignore:Python 3.14 will")
+@pytest.mark.parametrize("knows_filters", [True, False])  # Python 3.11 before 3.11.4 does not
+def test_nothing_of_an_archive_is_written_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows_filters: bool
+) -> None:
+    if not knows_filters:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    elif not hasattr(tarfile, "data_filter"):
+        pytest.skip("this Python's tarfile has no filters")
+    (tmp_path / "file").write_text("text")
+    for name in ("../outside", "data/../../outside", "data/link", "data/file"):
+        with tarfile.open(tmp_path / "archive.tar", "w") as tar:
+            member = tar.gettarinfo(tmp_path / "file", name)
+            if name.endswith("link"):
+                member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+                tar.addfile(member)
+            else:
+                with open(tmp_path / "file", "rb") as file:
+                    tar.addfile(member, file)
+        if name == "data/file":
+            unpack(tmp_path / "archive.tar", "data")
+        else:
+            with pytest.raises(ValueError, match="cannot be unpacked"):
+                unpack(tmp_path / "archive.tar", "data")
+    assert {path.name for path in tmp_path.iterdir()} == {"archive.tar", "data", "file"}
+    assert (tmp_path / "data/file").read_text() == "text"
 
 
 def test_a_damaged_archive_is_named(archive: Any) -> None:

@@ -31,7 +31,8 @@ PREFIX, LINK = "dgclab", "dgl"
 INTERFACE = "lab0"
 NETWORK = "198.18.0.0/24"  # of the range for benchmarks, RFC 2544
 MAX_HOSTS = 64
-TICK = 0.004  # seconds between two refills of a token bucket, at most
+CONGESTION_CONTROL = ("cubic", "reno")  # the first that the kernel allows; it always allows reno
+TICK = 0.001  # seconds between two refills of a token bucket, at most
 
 
 class LaboratoryError(RuntimeError):
@@ -102,8 +103,16 @@ class Laboratory:
             _ip("-n", space, "address", "add", f"{address(host)}/24", "dev", INTERFACE)
             _ip("-n", space, "link", "set", "lo", "up")
             _ip("-n", space, "link", "set", INTERFACE, "up")
+            self._choose_congestion_control(space)
             self._limit(["tc"], link)
             self._limit(["tc", "-n", space], INTERFACE, self.latency)
+
+    def _choose_congestion_control(self, space: str) -> None:
+        """Set what most machines use, whatever this one does. BBR has a pace of its own beside the bucket's."""
+        enter, folder = ["ip", "netns", "exec", space], "/proc/sys/net/ipv4"
+        allowed = _run([*enter, "cat", f"{folder}/tcp_allowed_congestion_control"]).split()
+        chosen = next(name for name in CONGESTION_CONTROL if name in allowed)
+        _run([*enter, "sh", "-c", f"echo {chosen} > {folder}/tcp_congestion_control"])
 
     def _limit(self, tc: list[str], interface: str, latency: float = 0.0) -> None:
         """Limit what is sent into a link. A bucket holds what the rate gives in a tick, or the largest packet."""

@@ -1,0 +1,106 @@
+"""Seconds and bytes of steps: measured on each rank, merged over ranks and repeats, and printed as a table."""
+
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from time import perf_counter
+from typing import Any
+
+from benchmarks.netlab.interface import sent
+from dgc.comm import Transport, barrier
+from dgc.comm.meter import PHASES, TrafficMeter
+
+Row = dict[str, float]
+
+
+def measured(step: Callable[[], None], meter: TrafficMeter, transport: Transport) -> Row:
+    """Run a step on all ranks, and return its seconds, its bytes and those that this host's interface has sent."""
+    barrier(transport)
+    before = dict(meter.seconds)
+    counted = meter.payload_bytes, meter.wire_bytes, meter.cross_wire_bytes
+    link, start = sent(), perf_counter()
+    step()
+    whole = perf_counter() - start
+    barrier(transport)
+    link_after, until = sent(), perf_counter() - start
+    phases = {phase: meter.seconds[phase] - before[phase] for phase in PHASES}
+    found = {
+        "exchange": whole - phases["step"],
+        "whole": whole,
+        "until": until,
+        "payload": float(meter.payload_bytes - counted[0]),
+        "wire": meter.wire_bytes - counted[1],
+        "machine": (meter.cross_wire_bytes - counted[2]) * transport.local_size,
+        **{f"phase {phase}": seconds for phase, seconds in phases.items()},
+    }
+    if link is not None and link_after is not None:
+        found["link"] = float((link_after - link).contents)
+    return found
+
+
+def merged(everyone: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    """One row, of all ranks and their steps: medians over steps, of the slowest rank or of the mean over ranks."""
+    steps = list(zip(*everyone, strict=True))
+    keys = everyone[0][0]
+    slowest = {key: median(max(rank[key] for rank in step) for step in steps) for key in ("exchange", "whole")}
+    means = {key: median(mean(rank[key] for rank in step) for step in steps) for key in keys if key not in slowest}
+    row = {
+        "exchange_ms": 1e3 * slowest["exchange"],
+        "step_ms": 1e3 * slowest["whole"],
+        "payload_bytes": means["payload"],
+        "wire_bytes": means["wire"],
+        "machine_bytes": means["machine"],
+        "until_ms": 1e3 * means["until"],
+        "phases_ms": {phase: 1e3 * means[f"phase {phase}"] for phase in PHASES},
+    }
+    return row | {"link_bytes": means["link"]} if "link" in means else row
+
+
+def add_network(
+    rows: dict[str, dict[str, Any]],
+    network: dict[str, Any],
+    key: str,
+    idle: Callable[[str], str],
+    opponents: Sequence[str],
+) -> None:
+    """Add to each row what depends on the network.
+
+    Args:
+        rows: By method.
+        network: What is known of the laboratory's network: see `benchmarks.launches.on_networks`.
+        key: The time that is compared, "exchange_ms" or "step_ms".
+        idle: Given a method, returns the one beside it that exchanges nothing. What the interface sends with that
+            one, for as long as the method takes, is taken off its bytes.
+        opponents: `faster` is the time of the fastest of these over that of the method.
+    """
+    sent = {name: (row["link_bytes"], row["until_ms"]) for name, row in rows.items()}
+    times = [rows[name][key] for name in opponents if name in rows]
+    for name, row in rows.items():
+        nbytes, milliseconds = sent.get(idle(name), (0.0, 1.0))
+        row["idle_bytes"] = min(nbytes / milliseconds * row["until_ms"], row["link_bytes"])
+        row["link_bytes"] -= row["idle_bytes"]
+        row["link_over_meter"] = row["link_bytes"] / row["machine_bytes"] if row["machine_bytes"] else None
+        row["bound_ms"] = 1e3 * 8 * row["machine_bytes"] / network["bits_per_second"]
+        if times:
+            row["faster"] = min(times) / row[key]
+
+
+def print_table(rows: dict[str, dict[str, Any]], network: dict[str, Any] | None, keys: Sequence[str]) -> None:
+    """Print the rows. `keys` are the columns of times, of "exchange_ms" and "step_ms"."""
+    heads = {"exchange_ms": "exchange ms", "step_ms": "step ms"}
+    head = f"{'method':<26}" + "".join(f"{heads[key]:>12}" for key in keys)
+    head += f"{'wait ms':>10}{'payload MB':>12}{'wire MB':>10}"
+    if network is not None:
+        mbit, trip = network["bits_per_second"] / 1e6, network["round_trip"] * 1e6
+        print(f"{network['hosts']} hosts, {network['rate']} each way: ", end="")
+        print(f"one TCP connection reaches {mbit:.0f} Mbit/s, a round trip takes {trip:.0f} us")
+        head += f"{'link MB':>10}{'/ meter':>9}{'bound ms':>10}{'faster':>8}"
+    print(f"\n{head}")
+    for name, row in rows.items():
+        line = f"{name:<26}" + "".join(f"{row[key]:12.1f}" for key in keys)
+        line += f"{row['phases_ms']['wait']:10.1f}"
+        line += f"{row['payload_bytes'] / 1e6:12.3f}{row['wire_bytes'] / 1e6:10.3f}"
+        if network is not None:
+            share = row["link_over_meter"]
+            line += f"{row['link_bytes'] / 1e6:10.3f}" + (f"{share:9.3f}" if share else f"{'':9}")
+            line += f"{row['bound_ms']:10.1f}" + (f"{row['faster']:8.2f}" if "faster" in row else "")
+        print(line)
