@@ -220,6 +220,17 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training",
     ),
     "scripts": ("dgc_training.errors", "dgc_training.logging"),
+    "scripts.advise": (
+        "dgc.launch",
+        "dgc.comm.__init__",
+        "dgc.compression.__init__",
+        "dgc.cost",
+        "dgc_training.config",
+        "dgc_training",
+        "dgc_training.faults",
+        "dgc_training.startup",
+        "dgc_training.logging",
+    ),
     "benchmarks": (
         "dgc.bucket",
         "dgc.kernels",

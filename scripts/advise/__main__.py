@@ -1,0 +1,129 @@
+"""The advisor: predicts the time of a training step for each method of compression, and recommends one or none.
+
+    python -m scripts.advise --configs configs/digits/cnn.py --hosts 4 --rate 1gbit     on paper
+    horovodrun -np 4 -H a:2,b:2 python -m scripts.advise --configs configs/digits/cnn.py   on these machines
+
+docs/advise.md describes what is measured and what is predicted.
+"""
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from dgc.comm import Transport
+from dgc.cost import AlikeRanks, Network
+from dgc.launch import LaunchError
+from dgc_training.config import ConfigError, load
+from dgc_training.faults.failure import UsageError
+from dgc_training.launcher import launched_size, print_error
+from dgc_training.logging.formatting import plural
+from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
+from scripts.advise.advice import Advice, Row, Work, advise, as_fast, as_json, format_table, tabulate
+from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
+from scripts.advise.candidates import measure_all
+from scripts.advise.methods import METHODS
+from scripts.advise.workload import measure_workload
+
+LATENCY = "50us"
+WARNING = "Not predicted: accuracy, and how many steps a method needs. See docs/methods.md and docs/results.md."
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks and their network. `is_measured`: it exists; otherwise `transport` is an `AlikeRanks`."""
+
+    transport: Transport
+    network: Network
+    is_measured: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the advisor and returns the exit status: 2 for what cannot be done, with one message."""
+    args, overrides = parse_arguments(argv)
+    try:
+        tree = load(args.configs, overrides)
+        check_arguments(args, launched_size())
+        check_experiment(tree)
+        require_complete(tree, args.devices)
+        study(args, tree, overrides, cluster_on_paper(args))
+    except (ConfigError, LaunchError, UsageError) as error:
+        return print_error(f"advise: {error}")
+    return 0
+
+
+def check_experiment(tree: DictConfig) -> None:
+    """Raises UsageError if the config compresses already: a method's files could not be stacked after it."""
+    compression = tree.train.compression._target_
+    if compression != "dgc.compression.DenseCompressor" or tree.train.gossip is not None:
+        what = "train.gossip is set" if tree.train.gossip is not None else f"train.compression is {compression}"
+        raise UsageError(f"--configs is the experiment alone, without files of a method, but {what}")
+
+
+def cluster_on_paper(args: Namespace) -> Cluster:
+    """The cluster that the options describe. Inside a machine: the defaults of `Network`."""
+    latency = quantity(args.latency or LATENCY, TIMES, "--latency")
+    rate = quantity(args.rate, RATES, "--rate")
+    local_size = args.ranks_per_host or 1
+    try:
+        network = Network(latency, rate / 8, local_size)
+    except ValueError as error:
+        raise UsageError(f"--rate {args.rate}, --latency {args.latency or LATENCY}: {error}") from error
+    return Cluster(AlikeRanks(args.hosts * local_size, local_size), network, is_measured=False)
+
+
+def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: Cluster) -> None:
+    """Measures what one rank does, predicts all methods, and prints the result. Collective."""
+    transport, network = cluster.transport, cluster.network
+    device = prepare_device(tree, args.devices, transport)
+    kernels = choose_kernels(tree.train.kernels, device)
+    place = (transport.rank, transport.size) if cluster.is_measured else (0, 1)  # on paper there is no other data
+    workload = measure_workload(tree, device, *place, args.input_shape, args.repeats).slowest(transport)
+    candidates, refused = measure_all(
+        [method for method in METHODS if args.methods is None or method.name in args.methods],
+        lambda method: load([*args.configs, *method.files], overrides),
+        workload,
+        transport,
+        args.repeats,
+    )
+    work = Work(workload.forward, workload.backward)
+    rows = tabulate(candidates, network, work)
+    advice = advise(rows, work)
+    parameters = sum(p.numel() for p in workload.model.parameters())
+    if transport.rank == 0 or not cluster.is_measured:
+        print(f"model      {parameters:,} parameters on {device.type}, {kernels}; inputs: {workload.inputs}")
+        print(f"work       forward {1e3 * work.forward:.1f} ms, backward {1e3 * work.backward:.1f} ms, measured")
+        print(f"network    {describe(cluster)}\n")
+        print(format_table(rows))
+        for name, reason in refused.items():
+            print(f"{name:<19} left out: {reason}")
+        print(f"\n{sentence(advice, rows, args.configs)}\n{WARNING}")
+        if args.json is not None:
+            result = {"configs": args.configs, "ranks": transport.size, "left_out": refused}
+            text = json.dumps(result | as_json(rows, advice, network, work), indent=1)
+            args.json.write_text(text + "\n")
+
+
+def describe(cluster: Cluster) -> str:
+    """The network in one line."""
+    network, local = cluster.network, cluster.transport.local_size
+    machines = f"{plural(cluster.transport.size // local, 'machine')} of {plural(local, 'rank')}"
+    rate, delay = f"{network.bandwidth * 8:.3g} bit/s", f"{1e6 * network.latency:.3g} us"
+    return f"{machines}: {rate} and {delay} between machines, {'measured' if cluster.is_measured else 'as given'}"
+
+
+def sentence(advice: Advice, rows: Sequence[Row], configs: Sequence[str]) -> str:
+    """The recommendation with the config files to stack, and the methods that are as fast."""
+    stack = f"  --configs {' '.join([*configs, *advice.files])}"
+    if not advice.compress:
+        return f"Do not compress: {advice.reason}.\n{stack}"
+    others = as_fast(rows, advice)
+    alike = f"\n  As fast within the error of the prediction: {', '.join(others)}" if others else ""
+    return f"Recommended: {advice.method}, {advice.reason}.\n{stack}{alike}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
