@@ -1,6 +1,7 @@
 """The advisor: a known network gives a known recommendation, and bad input one message."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,24 @@ import pytest
 import torch
 from cases import case
 
-from dgc.cost import Compute, Message, Network, Traffic
+from dgc.comm import AllGather, Request
+from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
 from dgc_training.config import load
 from dgc_training.faults.failure import UsageError
 from scripts.advise.__main__ import main
 from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
 from scripts.advise.arguments import RATES, TIMES, quantity
 from scripts.advise.candidates import Candidate, last_level_cache, measure_candidate
+from scripts.advise.collectives import (
+    SIZES,
+    Sample,
+    fit_network,
+    levels,
+    measure_network,
+    misfit,
+    requests_of,
+    time_collectives,
+)
 from scripts.advise.methods import METHODS, UNCOMPRESSED, Method
 from scripts.advise.workload import measure_workload
 
@@ -57,6 +69,7 @@ def test_compression_that_gains_little_is_not_recommended() -> None:
     rows = tabulate([candidate("fp16", 10**8), candidate("bf16", 10**6), candidate("a", 10**6)], NETWORK, work)
     advice = advise(rows, work)
     assert (advice.method, advice.compress) == ("bf16", False)
+    assert "computing takes longer than it saves" in advice.reason
     alone = tabulate([candidate("dense", 10**8)], NETWORK, work)
     assert "no method that compresses was compared" in advise(alone, work).reason
 
@@ -200,6 +213,73 @@ def test_a_launcher_measures_the_network(
         monkeypatch.setenv(name, value)
     assert main(words()) == 2
     assert "under a launcher the network is measured: leave out --hosts, --rate" in capsys.readouterr().err
+
+
+def test_the_network_is_fitted_to_times_of_collectives() -> None:
+    """The times of a known network, with 20 % of noise, give its numbers."""
+    known = Network(8e-5, 1.25e8, 1, 8e-5, 1.25e8, reduction=2e-10, half_reduction=2e-9)
+    noise = torch.Generator().manual_seed(0)
+    samples = []
+    for nbytes in SIZES:
+        for request in requests_of(nbytes, "world", torch.device("cpu")):
+            message = message_of(request, AlikeRanks(4))
+            factor = 1 + 0.2 * float(torch.rand((), generator=noise))
+            samples.append(Sample(message, factor * message.seconds(known, 1)))
+    found = fit_network(samples, 1)
+    assert found.latency == pytest.approx(1.1 * known.latency, rel=0.1)
+    assert found.bandwidth == pytest.approx(known.bandwidth / 1.1, rel=0.1)
+    assert found.half_reduction == pytest.approx(known.half_reduction, rel=0.3)
+    assert 1 <= misfit(samples, found) < 1.1
+    assert misfit(samples, known) == pytest.approx(1.1, abs=0.05)
+
+
+class FirstRank(AlikeRanks):
+    """The first of alike ranks, which prints."""
+
+    def __init__(self, size: int, local_size: int = 1):
+        super().__init__(size, local_size)
+        self.rank = self.local_rank = 0
+
+
+def test_levels_are_measured_inside_machines_and_between_them() -> None:
+    device, sizes = torch.device("cpu"), (1024, 4096)
+    assert [levels(AlikeRanks(*of)) for of in ((4, 1), (4, 4))] == [["world"], ["world"]]
+    assert levels(AlikeRanks(4, 2)) == ["local", "cross"]
+    samples = time_collectives(AlikeRanks(4, 2), "cross", device, 2, sizes)
+    assert [of.message.payload for of in samples] == [1024] * 3 + [4096] * 3
+    assert [of.message.kind for of in samples[:3]] == ["AllReduce", "AllReduce", "AllGather"]
+    assert [of.message.half for of in samples[:3]] == [False, True, False]
+    assert all(of.message.size == 2 and of.message.cross == of.message.wire for of in samples)
+    assert all(of.message.cross == 0 for of in time_collectives(AlikeRanks(4, 2), "local", device, 2, sizes))
+    network, factor = measure_network(AlikeRanks(4, 2), device, 1, sizes)
+    assert network.ranks_per_machine == 2 and factor >= 1
+
+    class Uneven(FirstRank):
+        def reply(self, request: Request) -> Any:
+            found = super().reply(request)
+            if isinstance(request, AllGather) and request.tensor.dtype == torch.uint8:
+                found = (found[0], torch.frombuffer(bytearray(pickle.dumps(7)), dtype=torch.uint8))
+            return found
+
+    with pytest.raises(UsageError, match="as many ranks on each machine, not"):
+        levels(Uneven(2))
+
+
+def test_under_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_type_checks: None
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    given = ["--configs", CNN, "--methods", "fp16", "powersgd-1", "--repeats", "1", "--devices", "cpu"]
+    assert main(given, connect=lambda *of, **options: FirstRank(2)) == 0
+    out = capsys.readouterr().out
+    assert "2 machines of 1 rank" in out and "between machines, fitted to times of collectives within" in out
+    ended: list[int] = []
+    wrong = [*given, "--configs.train.num_batches_per_step", "1000"]
+    main(wrong, connect=lambda *of, **options: FirstRank(2), leave=ended.append)
+    assert ended == [2] and "too few for one step" in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,6 +222,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "scripts": ("dgc_training.errors", "dgc_training.logging"),
     "scripts.advise": (
         "dgc.launch",
+        "dgc.comm",
+        "dgc.comm.connect",
         "dgc.comm.__init__",
         "dgc.compression.__init__",
         "dgc.cost",

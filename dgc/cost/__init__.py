@@ -10,5 +10,6 @@ from dgc.cost.model import predict as predict
 from dgc.cost.network import Network as Network
 from dgc.cost.overlap import BucketWork as BucketWork
 from dgc.cost.overlap import overlapped as overlapped
+from dgc.cost.recording import message_of as message_of
 from dgc.cost.recording import record as record
 from dgc.cost.recording import record_steps as record_steps

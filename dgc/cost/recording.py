@@ -14,6 +14,7 @@ import torch
 from dgc.bucket import Bucket
 from dgc.comm.meter import cross_wire_bytes, payload_bytes, wire_bytes
 from dgc.comm.requests import AllReduce, AllToAll, Conversation, Exchange, ReduceScatter, Request
+from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, conversation_of
 from dgc.cost.alike import AlikeRanks
 from dgc.cost.model import Message, Traffic
@@ -122,21 +123,31 @@ class _Recorder:
             later += self._now() - start
         self.decode = later
 
+    def _message(self, request: Request) -> Message:
+        return message_of(request, self._ranks, self._ranks.awaited if isinstance(request, Exchange) else 0)
+
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return perf_counter()
 
-    def _message(self, request: Request) -> Message:
-        size, rank = self._ranks.group_size(request.group), self._ranks.group_rank(request.group)
-        local = self._ranks.local_size
-        inner = 1 if request.group == "cross" else local
-        payload, peers, awaited = payload_bytes(request, rank), 0, 0
-        half = isinstance(request, AllReduce | ReduceScatter) and request.tensor.dtype in HALVES
-        if isinstance(request, AllToAll):
-            peers = sum(n > 0 for to, n in enumerate(request.splits) if to != rank)
-        if isinstance(request, Exchange):
-            peers, awaited = sum(to != rank for to in request.sends), self._ranks.awaited
-        wire = wire_bytes(request, rank, size)
-        cross = cross_wire_bytes(request, rank, size, local)
-        return Message(type(request).__name__, size, inner, payload, wire, cross, half, peers, awaited)
+
+def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
+    """The message of a request.
+
+    Args:
+        request: What this rank sends.
+        ranks: Transport of this rank.
+        awaited: For an Exchange, bytes that it waits for.
+    """
+    size, rank, local = ranks.group_size(request.group), ranks.group_rank(request.group), ranks.local_size
+    inner = 1 if request.group == "cross" else local
+    payload, peers = payload_bytes(request, rank), 0
+    half = isinstance(request, AllReduce | ReduceScatter) and request.tensor.dtype in HALVES
+    if isinstance(request, AllToAll):
+        peers = sum(n > 0 for to, n in enumerate(request.splits) if to != rank)
+    if isinstance(request, Exchange):
+        peers = sum(to != rank for to in request.sends)
+    wire = wire_bytes(request, rank, size)
+    cross = cross_wire_bytes(request, rank, size, local)
+    return Message(type(request).__name__, size, inner, payload, wire, cross, half, peers, awaited)

@@ -9,22 +9,26 @@ docs/advise.md describes what is measured and what is predicted.
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
 from dgc.comm import Transport
+from dgc.comm.connect import choose_transport, connect
 from dgc.cost import AlikeRanks, Network
 from dgc.launch import LaunchError
 from dgc_training.config import ConfigError, load
-from dgc_training.faults.failure import UsageError
+from dgc_training.faults.failure import UsageError, end_process, ending_all_ranks
 from dgc_training.launcher import launched_size, print_error
 from dgc_training.logging.formatting import plural
+from dgc_training.startup.agreement import check_agreement
+from dgc_training.startup.build import config_errors
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
 from scripts.advise.advice import Advice, Row, Work, advise, as_fast, as_json, format_table, tabulate
 from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
 from scripts.advise.candidates import measure_all
+from scripts.advise.collectives import measure_network
 from scripts.advise.methods import METHODS
 from scripts.advise.workload import measure_workload
 
@@ -34,24 +38,56 @@ WARNING = "Not predicted: accuracy, and how many steps a method needs. See docs/
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks and their network. `is_measured`: it exists; otherwise `transport` is an `AlikeRanks`."""
+    """The ranks and their network.
+
+    Attributes:
+        transport: Connects the ranks; `AlikeRanks` on paper.
+        network: Its latencies and bandwidths.
+        misfit: Median factor between the network's times and the measured ones. None on paper.
+    """
 
     transport: Transport
     network: Network
-    is_measured: bool
+    misfit: float | None = None
+
+    @property
+    def prints(self) -> bool:
+        """Whether this process prints the result."""
+        return self.misfit is None or self.transport.rank == 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the advisor and returns the exit status: 2 for what cannot be done, with one message."""
+def main(
+    argv: Sequence[str] | None = None,
+    connect: Callable[..., Transport] = connect,
+    leave: Callable[[int], None] = end_process,
+) -> int:
+    """Runs the advisor and returns the exit status: 2 for what cannot be done, with one message.
+
+    Args:
+        argv: the command line without the program's name. None: that of this process.
+        connect: creates the transport. It takes the arguments of `dgc.comm.connect.connect`.
+        leave: ends this process with an exit status after an error under a launcher. All ranks end with it.
+    """
     args, overrides = parse_arguments(argv)
     try:
         tree = load(args.configs, overrides)
         check_arguments(args, launched_size())
         check_experiment(tree)
         require_complete(tree, args.devices)
-        study(args, tree, overrides, cluster_on_paper(args))
+        if launched_size() == 1:
+            study(args, tree, overrides, cluster_on_paper(args))
+            return 0
+        with config_errors():
+            choice = choose_transport(tree.train.transport)
     except (ConfigError, LaunchError, UsageError) as error:
         return print_error(f"advise: {error}")
+    with ending_all_ranks(leave):
+        with config_errors():
+            transport = connect(choice.transport, hierarchical="auto", timeout=tree.train.timeout)
+        device = prepare_device(tree, args.devices, transport)
+        check_agreement(tree, device, transport)
+        network, factor = measure_network(transport, device, args.repeats)
+        study(args, tree, overrides, Cluster(transport, network, factor))
     return 0
 
 
@@ -72,7 +108,7 @@ def cluster_on_paper(args: Namespace) -> Cluster:
         network = Network(latency, rate / 8, local_size)
     except ValueError as error:
         raise UsageError(f"--rate {args.rate}, --latency {args.latency or LATENCY}: {error}") from error
-    return Cluster(AlikeRanks(args.hosts * local_size, local_size), network, is_measured=False)
+    return Cluster(AlikeRanks(args.hosts * local_size, local_size), network)
 
 
 def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: Cluster) -> None:
@@ -80,7 +116,8 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
     transport, network = cluster.transport, cluster.network
     device = prepare_device(tree, args.devices, transport)
     kernels = choose_kernels(tree.train.kernels, device)
-    place = (transport.rank, transport.size) if cluster.is_measured else (0, 1)  # on paper there is no other data
+    on_paper = cluster.misfit is None
+    place = (0, 1) if on_paper else (transport.rank, transport.size)  # on paper this rank has all of the data
     workload = measure_workload(tree, device, *place, args.input_shape, args.repeats).slowest(transport)
     candidates, refused = measure_all(
         [method for method in METHODS if args.methods is None or method.name in args.methods],
@@ -93,7 +130,7 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
     rows = tabulate(candidates, network, work)
     advice = advise(rows, work)
     parameters = sum(p.numel() for p in workload.model.parameters())
-    if transport.rank == 0 or not cluster.is_measured:
+    if cluster.prints:
         print(f"model      {parameters:,} parameters on {device.type}, {kernels}; inputs: {workload.inputs}")
         print(f"work       forward {1e3 * work.forward:.1f} ms, backward {1e3 * work.backward:.1f} ms, measured")
         print(f"network    {describe(cluster)}\n")
@@ -112,7 +149,10 @@ def describe(cluster: Cluster) -> str:
     network, local = cluster.network, cluster.transport.local_size
     machines = f"{plural(cluster.transport.size // local, 'machine')} of {plural(local, 'rank')}"
     rate, delay = f"{network.bandwidth * 8:.3g} bit/s", f"{1e6 * network.latency:.3g} us"
-    return f"{machines}: {rate} and {delay} between machines, {'measured' if cluster.is_measured else 'as given'}"
+    if cluster.misfit is None:
+        return f"{machines}: {rate} and {delay} between machines, as given"
+    where = "between its ranks" if local == cluster.transport.size else "between machines"
+    return f"{machines}: {rate} and {delay} {where}, fitted to times of collectives within {cluster.misfit:.2f}x"
 
 
 def sentence(advice: Advice, rows: Sequence[Row], configs: Sequence[str]) -> str:

@@ -111,6 +111,11 @@ def advise(rows: Sequence[Row], work: Work) -> Advice:
         reason = f"{label} hides behind backward ({milliseconds(hidden)} of {milliseconds(plain.exchange)})"
     elif best is plain:
         reason = f"no method that compresses was compared with {plain.name}"
+    elif best.step >= plain.step:
+        reason = (
+            f"computing takes longer than it saves: {milliseconds(best.step)} for a step with {best.name}, the "
+            f"fastest method, and {milliseconds(plain.step)} with {plain.name}"
+        )
     else:
         reason = (
             f"the fastest method, {best.name}, needs {milliseconds(best.step)} for a step and {plain.name} "
