@@ -28,6 +28,7 @@ from scripts.advise.collectives import (
     time_collectives,
 )
 from scripts.advise.methods import METHODS, UNCOMPRESSED, Method
+from scripts.advise.verification import chosen, format_verification
 from scripts.advise.workload import measure_workload
 
 NETWORK = Network(latency=0.0, bandwidth=1e8)
@@ -188,6 +189,7 @@ def test_a_method_that_does_not_fit_is_left_out(
         (words("--latency", "1"), "--latency is '1'"),
         (words("--hosts", "1"), "one rank exchanges nothing"),
         (words("--hosts", "0"), "--hosts is 0"),
+        (words("--verify", "3"), "--verify needs the ranks"),
         (words("--repeats", "0"), "--repeats is 0"),
         (words("--methods", "dgc"), "--methods needs one of dense, fp16, bf16"),
         (words("--json", "/no/such/folder/file.json"), "there is no folder /no/such/folder"),
@@ -266,20 +268,35 @@ def test_levels_are_measured_inside_machines_and_between_them() -> None:
 
 
 def test_under_a_launcher(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_type_checks: None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    no_type_checks: None,
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "none")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
     given = ["--configs", CNN, "--methods", "fp16", "powersgd-1", "--repeats", "1", "--devices", "cpu"]
-    assert main(given, connect=lambda *of, **options: FirstRank(2)) == 0
+    file = tmp_path / "advice.json"
+    verified = [*given, "--verify", "1", "--json", str(file)]
+    assert main(verified, connect=lambda *of, **options: FirstRank(2)) == 0
     out = capsys.readouterr().out
+    assert "predicted    measured\nfp16  " in out and "\npowersgd-1  " in out
+    assert set(json.loads(file.read_text())["measured"]) == {"fp16", "powersgd-1"}
     assert "2 machines of 1 rank" in out and "between machines, fitted to times of collectives within" in out
     ended: list[int] = []
     wrong = [*given, "--configs.train.num_batches_per_step", "1000"]
     main(wrong, connect=lambda *of, **options: FirstRank(2), leave=ended.append)
     assert ended == [2] and "too few for one step" in capsys.readouterr().err
+
+
+def test_the_best_methods_are_verified_beside_the_best_without_compression() -> None:
+    sizes = {"dense": 80, "fp16": 40, "a": 9, "b": 1, "c": 30, "d": 50}
+    rows = tabulate([candidate(name, n * 10**6) for name, n in sizes.items()], NETWORK, Work(0.1, 0.1))
+    assert [row.name for row in chosen(rows)] == ["fp16", "b", "a", "c"]
+    text = format_verification(rows[:1], {"dense": 0.5})
+    assert text.splitlines()[1] == "dense                 1000.0 ms    500.0 ms"
 
 
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

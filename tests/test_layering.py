@@ -227,6 +227,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.comm.__init__",
         "dgc.compression.__init__",
         "dgc.cost",
+        "dgc.optim.__init__",
         "dgc_training.config",
         "dgc_training",
         "dgc_training.faults",

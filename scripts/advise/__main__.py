@@ -29,7 +29,8 @@ from scripts.advise.advice import Advice, Row, Work, advise, as_fast, as_json, f
 from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
 from scripts.advise.candidates import measure_all
 from scripts.advise.collectives import measure_network
-from scripts.advise.methods import METHODS
+from scripts.advise.methods import METHODS, Method
+from scripts.advise.verification import chosen, format_verification, verify
 from scripts.advise.workload import measure_workload
 
 LATENCY = "50us"
@@ -119,9 +120,13 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
     on_paper = cluster.misfit is None
     place = (0, 1) if on_paper else (transport.rank, transport.size)  # on paper this rank has all of the data
     workload = measure_workload(tree, device, *place, args.input_shape, args.repeats).slowest(transport)
+
+    def load_tree(method: Method | Row) -> DictConfig:
+        return load([*args.configs, *method.files], overrides)
+
     candidates, refused = measure_all(
         [method for method in METHODS if args.methods is None or method.name in args.methods],
-        lambda method: load([*args.configs, *method.files], overrides),
+        load_tree,
         workload,
         transport,
         args.repeats,
@@ -129,6 +134,10 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
     work = Work(workload.forward, workload.backward)
     rows = tabulate(candidates, network, work)
     advice = advise(rows, work)
+    compared = chosen(rows)
+    measured: dict[str, float] = {}
+    if args.verify is not None:
+        measured = verify(compared, load_tree, workload, transport, device, args.verify)
     parameters = sum(p.numel() for p in workload.model.parameters())
     if cluster.prints:
         print(f"model      {parameters:,} parameters on {device.type}, {kernels}; inputs: {workload.inputs}")
@@ -138,8 +147,10 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         for name, reason in refused.items():
             print(f"{name:<19} left out: {reason}")
         print(f"\n{sentence(advice, rows, args.configs)}\n{WARNING}")
+        if measured:
+            print(f"\n{format_verification(compared, measured)}")
         if args.json is not None:
-            result = {"configs": args.configs, "ranks": transport.size, "left_out": refused}
+            result = {"configs": args.configs, "ranks": transport.size, "left_out": refused, "measured": measured}
             text = json.dumps(result | as_json(rows, advice, network, work), indent=1)
             args.json.write_text(text + "\n")
 

@@ -69,6 +69,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     )
     parser.add_argument("--methods", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each measurement; default 5")
+    parser.add_argument(
+        "--verify", type=int, metavar="N", help="also measure N steps of the best methods, under a launcher"
+    )
     parser.add_argument("--devices", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
     args, overrides = parser.parse_known_args(argv)
@@ -91,10 +94,12 @@ def check_arguments(args: argparse.Namespace, ranks: int) -> None:
             "there is no network: start the advisor on several ranks (mpirun, horovodrun, torchrun), or describe "
             "one with --hosts and --rate"
         )
-    for name in ("hosts", "ranks_per_host", "repeats"):
+    for name in ("hosts", "ranks_per_host", "repeats", "verify"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.verify is not None and ranks == 1:
+        raise UsageError("--verify needs the ranks: start the advisor with mpirun, horovodrun or torchrun")
     if ranks == 1 and args.hosts * (args.ranks_per_host or 1) < 2:
         raise UsageError("one rank exchanges nothing: --hosts or --ranks-per-host must be 2 or more")
     if args.input_shape is not None and min(args.input_shape) < 1:

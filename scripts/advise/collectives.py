@@ -96,8 +96,15 @@ def fit_network(samples: Sequence[Sample], local_size: int) -> Network:
 
     def network_of(logarithms: Any) -> Network:
         latency, per_byte, add, add_half = (math.exp(x) for x in logarithms)
-        rates = {"inner_bandwidth": 1 / per_byte, "reduction": add, "half_reduction": add_half}
-        return Network(latency, 1 / per_byte, local_size, inner_latency=latency, **rates)
+        return Network(
+            latency,
+            1 / per_byte,
+            local_size,
+            inner_latency=latency,
+            inner_bandwidth=1 / per_byte,
+            reduction=add,
+            half_reduction=add_half,
+        )
 
     def residuals(logarithms: Any) -> list[float]:
         network = network_of(logarithms)
@@ -130,5 +137,5 @@ def measure_network(
         fits.append(fit_network(samples, transport.local_size))
         factors.append(misfit(samples, fits[-1]))
     inside, across = fits[0], fits[-1]
-    inner = {"inner_latency": inside.inner_latency, "inner_bandwidth": inside.inner_bandwidth}
-    return replace(across, **inner), max(factors)
+    network = replace(across, inner_latency=inside.inner_latency, inner_bandwidth=inside.inner_bandwidth)
+    return network, max(factors)
