@@ -27,6 +27,7 @@ from scripts.advise.collectives import (
     requests_of,
     time_collectives,
 )
+from scripts.advise.drawing import describe_crossings, draw, human_rate
 from scripts.advise.methods import METHODS, UNCOMPRESSED, Method
 from scripts.advise.verification import chosen, format_verification
 from scripts.advise.workload import measure_workload
@@ -148,19 +149,44 @@ def test_the_cache_is_read_from_linux(tmp_path: Path) -> None:
     assert last_level_cache(tmp_path) == 2**25
 
 
+def test_the_crossing_point_is_printed_and_drawn(tmp_path: Path) -> None:
+    work = Work(0.0, 5.0)
+    plain = candidate("fp16", 10**7)
+    methods = [candidate("a", 10**6, 1.0), candidate("b", 10**6), candidate("c", 10**8)]
+    line = describe_crossings(methods, plain, NETWORK, work)
+    assert line == (
+        "Faster than fp16, from 10 Mbit/s to 100 Gbit/s: a below 72 Mbit/s, b at all rates, c never"
+    )
+    for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        file = tmp_path / f"figure{suffix}"
+        draw(methods, plain, NETWORK, work, "a title", file)
+        assert file.read_bytes().startswith(start)
+    assert "72 Mbit/s" in file.read_text() and "this network" in file.read_text()
+    assert [human_rate(of) for of in (1.25e10, 1.25e5, 12.0)] == ["100 Gbit/s", "1 Mbit/s", "96 bit/s"]
+
+
+def test_on_a_single_machine_the_rate_is_that_between_its_ranks() -> None:
+    network = Network(1e-3, 1e9, 2, 0.0, 1e9)
+    of = candidate("a", 10**6)
+    message = Message("AllGather", 2, 2, 10**6, 1e6, 0.0, False, 0)
+    inside = Candidate(of.method, Traffic(2, 2, ((message,),), 0, 0), of.compute, of.ready)
+    assert step_at(inside, network, Work(0.0, 1.0))(1e6) == pytest.approx(2.0)
+
+
 def words(*more: str, rate: str = "10mbit") -> list[str]:
     return ["--configs", CNN, "--hosts", "4", "--rate", rate, "--repeats", "1", "--devices", "cpu", *more]
 
 
 def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_checks: None) -> None:
     file = tmp_path / "advice.json"
-    chosen = ["--methods", "dense", "fp16", "dgc-fp16-packed", "--json", str(file)]
-    assert main(words(*chosen)) == 0
+    given = ["--methods", "dense", "fp16", "dgc-fp16-packed", "--json", str(file)]
+    assert main(words(*given, "--plot", str(tmp_path / "figure.svg"))) == 0
     out = capsys.readouterr().out
     assert "226,794 parameters" in out and "4 machines of 1 rank: 1e+07 bit/s and 50 us" in out
     assert "Recommended: dgc-fp16-packed" in out
     assert "--configs configs/digits/cnn.py configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/packed.py" in out
-    assert "Not predicted: accuracy" in out
+    assert "Not predicted: accuracy" in out and "Faster than fp16, from 10 Mbit/s" in out
+    assert "this network" in (tmp_path / "figure.svg").read_text()
     result = json.loads(file.read_text())
     assert result["ranks"] == 4 and result["network"]["bandwidth"] == 1.25e6
     assert set(result["methods"]) == {"dense", "fp16", "dgc-fp16-packed"}
@@ -193,6 +219,8 @@ def test_a_method_that_does_not_fit_is_left_out(
         (words("--repeats", "0"), "--repeats is 0"),
         (words("--methods", "dgc"), "--methods needs one of dense, fp16, bf16"),
         (words("--json", "/no/such/folder/file.json"), "there is no folder /no/such/folder"),
+        (words("--plot", "/no/such/folder/file.png"), "--plot: there is no folder /no/such/folder"),
+        (words("--plot", "file.pdf"), "must end in .png or .svg"),
         (words("--configs", "configs/dgc/wm5.py"), "without files of a method, but train.compression is dgc"),
         (words("--configs", "configs/gossip/sgp.py"), "but train.gossip is set"),
         (words("--configs.train.batch", "3"), "train.batch"),

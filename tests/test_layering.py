@@ -233,6 +233,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.faults",
         "dgc_training.startup",
         "dgc_training.logging",
+        "scripts",
     ),
     "benchmarks": (
         "dgc.bucket",

@@ -29,6 +29,7 @@ from scripts.advise.advice import Advice, Row, Work, advise, as_fast, as_json, f
 from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
 from scripts.advise.candidates import measure_all
 from scripts.advise.collectives import measure_network
+from scripts.advise.drawing import describe_crossings, draw
 from scripts.advise.methods import METHODS, Method
 from scripts.advise.verification import chosen, format_verification, verify
 from scripts.advise.workload import measure_workload
@@ -147,8 +148,16 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         for name, reason in refused.items():
             print(f"{name:<19} left out: {reason}")
         print(f"\n{sentence(advice, rows, args.configs)}\n{WARNING}")
+        by_name = {of.method.name: of for of in candidates}
+        plain = by_name.get("fp16", by_name[compared[0].name])
+        best = [by_name[row.name] for row in compared[1:]]
+        if best:
+            print(describe_crossings(best, plain, network, work))
         if measured:
             print(f"\n{format_verification(compared, measured)}")
+        if args.plot is not None:
+            title = f"{', '.join(args.configs)}, {plural(transport.size, 'rank')}"
+            draw(best, plain, network, work, title, args.plot)
         if args.json is not None:
             result = {"configs": args.configs, "ranks": transport.size, "left_out": refused, "measured": measured}
             text = json.dumps(result | as_json(rows, advice, network, work), indent=1)

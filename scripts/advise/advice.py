@@ -134,14 +134,15 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def at_bandwidth(network: Network, bandwidth: float) -> Network:
-    """The network with another bandwidth between machines."""
-    return replace(network, bandwidth=bandwidth)
-
-
 def step_at(candidate: Candidate, network: Network, work: Work) -> Callable[[float], float]:
-    """The step time as a function of the bandwidth between machines."""
-    return lambda bandwidth: work.step(candidate.predict(at_bandwidth(network, bandwidth)))
+    """The step time as a function of the bandwidth between machines; between the ranks of a single machine."""
+    alone = candidate.traffic.size <= network.ranks_per_machine
+
+    def step(bandwidth: float) -> float:
+        changed = {"inner_bandwidth": bandwidth} if alone else {"bandwidth": bandwidth}
+        return work.step(candidate.predict(replace(network, **changed)))  # type: ignore[arg-type]
+
+    return step
 
 
 def crossing(

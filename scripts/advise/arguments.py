@@ -74,6 +74,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     )
     parser.add_argument("--devices", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw step times against bandwidth, as PNG or SVG"
+    )
     args, overrides = parser.parse_known_args(argv)
     return args, overrides
 
@@ -106,5 +109,9 @@ def check_arguments(args: argparse.Namespace, ranks: int) -> None:
         raise UsageError(f"--input-shape is {args.input_shape}; every length must be at least 1")
     if args.methods is not None and not set(args.methods) & set(UNCOMPRESSED):
         raise UsageError(f"--methods needs one of {', '.join(UNCOMPRESSED)} to compare with")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json: there is no folder {args.json.absolute().parent}")
+    for name in ("json", "plot"):
+        file = getattr(args, name)
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UsageError(f"--{name}: there is no folder {file.absolute().parent}")
+    if args.plot is not None and args.plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot: {args.plot} must end in .png or .svg")
