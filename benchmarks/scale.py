@@ -11,7 +11,6 @@ last line of the output is JSON. benchmarks/scale_order.py compares predictions 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 
 import matplotlib
 import torch
@@ -21,7 +20,7 @@ from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.compression import Route, Rule
 from dgc.compression.protocol import Compressor
-from dgc.cost import Compute, Network, Traffic, predict, record
+from dgc.cost import Compute, Network, Traffic, fit_computing, predict, record
 from dgc.optim.exchange.planning import plan_buckets
 
 SIZES = [2**j for j in range(1, 13)]
@@ -52,22 +51,13 @@ def planner(name: str, model: str, ratio: float) -> Plan:
     return plan
 
 
-def fit(traffics: Sequence[Traffic]) -> Compute:
-    """Median time of encoding, and a line through the times of decoding; it neither falls nor begins below 0."""
-    points = [(traffic.size, traffic.decode) for traffic in traffics if traffic.decode is not None]
-    x, y = (sum(point[i] for point in points) / len(points) for i in range(2))
-    spread = sum((size - x) ** 2 for size, _ in points)
-    slope = min(max(0.0, sum((size - x) * (seconds - y) for size, seconds in points) / spread), y / x)
-    return Compute(median(traffic.encode for traffic in traffics), y - slope * x, slope)
-
-
 def recorded(
     name: str, model: str, ratio: float, sizes: Sequence[int], ranks_per_machine: int
 ) -> list[tuple[Traffic, Compute]]:
     """The traffic of a method for each number of ranks, and what it computes, measured here."""
     plan = planner(name, model, ratio)
     record(plan, MEASURED[0])  # warm-up
-    extended = fit([record(plan, size) for size in MEASURED])
+    extended = fit_computing([record(plan, size) for size in MEASURED])
     found = []
     for size in sizes:
         traffic = record(plan, size, min(size, ranks_per_machine))

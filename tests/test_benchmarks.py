@@ -218,17 +218,6 @@ def test_decoding_reads_what_the_ranks_have_recorded() -> None:
     assert not recording.buckets[0].flat.any()
 
 
-def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
-    def fitted_to(*decode: float) -> tuple[float, float, float]:
-        runs = [Traffic(size, 1, (), 0.5, seconds) for size, seconds in zip((2, 4, 8), decode, strict=True)]
-        found = scale.fit(runs)
-        return found.encode, found.decode, found.per_rank
-
-    assert fitted_to(5.0, 9.0, 17.0) == pytest.approx((0.5, 1.0, 2.0))
-    assert fitted_to(3.0, 2.0, 1.0) == pytest.approx((0.5, 2.0, 0.0))  # more ranks do not take less
-    assert fitted_to(1.0, 3.0, 7.0)[1] == pytest.approx(0.0)  # nor does decoding begin below 0
-
-
 def test_the_figure_of_scales_is_drawn(tmp_path: Path) -> None:
     rows = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
     scale.draw({"dense": rows, "dgc": rows}, "a title", tmp_path / "scale")

@@ -14,7 +14,18 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllReduce, Conversation, Exchange
 from dgc.compression import Compressor, DenseCompressor, DGCCompressor
 from dgc.compression.protocol import DenseResult, Result, StatelessCompressor, uses_point_to_point
-from dgc.cost import Compute, Message, Network, Traffic, predict, record
+from dgc.cost import (
+    BucketWork,
+    Compute,
+    Message,
+    Network,
+    Traffic,
+    fit_computing,
+    overlapped,
+    predict,
+    record,
+    record_steps,
+)
 from dgc.memory import ResidualMemory
 from dgc.testing import LIKE, Fleet, gradients
 
@@ -118,9 +129,84 @@ def test_a_prediction_adds_messages_and_computing() -> None:
     assert found.communication == pytest.approx(0.03)
     assert found.compute == pytest.approx(0.7)
     assert found.exchange == pytest.approx(0.73)
-    assert found.step(1.0, overlap=False) == pytest.approx(1.73)
-    assert found.step(1.0) == pytest.approx(1.7)  # half of backward hides all of the communication
-    assert found.step(0.04) == pytest.approx(0.75)
+    assert found.step(1.0, overlap=False, forward=0.2) == pytest.approx(1.93)
+    assert found.step(1.0, forward=0.2) == pytest.approx(1.91)  # the last message overlaps with nothing
+    assert predict(traffic, ALONE, Compute(0.1, 0.2, 0.05), (1.0, 1.0)).step(1.0) == pytest.approx(1.7)
+    shares = replace(traffic, elements=(30, 10))
+    early, late = predict(shares, ALONE, Compute(0.4, 0.8)).buckets
+    assert (early.ready, late.ready) == (0.75, 1.0)
+    assert early.computing == pytest.approx((0.3, 0.3, 0.3)) and late.computing == pytest.approx((0.1, 0.2))
+    assert (early.messages, late.messages) == (pytest.approx((0.01, 0.01)), pytest.approx((0.01,)))
+    silent = predict(replace(traffic, buckets=((), ())), ALONE, Compute(0.1, 0.3))
+    assert [bucket.computing for bucket in silent.buckets] == [(0.2,), (0.2,)]
+    with pytest.raises(ValueError, match="for each of 2 buckets"):
+        predict(traffic, ALONE, Compute(), (1.0,))
+
+
+def test_overlap_by_hand() -> None:
+    """Backward of 10 s. The comments have the times at which each part ends."""
+    cases = {
+        "nothing": ((), 10.0),
+        "hidden": ((BucketWork(0.5, (0, 0), (4,)),), 10.0),  # ready 5, sent 9
+        "a tail": ((BucketWork(0.5, (0, 0), (7,)),), 12.0),  # ready 5, sent 12
+        "the last bucket is not hidden": ((BucketWork(1, (0, 0), (3,)),), 13.0),
+        "computing delays backward": ((BucketWork(0.5, (1, 2), (1,)),), 13.0),  # 1 s and 2 s of computing
+        "a queue for the network": ((BucketWork(0.1, (0, 0), (8,)), BucketWork(0.2, (0, 0), (8,))), 17.0),
+        # encoded 6, sent 8, decoded 9 while backward waits: its second half lasts from 6 to 8 and 9 to 12
+        "both in turns": ((BucketWork(0.5, (1, 1), (2,)),), 12.0),
+        # first: encoded 6, sent 12; backward until 11; second: ready 11, encoded 12, sent 14; first decoded 13
+        "two at the end": ((BucketWork(0.5, (1, 1), (6,)), BucketWork(1, (1, 1), (2,))), 15.0),
+        # two rounds: sent 11, computed 12, sent 13, decoded 13.5
+        "two rounds": ((BucketWork(1, (0, 1, 0.5), (1, 1)),), 13.5),
+        "without messages": ((BucketWork(0.3, (2,), ()),), 12.0),
+    }
+    for name, (buckets, expected) in cases.items():
+        with case(name):
+            assert overlapped(10.0, buckets) == pytest.approx(expected)
+    assert overlapped(0.0, [BucketWork(1, (1, 1), (2,))]) == 4
+
+
+def test_overlap_is_between_its_limits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        draws = torch.rand(4, 6, generator=generator).tolist()
+        buckets = [BucketWork(at, (a, b, c), (x, y)) for at, a, b, c, x, y in draws]
+        computing = sum(sum(bucket.computing) for bucket in buckets)
+        network = sum(sum(bucket.messages) for bucket in buckets)
+        seconds = overlapped(3.0, buckets)
+        assert max(3.0 + computing, network) <= seconds <= 3.0 + computing + network
+        less = [replace(bucket, messages=tuple(s / 2 for s in bucket.messages)) for bucket in buckets]
+        assert overlapped(3.0, less) <= seconds + network / 2
+
+
+def test_bad_work_of_a_bucket_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 messages need 2 times"):
+        BucketWork(0.5, (1.0,), (1.0,))
+    with pytest.raises(ValueError, match="from 0 to 1, not 1.5"):
+        BucketWork(1.5, (1.0,), ())
+
+
+def test_steps_are_recorded_with_the_state_of_those_before(no_type_checks: None) -> None:
+    seen: list[float] = []
+
+    class Remembers(StatelessCompressor):
+        def reduce(self, bucket: Bucket) -> Conversation[Result]:
+            seen.append(float(bucket.flat[0]))
+            yield (AllGather(torch.zeros(len(seen), dtype=torch.uint8)),)
+            return DenseResult()
+
+    def plan(size: int, rank: int) -> list[tuple[Bucket, Compressor]]:
+        return [(Fleet(DenseCompressor, 1, LIKE).buckets[0], Remembers())]
+
+    def refill(planned: Sequence[tuple[Bucket, Compressor]], step: int) -> None:
+        planned[0][0].flat.fill_(10.0 + step)
+
+    traffics = record_steps(plan, 2, steps=3, refill=refill)
+    assert seen == [10, 11, 12]
+    assert [traffic.total("payload") for traffic in traffics] == [1, 2, 3]
+    assert traffics[0].elements == (plan(2, 0)[0][0].numel,)
+    with pytest.raises(ValueError, match="2 steps need a function"):
+        record_steps(plan, 2, steps=2)
 
 
 def test_ranks_that_share_cores_compute_longer() -> None:
@@ -178,3 +264,16 @@ def test_bad_input_is_refused() -> None:
     bucket = Fleet(DenseCompressor, 1, LIKE).buckets[0]
     with pytest.raises(ValueError, match="the reply cannot be made"):
         record(lambda size, rank: [(bucket, Listener())], 2)
+
+
+def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
+    def fitted_to(*decode: float) -> tuple[float, float, float]:
+        runs = [Traffic(size, 1, (), 0.5, seconds) for size, seconds in zip((2, 4, 8), decode, strict=True)]
+        found = fit_computing(runs)
+        return found.encode, found.decode, found.per_rank
+
+    assert fitted_to(5.0, 9.0, 17.0) == pytest.approx((0.5, 1.0, 2.0))
+    assert fitted_to(3.0, 2.0, 1.0) == pytest.approx((0.5, 2.0, 0.0))  # more ranks do not take less
+    assert fitted_to(1.0, 3.0, 7.0)[1] == pytest.approx(0.0)  # nor does decoding begin below 0
+    with pytest.raises(ValueError, match="two or more numbers of ranks"):
+        fit_computing([Traffic(2, 1, (), 0.5, 1.0)])

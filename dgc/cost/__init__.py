@@ -1,9 +1,15 @@
 """A cost model: predicts bytes and seconds of an exchange for any compressor and number of ranks."""
 
+from dgc.cost.alike import AlikeRanks as AlikeRanks
+from dgc.cost.computing import fit_computing as fit_computing
 from dgc.cost.model import Compute as Compute
 from dgc.cost.model import Message as Message
-from dgc.cost.model import Network as Network
 from dgc.cost.model import Prediction as Prediction
 from dgc.cost.model import Traffic as Traffic
 from dgc.cost.model import predict as predict
+from dgc.cost.network import Network as Network
+from dgc.cost.overlap import BucketWork as BucketWork
+from dgc.cost.overlap import overlapped as overlapped
+from dgc.cost.recording import message_of as message_of
 from dgc.cost.recording import record as record
+from dgc.cost.recording import record_steps as record_steps

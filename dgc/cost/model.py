@@ -19,71 +19,17 @@ ranks of a machine share its network card, so the slowest of three resources cou
 between machines), the link of one rank inside the machine, and the memory of the machine (bytes of all its ranks).
 
 Differences from the paper: The number of steps of all-gather and reduce-scatter is that of powers of two.
-Requests of a round, and the rounds of all buckets, follow each other on one network.
+Requests of a round, and the rounds of all buckets, follow each other on one network. `Prediction.step` has them
+overlap with backward (overlap.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf, isfinite, log2
+from itertools import accumulate
+from math import ceil, log2
 
-
-@dataclass(frozen=True)
-class Network:
-    """Latency and bandwidth between the ranks.
-
-    Args:
-        latency: Seconds per message between machines.
-        bandwidth: Bytes per second that a machine sends to others. All its ranks share it.
-        ranks_per_machine: Ranks of each machine.
-        inner_latency: Seconds per message inside a machine.
-        inner_bandwidth: Bytes per second that one rank sends inside its machine.
-        machine_bandwidth: Bytes per second that all ranks of a machine send inside it together.
-        reduction: Seconds to add one byte of an all-reduce or reduce-scatter.
-        half_reduction: The same for 16-bit floating-point numbers, which MPI libraries add in software.
-        cores: Cores of a machine. With more ranks than cores, computing takes as many times as long.
-
-    Raises:
-        ValueError: A number is not in its range.
-
-    Example:
-        >>> from dgc.cost import Network
-        >>> network = Network(latency=30e-6, bandwidth=1.25e9, ranks_per_machine=8)  # 10 Gbit/s Ethernet
-    """
-
-    latency: float
-    bandwidth: float
-    ranks_per_machine: int = 1
-    inner_latency: float = 2e-6
-    inner_bandwidth: float = 10e9
-    machine_bandwidth: float = inf
-    reduction: float = 0.0
-    half_reduction: float = 0.0
-    cores: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "inner_bandwidth", "machine_bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Network: {name} must be above 0 bytes per second, not {getattr(self, name)}")
-        for name in ("latency", "inner_latency", "reduction", "half_reduction"):
-            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"Network: {name} must be 0 or more, in seconds, not {getattr(self, name)}")
-        for name, number in (("ranks_per_machine", self.ranks_per_machine), ("cores", self.cores)):
-            if number is not None and number < 1:
-                raise ValueError(f"Network: {name} must be at least 1, not {number}")
-
-    def local_size(self, size: int) -> int:
-        """Ranks on one machine, of `size` ranks.
-
-        Raises:
-            ValueError: The machines would have different numbers of ranks.
-        """
-        local = min(size, self.ranks_per_machine)
-        if size < 1 or size % local:
-            raise ValueError(f"{size} ranks do not fill machines of {local}: take a multiple of {local}")
-        return local
-
-    def slowdown(self, size: int) -> float:
-        """Factor of compute time if the ranks of a machine share its cores."""
-        return 1.0 if self.cores is None else max(1.0, self.local_size(size) / self.cores)
+from dgc.cost.network import Network
+from dgc.cost.overlap import BucketWork, overlapped
 
 
 @dataclass(frozen=True)
@@ -159,6 +105,7 @@ class Traffic:
         buckets: By bucket, its messages in their order.
         encode: Seconds until the first messages of all buckets were ready.
         decode: Seconds of all later computing, None if the last replies were too many to decode.
+        elements: Number of gradient elements of each bucket. Empty: the same number in all.
     """
 
     size: int
@@ -166,6 +113,13 @@ class Traffic:
     buckets: tuple[tuple[Message, ...], ...]
     encode: float
     decode: float | None
+    elements: tuple[int, ...] = ()
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of each bucket in all gradient elements."""
+        elements = self.elements or (1,) * len(self.buckets)
+        return tuple(n / max(sum(elements), 1) for n in elements)
 
     def total(self, column: str) -> float:
         """The sum over all messages of `payload`, `wire` or `cross`."""
@@ -193,32 +147,61 @@ class Prediction:
     cross_wire_bytes: float
     communication: float
     compute: float
-    buckets: int
+    buckets: tuple[BucketWork, ...] = ()
 
     @property
     def exchange(self) -> float:
         """Seconds of an exchange without overlap."""
         return self.communication + self.compute
 
-    def step(self, backward: float, overlap: bool = True) -> float:
-        """Seconds of forward and backward, and the exchange. All buckets but the last overlap with `backward`."""
-        hidden = backward * (1 - 1 / self.buckets) if overlap and self.buckets else 0.0
-        return backward + self.compute + max(self.communication - hidden, 0.0)
+    def step(self, backward: float, overlap: bool = True, forward: float = 0.0) -> float:
+        """Seconds of a step without the update of the parameters.
+
+        Args:
+            backward: Seconds of the backward pass that completes the gradients.
+            overlap: Whether the exchange of a bucket begins in backward, as soon as its gradients are complete.
+            forward: Seconds before that backward pass.
+        """
+        if not overlap:
+            return forward + backward + self.exchange
+        return forward + overlapped(backward, self.buckets)
 
 
-def predict(traffic: Traffic, network: Network, compute: Compute) -> Prediction:
+def predict(
+    traffic: Traffic, network: Network, compute: Compute, ready: Sequence[float] | None = None
+) -> Prediction:
     """Predict bytes and seconds of an exchange.
 
+    Args:
+        traffic: The messages of a rank.
+        network: Carries them.
+        compute: Seconds of computing. Each bucket has the share of its elements; what follows the first message is
+            divided equally between the times after each message.
+        ready: By bucket, the share of backward after which its gradients are complete. None: the share of the
+            elements of it and the buckets before it.
+
     Raises:
-        ValueError: The traffic was recorded for other machines than the network has.
+        ValueError: The traffic was recorded for other machines than the network has, or `ready` does not have a
+            share for each bucket.
     """
     local = network.local_size(traffic.size)
     if local != traffic.local_size:
         raise ValueError(f"the traffic is of {traffic.local_size} ranks per machine, the network has {local}")
-    seconds = sum(message.seconds(network, local) for bucket in traffic.buckets for message in bucket)
+    if ready is None:
+        ready = [min(share, 1.0) for share in accumulate(traffic.shares)]
+    if len(ready) != len(traffic.buckets):
+        raise ValueError(f"ready must have a share of backward for each of {len(traffic.buckets)} buckets")
+    slowdown, later = network.slowdown(traffic.size), compute.seconds(traffic.size) - compute.encode
+    work = []
+    for at, share, messages in zip(ready, traffic.shares, traffic.buckets, strict=True):
+        seconds = tuple(message.seconds(network, local) for message in messages)
+        rest = slowdown * share * later
+        first = slowdown * share * compute.encode + (0.0 if messages else rest)
+        work.append(BucketWork(at, (first, *(rest / len(messages) for _ in messages)), seconds))
     payload, wire, cross = (traffic.total(column) for column in ("payload", "wire", "cross"))
-    computing = compute.seconds(traffic.size) * network.slowdown(traffic.size)
-    return Prediction(payload, wire, cross, seconds, computing, len(traffic.buckets))
+    communication = sum(sum(bucket.messages) for bucket in work)
+    computing = compute.seconds(traffic.size) * slowdown
+    return Prediction(payload, wire, cross, communication, computing, tuple(work))
 
 
 def _steps(size: int) -> int:

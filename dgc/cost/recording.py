@@ -1,7 +1,8 @@
 """The requests of one rank, recorded without a network.
 
-The conversation of the last rank gets replies as if every rank sent what this one sends. One process can thus
-record what a rank of 4096 sends: replies are not copied, and of many ranks the last all-gather is not decoded.
+The conversation of the last rank gets replies as if every rank sent what this one sends (`AlikeRanks`). One
+process can thus record what a rank of 4096 sends: replies are not copied, and of many ranks the last all-gather is
+not decoded.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,27 +10,21 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.meter import cross_wire_bytes, payload_bytes, wire_bytes
-from dgc.comm.requests import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Conversation,
-    Exchange,
-    ReduceScatter,
-    Request,
-)
+from dgc.comm.requests import AllReduce, AllToAll, Conversation, Exchange, ReduceScatter, Request
+from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, conversation_of
+from dgc.cost.alike import AlikeRanks
 from dgc.cost.model import Message, Traffic
 
 HALVES = (torch.float16, torch.bfloat16)
 REFERENCE_SIZE = 4  # machines of the run that tells which all-gather is the last round
 
-Plan = Callable[[int, int], Sequence[tuple[Bucket, Compressor]]]
+Planned = Sequence[tuple[Bucket, Compressor]]
+Plan = Callable[[int, int], Planned]
+Refill = Callable[[Planned, int], None]
 
 
 def record(plan: Plan, size: int, local_size: int = 1, decoded_bytes: int = 2**24) -> Traffic:
@@ -48,89 +43,111 @@ def record(plan: Plan, size: int, local_size: int = 1, decoded_bytes: int = 2**2
     Raises:
         ValueError: `local_size` does not divide `size`, or no reply to a request can be made.
     """
-    if size < 1 or local_size < 1 or size % local_size:
-        raise ValueError(f"local_size must divide the number of ranks, {size}, but it is {local_size}")
+    (traffic,) = record_steps(plan, size, local_size, decoded_bytes=decoded_bytes)
+    return traffic
+
+
+def record_steps(
+    plan: Plan,
+    size: int,
+    local_size: int = 1,
+    steps: int = 1,
+    refill: Refill | None = None,
+    decoded_bytes: int = 2**24,
+) -> list[Traffic]:
+    """Record several exchanges of the same compressors, so that their state becomes that of training.
+
+    Args:
+        plan: As for `record`.
+        size: As for `record`.
+        local_size: As for `record`.
+        steps: Number of exchanges.
+        refill: Sets the gradients of the planned buckets before exchange number 0, 1, ... None: a single exchange
+            of what `plan` has set.
+        decoded_bytes: As for `record`.
+
+    Raises:
+        ValueError: As for `record`, or several steps without `refill`, which would exchange their own means.
+    """
+    if steps < 1 or (steps > 1 and refill is None):
+        raise ValueError(f"record_steps: {steps} steps need a function `refill` that sets the gradients of each")
+    ranks = AlikeRanks(size, local_size)
     ends: list[tuple[str, ...]] | None = None
     if size > 2 * REFERENCE_SIZE * local_size:
-        reference = record(plan, REFERENCE_SIZE * local_size, local_size)
+        reference = record_steps(plan, REFERENCE_SIZE * local_size, local_size, steps, refill)[-1]
         ends = [tuple(message.kind for message in bucket) for bucket in reference.buckets]
-    rank = size - 1
-    planned = plan(size, rank)
-    recorders = [_Recorder(size, local_size) for _ in planned]
-    for i, (recorder, (bucket, compressor)) in enumerate(zip(recorders, planned, strict=True)):
-        recorder.run(conversation_of(compressor, bucket), ends[i] if ends else (), decoded_bytes)
-    decode = [recorder.decode for recorder in recorders]
-    late = None if any(seconds is None for seconds in decode) else sum(seconds or 0.0 for seconds in decode)
-    early = sum(recorder.encode for recorder in recorders)
-    return Traffic(size, local_size, tuple(tuple(recorder.messages) for recorder in recorders), early, late)
+    planned = plan(size, ranks.rank)
+    found = []
+    for step in range(steps):
+        if refill is not None:
+            refill(planned, step)
+        recorders = [_Recorder(ranks, bucket) for bucket, _ in planned]
+        for i, (recorder, (bucket, compressor)) in enumerate(zip(recorders, planned, strict=True)):
+            recorder.run(conversation_of(compressor, bucket), ends[i] if ends else (), decoded_bytes)
+            bucket.release()
+        decode = [recorder.decode for recorder in recorders]
+        late = None if any(seconds is None for seconds in decode) else sum(seconds or 0.0 for seconds in decode)
+        early = sum(recorder.encode for recorder in recorders)
+        messages = tuple(tuple(recorder.messages) for recorder in recorders)
+        found.append(Traffic(size, local_size, messages, early, late, tuple(b.numel for b, _ in planned)))
+    return found
 
 
 class _Recorder:
     """The messages of one conversation of the last rank, and its seconds. `decode`: None if it was ended early."""
 
-    def __init__(self, size: int, local_size: int):
+    def __init__(self, ranks: AlikeRanks, bucket: Bucket):
         self.messages: list[Message] = []
         self.encode = 0.0
         self.decode: float | None = 0.0
-        self._sizes = {"world": size, "local": local_size, "cross": size // local_size}
-        self._inner = {"world": local_size, "local": local_size, "cross": 1}
-        self._sent: dict[int, Tensor] = {}  # the last message from rank to rank, by length
+        self._ranks, self._device = ranks, bucket.device
 
     def run(self, conversation: Conversation[Any], ends: tuple[str, ...], decoded_bytes: int) -> None:
-        start = perf_counter()
+        start = self._now()
         requests = next(conversation, None)
-        self.encode = perf_counter() - start
+        self.encode = self._now() - start
         later = 0.0
         while requests is not None:
+            replies = tuple(self._ranks.reply(request) for request in requests)
             self.messages += [self._message(request) for request in requests]
             if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in self.messages):
                 if self.messages[-1].size * self.messages[-1].payload > decoded_bytes:
                     conversation.close()
                     self.decode = None
                     return
-            replies = tuple(self._reply(request) for request in requests)
-            start = perf_counter()
+            start = self._now()
             try:
                 requests = conversation.send(replies)
             except StopIteration:
                 requests = None
-            later += perf_counter() - start
+            later += self._now() - start
         self.decode = later
 
     def _message(self, request: Request) -> Message:
-        size, inner = self._sizes[request.group], self._inner[request.group]
-        rank, payload, peers, awaited = size - 1, payload_bytes(request, size - 1), 0, 0
-        half = isinstance(request, AllReduce | ReduceScatter) and request.tensor.dtype in HALVES
-        if isinstance(request, AllToAll):
-            peers = sum(n > 0 for to, n in enumerate(request.splits) if to != rank)
-        if isinstance(request, Exchange):
-            self._sent |= {tensor.numel(): tensor for to, tensor in request.sends.items() if to != rank}
-            peers = sum(to != rank for to in request.sends)
-            awaited = max((tensor.nbytes for tensor in self._sent.values()), default=0)
-        wire = wire_bytes(request, rank, size)
-        cross = cross_wire_bytes(request, rank, size, self._inner["world"])
-        return Message(type(request).__name__, size, inner, payload, wire, cross, half, peers, awaited)
+        return message_of(request, self._ranks, self._ranks.awaited if isinstance(request, Exchange) else 0)
 
-    def _reply(self, request: Request) -> Any:
-        """The reply of ranks that all contribute what this rank does."""
-        size = self._sizes[request.group]
-        match request:
-            case AllReduce(tensor) | Broadcast(tensor):
-                return tensor
-            case AllGather(tensor):
-                return (tensor,) * size
-            case ReduceScatter(tensor):
-                return tensor[tensor.numel() // size * (size - 1) :]
-            case AllToAll(tensor, splits):
-                own = tensor[tensor.numel() - splits[-1] :]
-                if any(n != splits[-1] for n in request.expected):
-                    raise ValueError("an all-to-all whose parts differ in length cannot be recorded by one rank")
-                return (own,) * size
-            case Exchange(_, receives):
-                missing = sorted(n for n in {t.numel() for t in receives.values()} if n not in self._sent)
-                if missing:
-                    raise ValueError(
-                        f"no message of {missing} elements was sent, so that the reply cannot be made: "
-                        "record a power of two of ranks"
-                    )
-                return {rank: self._sent[tensor.numel()] for rank, tensor in receives.items()}
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
+
+def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
+    """The message of a request.
+
+    Args:
+        request: What this rank sends.
+        ranks: Transport of this rank.
+        awaited: For an Exchange, bytes that it waits for.
+    """
+    size, rank, local = ranks.group_size(request.group), ranks.group_rank(request.group), ranks.local_size
+    inner = 1 if request.group == "cross" else local
+    payload, peers = payload_bytes(request, rank), 0
+    half = isinstance(request, AllReduce | ReduceScatter) and request.tensor.dtype in HALVES
+    if isinstance(request, AllToAll):
+        peers = sum(n > 0 for to, n in enumerate(request.splits) if to != rank)
+    if isinstance(request, Exchange):
+        peers = sum(to != rank for to in request.sends)
+    wire = wire_bytes(request, rank, size)
+    cross = cross_wire_bytes(request, rank, size, local)
+    return Message(type(request).__name__, size, inner, payload, wire, cross, half, peers, awaited)

@@ -12,6 +12,7 @@ from .memory import MEMORY
 from .native import NATIVE
 from .optim import OPTIM
 from .selection import SELECTION
+from .tools import TOOLS
 from .training import TRAINING
 from .wire import WIRE
 
@@ -29,5 +30,6 @@ FAULTS: tuple[Fault, ...] = (
     *DDP,
     *TRAINING,
     *DATA,
+    *TOOLS,
 )
 assert len({fault.name for fault in FAULTS}) == len(FAULTS), "names are unique"

@@ -1,0 +1,189 @@
+"""The advisor: predicts the time of a training step for each method of compression, and recommends one or none.
+
+    python -m scripts.advise --configs configs/digits/cnn.py --hosts 4 --rate 1gbit     on paper
+    horovodrun -np 4 -H a:2,b:2 python -m scripts.advise --configs configs/digits/cnn.py   on these machines
+
+docs/advise.md describes what is measured and what is predicted.
+"""
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from dgc.comm import Transport
+from dgc.comm.connect import choose_transport, connect
+from dgc.cost import AlikeRanks, Network
+from dgc.launch import LaunchError
+from dgc_training.config import ConfigError, load
+from dgc_training.faults.failure import UsageError, end_process, ending_all_ranks
+from dgc_training.launcher import launched_size, print_error
+from dgc_training.logging.formatting import plural
+from dgc_training.startup.agreement import check_agreement
+from dgc_training.startup.build import config_errors
+from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
+from scripts.advise.advice import Advice, Row, Work, advise, as_fast, as_json, format_table, tabulate
+from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
+from scripts.advise.candidates import measure_all
+from scripts.advise.collectives import measure_network
+from scripts.advise.drawing import describe_crossings, draw
+from scripts.advise.methods import METHODS, Method
+from scripts.advise.verification import chosen, format_verification, verify
+from scripts.advise.workload import measure_workload
+
+LATENCY = "50us"
+WARNING = "Not predicted: accuracy, and how many steps a method needs. See docs/methods.md and docs/results.md."
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks and their network.
+
+    Attributes:
+        transport: Connects the ranks; `AlikeRanks` on paper.
+        network: Its latencies and bandwidths.
+        misfit: Median factor between the network's times and the measured ones. None on paper.
+    """
+
+    transport: Transport
+    network: Network
+    misfit: float | None = None
+
+    @property
+    def prints(self) -> bool:
+        """Whether this process prints the result."""
+        return self.misfit is None or self.transport.rank == 0
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    connect: Callable[..., Transport] = connect,
+    leave: Callable[[int], None] = end_process,
+) -> int:
+    """Runs the advisor and returns the exit status: 2 for what cannot be done, with one message.
+
+    Args:
+        argv: the command line without the program's name. None: that of this process.
+        connect: creates the transport. It takes the arguments of `dgc.comm.connect.connect`.
+        leave: ends this process with an exit status after an error under a launcher. All ranks end with it.
+    """
+    args, overrides = parse_arguments(argv)
+    try:
+        tree = load(args.configs, overrides)
+        check_arguments(args, launched_size())
+        check_experiment(tree)
+        require_complete(tree, args.devices)
+        if launched_size() == 1:
+            study(args, tree, overrides, cluster_on_paper(args))
+            return 0
+        with config_errors():
+            choice = choose_transport(tree.train.transport)
+    except (ConfigError, LaunchError, UsageError) as error:
+        return print_error(f"advise: {error}")
+    with ending_all_ranks(leave):
+        with config_errors():
+            transport = connect(choice.transport, hierarchical="auto", timeout=tree.train.timeout)
+        device = prepare_device(tree, args.devices, transport)
+        check_agreement(tree, device, transport)
+        network, factor = measure_network(transport, device, args.repeats)
+        study(args, tree, overrides, Cluster(transport, network, factor))
+    return 0
+
+
+def check_experiment(tree: DictConfig) -> None:
+    """Raises UsageError if the config compresses already: a method's files could not be stacked after it."""
+    compression = tree.train.compression._target_
+    if compression != "dgc.compression.DenseCompressor" or tree.train.gossip is not None:
+        what = "train.gossip is set" if tree.train.gossip is not None else f"train.compression is {compression}"
+        raise UsageError(f"--configs is the experiment alone, without files of a method, but {what}")
+
+
+def cluster_on_paper(args: Namespace) -> Cluster:
+    """The cluster that the options describe. Inside a machine: the defaults of `Network`."""
+    latency = quantity(args.latency or LATENCY, TIMES, "--latency")
+    rate = quantity(args.rate, RATES, "--rate")
+    local_size = args.ranks_per_host or 1
+    try:
+        network = Network(latency, rate / 8, local_size)
+    except ValueError as error:
+        raise UsageError(f"--rate {args.rate}, --latency {args.latency or LATENCY}: {error}") from error
+    return Cluster(AlikeRanks(args.hosts * local_size, local_size), network)
+
+
+def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: Cluster) -> None:
+    """Measures what one rank does, predicts all methods, and prints the result. Collective."""
+    transport, network = cluster.transport, cluster.network
+    device = prepare_device(tree, args.devices, transport)
+    kernels = choose_kernels(tree.train.kernels, device)
+    on_paper = cluster.misfit is None
+    place = (0, 1) if on_paper else (transport.rank, transport.size)  # on paper this rank has all of the data
+    workload = measure_workload(tree, device, *place, args.input_shape, args.repeats).slowest(transport)
+
+    def load_tree(method: Method | Row) -> DictConfig:
+        return load([*args.configs, *method.files], overrides)
+
+    candidates, refused = measure_all(
+        [method for method in METHODS if args.methods is None or method.name in args.methods],
+        load_tree,
+        workload,
+        transport,
+        args.repeats,
+    )
+    work = Work(workload.forward, workload.backward)
+    rows = tabulate(candidates, network, work)
+    advice = advise(rows, work)
+    compared = chosen(rows)
+    measured: dict[str, float] = {}
+    if args.verify is not None:
+        measured = verify(compared, load_tree, workload, transport, device, args.verify)
+    parameters = sum(p.numel() for p in workload.model.parameters())
+    if cluster.prints:
+        print(f"model      {parameters:,} parameters on {device.type}, {kernels}; inputs: {workload.inputs}")
+        print(f"work       forward {1e3 * work.forward:.1f} ms, backward {1e3 * work.backward:.1f} ms, measured")
+        print(f"network    {describe(cluster)}\n")
+        print(format_table(rows))
+        for name, reason in refused.items():
+            print(f"{name:<19} left out: {reason}")
+        print(f"\n{sentence(advice, rows, args.configs)}\n{WARNING}")
+        by_name = {of.method.name: of for of in candidates}
+        plain = by_name.get("fp16", by_name[compared[0].name])
+        best = [by_name[row.name] for row in compared[1:]]
+        if best:
+            print(describe_crossings(best, plain, network, work))
+        if measured:
+            print(f"\n{format_verification(compared, measured)}")
+        if args.plot is not None:
+            title = f"{', '.join(args.configs)}, {plural(transport.size, 'rank')}"
+            draw(best, plain, network, work, title, args.plot)
+        if args.json is not None:
+            result = {"configs": args.configs, "ranks": transport.size, "left_out": refused, "measured": measured}
+            text = json.dumps(result | as_json(rows, advice, network, work), indent=1)
+            args.json.write_text(text + "\n")
+
+
+def describe(cluster: Cluster) -> str:
+    """The network in one line."""
+    network, local = cluster.network, cluster.transport.local_size
+    machines = f"{plural(cluster.transport.size // local, 'machine')} of {plural(local, 'rank')}"
+    rate, delay = f"{network.bandwidth * 8:.3g} bit/s", f"{1e6 * network.latency:.3g} us"
+    if cluster.misfit is None:
+        return f"{machines}: {rate} and {delay} between machines, as given"
+    where = "between its ranks" if local == cluster.transport.size else "between machines"
+    return f"{machines}: {rate} and {delay} {where}, fitted to times of collectives within {cluster.misfit:.2f}x"
+
+
+def sentence(advice: Advice, rows: Sequence[Row], configs: Sequence[str]) -> str:
+    """The recommendation with the config files to stack, and the methods that are as fast."""
+    stack = f"  --configs {' '.join([*configs, *advice.files])}"
+    if not advice.compress:
+        return f"Do not compress: {advice.reason}.\n{stack}"
+    others = as_fast(rows, advice)
+    alike = f"\n  As fast within the error of the prediction: {', '.join(others)}" if others else ""
+    return f"Recommended: {advice.method}, {advice.reason}.\n{stack}{alike}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""What each method sends and computes, with the model's own gradients and the optimizer that a run would use.
+
+The optimizer is built as by train.py, on `AlikeRanks`: with its buckets, its fallbacks and, where the config and
+the machines have two levels, with these. Several exchanges come first, so that the error state is that of
+training. Before each measured one, other data pushes everything out of the caches, as forward and backward do.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from omegaconf import DictConfig
+
+from dgc.comm import Transport, all_gather_object, barrier
+from dgc.compression import Compressor
+from dgc.cost import AlikeRanks, Compute, Network, Prediction, Traffic, fit_computing, predict, record_steps
+from dgc.cost.recording import Planned
+from dgc_training.config import ConfigError
+from dgc_training.startup.build import build, config_errors, wrap_optimizer
+from dgc_training.startup.parameters import parameter_groups
+from scripts.advise.methods import Method
+from scripts.advise.workload import Workload
+
+MEASURED = (2, 4, 8)  # machines whose replies are decoded to measure computing
+WARMUP = 4  # exchanges that fill the error state
+CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with what it does in one step of the model.
+
+    Attributes:
+        method: The row of the table.
+        traffic: Its messages.
+        compute: Its computing.
+        ready: By bucket, the share of backward after which its gradients are complete.
+    """
+
+    method: Method
+    traffic: Traffic
+    compute: Compute
+    ready: tuple[float, ...]
+
+    def predict(self, network: Network) -> Prediction:
+        return predict(self.traffic, network, self.compute, self.ready)
+
+
+def measure_candidate(
+    method: Method, tree: DictConfig, workload: Workload, size: int, local_size: int, repeats: int
+) -> Candidate:
+    """Records and measures a method as the last of `size` ranks.
+
+    Args:
+        method: The row of the table.
+        tree: The config of the experiment with the method's files.
+        workload: Model and gradients.
+        size: Number of ranks.
+        local_size: Ranks of each machine.
+        repeats: Number of measured exchanges.
+
+    Raises:
+        ConfigError: The optimizer cannot be built with the method, or its replies cannot be made by one rank.
+    """
+    model, settings = workload.model, tree.train
+    ready: tuple[float, ...] = ()
+    fill: Callable[[int], None]
+
+    def plan(ranks: int, rank: int) -> Planned:
+        nonlocal ready, fill
+        inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
+        optimizer = wrap_optimizer(inner, model, settings, AlikeRanks(ranks, local_size))
+        optimizer.begin_epoch(settings.num_epochs - 1)  # after a warm-up of the ratio
+        planned = optimizer.exchange.planned
+        optimizer.close()
+        ready = tuple(max(workload.ready[s.name] for s in of.bucket.segments) for of in planned)
+
+        def set_gradients(step: int) -> None:
+            gradients = workload.gradients[step % len(workload.gradients)]
+            for of in planned:
+                for i, segment in enumerate(of.bucket.segments):
+                    found = gradients.get(segment.name)
+                    of.parameters[i].grad = None if found is None else found.clone()
+                    of.collect(i)
+
+        fill = set_gradients
+        return [(of.bucket, of.compressor) for of in planned]
+
+    evict = cache_evictor()
+
+    def refill(planned: Sequence[tuple[object, Compressor]], step: int) -> None:
+        fill(step)
+        evict()
+
+    def steps_of(ranks: int) -> list[Traffic]:
+        return record_steps(plan, ranks, local_size, WARMUP + repeats, refill)
+
+    with config_errors(), torch.no_grad():
+        if size <= max(MEASURED) * local_size:
+            steps = steps_of(size)
+            traffic, compute = steps[-1], typical(steps)
+        else:
+            compute = fit_computing([traffic_of_median(steps_of(n * local_size)) for n in MEASURED])
+            traffic = record_steps(plan, size, local_size, 2, refill)[-1]
+    model.zero_grad()
+    return Candidate(method, traffic, compute, ready)
+
+
+def typical(steps: Sequence[Traffic]) -> Compute:
+    """Median seconds of the steps after the warm-up, all decoded."""
+    found = traffic_of_median(steps)
+    return Compute(found.encode, found.decode or 0.0)
+
+
+def traffic_of_median(steps: Sequence[Traffic]) -> Traffic:
+    """The last step, with the median seconds of the steps after the warm-up."""
+    timed = steps[WARMUP:]
+    decode = [traffic.decode for traffic in timed if traffic.decode is not None]
+    assert len(decode) == len(timed), "all replies of few machines are decoded"
+    return replace(timed[-1], encode=median(traffic.encode for traffic in timed), decode=median(decode))
+
+
+def cache_evictor() -> Callable[[], None]:
+    """A function that replaces the content of this machine's caches."""
+    data = torch.zeros(2 * last_level_cache() // 4, dtype=torch.float32)
+
+    def evict() -> None:
+        data.add_(1.0)
+
+    return evict
+
+
+def last_level_cache(folder: Path = CACHE) -> int:
+    """Bytes of the largest cache of a core, as Linux reports it; 64 MiB if it does not."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    sizes = [file.read_text().strip() for file in folder.glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=2**26)
+
+
+def measure_all(
+    methods: Sequence[Method],
+    load_tree: Callable[[Method], DictConfig],
+    workload: Workload,
+    transport: Transport,
+    repeats: int,
+) -> tuple[list[Candidate], dict[str, str]]:
+    """The candidates, and for each method that does not fit the experiment the reason. Collective.
+
+    The ranks measure at the same time, since they share cores and memory. The slowest one counts.
+    """
+    found, refused = [], {}
+    for method in methods:
+        try:
+            tree = load_tree(method)
+            barrier(transport, f"advise.{method.name}")
+            candidate = measure_candidate(method, tree, workload, transport.size, transport.local_size, repeats)
+        except ConfigError as error:
+            refused[method.name] = "; ".join(str(error).splitlines())
+            continue
+        own = candidate.compute
+        everyone = all_gather_object(transport, (own.encode, own.decode, own.per_rank), f"advise.{method.name}")
+        slowest = max((Compute(*seconds) for seconds in everyone), key=lambda c: c.seconds(transport.size))
+        found.append(replace(candidate, compute=slowest))
+    return found, refused

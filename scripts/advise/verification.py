@@ -1,0 +1,106 @@
+"""Measured steps beside the predicted ones: the real optimizer on the real transport, all methods in turns.
+
+Each method has a copy of the model and an optimizer as train.py makes it. In every round each of them takes one
+step, so that other load on the machines and the network meets all alike. The time of a step is that of the slowest
+rank, without the update of the parameters, as the median over the rounds after a warm-up.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from dgc.comm import Transport, all_gather_object, barrier
+from dgc.optim import Wrapper
+from dgc_training.data import Passes
+from dgc_training.startup.build import build, config_errors, wrap_optimizer
+from dgc_training.startup.parameters import parameter_groups
+from scripts.advise.advice import Row
+from scripts.advise.methods import UNCOMPRESSED
+from scripts.advise.workload import Workload
+
+MOST = 3  # methods that are verified beside the best one without compression
+WARMUP = 3
+
+
+def chosen(rows: Sequence[Row]) -> list[Row]:
+    """The fastest row without compression, and the fastest methods, in the order of their predicted steps."""
+    ordered = sorted(rows, key=lambda row: row.step)
+    plain = next(row for row in ordered if row.name in UNCOMPRESSED)
+    return [plain, *[row for row in ordered if row.name not in UNCOMPRESSED][:MOST]]
+
+
+@dataclass
+class Runner:
+    """One method's model and optimizer."""
+
+    model: nn.Module
+    optimizer: Wrapper
+    criterion: nn.Module
+
+    def step(self, passes: Passes, device: torch.device) -> float:
+        """Takes a step and returns its seconds without the update of the parameters."""
+        barrier(self.optimizer.transport, "advise.verify")
+        updated = self.optimizer.meter.seconds["step"]
+        start = perf_counter()
+        self.optimizer.zero_grad()
+        for x, y in passes:
+            (self.criterion(self.model(x), y) / len(passes)).backward()
+        self.optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return perf_counter() - start - (self.optimizer.meter.seconds["step"] - updated)
+
+
+def verify(
+    rows: Sequence[Row],
+    load_tree: Callable[[Row], DictConfig],
+    workload: Workload,
+    transport: Transport,
+    device: torch.device,
+    steps: int,
+) -> dict[str, float]:
+    """Measured seconds of a step, by method. Collective.
+
+    Args:
+        rows: The methods.
+        load_tree: The config of the experiment with a method's files.
+        workload: Model and batches.
+        transport: Connects the ranks.
+        device: Device of the model.
+        steps: Measured steps of each method.
+    """
+    runners = {}
+    with config_errors():
+        for row in rows:
+            tree = load_tree(row)
+            model, settings = deepcopy(workload.model), tree.train
+            inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
+            optimizer = wrap_optimizer(inner, model, settings, transport)
+            optimizer.begin_epoch(settings.num_epochs - 1)
+            runners[row.name] = Runner(model, optimizer, build(settings.criterion).to(device))
+        times: dict[str, list[float]] = {name: [] for name in runners}
+        for step in range(WARMUP + steps):
+            passes = workload.batches[step % len(workload.batches)]
+            for name, runner in runners.items():
+                times[name].append(runner.step(passes, device))
+    for runner in runners.values():
+        runner.optimizer.close()
+    everyone = all_gather_object(transport, times, "advise.verify.times")
+    return {
+        name: median(max(repeat) for repeat in zip(*(of[name][WARMUP:] for of in everyone), strict=True))
+        for name in runners
+    }
+
+
+def format_verification(rows: Sequence[Row], measured: dict[str, float]) -> str:
+    """Predictions beside measurements, as text."""
+    lines = [f"{'method':<19} {'predicted':>11} {'measured':>11}"]
+    for row in rows:
+        lines.append(f"{row.name:<19} {1e3 * row.step:>8.1f} ms {1e3 * measured[row.name]:>8.1f} ms")
+    return "\n".join(lines)

@@ -1,0 +1,27 @@
+"""Faults of the command-line tools."""
+
+from ..fault import Fault
+
+TOOLS: list[Fault] = [
+    Fault(
+        "any-gain-is-recommended",
+        "scripts/advise/advice.py",
+        "if plain.step >= WORTHWHILE * best.step:",
+        "if plain.step >= best.step:",
+        ["tests/test_advise.py::test_compression_that_gains_little_is_not_recommended"],
+    ),
+    Fault(
+        "compared-with-the-slowest-uncompressed-step",
+        "scripts/advise/advice.py",
+        "plain = min((row for row in rows if row.name in UNCOMPRESSED)",
+        "plain = max((row for row in rows if row.name in UNCOMPRESSED)",
+        ["tests/test_advise.py"],
+    ),
+    Fault(
+        "advice-for-the-epochs-of-warm-up",
+        "scripts/advise/candidates.py",
+        "optimizer.begin_epoch(settings.num_epochs - 1)",
+        "optimizer.begin_epoch(0)",
+        ["tests/test_advise.py::test_a_candidate_has_the_traffic_of_its_optimizer"],
+    ),
+]

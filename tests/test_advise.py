@@ -1,0 +1,343 @@
+"""The advisor: a known network gives a known recommendation, and bad input one message."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+
+from dgc.comm import AllGather, Request
+from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
+from dgc_training.config import load
+from dgc_training.faults.failure import UsageError
+from scripts.advise.__main__ import main
+from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
+from scripts.advise.arguments import RATES, TIMES, quantity
+from scripts.advise.candidates import Candidate, last_level_cache, measure_candidate
+from scripts.advise.collectives import (
+    SIZES,
+    Sample,
+    fit_network,
+    levels,
+    measure_network,
+    misfit,
+    requests_of,
+    time_collectives,
+)
+from scripts.advise.drawing import describe_crossings, draw, human_rate
+from scripts.advise.methods import METHODS, UNCOMPRESSED, Method
+from scripts.advise.verification import chosen, format_verification
+from scripts.advise.workload import measure_workload
+
+NETWORK = Network(latency=0.0, bandwidth=1e8)
+CNN = "configs/digits/cnn.py"
+
+
+def candidate(name: str, nbytes: int, compute: float = 0.0, ready: float = 1.0) -> Candidate:
+    """A method of two ranks that sends one message."""
+    message = Message("AllGather", 2, 1, nbytes, float(nbytes), float(nbytes), False, 0)
+    method = Method(name, (f"configs/{name}.py",))
+    return Candidate(method, Traffic(2, 1, ((message,),), 0, 0), Compute(compute), (ready,))
+
+
+def test_the_fastest_method_is_recommended() -> None:
+    """1 s of work; 1 MB takes 10 ms."""
+    work = Work(0.4, 0.6)
+    methods = [candidate(*of) for of in (("dense", 10**8), ("fp16", 5 * 10**7), ("a", 10**6, 0.1), ("b", 10**7))]
+    rows = tabulate(methods, NETWORK, work)
+    assert [row.step for row in rows] == pytest.approx([2.0, 1.5, 1.11, 1.1])
+    assert [row.faster for row in rows] == pytest.approx([0.75, 1.0, 1.5 / 1.11, 1.5 / 1.1])
+    assert [row.exchange for row in rows] == pytest.approx([1.0, 0.5, 0.11, 0.1])
+    advice = advise(rows, work)
+    assert (advice.method, advice.compress, advice.files) == ("b", True, ("configs/b.py",))
+    assert "1100.0 ms, 1.36 times faster than 1500.0 ms with fp16" in advice.reason
+    assert as_fast(rows, advice) == ["a"]
+    assert "50.0 MB    500.0 ms   1500.0 ms   1.00" in format_table(rows)
+
+
+def test_compression_that_gains_little_is_not_recommended() -> None:
+    """The limit is a step that is 1.1 times faster: 1.1 s against 1.0 s."""
+    work = Work(0.0, 1.0)
+    for gained, compress in ((0.1001, True), (0.0999, False)):
+        with case(gained):
+            rows = tabulate([candidate("fp16", round(1e8 * gained)), candidate("a", 0)], NETWORK, work)
+            assert advise(rows, work).compress == compress
+    assert "the fastest method, a, needs 1000.0 ms" in advise(rows, work).reason
+    assert WORTHWHILE == 1.1
+    # bf16 is the best without compression here, and is no compression itself
+    rows = tabulate([candidate("fp16", 10**8), candidate("bf16", 10**6), candidate("a", 10**6)], NETWORK, work)
+    advice = advise(rows, work)
+    assert (advice.method, advice.compress) == ("bf16", False)
+    assert "computing takes longer than it saves" in advice.reason
+    alone = tabulate([candidate("dense", 10**8)], NETWORK, work)
+    assert "no method that compresses was compared" in advise(alone, work).reason
+
+
+def test_what_hides_behind_backward_is_not_compressed() -> None:
+    work = Work(0.0, 1.0)
+    rows = tabulate([candidate("fp16", 4 * 10**7, ready=0.5), candidate("a", 10**6, 0.01)], NETWORK, work)
+    advice = advise(rows, work)
+    assert (advice.method, advice.compress, advice.files) == ("fp16", False, ("configs/fp16.py",))
+    assert advice.reason == "fp16 all-reduce hides behind backward (400.0 ms of 400.0 ms)"
+
+
+def test_the_crossing_point() -> None:
+    """fp16 sends 10 MB, the method 1 MB and computes 1 s: equal where 9 MB take 1 s."""
+    work = Work(0.0, 5.0)
+    method, plain = candidate("a", 10**6, 1.0), candidate("fp16", 10**7)
+    a, b = (step_at(of, NETWORK, work) for of in (method, plain))
+    assert a(1e6) == pytest.approx(7.0) and b(1e6) == pytest.approx(15.0)
+    assert crossing(a, b, (1e5, 1e10)) == pytest.approx(9e6, rel=2e-3)
+    assert crossing(a, b) == pytest.approx(9e6, rel=2e-3)
+    assert crossing(a, b, (1e7, 1e10)) is None  # fp16 is always faster
+    assert crossing(a, b, (1e5, 1e6)) is None  # never
+
+
+def test_quantities() -> None:
+    for text, value in (("1gbit", 1e9), ("2.5 Gbit/s", 2.5e9), ("100mbit", 1e8), ("1e3kbit", 1e6)):
+        with case(text):
+            assert quantity(text, RATES, "--rate") == value
+    assert quantity("50us", TIMES, "--latency") == pytest.approx(5e-5)
+    with pytest.raises(UsageError, match="--rate is '10MB': write a number and a unit of bit, kbit"):
+        quantity("10MB", RATES, "--rate")
+    for text in ("50", "us", "1.2.3us", "-1us", ""):
+        with case(text), pytest.raises(UsageError, match="write a number and a unit"):
+            quantity(text, TIMES, "--latency")
+
+
+def test_the_files_of_all_methods_exist() -> None:
+    assert [method.name for method in METHODS][:3] == list(UNCOMPRESSED)
+    for method in METHODS:
+        with case(method.name):
+            tree = load([CNN, *method.files])
+            assert method.name == "dense" or tree.train.compression != load([CNN]).train.compression
+            assert all(Path(file).is_file() for file in method.files)
+
+
+def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> None:
+    """With 2 machines of 2 ranks, DGC has two levels; with 32 machines computing is a fitted line."""
+    tree = load([CNN])
+    workload = measure_workload(tree, torch.device("cpu"), 0, 1, None, 1)
+    assert workload.inputs == "the data set, 32 samples"
+    assert all(0 <= share <= 1 for share in workload.ready.values()) and max(workload.ready.values()) > 0.5
+    names = list(workload.ready)
+    assert workload.ready[names[0]] >= workload.ready[names[-1]]  # the last layer's gradients come first
+    found = {}
+    for method in (METHODS[0], METHODS[3]):
+        found[method.name] = measure_candidate(method, load([CNN, *method.files]), workload, 4, 2, 1)
+    elements = sum(p.numel() for p in workload.model.parameters())
+    dense, dgc = (found[name].traffic for name in ("dense", "dgc"))
+    assert dense.total("payload") == 4 * elements and dense.total("wire") == 6 * elements
+    kinds = {message.kind for bucket in dgc.buckets for message in bucket}
+    assert kinds == {"AllToAll", "AllGather", "AllReduce", "Broadcast"}
+    assert 0 < dgc.total("cross") < 0.02 * dense.total("wire")
+    assert found["dgc"].compute.encode > 0 and len(found["dgc"].ready) == len(dgc.buckets)
+    many = measure_candidate(METHODS[3], load([CNN, *METHODS[3].files]), workload, 32, 1, 1)
+    messages = [message for bucket in many.traffic.buckets for message in bucket]
+    assert {message.kind for message in messages} == {"AllGather", "AllReduce"}
+    assert all(message.wire == 31 * message.payload for message in messages if message.kind == "AllGather")
+
+
+def test_the_cache_is_read_from_linux(tmp_path: Path) -> None:
+    assert last_level_cache(tmp_path) == 2**26
+    for index, size in enumerate(("48K", "2048K", "32M", "what")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert last_level_cache(tmp_path) == 2**25
+
+
+def test_the_crossing_point_is_printed_and_drawn(tmp_path: Path) -> None:
+    work = Work(0.0, 5.0)
+    plain = candidate("fp16", 10**7)
+    methods = [candidate("a", 10**6, 1.0), candidate("b", 10**6), candidate("c", 10**8)]
+    line = describe_crossings(methods, plain, NETWORK, work)
+    assert line == (
+        "Faster than fp16, from 10 Mbit/s to 100 Gbit/s: a below 72 Mbit/s, b at all rates, c never"
+    )
+    for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        file = tmp_path / f"figure{suffix}"
+        draw(methods, plain, NETWORK, work, "a title", file)
+        assert file.read_bytes().startswith(start)
+    assert "72 Mbit/s" in file.read_text() and "this network" in file.read_text()
+    assert [human_rate(of) for of in (1.25e10, 1.25e5, 12.0)] == ["100 Gbit/s", "1 Mbit/s", "96 bit/s"]
+
+
+def test_on_a_single_machine_the_rate_is_that_between_its_ranks() -> None:
+    network = Network(1e-3, 1e9, 2, 0.0, 1e9)
+    of = candidate("a", 10**6)
+    message = Message("AllGather", 2, 2, 10**6, 1e6, 0.0, False, 0)
+    inside = Candidate(of.method, Traffic(2, 2, ((message,),), 0, 0), of.compute, of.ready)
+    assert step_at(inside, network, Work(0.0, 1.0))(1e6) == pytest.approx(2.0)
+
+
+def words(*more: str, rate: str = "10mbit") -> list[str]:
+    return ["--configs", CNN, "--hosts", "4", "--rate", rate, "--repeats", "1", "--devices", "cpu", *more]
+
+
+def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_checks: None) -> None:
+    file = tmp_path / "advice.json"
+    given = ["--methods", "dense", "fp16", "dgc-fp16-packed", "--json", str(file)]
+    assert main(words(*given, "--plot", str(tmp_path / "figure.svg"))) == 0
+    out = capsys.readouterr().out
+    assert "226,794 parameters" in out and "4 machines of 1 rank: 1e+07 bit/s and 50 us" in out
+    assert "Recommended: dgc-fp16-packed" in out
+    assert "--configs configs/digits/cnn.py configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/packed.py" in out
+    assert "Not predicted: accuracy" in out and "Faster than fp16, from 10 Mbit/s" in out
+    assert "this network" in (tmp_path / "figure.svg").read_text()
+    result = json.loads(file.read_text())
+    assert result["ranks"] == 4 and result["network"]["bandwidth"] == 1.25e6
+    assert set(result["methods"]) == {"dense", "fp16", "dgc-fp16-packed"}
+    assert result["methods"]["dense"]["wire_bytes"] == 4 * 226794 * 1.5
+    assert result["methods"]["fp16"]["faster"] == 1.0 and result["advice"]["method"] == "dgc-fp16-packed"
+
+
+def test_a_method_that_does_not_fit_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_checks: None
+) -> None:
+    adam = tmp_path / "adam.yaml"
+    adam.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: 0.001}}")
+    assert main(words("--configs", str(adam), "--methods", "dense", "dgc")) == 0
+    out = capsys.readouterr().out
+    assert "dgc                 left out: configs/dgc/__init__.py" in out and "torch.optim.Adam" in out
+    assert "Do not compress: no method that compresses was compared with dense" in out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--configs", CNN], "there is no network: start the advisor on several ranks"),
+        (["--configs", CNN, "--hosts", "4"], "there is no network"),
+        (words(rate="fast"), "--rate is 'fast': write a number and a unit"),
+        (words(rate="0gbit"), "bandwidth must be above 0"),
+        (words("--latency", "1"), "--latency is '1'"),
+        (words("--hosts", "1"), "one rank exchanges nothing"),
+        (words("--hosts", "0"), "--hosts is 0"),
+        (words("--verify", "3"), "--verify needs the ranks"),
+        (words("--repeats", "0"), "--repeats is 0"),
+        (words("--methods", "dgc"), "--methods needs one of dense, fp16, bf16"),
+        (words("--json", "/no/such/folder/file.json"), "there is no folder /no/such/folder"),
+        (words("--plot", "/no/such/folder/file.png"), "--plot: there is no folder /no/such/folder"),
+        (words("--plot", "file.pdf"), "must end in .png or .svg"),
+        (words("--configs", "configs/dgc/wm5.py"), "without files of a method, but train.compression is dgc"),
+        (words("--configs", "configs/gossip/sgp.py"), "but train.gossip is set"),
+        (words("--configs.train.batch", "3"), "train.batch"),
+        (words("--input-shape", "0"), "every length must be at least 1"),
+        (["--configs", "configs/imagenet/resnet18.py", "--hosts", "2", "--rate", "1gbit"], "--input-shape"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_one_message(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(given) == 2
+    captured: Any = capsys.readouterr()
+    assert captured.err.startswith("advise: ") and message in captured.err
+    assert "Traceback" not in captured.err and captured.out == ""
+
+
+def test_a_launcher_measures_the_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    assert main(words()) == 2
+    assert "under a launcher the network is measured: leave out --hosts, --rate" in capsys.readouterr().err
+
+
+def test_the_network_is_fitted_to_times_of_collectives() -> None:
+    """The times of a known network, with 20 % of noise, give its numbers."""
+    known = Network(8e-5, 1.25e8, 1, 8e-5, 1.25e8, reduction=2e-10, half_reduction=2e-9)
+    noise = torch.Generator().manual_seed(0)
+    samples = []
+    for nbytes in SIZES:
+        for request in requests_of(nbytes, "world", torch.device("cpu")):
+            message = message_of(request, AlikeRanks(4))
+            factor = 1 + 0.2 * float(torch.rand((), generator=noise))
+            samples.append(Sample(message, factor * message.seconds(known, 1)))
+    found = fit_network(samples, 1)
+    assert found.latency == pytest.approx(1.1 * known.latency, rel=0.1)
+    assert found.bandwidth == pytest.approx(known.bandwidth / 1.1, rel=0.1)
+    assert found.half_reduction == pytest.approx(known.half_reduction, rel=0.3)
+    assert 1 <= misfit(samples, found) < 1.1
+    assert misfit(samples, known) == pytest.approx(1.1, abs=0.05)
+
+
+class FirstRank(AlikeRanks):
+    """The first of alike ranks, which prints."""
+
+    def __init__(self, size: int, local_size: int = 1):
+        super().__init__(size, local_size)
+        self.rank = self.local_rank = 0
+
+
+def test_levels_are_measured_inside_machines_and_between_them() -> None:
+    device, sizes = torch.device("cpu"), (1024, 4096)
+    assert [levels(AlikeRanks(*of)) for of in ((4, 1), (4, 4))] == [["world"], ["world"]]
+    assert levels(AlikeRanks(4, 2)) == ["local", "cross"]
+    samples = time_collectives(AlikeRanks(4, 2), "cross", device, 2, sizes)
+    assert [of.message.payload for of in samples] == [1024] * 3 + [4096] * 3
+    assert [of.message.kind for of in samples[:3]] == ["AllReduce", "AllReduce", "AllGather"]
+    assert [of.message.half for of in samples[:3]] == [False, True, False]
+    assert all(of.message.size == 2 and of.message.cross == of.message.wire for of in samples)
+    assert all(of.message.cross == 0 for of in time_collectives(AlikeRanks(4, 2), "local", device, 2, sizes))
+    network, factor = measure_network(AlikeRanks(4, 2), device, 1, sizes)
+    assert network.ranks_per_machine == 2 and factor >= 1
+
+    class Uneven(FirstRank):
+        def reply(self, request: Request) -> Any:
+            found = super().reply(request)
+            if isinstance(request, AllGather) and request.tensor.dtype == torch.uint8:
+                found = (found[0], torch.frombuffer(bytearray(pickle.dumps(7)), dtype=torch.uint8))
+            return found
+
+    with pytest.raises(UsageError, match="as many ranks on each machine, not"):
+        levels(Uneven(2))
+
+
+def test_under_a_launcher(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    no_type_checks: None,
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    given = ["--configs", CNN, "--methods", "fp16", "powersgd-1", "--repeats", "1", "--devices", "cpu"]
+    file = tmp_path / "advice.json"
+    verified = [*given, "--verify", "1", "--json", str(file)]
+    assert main(verified, connect=lambda *of, **options: FirstRank(2)) == 0
+    out = capsys.readouterr().out
+    assert "predicted    measured\nfp16  " in out and "\npowersgd-1  " in out
+    assert set(json.loads(file.read_text())["measured"]) == {"fp16", "powersgd-1"}
+    assert "2 machines of 1 rank" in out and "between machines, fitted to times of collectives within" in out
+    ended: list[int] = []
+    wrong = [*given, "--configs.train.num_batches_per_step", "1000"]
+    main(wrong, connect=lambda *of, **options: FirstRank(2), leave=ended.append)
+    assert ended == [2] and "too few for one step" in capsys.readouterr().err
+
+
+def test_the_best_methods_are_verified_beside_the_best_without_compression() -> None:
+    sizes = {"dense": 80, "fp16": 40, "a": 9, "b": 1, "c": 30, "d": 50}
+    rows = tabulate([candidate(name, n * 10**6) for name, n in sizes.items()], NETWORK, Work(0.1, 0.1))
+    assert [row.name for row in chosen(rows)] == ["fp16", "b", "a", "c"]
+    text = format_verification(rows[:1], {"dense": 0.5})
+    assert text.splitlines()[1] == "dense                 1000.0 ms    500.0 ms"
+
+
+def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words("--methods", "zip"))
+    assert ended.value.code == 2 and "invalid choice: 'zip'" in capsys.readouterr().err
+
+
+def test_random_inputs(no_type_checks: None) -> None:
+    missing = ["--configs.dataset.root", "/no/such/folder", "--configs.train.batch_size", "2"]
+    tree = load(["configs/cifar/resnet20.py"], missing)
+    workload = measure_workload(tree, torch.device("cpu"), 0, 1, (3, 32, 32), 1)
+    assert workload.inputs == "random inputs of shape (3, 32, 32), no data set"
+    assert workload.forward > 0 and len(workload.gradients) == 3
+    with pytest.raises(UsageError, match="does not fit the model"):
+        measure_workload(tree, torch.device("cpu"), 0, 1, (1, 2), 1)
