@@ -36,6 +36,7 @@ DGC = ("configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py")
 TASKS = {"digits": ("configs/digits/cnn.py",), "digits-resnet20": ("configs/digits/resnet20.py",)}
 METHODS: dict[str, tuple[str, ...]] = {
     "dense": (),
+    "fp16": ("configs/dense/fp16.py",),
     "dgc": DGC,
     "dgc-no-warm-up": ("configs/dgc/wm0.py", *DGC[1:]),
     "dgc-no-masking": (*DGC, "configs/dgc/nm.py"),

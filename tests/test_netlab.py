@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.netlab import Laboratory, LaboratoryError
 from benchmarks.netlab import laboratory as module
+from benchmarks.netlab.laboratory import cores_of
 from benchmarks.netlab.ranks import ranks_per_host
 from benchmarks.netlab.rates import parse_latency, parse_rate
 
@@ -27,6 +28,12 @@ def test_another_rate_is_refused(text: str) -> None:
 def test_another_delay_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="delay|latency"):
         Laboratory(2, "1gbit", text)
+
+
+def test_each_host_has_its_share_of_the_cores() -> None:
+    assert [cores_of(host, 2, [3, 4, 5, 6, 7]) for host in range(2)] == [[3, 4], [5, 6]]
+    assert [cores_of(host, 4, [0, 1, 2, 3]) for host in range(4)] == [[0], [1], [2], [3]]
+    assert [cores_of(host, 4, [5, 7]) for host in range(4)] == [[5], [7], [5], [7]]
 
 
 def test_numbers_of_hosts_and_ranks() -> None:

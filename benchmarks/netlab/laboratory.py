@@ -128,9 +128,10 @@ class Laboratory:
         return f"{self.name}-{host}"
 
     def inside(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` in a host, under a host name of its own."""
-        start = f'hostname lab{host}; exec "$@"'
-        return ["ip", "netns", "exec", self.namespace(host), "unshare", "--uts", "sh", "-c", start, "sh", *command]
+        """The command that runs `command` in a host, under a host name and on cores of its own."""
+        cores = ",".join(str(core) for core in cores_of(host, self.hosts, sorted(os.sched_getaffinity(0))))
+        enter = ["ip", "netns", "exec", self.namespace(host), "taskset", "--cpu-list", cores, "unshare", "--uts"]
+        return [*enter, "sh", "-c", f'hostname lab{host}; exec "$@"', "sh", *command]
 
     def run(
         self,
@@ -160,14 +161,25 @@ class Laboratory:
         }
 
 
+def cores_of(host: int, hosts: int, cores: Sequence[int]) -> Sequence[int]:
+    """The cores of a host: a share of `cores`, or with fewer cores than hosts one core, which hosts share.
+
+    Programs then start as many threads as on a machine with these cores.
+    """
+    if len(cores) < hosts:
+        return [cores[host % len(cores)]]
+    each = len(cores) // hosts
+    return cores[host * each : (host + 1) * each]
+
+
 def check_machine() -> None:
     """Raise LaboratoryError unless this machine can have a laboratory."""
     if not sys.platform.startswith("linux"):
         raise LaboratoryError(f"network namespaces need Linux, and this is {sys.platform}")
     if os.geteuid() != 0:
         raise LaboratoryError("network namespaces need root: start it with sudo, or in a container as root")
-    packages = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "hostname": "hostname"}
-    for tool, package in packages.items():
+    packages = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "taskset"), "hostname": ("hostname",)}
+    for tool, package in ((tool, package) for package, tools in packages.items() for tool in tools):
         if shutil.which(tool) is None:
             raise LaboratoryError(f"{tool} is missing: install it, for example `apt-get install {package}`")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -85,8 +86,11 @@ def _mpirun(laboratory: Laboratory, each: int, words: Sequence[str], variables: 
     with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
         # Open MPI starts its daemons by `AGENT HOST COMMAND`, as if by ssh
         agent = Path(folder, "agent")
-        enter = f'exec ip netns exec {laboratory.name}-$host unshare --uts sh -c "hostname lab$host; $*"'
-        agent.write_text(f"#!/bin/sh\nhost=$((${{1##*.}} - 1)); shift\n{enter}\n")
+        cases = [
+            f"{address(host)}) exec {shlex.join(laboratory.inside(host, ['sh', '-c']))} \"$*\";;"
+            for host in range(laboratory.hosts)
+        ]
+        agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *cases, "esac", ""]))
         agent.chmod(0o755)
         hosts = ",".join(f"{address(host)}:{each}" for host in range(laboratory.hosts))
         options = ["-np", str(each * laboratory.hosts), "-H", hosts, "--bind-to", "none", "--oversubscribe"]

@@ -1,0 +1,90 @@
+"""What the benchmarks on limited networks compute from their measurements."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.exchange.figure import crossing, draw, read_lines, speed_ups
+from benchmarks.launches import portions
+from benchmarks.step_times import add_network, merged
+from benchmarks.time_to_accuracy import reached, summarized
+from dgc.comm.meter import PHASES
+
+
+def step(whole: float, update: float, wire: float, link: float) -> dict[str, float]:
+    phases = {f"phase {phase}": update if phase == "step" else 0.0 for phase in PHASES}
+    return {
+        "exchange": whole - update,
+        "whole": whole,
+        "until": whole,
+        "payload": wire,
+        "wire": wire,
+        "machine": wire,
+        "link": link,
+        **phases,
+    }
+
+
+def test_a_row_has_the_slowest_rank_and_the_median_step() -> None:
+    fast = [step(1.0, 0.25, 100, 110), step(2.0, 0.25, 100, 110), step(9.0, 0.25, 100, 110)]
+    slow = [step(3.0, 0.75, 300, 310), step(1.5, 0.75, 300, 310), step(4.0, 0.75, 300, 310)]
+    row = merged([fast, slow])
+    assert (row["step_ms"], row["exchange_ms"]) == (3000.0, 2250.0)
+    assert (row["wire_bytes"], row["link_bytes"]) == (200, 210)
+    assert row["phases_ms"]["step"] == 500.0
+
+
+def test_what_is_sent_all_the_time_is_no_part_of_a_method() -> None:
+    rows: dict[str, Any] = {
+        "noop": {"step_ms": 10.0, "until_ms": 10.0, "link_bytes": 50.0, "machine_bytes": 0.0},
+        "fp16": {"step_ms": 90.0, "until_ms": 100.0, "link_bytes": 1500.0, "machine_bytes": 1000.0},
+        "dgc": {"step_ms": 30.0, "until_ms": 20.0, "link_bytes": 200.0, "machine_bytes": 125.0},
+    }
+    add_network(rows, {"bits_per_second": 8e6}, "step_ms", lambda name: "noop", ("fp16", "absent"))
+    assert [rows[name]["link_bytes"] for name in rows] == [0.0, 1000.0, 100.0]
+    assert [rows[name]["link_over_meter"] for name in rows] == [None, 1.0, 0.8]
+    assert [rows[name]["bound_ms"] for name in rows] == [0.0, 1.0, 0.125]
+    assert rows["dgc"]["faster"] == 3.0
+
+
+def test_methods_are_divided_into_launches() -> None:
+    assert portions(["a", "h", "b", "c", "i"], 2, alone=("h", "i")) == [["a", "b"], ["c"], ["h", "i"]]
+    assert portions([], 2) == []
+
+
+def measured(mbit: float, fp16: float, dgc: float) -> str:
+    phases = dict.fromkeys(PHASES, 1.0)
+    rows = {name: {"exchange_ms": ms, "step_ms": ms + 9, "phases_ms": phases} for name, ms in
+            {"noop": 1.0, "fp16": fp16, "horovod-fp16": 2 * fp16, "dgc": dgc}.items()}
+    network = {"hosts": 4, "rate": f"{mbit}mbit", "bits_per_second": 1e6 * mbit}
+    return json.dumps({"benchmark": "exchange", "model": "resnet50", "ranks": 4, "network": network, "methods": rows})
+
+
+def test_the_figure_shows_where_a_method_stops_to_pay(tmp_path: Path) -> None:
+    file = tmp_path / "measured.txt"
+    file.write_text("\n".join(["a table", measured(10_000, 10.0, 40.0), measured(100, 1600.0, 100.0)]))
+    lines = read_lines(file)
+    found = speed_ups(lines)
+    assert found["dgc"] == [(100.0, 16.0), (10_000.0, 0.25)]
+    assert found["horovod-fp16"] == [(100.0, 0.5), (10_000.0, 0.5)]
+    # 16 times falls to a quarter in six halvings over two decades: 1 is reached after four of the six
+    assert crossing(found["dgc"]) == pytest.approx(100 * 100 ** (4 / 6))
+    assert crossing(found["horovod-fp16"]) is None
+    draw(lines, 10_000, tmp_path / "figure.svg")
+    assert "pays" not in (text := (tmp_path / "figure.svg").read_text()) and "horovod-fp16" in text
+    file.write_text("no JSON\n")
+    with pytest.raises(ValueError, match="no line of a benchmark with --hosts"):
+        read_lines(file)
+
+
+def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
+    dense = [(10.0, 100.0, 50.0), (20.0, 200.0, 99.0), (30.0, 300.0, 98.0)]
+    fast = [(1.0, 10.0, 97.5), (2.0, 20.0, 97.4), (3.0, 30.0, 97.6)]
+    never = [(1.0, 1.0, 10.0), (2.0, 2.0, 97.49)]
+    assert reached(dense, 98.0) == (20.0, 200.0)
+    rows = summarized({"dense": [dense, dense], "fast": [fast, fast], "never": [fast, never]})
+    assert (rows["dense"]["seconds_to_reach"], rows["dense"]["bytes_to_reach"]) == (20.0, 200.0)
+    assert (rows["fast"]["seconds_to_reach"], rows["fast"]["accuracy"], rows["fast"]["seconds"]) == (1.0, 97.6, 3.0)
+    assert (rows["never"]["reached"], rows["never"]["seconds_to_reach"]) == (1, None)
