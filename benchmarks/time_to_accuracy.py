@@ -5,8 +5,9 @@
 Each run is train.py under mpirun in a laboratory (benchmarks/netlab), one rank on each host, with the same steps,
 batches and learning rate for every method. Seconds are those of training, without evaluation. A rank sends the
 bytes. `to reach` are the seconds and bytes after which the accuracy was, for the first time, at most 0.5 points
-below the final accuracy of the first method. With several folds the medians are shown. All ranks share the cores of
-this machine. The output is a table and a last line of JSON. --draw writes a figure; its extension names the format.
+below the final accuracy of the first method. With several folds the medians are shown. All ranks share the cores
+of this machine. The output is a table and a last line of JSON. --draw writes a figure, in the format that its
+extension names.
 """
 
 import argparse
