@@ -29,7 +29,7 @@ from scripts.advise.collectives import (
 )
 from scripts.advise.drawing import describe_crossings, draw, human_rate
 from scripts.advise.methods import METHODS, UNCOMPRESSED, Method
-from scripts.advise.verification import chosen, format_verification
+from scripts.advise.verification import chosen, format_verification, order
 from scripts.advise.workload import measure_workload
 
 NETWORK = Network(latency=0.0, bandwidth=1e8)
@@ -323,8 +323,14 @@ def test_the_best_methods_are_verified_beside_the_best_without_compression() -> 
     sizes = {"dense": 80, "fp16": 40, "a": 9, "b": 1, "c": 30, "d": 50}
     rows = tabulate([candidate(name, n * 10**6) for name, n in sizes.items()], NETWORK, Work(0.1, 0.1))
     assert [row.name for row in chosen(rows)] == ["fp16", "b", "a", "c"]
+    assert [row.name for row in chosen(rows, every=True)] == ["fp16", "b", "a", "c", "d", "dense"]
     text = format_verification(rows[:1], {"dense": 0.5})
     assert text.splitlines()[1] == "dense                 1000.0 ms    500.0 ms"
+    # a and b are less than 15 % apart; c is predicted faster than fp16
+    measured = {"dense": 2.0, "fp16": 1.0, "a": 0.31, "b": 0.30, "c": 1.5, "d": 1.9}
+    right, apart, wrong = order(rows, measured)
+    assert (right, apart, wrong) == (12, 13, [("fp16", "c")])
+    assert "c was measured slower than fp16, and predicted faster" in format_verification(rows, measured)
 
 
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

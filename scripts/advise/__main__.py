@@ -135,7 +135,7 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
     work = Work(workload.forward, workload.backward)
     rows = tabulate(candidates, network, work)
     advice = advise(rows, work)
-    compared = chosen(rows)
+    compared = chosen(rows, args.verify_all)
     measured: dict[str, float] = {}
     if args.verify is not None:
         measured = verify(compared, load_tree, workload, transport, device, args.verify)
@@ -150,7 +150,7 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         print(f"\n{sentence(advice, rows, args.configs)}\n{WARNING}")
         by_name = {of.method.name: of for of in candidates}
         plain = by_name.get("fp16", by_name[compared[0].name])
-        best = [by_name[row.name] for row in compared[1:]]
+        best = [by_name[row.name] for row in chosen(rows)[1:]]
         if best:
             print(describe_crossings(best, plain, network, work))
         if measured:

@@ -72,6 +72,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     parser.add_argument(
         "--verify", type=int, metavar="N", help="also measure N steps of the best methods, under a launcher"
     )
+    parser.add_argument("--verify-all", action="store_true", help="with --verify: of all methods")
     parser.add_argument("--devices", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
     parser.add_argument(
@@ -101,6 +102,8 @@ def check_arguments(args: argparse.Namespace, ranks: int) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.verify_all and args.verify is None:
+        raise UsageError("--verify-all needs the number of steps: add --verify N")
     if args.verify is not None and ranks == 1:
         raise UsageError("--verify needs the ranks: start the advisor with mpirun, horovodrun or torchrun")
     if ranks == 1 and args.hosts * (args.ranks_per_host or 1) < 2:

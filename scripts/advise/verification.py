@@ -8,6 +8,7 @@ rank, without the update of the parameters, as the median over the rounds after 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 from time import perf_counter
 
@@ -25,14 +26,19 @@ from scripts.advise.methods import UNCOMPRESSED
 from scripts.advise.workload import Workload
 
 MOST = 3  # methods that are verified beside the best one without compression
+APART = 1.15  # times by which two measured steps differ if their order is compared with the predicted one
 WARMUP = 3
 
 
-def chosen(rows: Sequence[Row]) -> list[Row]:
-    """The fastest row without compression, and the fastest methods, in the order of their predicted steps."""
+def chosen(rows: Sequence[Row], every: bool = False) -> list[Row]:
+    """The fastest row without compression, and the fastest methods, in the order of their predicted steps.
+
+    With `every`, all the other rows follow.
+    """
     ordered = sorted(rows, key=lambda row: row.step)
     plain = next(row for row in ordered if row.name in UNCOMPRESSED)
-    return [plain, *[row for row in ordered if row.name not in UNCOMPRESSED][:MOST]]
+    best = [plain, *[row for row in ordered if row.name not in UNCOMPRESSED][:MOST]]
+    return best + [row for row in ordered if row not in best] if every else best
 
 
 @dataclass
@@ -103,4 +109,16 @@ def format_verification(rows: Sequence[Row], measured: dict[str, float]) -> str:
     lines = [f"{'method':<19} {'predicted':>11} {'measured':>11}"]
     for row in rows:
         lines.append(f"{row.name:<19} {1e3 * row.step:>8.1f} ms {1e3 * measured[row.name]:>8.1f} ms")
+    right, apart, wrong = order(rows, measured)
+    lines += [f"{slow} was measured slower than {fast}, and predicted faster" for fast, slow in wrong]
+    lines.append(f"{right} of {apart} pairs measured more than {APART - 1:.0%} apart are predicted in this order")
     return "\n".join(lines)
+
+
+def order(rows: Sequence[Row], measured: dict[str, float]) -> tuple[int, int, list[tuple[str, str]]]:
+    """How many pairs are predicted in the measured order, of how many that were measured apart; the others."""
+    predicted = {row.name: row.step for row in rows}
+    by_time = sorted(predicted, key=lambda name: measured[name])
+    apart = [(fast, slow) for fast, slow in combinations(by_time, 2) if measured[slow] > APART * measured[fast]]
+    wrong = [(fast, slow) for fast, slow in apart if predicted[fast] >= predicted[slow]]
+    return len(apart) - len(wrong), len(apart), wrong
