@@ -119,7 +119,7 @@ class DDPExchange(CountsEpochs):
         self._loss_scale = LossScale(grad_scaler, self._planned)
         if self._loss_scale.enabled and nonfinite == "raise":
             raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
-        self._check_momentum = momentum_check(optimizer, self._planned)
+        self._check_momentum = momentum_check(optimizer, self._planned, self.transport)
         check_agreement(self._planned, self.transport)
         register_compressors(compressors, self.transport)
         self.place, self.part = plan_compressors(self._planned, self.transport, hierarchical)

@@ -56,6 +56,30 @@ OPTIM = [
         ["tests/optim/test_sgd.py::test_corrected_gradients_with_weight_decay_are_momentum_sgd"],
     ),
     Fault(
+        "second-moment-not-frozen",
+        "dgc/optim/onebit_adam.py",
+        "        if frozen:",
+        "        if frozen and not p.requires_grad:",
+        ["tests/optim/test_onebit_adam.py", "tests/paper/test_definition_of_onebit_adam.py"],
+    ),
+    Fault(
+        "elements-without-a-second-moment-move",
+        "dgc/optim/onebit_adam.py",
+        "m.masked_fill_(v == 0, 0.0)",
+        "pass",
+        [
+            "tests/optim/test_onebit_adam.py::test_an_element_without_a_gradient_in_the_warm_up_does_not_move",
+            "tests/paper/test_definition_of_onebit_adam.py",
+        ],
+    ),
+    Fault(
+        "momentum-applied-again-to-momentum",
+        "dgc/optim/onebit_adam.py",
+        "if frozen and p in self._receives_momentum:",
+        "if frozen and p not in self._receives_momentum:",
+        ["tests/optim/test_onebit_adam.py", "tests/paper/test_definition_of_onebit_adam.py"],
+    ),
+    Fault(
         "nesterov-ignored-by-the-optimizer",
         "dgc/optim/sgd.py",
         'return direction.add(buffer, alpha=momentum) if group["nesterov"] else buffer',
