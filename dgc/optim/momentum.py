@@ -36,18 +36,18 @@ class MomentumCheck:
         share_momentum(optimizer, planned, transport, factor)
         corrected = {p for plan in planned if plan.compressor.correction is not None for p in plan.parameters}
         self._momentum = [
-            (g, group["momentum"])
+            (g, group.get("momentum", 0.0))
             for g, group in enumerate(optimizer.param_groups)
-            if isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group["params"])
+            if not corrected.isdisjoint(group["params"])
         ]
 
     def check(self, optimizer: Optimizer) -> None:
         for g, momentum in self._momentum:
             # some broadcasts of optimizer state round to fp32
-            if abs((now := optimizer.param_groups[g]["momentum"]) - momentum) > 1e-6:
+            if abs((now := optimizer.param_groups[g].get("momentum", 0.0)) - momentum) > 1e-6:
                 raise ValueError(
-                    f"the momentum of group {g} was {momentum}, which the compression's memory applies, and is "
-                    f"now {now}: it must not change (set cycle_momentum=False in a scheduler that cycles it)"
+                    f"the momentum of group {g} was {momentum} and is now {now}, but the compression's memory "
+                    "applies momentum: it must not change (set cycle_momentum=False in a scheduler that cycles it)"
                 )
 
 

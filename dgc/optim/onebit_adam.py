@@ -13,9 +13,11 @@ Adam's step is not linear in the gradient, so error feedback of gradients does n
 is linear in m, and what compression leaves out of m can be added later.
 
 Differences from the paper: c1 and c2, the bias corrections of Adam, which the paper leaves out
-(bias_correction=False). Weight decay is decoupled, as in AdamW. An element whose gradients were zero in the whole
-warm-up (v = 0) does not move after it, because any scale divided by eps would move it very far. The authors' code
-masks such elements by hand.
+(bias_correction=False). Weight decay is decoupled, as in AdamW. After step T_w, v is raised to `floor` times its
+mean over the tensor, which the paper does not do (floor=0): C[x] has one magnitude for all elements of a piece,
+and an element moves by it, divided by its own sqrt(v). One with a far smaller v than others would move too far.
+Where v is zero for a whole tensor, which then has had no gradient, nothing moves after the warm-up. The authors'
+code masks elements without gradients by hand.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +44,8 @@ class OneBitAdam(Optimizer):
         freeze_step: Number of steps of the warm-up, at least 1. Dropped steps do not count. The second moment
             must have settled by then: take 15 to 25 % of all steps, and at least the learning rate's warm-up.
         bias_correction: Divide the moments by 1 - beta**t. The paper does not.
+        floor: Smallest second moment after the warm-up, as a fraction of the mean of its tensor, from 0 to 1. 0 is
+            the paper's. Training may then diverge if some elements have had very small gradients.
 
     Raises:
         ValueError: An argument is out of range, or parameter groups differ in freeze_step.
@@ -61,6 +65,7 @@ class OneBitAdam(Optimizer):
         *,
         freeze_step: int,
         bias_correction: bool = True,
+        floor: float = 0.01,
     ):
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
@@ -69,6 +74,8 @@ class OneBitAdam(Optimizer):
             raise ValueError(f"betas must be two numbers from 0 to below 1, not {betas}")
         if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
             raise ValueError(f"freeze_step must be a whole number of at least 1, not {freeze_step!r}")
+        if not 0 <= floor <= 1:
+            raise ValueError(f"floor must be a fraction from 0 to 1, not {floor}")
         self._receives_momentum: frozenset[Tensor] = frozenset()
         defaults = dict(
             lr=lr,
@@ -77,6 +84,7 @@ class OneBitAdam(Optimizer):
             weight_decay=weight_decay,
             freeze_step=freeze_step,
             bias_correction=bias_correction,
+            floor=floor,
         )
         super().__init__(params, defaults)
 
@@ -141,6 +149,8 @@ class OneBitAdam(Optimizer):
             m.masked_fill_(v == 0, 0.0)
         else:
             v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            if group["steps"] == group["freeze_step"]:
+                v.clamp_(min=group["floor"] * v.sum(dtype=torch.float64).div(max(1, v.numel())).to(v.dtype))
         c1 = c2 = 1.0
         if group["bias_correction"]:
             c1, c2 = 1 - beta1 ** group["steps"], 1 - beta2 ** min(group["steps"], group["freeze_step"])

@@ -18,7 +18,7 @@ from dgc.compression import (
     Rule,
 )
 from dgc.memory import ResidualMemory
-from dgc.optim import OneBitAdam
+from dgc.optim import DistributedOptimizer, OneBitAdam
 from dgc.testing import Fleet
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -31,6 +31,10 @@ def onebit_adam(model: Any, freeze_step: int = WARM_UP, **options: Any) -> Any:
 
 def wrapped(model: Any, transport: Any, make: Any = onebit_adam, **options: Any) -> Any:
     return wrap(model, transport, make, **{"compression": OneBitAdamCompressor(), "bucket_mb": 2e-4, **options})
+
+
+def wrap_named(named: Any, adam: Any, transport: Any) -> Any:
+    return DistributedOptimizer(adam, named, OneBitAdamCompressor(), transport=transport)
 
 
 def train(model: Any, optimizer: Any, steps: Any, rank: int = 0, **options: Any) -> None:
@@ -163,8 +167,8 @@ def test_a_dropped_step_never_was() -> None:
             run(2, body)
 
 
-def test_an_element_without_a_gradient_in_the_warm_up_does_not_move() -> None:
-    """Its second moment is zero: the scale that its sign stands for would be divided by eps."""
+def test_a_tensor_without_gradients_in_the_warm_up_does_not_move() -> None:
+    """Its second moment is zero: the scale that its signs stand for would be divided by eps."""
 
     def body(model: Any, transport: Any) -> None:
         optimizer = wrapped(model, transport)
@@ -175,6 +179,34 @@ def test_an_element_without_a_gradient_in_the_warm_up_does_not_move() -> None:
         assert all(float(p.detach().abs().max()) < 2 for p in model.parameters())
 
     run(2, body)
+
+
+def test_small_second_moments_are_raised_at_the_end_of_the_warm_up() -> None:
+    """The gradients of some elements begin late, or are tiny. All signs have one magnitude: with floor=0 these
+    elements move by it, divided by next to nothing.
+    """
+    slopes = torch.ones(64)
+    slopes[0], slopes[1] = 0.0, 1e-6
+
+    def moved(transport: Any, **options: Any) -> Any:
+        p = torch.nn.Parameter(torch.zeros(64))
+        adam = OneBitAdam([p], lr=0.01, freeze_step=WARM_UP, **options)
+        optimizer = wrap_named([("p", p)], adam, transport)
+        for step in range(WARM_UP + 6):
+            if step == WARM_UP:
+                v = adam.state[p]["exp_avg_sq"].clone()
+                slopes_now = slopes.index_fill(0, torch.tensor([0]), 1.0)
+            optimizer.zero_grad()
+            (p * (slopes if step < WARM_UP else slopes_now)).sum().backward()
+            optimizer.step()
+        return v, p.detach()
+
+    for v, p in LockstepWorld(2).run(moved):
+        assert float(v[:2].max()) == pytest.approx(0.01 * 62 / 64 * float(v[2]), rel=1e-3)
+        assert float(p[0]) < -0.01 and float(p.abs().max()) < 1.0
+    for v, p in LockstepWorld(2).run(lambda transport: moved(transport, floor=0.0)):
+        assert v[0] == 0 and 0 < v[1] < 1e-11 * v[2]
+        assert p[0] == 0 and p[1].abs() > 100
 
 
 def test_other_compressors_send_gradients_to_it() -> None:
@@ -263,6 +295,7 @@ def test_what_does_not_fit_is_refused(name: Any) -> None:
         ({"lr": -1.0}, "lr must be 0 or more"),
         ({"eps": float("nan")}, "eps must be 0 or more"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
+        ({"floor": 1.5}, "floor must be a fraction from 0 to 1, not 1.5"),
         ({"betas": (0.9,)}, "betas must be two numbers"),
     ],
     ids=str,

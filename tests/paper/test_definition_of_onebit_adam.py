@@ -39,7 +39,7 @@ def gradient_of(rank: Any) -> Any:
 
 def fast(transport: Any) -> Any:
     parts = [nn.Parameter(part.view(s)) for part, s in zip(start().split(NUMELS), SHAPES, strict=True)]
-    adam = OneBitAdam(parts, GAMMA, BETAS, ETA, freeze_step=WARM_UP, bias_correction=False)
+    adam = OneBitAdam(parts, GAMMA, BETAS, ETA, freeze_step=WARM_UP, bias_correction=False, floor=0.0)
     # backward fills buckets from the last tensor to the first: named in that order, they lie as in x
     named = [(f"p{i}", p) for i, p in reversed(list(enumerate(parts)))]
     optimizer = DistributedOptimizer(adam, named, OneBitAdamCompressor(), transport=transport)

@@ -68,9 +68,16 @@ OPTIM = [
         "m.masked_fill_(v == 0, 0.0)",
         "pass",
         [
-            "tests/optim/test_onebit_adam.py::test_an_element_without_a_gradient_in_the_warm_up_does_not_move",
+            "tests/optim/test_onebit_adam.py::test_a_tensor_without_gradients_in_the_warm_up_does_not_move",
             "tests/paper/test_definition_of_onebit_adam.py",
         ],
+    ),
+    Fault(
+        "small-second-moments-not-raised",
+        "dgc/optim/onebit_adam.py",
+        'if group["steps"] == group["freeze_step"]:',
+        'if group["steps"] == group["freeze_step"] + 1:',
+        ["tests/optim/test_onebit_adam.py::test_small_second_moments_are_raised_at_the_end_of_the_warm_up"],
     ),
     Fault(
         "momentum-applied-again-to-momentum",
@@ -165,8 +172,8 @@ OPTIM = [
     Fault(
         "momentum-of-a-scheduler-not-noticed",
         "dgc/optim/momentum.py",
-        "if isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group",
-        "if not isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group",
+        "            if not corrected.isdisjoint(group",
+        "            if isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group",
         ["tests/optim/test_refused.py::test_momentum_that_a_scheduler_cycles_has_two_owners"],
     ),
     Fault(
