@@ -128,9 +128,9 @@ class DoubleSqueezeCompressor(ErrorFeedbackCompressor):
         scales, signs, kept = squeeze(v, chunks.bounds)
         request = AllToAll(_payloads(scales, signs, chunks), (chunks.nbytes,) * self.size)
         parts, firsts = yield (request, AllGather(first_nonfinite.view(1)))
-        nonfinite = [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
         (answers,) = yield (AllGather(self._serve(bucket, parts)),)
-        return self._mean(answers, chunks, torch.zeros_like(v)), kept, nonfinite
+        mean = self._mean(answers, chunks, torch.zeros_like(v))
+        return mean, kept, [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
 
     def _serve(self, bucket: Bucket, parts: tuple[Codes, ...]) -> UInt8[Tensor, "nbytes"]:
         """Add up this rank's chunk of all workers, in rank order, and compress the sum."""
