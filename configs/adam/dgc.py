@@ -1,6 +1,6 @@
 """DGC's selection and ratio warm-up with Adam: error feedback keeps gradients, and no momentum.
 
-Without the warm-up (warmup_epochs = 0), take about three times the learning rate: docs/methods.md.
+Without the warm-up (warmup_epochs = 0), take about three times the learning rate. See docs/methods.md.
 """
 
 from dgc.compression import DGCCompressor
