@@ -59,7 +59,14 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.wire",
         "dgc.memory",
     ),
-    "dgc.compression.quantized": ("dgc.bucket", "dgc.kernels.__init__", "dgc.comm", "dgc.wire", "dgc.compression"),
+    "dgc.compression.quantized": (
+        "dgc.bucket",
+        "dgc.kernels.__init__",
+        "dgc.comm",
+        "dgc.wire",
+        "dgc.memory",
+        "dgc.compression",
+    ),
     "dgc.compression.sparse": (
         "dgc.bucket",
         "dgc.kernels.__init__",
@@ -120,7 +127,13 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.optim": ("dgc.bucket", "dgc.comm", "dgc.comm.connect", "dgc.compression"),
     "dgc.optim.sgd": ("dgc.bucket", "dgc.kernels.__init__"),
     "dgc.optim.exchange": ("dgc.bucket", "dgc.comm", "dgc.compression", "dgc.optim", "dgc.optim.sgd"),
-    "dgc.optim.momentum": ("dgc.optim.sgd", "dgc.optim.exchange"),
+    "dgc.optim.momentum": (
+        "dgc.comm",
+        "dgc.compression",
+        "dgc.optim",
+        "dgc.optim.sgd",
+        "dgc.optim.exchange",
+    ),
     "dgc.optim.distributed": (
         "dgc.comm",
         "dgc.comm.connect",

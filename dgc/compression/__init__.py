@@ -15,8 +15,10 @@ from dgc.compression.protocol import SparseResult as SparseResult
 from dgc.compression.protocol import StatelessCompressor as StatelessCompressor
 from dgc.compression.protocol import uses_point_to_point as uses_point_to_point
 from dgc.compression.quantized.blockwise import BlockwiseCompressor as BlockwiseCompressor
+from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor as DoubleSqueezeCompressor
 from dgc.compression.quantized.natural import NaturalCompressor as NaturalCompressor
 from dgc.compression.quantized.onebit import OneBitCompressor as OneBitCompressor
+from dgc.compression.quantized.onebit_adam import OneBitAdamCompressor as OneBitAdamCompressor
 from dgc.compression.quantized.qsgd import QSGDCompressor as QSGDCompressor
 from dgc.compression.quantized.scaled_sign import ScaledSignCompressor as ScaledSignCompressor
 from dgc.compression.quantized.signsgd import SignSGDCompressor as SignSGDCompressor

@@ -78,13 +78,17 @@ class ErrorFeedbackCompressor(ABC):
     def begin_epoch(self, epoch: int) -> None:
         return None
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        self._snapshots.forget(bucket)
+    def accumulate(self, bucket: Bucket) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+        """Returns v, and the first_nonfinite of `exchange`. Called once per step."""
         if self.error_feedback:
             v = self._error[bucket]
         else:
             v = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
-        first = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+        return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        self._snapshots.forget(bucket)
+        v, first = self.accumulate(bucket)
         bucket.release()
         mean, kept, nonfinite = yield from self.exchange(bucket, v, first)
         self._steps[bucket.name] += 1

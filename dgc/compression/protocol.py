@@ -1,7 +1,7 @@
 """The interface between the optimizer and a compressor, and the results of `Compressor.reduce`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -146,6 +146,33 @@ class PointToPoint(Protocol):
 def uses_point_to_point(compressor: Any) -> bool:
     """Whether a compressor sends messages from rank to rank."""
     return isinstance(compressor, PointToPoint) and compressor.point_to_point
+
+
+@runtime_checkable
+class MomentumOwner(Protocol):
+    """An optimizer that keeps momentum and lets a compressor exchange it in place of the gradients."""
+
+    @property
+    def exchanges_momentum(self) -> bool:
+        """Whether the next step takes momentum. Otherwise it takes gradients. The same on every rank."""
+        ...
+
+    def momentum_of(self, parameters: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
+        """The coefficient m and the momentum u of each parameter, for u = m u + (1 - m) g."""
+        ...
+
+    def receive_momentum_of(self, parameters: Iterable[Tensor]) -> None:
+        """Expect the mean of u in .grad of these parameters, in every step with `exchanges_momentum`."""
+        ...
+
+
+@runtime_checkable
+class ExchangesMomentum(Protocol):
+    """A compressor that needs a MomentumOwner."""
+
+    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
+        """Called once, before `plan`. parameters: those of this compressor, by name."""
+        ...
 
 
 class StatelessCompressor(ABC):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from dgc.comm.transport import Transport
 from dgc.optim.exchange.planning import PlannedBucket
 from dgc.optim.momentum import MomentumCheck
 
@@ -49,7 +50,9 @@ def check_model(model: Any) -> None:
             raise ValueError(f"this DistributedDataParallel cannot be compressed: {reason}")
 
 
-def momentum_check(optimizer: Optimizer | None, planned: list[PlannedBucket]) -> Callable[[], None]:
+def momentum_check(
+    optimizer: Optimizer | None, planned: list[PlannedBucket], transport: Transport
+) -> Callable[[], None]:
     """Check that momentum is applied once. Return a check of the same for every step.
 
     Raises:
@@ -74,4 +77,4 @@ def momentum_check(optimizer: Optimizer | None, planned: list[PlannedBucket]) ->
             f"the memory applies momentum to {len(others)} parameters that the optimizer lacks, such as "
             f"{others[0]}: pass one optimizer with all of them"
         )
-    return partial(MomentumCheck(optimizer, planned).check, optimizer)
+    return partial(MomentumCheck(optimizer, planned, transport).check, optimizer)

@@ -47,7 +47,8 @@ class DDPExchange(CountsEpochs):
         model: The DDP model. Its process group must contain all ranks.
         compression: A compressor of `dgc.compression`, or a Route.
         optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which must be
-            applied only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none.
+            applied only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none. Also
+            needed by OneBitAdamCompressor, which exchanges the momentum of a `dgc.optim.OneBitAdam`.
         bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger. It does not
             depend on DDP's bucket_cap_mb.
         transport: Connects the ranks. None: torch.distributed, on process groups of its own.
@@ -119,7 +120,7 @@ class DDPExchange(CountsEpochs):
         self._loss_scale = LossScale(grad_scaler, self._planned)
         if self._loss_scale.enabled and nonfinite == "raise":
             raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
-        self._check_momentum = momentum_check(optimizer, self._planned)
+        self._check_momentum = momentum_check(optimizer, self._planned, self.transport)
         check_agreement(self._planned, self.transport)
         register_compressors(compressors, self.transport)
         self.place, self.part = plan_compressors(self._planned, self.transport, hierarchical)

@@ -221,7 +221,7 @@ class FSDPExchange(CountsEpochs):
             own = {p for planned in self._planned for p in planned.parameters}
             if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
                 return
-            self._momentum[optimizer] = MomentumCheck(optimizer, self._planned)
+            self._momentum[optimizer] = MomentumCheck(optimizer, self._planned, self._transport)
         self._momentum[optimizer].check(optimizer)
 
     def close(self) -> None:

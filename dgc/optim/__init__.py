@@ -5,5 +5,6 @@ from dgc.optim.broadcast import broadcast_parameters as broadcast_parameters
 from dgc.optim.compression_state import ErrorStatePart as ErrorStatePart
 from dgc.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from dgc.optim.gossip import GossipOptimizer as GossipOptimizer
+from dgc.optim.onebit_adam import OneBitAdam as OneBitAdam
 from dgc.optim.sgd import DGCSGD as DGCSGD
 from dgc.optim.wrapper import Wrapper as Wrapper

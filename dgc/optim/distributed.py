@@ -122,7 +122,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         compressors = compressors_in_order(planned, named)
         Wrapper.__init__(self, optimizer, compressors)
         self._loss_scale = LossScale(grad_scaler, planned)
-        self._momentum = MomentumCheck(optimizer, planned)
+        self._momentum = MomentumCheck(optimizer, planned, self.transport, self._factor)
         check_agreement(planned, self.transport)
         register_compressors(compressors, self.transport)
         self.place, self.part = plan_compressors(planned, self.transport, hierarchical)

@@ -3,8 +3,12 @@
 import warnings
 from collections.abc import Sequence
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.comm.transport import Transport
+from dgc.compression.protocol import ExchangesMomentum, MomentumOwner
+from dgc.optim.agreement import check_settings
 from dgc.optim.exchange.planning import PlannedBucket
 from dgc.optim.sgd import SupportsCorrectedGradients
 
@@ -17,27 +21,33 @@ class MomentumCheck:
     Args:
         optimizer: The wrapped optimizer.
         planned: The buckets, with their compressors.
+        transport: Connects the ranks.
+        factor: Factor of the mean over the ranks in the optimizer's gradients.
 
     Raises:
-        ValueError: The settings of optimizer and memory differ. See `assign_momentum`.
+        ValueError: The settings of optimizer and memory differ (see `assign_momentum`), or a compressor does not
+            get the momentum that it needs (see `share_momentum`).
     """
 
-    def __init__(self, optimizer: Optimizer, planned: Sequence[PlannedBucket]):
+    def __init__(
+        self, optimizer: Optimizer, planned: Sequence[PlannedBucket], transport: Transport, factor: int = 1
+    ):
         assign_momentum(optimizer, planned)
+        share_momentum(optimizer, planned, transport, factor)
         corrected = {p for plan in planned if plan.compressor.correction is not None for p in plan.parameters}
         self._momentum = [
-            (g, group["momentum"])
+            (g, group.get("momentum", 0.0))
             for g, group in enumerate(optimizer.param_groups)
-            if isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group["params"])
+            if not corrected.isdisjoint(group["params"])
         ]
 
     def check(self, optimizer: Optimizer) -> None:
         for g, momentum in self._momentum:
             # some broadcasts of optimizer state round to fp32
-            if abs((now := optimizer.param_groups[g]["momentum"]) - momentum) > 1e-6:
+            if abs((now := optimizer.param_groups[g].get("momentum", 0.0)) - momentum) > 1e-6:
                 raise ValueError(
-                    f"the momentum of group {g} was {momentum}, which the compression's memory applies, and is "
-                    f"now {now}: it must not change (set cycle_momentum=False in a scheduler that cycles it)"
+                    f"the momentum of group {g} was {momentum} and is now {now}, but the compression's memory "
+                    "applies momentum: it must not change (set cycle_momentum=False in a scheduler that cycles it)"
                 )
 
 
@@ -80,3 +90,33 @@ def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> N
             "exchanged dense get no momentum; use dgc.optim.DGCSGD to apply it",
             stacklevel=4,
         )
+
+
+def share_momentum(
+    optimizer: Optimizer, planned: Sequence[PlannedBucket], transport: Transport, factor: int
+) -> None:
+    """Give the momentum of the optimizer to the compressors that exchange it. Collective if there are any.
+
+    Raises:
+        ValueError: The optimizer has none to give, differs between ranks, or needs sums in place of means.
+    """
+    shared: dict[ExchangesMomentum, dict[str, Tensor]] = {}
+    for plan in planned:
+        if isinstance(plan.compressor, ExchangesMomentum):
+            names = (s.name for s in plan.bucket.segments)
+            shared.setdefault(plan.compressor, {}).update(zip(names, plan.parameters, strict=True))
+    if not shared:
+        return
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    check_settings(transport, "optimizer", optimizer=optimizer, param_groups=groups)
+    kind = " and ".join(sorted({type(compressor).__name__ for compressor in shared}))
+    if not isinstance(optimizer, MomentumOwner):
+        raise ValueError(
+            f"{kind} exchanges the momentum of the optimizer, and {type(optimizer).__name__} does not share its "
+            "own: use dgc.optim.OneBitAdam, or a compressor of gradients, such as DoubleSqueezeCompressor"
+        )
+    if factor != 1:
+        raise ValueError(f"{kind} exchanges means of momentum: use op='average', and a learning rate for it")
+    optimizer.receive_momentum_of([p for parameters in shared.values() for p in parameters.values()])
+    for compressor, parameters in shared.items():
+        compressor.exchange_momentum_of(optimizer, parameters)

@@ -3,6 +3,7 @@
 from dgc.paper.choco import choco_sgd as choco_sgd
 from dgc.paper.dgc import DGC as DGC
 from dgc.paper.ldte_bs import LDTEBS as LDTEBS
+from dgc.paper.onebit_adam import onebit_adam as onebit_adam
 from dgc.paper.powersgd import PowerSGD as PowerSGD
 from dgc.paper.sgp import osgp as osgp
 from dgc.paper.sgp import sgp as sgp

@@ -14,6 +14,7 @@ from dgc.compression import (
     ChunkCompressor,
     Compressor,
     DGCCompressor,
+    DoubleSqueezeCompressor,
     NaturalCompressor,
     OneBitCompressor,
     QSGDCompressor,
@@ -49,6 +50,19 @@ def threshold_bytes(bits: int, per_tensor: int = 0) -> Callable[[Bucket, int], i
         return share * size + 8 + -(-fields * (values - 1).bit_length() // 8) + thresholds
 
     return formula
+
+
+def double_squeeze_bytes(bucket: Bucket, size: int) -> int:
+    """Signs and scales of a chunk to each of `size` servers, and of one chunk from this rank's own."""
+    length = 32 * -(-bucket.numel // (32 * size))
+    largest = 0
+    for begin in range(0, bucket.numel, max(1, length)):
+        chunk = range(begin, min(begin + length, bucket.numel))
+        inside = [
+            min(s.offset + s.numel, chunk.stop) - max(s.offset, chunk.start) for s in bucket.segments if s.numel
+        ]
+        largest = max(largest, sum(4 + 4 * -(-d // 32) for d in inside if d > 0))
+    return (size + 1) * largest + 8
 
 
 def sampled_bytes(ratio: float, itemsize: int) -> Callable[[Bucket], int]:
@@ -138,6 +152,7 @@ QUANTIZED = [
     feedback("scaled-sign", ScaledSignCompressor),
     feedback("onebit", OneBitCompressor),
     feedback("blockwise", lambda: BlockwiseCompressor(block=100)),
+    Row("double-squeeze", DoubleSqueezeCompressor, lambda bucket: 0, payload_at=double_squeeze_bytes),
     Row("signsgd", SignSGDCompressor, coded(SignSGDCompressor), conserves=False, one_element=False, left=0.9),
     Row(
         "signum",

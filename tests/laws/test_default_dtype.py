@@ -30,10 +30,11 @@ import dgc.kernels as kernels
 from dgc import gossip
 from dgc.comm.collectives import all_gather_object, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
-from dgc.compression import Compressor, DGCCompressor, QSGDCompressor
+from dgc.compression import Compressor, DGCCompressor, OneBitAdamCompressor, QSGDCompressor
 from dgc.gossip import CHOCO, Gossip, HierarchicalGossip
 from dgc.gossip.topology.bipartite import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
+from dgc.optim import OneBitAdam
 from dgc.testing import LIKE, Fleet, gradients
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +190,13 @@ def clipped(clipping: Clipping) -> DGCCompressor:
     return DGCCompressor(0.1, DGCSGDMemory(0.9, gradient_clipping=clipping))
 
 
+def onebit_adam(model: torch.nn.Module, transport: LockstepTransport) -> Any:
+    def make(model: torch.nn.Module) -> OneBitAdam:
+        return OneBitAdam(model.parameters(), lr=0.01, freeze_step=2)
+
+    return wrap(model, transport, make, compression=OneBitAdamCompressor())
+
+
 TRAININGS: dict[str, Callable[[torch.nn.Module, LockstepTransport], Any]] = {
     "dense": wrap,
     "momentum sgd, qsgd": lambda model, t: wrap(model, t, compression=QSGDCompressor(), bucket_mb=1e-4),
@@ -201,6 +209,8 @@ TRAININGS: dict[str, Callable[[torch.nn.Module, LockstepTransport], Any]] = {
         model, t, dgc_sgd, compression=clipped(ClipByGlobalNorm(0.1))
     ),
     "bf16": lambda model, t: wrap(model.to(torch.bfloat16), t, dgc_sgd, compression=dgc(0.1)),
+    "1-bit adam": lambda model, t: onebit_adam(model, t),
+    "1-bit adam, bf16": lambda model, t: onebit_adam(model.to(torch.bfloat16), t),
 }
 
 

@@ -1,15 +1,22 @@
 """Adam after compression: the size of its steps, as described in docs/methods.md."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor, QSGDCompressor, ScaledSignCompressor
+from dgc.compression import (
+    ChunkCompressor,
+    DGCCompressor,
+    QSGDCompressor,
+    ScaledSignCompressor,
+    SparseCompressor,
+)
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DistributedOptimizer
+from dgc.optim import DistributedOptimizer, OneBitAdam
 
 STEPS = 160
 SHAPE = (20, 50)
@@ -80,10 +87,29 @@ def test_weight_decay_of_adamw_is_not_compressed() -> None:
     assert torch.equal(LockstepWorld(2).run(body)[0], torch.full(SHAPE, 1 - 0.1 * 0.5))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_momentum_correction_is_refused(kind: Any) -> None:
-    p = torch.nn.Parameter(torch.zeros(SHAPE))
-    with pytest.raises(ValueError, match=f"{kind.__name__}.*ResidualMemory"):
-        DistributedOptimizer(
-            kind([p]), [("p", p)], DGCCompressor(0.01, DGCSGDMemory(0.9)), transport=LockstepWorld(1).transports[0]
-        )
+MOMENTUM_OF_THEIR_OWN = [
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    partial(OneBitAdam, freeze_step=1),
+    partial(torch.optim.RMSprop, momentum=0.9),
+]
+
+
+@pytest.mark.parametrize("make", MOMENTUM_OF_THEIR_OWN)
+@pytest.mark.usefixtures("no_type_checks")
+def test_momentum_correction_is_refused(make: Any) -> None:
+    """Of every compressor that has it, by a message with the cure; plain error feedback is accepted."""
+
+    def wrapped(memory: Any, compressor: Any) -> None:
+        p = torch.nn.Parameter(torch.zeros(SHAPE))
+        transport = LockstepWorld(1).transports[0]
+        DistributedOptimizer(make([p]), [("p", p)], compressor(0.01, memory), transport=transport)
+
+    name = getattr(make, "func", make).__name__
+    for compressor in (DGCCompressor, SparseCompressor, ChunkCompressor):
+        with pytest.raises(ValueError, match=f"{name} would apply it again.*DGCSGD.*ResidualMemory"):
+            wrapped(DGCSGDMemory(0.9), compressor)
+        wrapped(ResidualMemory(), compressor)

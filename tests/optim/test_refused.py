@@ -154,18 +154,24 @@ def test_parameters_that_travel_dense_get_momentum_once(options: Any) -> None:
         assert alike == (p.dim() == 1), name
 
 
+@pytest.mark.filterwarnings("ignore:the memory applies momentum only to compressed parameters")
 def test_momentum_that_a_scheduler_cycles_has_two_owners() -> None:
-    model = net()
-    optimizer = wrap(model, alone(), dgc_sgd, compression=dgc())
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    loss_of(model, 1).backward()
-    optimizer.param_groups[0]["momentum"] = 0.85
-    with pytest.raises(ValueError, match="momentum of group 0 was 0.9.*now 0.85.*cycle_momentum=False"):
+    """DGCSGD has the memory's. SGD has none, until the scheduler gives it some."""
+    for make, before in ((dgc_sgd, 0.9), (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 0)):
+        model = net()
+        optimizer = wrap(model, alone(), make, compression=dgc())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False
+        )
+        loss_of(model, 0).backward()
         optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        optimizer.param_groups[0]["momentum"] = 0.85
+        words = f"momentum of group 0 was {before} and is now 0.85.*memory applies.*cycle_momentum=False"
+        with pytest.raises(ValueError, match=words):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("make", [momentum_sgd, lambda m: torch.optim.Adam(m.parameters())])

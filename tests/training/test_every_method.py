@@ -13,7 +13,7 @@ from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-FOLDERS = ("chunks", "powersgd", "threshold", "quant", "sparse", "route")
+FOLDERS = ("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
 QUICK = [
     "--configs.train.num_epochs=1",
     "--configs.train.batch_size=180",
@@ -29,8 +29,12 @@ BEFORE = {
     "reduce_scatter": ["configs/dgc/wm0.py", "configs/dgc/int32.py"],
     "gtopk": ["configs/dgc/wm0.py", "configs/dgc/int32.py"],
 }
-# the small model is less than one chunk of the default size
-ALSO = {"chunks": ["--configs.train.compression.chunk_size=200"]}
+# the small model is less than one chunk of the default size, and an epoch has four steps
+ALSO = {
+    "chunks": ["--configs.train.compression.chunk_size=200"],
+    "onebit_adam": ["--configs.train.optimizer.freeze_step=2"],
+    "dgc": ["--configs.train.compression.warmup_epochs=0"],
+}
 FILES = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("*.py")) if path.stem != "__init__"]
 FILES += [CONFIGS / "dgc/reduce_scatter.py", CONFIGS / "dgc/gtopk.py"]
 
@@ -40,7 +44,8 @@ FILES += [CONFIGS / "dgc/reduce_scatter.py", CONFIGS / "dgc/gtopk.py"]
 def test_it_trains(path: Any, tmp_path: Path) -> None:
     stack = ["configs/digits/cnn.py", *BEFORE.get(path.stem, []), str(path.relative_to(CONFIGS.parent))]
     words = ["--configs", *stack]
-    words += ["--devices", "cpu", *QUICK, *ALSO.get(path.parent.name, []), "--run-dir", str(tmp_path / "run")]
+    also = ALSO.get(path.parent.name, ALSO.get(path.stem, []))
+    words += ["--devices", "cpu", *QUICK, *also, "--run-dir", str(tmp_path / "run")]
     args, overrides = parse_arguments(words)
     tree = load(args.configs, overrides)
     LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))

@@ -264,6 +264,40 @@ COMPRESSION = [
         ["tests/compression/test_quantized.py::test_qsgd_divides_the_norm_into_levels"],
     ),
     Fault(
+        "errors-of-servers-forgotten",
+        "dgc/compression/quantized/double_squeeze.py",
+        "total = served.clone()",
+        "total = torch.zeros_like(served)",
+        [
+            "tests/laws/test_laws.py::test_nothing_is_lost[3-double-squeeze]",
+            "tests/compression/test_double_squeeze.py::test_both_directions_by_hand",
+        ],
+    ),
+    Fault(
+        "errors-of-servers-not-rolled-back",
+        "dgc/compression/quantized/double_squeeze.py",
+        "self._served[bucket.name] = self._replaced.pop(bucket.name)",
+        "self._replaced.pop(bucket.name)",
+        [
+            "tests/compression/test_double_squeeze.py::test_a_dropped_step_leaves_the_errors_of_both_directions",
+            "tests/optim/test_onebit_adam.py::test_a_dropped_step_never_was",
+        ],
+    ),
+    Fault(
+        "errors-of-chunks-that-move-lost",
+        "dgc/compression/quantized/double_squeeze.py",
+        "self._error[bucket].add_(whole)",
+        "pass",
+        ["tests/compression/test_double_squeeze.py"],
+    ),
+    Fault(
+        "momentum-and-gradient-added-not-averaged",
+        "dgc/compression/quantized/onebit_adam.py",
+        "s.of(v).lerp_(m.to(torch.float32), beta1)",
+        "s.of(v).add_(m.to(torch.float32), alpha=beta1)",
+        ["tests/paper/test_definition_of_onebit_adam.py"],
+    ),
+    Fault(
         "inclusion-probabilities-do-not-add-up",
         "dgc/compression/lowrank/svd.py",
         "p[j:] = (r - j) * s[j:] / rest[j]",

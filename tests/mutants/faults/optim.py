@@ -56,6 +56,37 @@ OPTIM = [
         ["tests/optim/test_sgd.py::test_corrected_gradients_with_weight_decay_are_momentum_sgd"],
     ),
     Fault(
+        "second-moment-not-frozen",
+        "dgc/optim/onebit_adam.py",
+        "        if frozen:",
+        "        if frozen and not p.requires_grad:",
+        ["tests/optim/test_onebit_adam.py", "tests/paper/test_definition_of_onebit_adam.py"],
+    ),
+    Fault(
+        "elements-without-a-second-moment-move",
+        "dgc/optim/onebit_adam.py",
+        "m.masked_fill_(v == 0, 0.0)",
+        "pass",
+        [
+            "tests/optim/test_onebit_adam.py::test_a_tensor_without_gradients_in_the_warm_up_does_not_move",
+            "tests/paper/test_definition_of_onebit_adam.py",
+        ],
+    ),
+    Fault(
+        "small-second-moments-not-raised",
+        "dgc/optim/onebit_adam.py",
+        'if group["steps"] == group["freeze_step"]:',
+        'if group["steps"] == group["freeze_step"] + 1:',
+        ["tests/optim/test_onebit_adam.py::test_small_second_moments_are_raised_at_the_end_of_the_warm_up"],
+    ),
+    Fault(
+        "momentum-applied-again-to-momentum",
+        "dgc/optim/onebit_adam.py",
+        "if frozen and p in self._receives_momentum:",
+        "if frozen and p not in self._receives_momentum:",
+        ["tests/optim/test_onebit_adam.py", "tests/paper/test_definition_of_onebit_adam.py"],
+    ),
+    Fault(
         "nesterov-ignored-by-the-optimizer",
         "dgc/optim/sgd.py",
         'return direction.add(buffer, alpha=momentum) if group["nesterov"] else buffer',
@@ -141,8 +172,8 @@ OPTIM = [
     Fault(
         "momentum-of-a-scheduler-not-noticed",
         "dgc/optim/momentum.py",
-        "if isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group",
-        "if not isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group",
+        "            if not corrected.isdisjoint(group",
+        "            if isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group",
         ["tests/optim/test_refused.py::test_momentum_that_a_scheduler_cycles_has_two_owners"],
     ),
     Fault(

@@ -1,0 +1,8 @@
+"""DoubleSqueeze (Tang et al. 2019): signs to the servers and back, with error feedback in both directions."""
+
+from dgc.compression import DoubleSqueezeCompressor
+from dgc_training.config import Config, configs
+
+configs.train.compression = Config(DoubleSqueezeCompressor)
+
+configs.requires["train.compression._target_"] = configs.train.compression._target_

@@ -1,0 +1,80 @@
+"""The exchange of 1-bit Adam (Tang, Gan, Awan, Rajbhandari, Li, Lian, Liu, Zhang, He 2021, arXiv 2102.02888,
+Algorithm 1). The optimizer is `dgc.optim.OneBitAdam`, which owns the momentum m and says which stage it is in.
+
+    warm-up        result = mean over the ranks of g_i, not compressed
+    compression    m_i = beta1 m + (1 - beta1) g_i           m: the same on every rank
+                   result = DoubleSqueeze of m_i             the next m
+
+Payload of a bucket in bytes: warm-up the gradients in their own dtype; compression that of DoubleSqueeze.
+
+Differences from the paper: those of DoubleSqueeze. A step that is dropped because of NaN or inf leaves the errors
+of both directions as they were: its gradient is lost, as with uncompressed Adam.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.comm.requests import Conversation
+from dgc.compression.dense import DenseCompressor
+from dgc.compression.protocol import MomentumOwner, Result
+from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
+
+
+class OneBitAdamCompressor(DoubleSqueezeCompressor):
+    """The exchange of 1-bit Adam: gradients at first, then Adam's momentum in 1 bit per element (Tang et al. 2021,
+    arXiv 2102.02888).
+
+    It needs `dgc.optim.OneBitAdam` as the optimizer. From step `freeze_step` of that on, .grad is the momentum and
+    no longer the gradient: do not clip it.
+
+    Raises:
+        ValueError: by `DistributedOptimizer`, if the optimizer is not a OneBitAdam.
+
+    Example:
+        >>> optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=1000)
+        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), OneBitAdamCompressor())
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner: MomentumOwner | None = None
+        self._parameters: dict[str, Tensor] = {}
+
+    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
+        """Take momentum and stage from this optimizer. parameters: those of this compressor, by name."""
+        self._owner, self._parameters = owner, dict(parameters)
+
+    @property
+    def compress_ratio(self) -> float:
+        """1 until momentum is exchanged."""
+        return super().compress_ratio if self._owner is None or self._owner.exchanges_momentum else 1.0
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        if self._owner is None:
+            raise ValueError(
+                "OneBitAdamCompressor exchanges the momentum of a dgc.optim.OneBitAdam, and has none: wrap that "
+                "optimizer in DistributedOptimizer, or pass it to dgc.ddp.compress; without it, use "
+                "DoubleSqueezeCompressor"
+            )
+        super().plan(bucket, size, rank)
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        assert self._owner is not None
+        if self._owner.exchanges_momentum:
+            return (yield from super().reduce(bucket))
+        return (yield from DenseCompressor().reduce(bucket))
+
+    def accumulate(self, bucket: Bucket) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+        """v = beta1 m + (1 - beta1) g + e, in a new tensor."""
+        assert self._owner is not None
+        v = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
+        first = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+        momenta = self._owner.momentum_of([self._parameters[s.name] for s in bucket.segments])
+        for s, (beta1, m) in zip(bucket.segments, momenta, strict=True):
+            s.of(v).lerp_(m.to(torch.float32), beta1)
+        return v.add_(self._error[bucket]), first

@@ -1,0 +1,158 @@
+"""1-bit Adam (Tang, Gan, Awan, Rajbhandari, Li, Lian, Liu, Zhang, He 2021, arXiv 2102.02888, Algorithm 1).
+
+With the learning rate gamma and T_w = freeze_step, in step t = 1, 2, ..:
+
+    t <= T_w     g = mean over the ranks of g_i
+                 m = beta1 m + (1 - beta1) g
+                 v = beta2 v + (1 - beta2) g**2
+    t > T_w      m = DoubleSqueeze of beta1 m + (1 - beta1) g_i, from `OneBitAdamCompressor`;  v stays
+    always       x = x - gamma (m / c1) / (sqrt(v / c2) + eps)
+                 c1 = 1 - beta1**t,  c2 = 1 - beta2**min(t, T_w)
+
+Adam's step is not linear in the gradient, so error feedback of gradients does not fit it. With a frozen v the step
+is linear in m, and what compression leaves out of m can be added later.
+
+Differences from the paper: c1 and c2, the bias corrections of Adam, which the paper leaves out
+(bias_correction=False). Weight decay is decoupled, as in AdamW. After step T_w, v is raised to `floor` times its
+mean over the tensor, which the paper does not do (floor=0): C[x] has one magnitude for all elements of a piece,
+and an element moves by it, divided by its own sqrt(v). One with a far smaller v than others would move too far.
+Where v is zero for a whole tensor, which then has had no gradient, nothing moves after the warm-up. The authors'
+code masks elements without gradients by hand.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class OneBitAdam(Optimizer):
+    """Adam whose momentum is exchanged in 1 bit per element after a warm-up (Tang et al. 2021, arXiv 2102.02888).
+
+    For the first `freeze_step` steps it is torch.optim.AdamW. Then the second moment stays as it is, and
+    `OneBitAdamCompressor` exchanges the first moment. With other compressors, and for parameters that a Route
+    assigns to them, it is AdamW with a second moment that stays constant after the warm-up.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        betas: Coefficients of the first and the second moment, each in [0, 1).
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay: p = p - lr weight_decay p.
+        freeze_step: Number of steps of the warm-up, at least 1. Dropped steps do not count. The second moment
+            must have settled by then: take 15 to 25 % of all steps, and at least the learning rate's warm-up.
+        bias_correction: Divide the moments by 1 - beta**t. The paper does not.
+        floor: Smallest second moment after the warm-up, as a fraction of the mean of its tensor, from 0 to 1. 0 is
+            the paper's. Training may then diverge if some elements have had very small gradients.
+
+    Raises:
+        ValueError: An argument is out of range, or parameter groups differ in freeze_step.
+
+    Example:
+        optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=1000)
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), OneBitAdamCompressor())
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int,
+        bias_correction: bool = True,
+        floor: float = 0.01,
+    ):
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be 0 or more, not {value}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, not {betas}")
+        if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
+            raise ValueError(f"freeze_step must be a whole number of at least 1, not {freeze_step!r}")
+        if not 0 <= floor <= 1:
+            raise ValueError(f"floor must be a fraction from 0 to 1, not {floor}")
+        self._receives_momentum: frozenset[Tensor] = frozenset()
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            freeze_step=freeze_step,
+            bias_correction=bias_correction,
+            floor=floor,
+        )
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        first, new = self.param_groups[0], self.param_groups[-1]
+        if new["freeze_step"] != first["freeze_step"]:
+            raise ValueError(
+                f"freeze_step is {first['freeze_step']} in group 0 and {new['freeze_step']} in group "
+                f"{len(self.param_groups) - 1}: all groups change to compression in the same step"
+            )
+        new["steps"] = 0 if new is first else first["steps"]
+
+    # --- the compressor's view --------------------------------------------------------------------
+
+    @property
+    def exchanges_momentum(self) -> bool:
+        """Whether the next step needs the momentum of the ranks. Before, it needs their gradients."""
+        group = self.param_groups[0]
+        return bool(group["steps"] >= group["freeze_step"])
+
+    def momentum_of(self, parameters: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
+        """Return beta1 and the momentum of each parameter. It is zero before a parameter's first step."""
+        betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
+        states = [self.state.get(p) or {"exp_avg": torch.zeros_like(p)} for p in parameters]
+        return [(betas[p], state["exp_avg"]) for p, state in zip(parameters, states, strict=True)]
+
+    def receive_momentum_of(self, parameters: Iterable[Tensor]) -> None:
+        """Take .grad of these parameters as their momentum in every step with `exchanges_momentum`."""
+        self._receives_momentum = frozenset(parameters)
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        frozen = self.exchanges_momentum
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            for group in self.param_groups:
+                group["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group, frozen)
+        return loss
+
+    def _update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], frozen: bool) -> None:
+        if gradient.is_sparse:
+            raise ValueError("OneBitAdam takes dense gradients: set sparse=False in the embedding")
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        if frozen and p in self._receives_momentum:
+            m.copy_(gradient)
+        else:
+            m.lerp_(gradient, 1 - beta1)
+        if frozen:
+            m.masked_fill_(v == 0, 0.0)
+        else:
+            v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            if group["steps"] == group["freeze_step"]:
+                v.clamp_(min=group["floor"] * v.sum(dtype=torch.float64).div(max(1, v.numel())).to(v.dtype))
+        c1 = c2 = 1.0
+        if group["bias_correction"]:
+            c1, c2 = 1 - beta1 ** group["steps"], 1 - beta2 ** min(group["steps"], group["freeze_step"])
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.addcdiv_(m, v.sqrt().div_(c2**0.5).add_(group["eps"]), value=-group["lr"] / c1)

@@ -1,0 +1,111 @@
+"""DoubleSqueeze: both directions by hand, and error state that moves to other ranks and buckets."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from compression.ranks import Ranks, normal
+
+from dgc.compression import DoubleSqueezeCompressor
+from dgc.compression.quantized.double_squeeze import divide_into_chunks
+from dgc.paper.onebit_adam import compress
+from dgc.testing import flat, gradients
+from dgc_training.checkpoint.reshard import redistribute
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+SHAPES = ((7, 20), (33,), (0, 4), (5,), (2, 3, 8))
+N = 140 + 33 + 5 + 48
+
+
+def ranks_of(size: Any, **options: Any) -> Any:
+    return Ranks(size, DoubleSqueezeCompressor, SHAPES, **options)
+
+
+def test_both_directions_by_hand() -> None:
+    """In plain torch, with one server error of all chunks."""
+    for size in (1, 2, 3, 5, 9):
+        ranks = ranks_of(size)
+        pieces = divide_into_chunks(ranks.buckets[0], size, 0).bounds.diff().tolist()
+        errors, served = [torch.zeros(N)] * size, torch.zeros(N)
+        for step in range(6):
+            own = [normal(N, 100 * step + rank) * (rank + 1) for rank in range(size)]
+            v = [g + e for g, e in zip(own, errors, strict=True)]
+            errors = [x - compress(x, pieces) for x in v]
+            s = sum((compress(x, pieces) for x in v), served)
+            served = s - compress(s, pieces)
+            with case(size, step):
+                torch.testing.assert_close(ranks.step(own), compress(s, pieces) / size, rtol=1e-5, atol=1e-6)
+        together = sum(ranks.errors())
+        torch.testing.assert_close(together, sum(errors) + served, rtol=1e-4, atol=1e-4 * size)
+
+
+def test_chunks_are_whole_words_and_may_be_empty() -> None:
+    bucket = ranks_of(1).buckets[0]
+    for size, edges in ((2, [0, 128, 226]), (3, [0, 96, 192, 226]), (9, [*range(0, 225, 32), 226, 226])):
+        chunks = divide_into_chunks(bucket, size, size - 1)
+        assert chunks.edges == edges and chunks.own[-1] == edges[-1] - edges[-2]
+        assert set(edges) | {0, 140, 173, 178} == set(chunks.bounds.tolist())
+
+
+def test_a_dropped_step_leaves_the_errors_of_both_directions() -> None:
+    ranks = ranks_of(3)
+    for step in range(3):
+        ranks.step([normal(N, 10 * step + rank) for rank in range(3)])
+    before = [c.state_dict() for c in ranks.compressors]
+    own = [normal(N, 90 + rank) for rank in range(3)]
+    own[1][5] = float("inf")
+    assert all("p0 on rank 1 has NaN" in str(result.nonfinite) for result in ranks.exchange(own)[0])
+    for compressor, bucket in zip(ranks.compressors, ranks.buckets, strict=True):
+        compressor.rollback(bucket)
+    for rank, (compressor, old) in enumerate(zip(ranks.compressors, before, strict=True)):
+        new, given = compressor.state_dict(), own[rank].masked_fill(own[rank].isinf(), 0.0)
+        assert all(torch.equal(new["server_errors"][name], e) for name, e in old["server_errors"].items())
+        returned = flat(list(old["errors"].values())) + given
+        assert torch.equal(flat(list(new["errors"].values())), returned)
+
+
+def state_of(size: Any) -> Any:
+    ranks = ranks_of(size)
+    for step in range(4):
+        ranks.step([flat(gradients(rank, step, SHAPES)) for rank in range(size)])
+    return ranks, [c.state_dict() for c in ranks.compressors]
+
+
+@pytest.mark.parametrize("new_size", [1, 2, 3, 4, 6])
+def test_another_number_of_ranks_keeps_the_mean_of_the_errors(new_size: Any) -> None:
+    """What a server keeps of chunks that are no longer its own, it sends as a worker."""
+    ranks, states = state_of(3)
+    expected = torch.stack(ranks.errors()).double().mean(0)
+    others = ranks_of(new_size)
+    for rank, compressor in enumerate(others.compressors):
+        compressor.load_state_dict(redistribute(lambda old: states[old], [0, 1, 2], rank, new_size, None))
+    torch.testing.assert_close(torch.stack(others.errors()).double().mean(0), expected, rtol=0, atol=1e-6)
+    for rank, compressor in enumerate(others.compressors):
+        served = flat(list(compressor.state_dict()["server_errors"].values()))
+        edges = divide_into_chunks(others.buckets[0], new_size, rank).edges
+        served[slice(*edges[rank : rank + 2])] = 0.0
+        assert not served.any()
+
+
+def test_other_buckets_keep_the_errors() -> None:
+    """Chunks lie elsewhere then."""
+    ranks, states = state_of(2)
+    shapes = {f"p{i}": shape for i, shape in enumerate(SHAPES)}
+    other = Ranks(2, DoubleSqueezeCompressor, dict(reversed(shapes.items())))
+    for compressor, state in zip(other.compressors, states, strict=True):
+        compressor.load_state_dict(state)
+    for before, after, bucket in zip(ranks.errors(), other.errors(), other.buckets, strict=True):
+        parts = {s.name: s.of(after).reshape(-1) for s in bucket.segments}
+        torch.testing.assert_close(flat([parts[name] for name in shapes]), before, rtol=0, atol=1e-6)
+
+
+def test_a_state_of_another_compressor_is_refused() -> None:
+    _, (state,) = state_of(1)
+    compressor = ranks_of(1).compressors[0]
+    for wrong in ({**state, "more": {}}, {k: state[k] for k in ("errors", "steps")}):
+        with pytest.raises(ValueError, match="state of another compressor"):
+            compressor.load_state_dict(wrong)
+    state["server_errors"].pop("p0")
+    with pytest.raises(ValueError, match=r"server error of another model: missing \['p0'\]"):
+        compressor.load_state_dict(state)

@@ -1,0 +1,58 @@
+"""1-bit Adam as a communication hook: the same as in DistributedOptimizer, on one rank."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from optim.nets import alone, loss_of, net, values
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc.compression import OneBitAdamCompressor
+from dgc.ddp import compress
+from dgc.optim import DistributedOptimizer, OneBitAdam
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def adam(model: Any) -> Any:
+    return OneBitAdam(model.parameters(), lr=0.01, freeze_step=3)
+
+
+@pytest.mark.filterwarnings("ignore:.*has NaN or inf")
+def test_the_hook_exchanges_momentum() -> None:
+    model = net()
+    other = copy.deepcopy(model)
+    wrapped = DistributedDataParallel(model)
+    inner = adam(model)
+    exchange = compress(wrapped, OneBitAdamCompressor(), inner, transport=alone())
+    optimizer = DistributedOptimizer(
+        adam(other), other.named_parameters(), OneBitAdamCompressor(), transport=alone()
+    )
+    for step in range(8):
+        factor = float("nan") if step in (1, 5) else 1.0
+        for m, o in ((wrapped, inner), (other, optimizer)):
+            o.zero_grad()
+            (loss_of(m, step) * factor).backward()
+            o.step()
+        assert exchange.dropped_steps == optimizer.dropped_steps
+        theirs = values(other)
+        assert all(torch.equal(value, theirs[name]) for name, value in values(model).items()), step
+    assert inner.exchanges_momentum and inner.param_groups[0]["steps"] == 6
+    assert exchange.error_norm() == optimizer.error_norm() > 0
+
+
+def test_without_the_optimizer() -> None:
+    with pytest.raises(ValueError, match=r"and has none: .*pass it to dgc.ddp.compress"):
+        compress(DistributedDataParallel(net()), OneBitAdamCompressor(), transport=alone())
+    with pytest.raises(ValueError, match="AdamW does not share its own"):
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.AdamW(model.parameters())
+        compress(model, OneBitAdamCompressor(), optimizer, transport=alone())

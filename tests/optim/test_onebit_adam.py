@@ -1,0 +1,344 @@
+"""1-bit Adam: AdamW in the warm-up, then momentum in one bit; what it keeps, and what it refuses."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from optim.nets import alone, dgc, joint_loss, loss_of, net, run, values, wrap
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import (
+    DenseCompressor,
+    DGCCompressor,
+    DoubleSqueezeCompressor,
+    OneBitAdamCompressor,
+    Route,
+    Rule,
+)
+from dgc.memory import ResidualMemory
+from dgc.optim import DistributedOptimizer, OneBitAdam
+from dgc.testing import Fleet
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+WARM_UP = 4
+
+
+def onebit_adam(model: Any, freeze_step: int = WARM_UP, **options: Any) -> Any:
+    return OneBitAdam(model.parameters(), **{"lr": 0.01, **options}, freeze_step=freeze_step)
+
+
+def wrapped(model: Any, transport: Any, make: Any = onebit_adam, **options: Any) -> Any:
+    return wrap(model, transport, make, **{"compression": OneBitAdamCompressor(), "bucket_mb": 2e-4, **options})
+
+
+def wrap_named(named: Any, adam: Any, transport: Any) -> Any:
+    return DistributedOptimizer(adam, named, OneBitAdamCompressor(), transport=transport)
+
+
+def train(model: Any, optimizer: Any, steps: Any, rank: int = 0, **options: Any) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, rank, **options).backward()
+        optimizer.step()
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def moments(optimizer: Any, name: str) -> Any:
+    return [optimizer.state[p][name].clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_the_warm_up_is_adamw_bit_for_bit() -> None:
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+    def adamw(model: Any) -> Any:
+        return torch.optim.AdamW(model.parameters(), foreach=False, **settings)
+
+    def trained(steps: Any, make: Any, compression: Any) -> Any:
+        def body(model: Any, transport: Any) -> None:
+            train(model, wrap(model, transport, make, compression=compression()), range(steps), transport.rank)
+
+        return values(run(2, body)[0]).values()
+
+    for steps, equal in ((5, True), (6, False)):
+        onebit = trained(steps, lambda m: onebit_adam(m, 5, **settings), OneBitAdamCompressor)
+        assert same(trained(steps, adamw, DenseCompressor), onebit) == equal
+
+
+def test_then_momentum_travels_in_one_bit_and_the_second_moment_stays() -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrapped(model, transport, bucket_mb=25)
+        ratios, sent = [], []
+        for step in range(WARM_UP + 3):
+            ratios.append(optimizer.compress_ratio)
+            before = optimizer.meter.payload_bytes
+            train(model, optimizer, [step], transport.rank)
+            sent.append(optimizer.meter.payload_bytes - before)
+            if step == WARM_UP - 1:
+                frozen = moments(optimizer, "exp_avg_sq")
+        n = sum(p.numel() for p in model.parameters())
+        assert n == 155 and ratios == [1.0] * WARM_UP + [1 / 32] * 3
+        # 3 chunks of 64, 64 and 27 elements; the last bucket's order is that of backward
+        assert sent == [4 * n] * WARM_UP + [4 * sent_words() + 8] * 3
+        assert same(frozen, moments(optimizer, "exp_avg_sq"))
+        assert same(moments(optimizer, "exp_avg"), [p.grad for p in model.parameters()])
+
+    run(3, body)
+
+
+def sent_words() -> int:
+    """A scale and the signs of each piece of the largest chunk, to three servers and back."""
+    sizes, largest, at = [3, 24, 8, 64, 8, 48], 0, 0
+    bounds = [sum(sizes[:i]) for i in range(7)]
+    for end in (64, 128, 155):
+        edges = sorted({at, end, *(b for b in bounds if at < b < end)})
+        largest = max(largest, sum(1 + -(-(b - a) // 32) for a, b in zip(edges, edges[1:], strict=False)))
+        at = end
+    return 4 * largest
+
+
+@pytest.mark.parametrize("options", [{}, {"bias_correction": False}, {"weight_decay": 0.01}], ids=str)
+def test_it_trains_as_adamw_does(options: Any) -> None:
+    """To nearly the same loss over the data of both ranks."""
+
+    def losses(make: Any, compression: Any) -> Any:
+        def body(model: Any, transport: Any) -> None:
+            optimizer = wrap(model, transport, make, compression=compression())
+            for _ in range(20):
+                train(model, optimizer, range(10), transport.rank)
+
+        model = run(2, body)[0]
+        return sum(float(joint_loss(model, step, 2).detach()) for step in range(10)) / 10
+
+    start = sum(float(joint_loss(net(), step, 2).detach()) for step in range(10)) / 10
+    decay = options.get("weight_decay", 0.0)
+    adamw = losses(lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=decay), DenseCompressor)
+    onebit = losses(lambda m: onebit_adam(m, 40, **options), OneBitAdamCompressor)
+    assert adamw < 0.8 * start and start - onebit > 0.9 * (start - adamw)
+
+
+def test_a_saved_state_goes_on_bit_for_bit() -> None:
+    """From a step of either stage, and in the middle of their order."""
+    for saved in (2, WARM_UP, WARM_UP + 3):
+
+        def body(model: Any, transport: Any, saved: Any = saved) -> None:
+            optimizer = wrapped(model, transport)
+            train(model, optimizer, range(saved), transport.rank)
+            state = copy.deepcopy([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()])
+            other = copy.deepcopy(model)
+            other.load_state_dict(state[2])
+            again = wrapped(other, transport)
+            again.load_state_dict(state[0])
+            again.load_compression_state_dict(state[1])
+            train(other, again, range(saved, saved + 5), transport.rank)
+            train(model, optimizer, range(saved, saved + 5), transport.rank)
+            assert same(values(model).values(), values(other).values())
+
+        with case(saved):
+            run(2, body)
+
+
+def test_a_dropped_step_never_was() -> None:
+    """The model, the moments, the stage and the errors of both directions are as before, bit for bit."""
+    for steps in (WARM_UP - 1, WARM_UP, WARM_UP + 2):
+
+        def body(model: Any, transport: Any, steps: Any = steps) -> None:
+            optimizer = wrapped(model, transport)
+            train(model, optimizer, range(steps), transport.rank)
+
+            def everything() -> Any:
+                states = optimizer.compression_state_dict()["OneBitAdamCompressor.0"]
+                errors = [t.clone() for part in ("errors", "server_errors") for t in states[part].values()]
+                return [*values(model).values(), *moments(optimizer, "exp_avg"), *errors]
+
+            before, counted = everything(), optimizer.param_groups[0]["steps"]
+            optimizer.zero_grad()
+            (loss_of(model, 9, transport.rank) * (float("nan") if transport.rank else 1.0)).backward()
+            optimizer.step()
+            assert optimizer.dropped_steps == 1 and optimizer.param_groups[0]["steps"] == counted == steps
+            assert same(before, everything())
+            train(model, optimizer, range(5), transport.rank)
+
+        with pytest.warns(UserWarning, match="rank 1 has NaN"):
+            run(2, body)
+
+
+def test_a_tensor_without_gradients_in_the_warm_up_does_not_move() -> None:
+    """Its second moment is zero: the scale that its signs stand for would be divided by eps."""
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrapped(model, transport)
+        still = copy.deepcopy(model.spare)
+        train(model, optimizer, range(WARM_UP), transport.rank, spare=False)
+        train(model, optimizer, range(WARM_UP, WARM_UP + 5), transport.rank)
+        assert same(still.parameters(), model.spare.parameters())
+        assert all(float(p.detach().abs().max()) < 2 for p in model.parameters())
+
+    run(2, body)
+
+
+def test_small_second_moments_are_raised_at_the_end_of_the_warm_up() -> None:
+    """The gradients of some elements begin late, or are tiny. All signs have one magnitude: with floor=0 these
+    elements move by it, divided by next to nothing.
+    """
+    slopes = torch.ones(64)
+    slopes[0], slopes[1] = 0.0, 1e-6
+
+    def moved(transport: Any, **options: Any) -> Any:
+        p = torch.nn.Parameter(torch.zeros(64))
+        adam = OneBitAdam([p], lr=0.01, freeze_step=WARM_UP, **options)
+        optimizer = wrap_named([("p", p)], adam, transport)
+        for step in range(WARM_UP + 6):
+            if step == WARM_UP:
+                v = adam.state[p]["exp_avg_sq"].clone()
+                slopes_now = slopes.index_fill(0, torch.tensor([0]), 1.0)
+            optimizer.zero_grad()
+            (p * (slopes if step < WARM_UP else slopes_now)).sum().backward()
+            optimizer.step()
+        return v, p.detach()
+
+    for v, p in LockstepWorld(2).run(moved):
+        assert float(v[:2].max()) == pytest.approx(0.01 * 62 / 64 * float(v[2]), rel=1e-3)
+        assert float(p[0]) < -0.01 and float(p.abs().max()) < 1.0
+    for v, p in LockstepWorld(2).run(lambda transport: moved(transport, floor=0.0)):
+        assert v[0] == 0 and 0 < v[1] < 1e-11 * v[2]
+        assert p[0] == 0 and p[1].abs() > 100
+
+
+def test_other_compressors_send_gradients_to_it() -> None:
+    """Vectors go dense here. Their momentum is the optimizer's own, with the frozen second moment."""
+    route = Route([Rule(OneBitAdamCompressor(), min_dim=2), Rule(DenseCompressor())])
+    route_of = {0: route, 1: copy.deepcopy(route)}
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrapped(model, transport, compression=route_of[transport.rank])
+        train(model, optimizer, range(WARM_UP + 2), transport.rank)
+        before = {p: optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}
+        train(model, optimizer, [7], transport.rank)
+        for p in model.parameters():
+            expected = p.grad if p.dim() > 1 else before[p].lerp(p.grad, 1 - 0.9)
+            assert torch.equal(optimizer.state[p]["exp_avg"], expected)
+
+    run(2, body)
+    sparse = wrapped(net(), alone(), compression=DGCCompressor(0.1, ResidualMemory()))
+    train(net(), sparse, range(2))
+
+
+def test_groups_have_their_own_settings() -> None:
+    def groups(model: Any) -> Any:
+        first = {"params": list(model.first.parameters()), "betas": (0.5, 0.9), "lr": 0.0}
+        others = {"params": [*model.spare.parameters(), *model.last.parameters()]}
+        return OneBitAdam([first, others], lr=0.01, freeze_step=2)
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer, start = wrapped(model, transport, groups), values(model)
+        train(model, optimizer, range(2), transport.rank)
+        p = model.first.weight
+        m = optimizer.state[p]["exp_avg"]
+        (found,) = optimizer.inner.momentum_of([p])
+        assert found[0] == 0.5 and found[1] is m
+        train(model, optimizer, range(2, 6), transport.rank)
+        moved = {name for name, value in values(model).items() if not torch.equal(value, start[name])}
+        assert moved == {name for name in start if not name.startswith("first")}
+
+    run(2, body)
+
+
+def test_machines_exchange_momentum_between_them() -> None:
+    models = [net() for _ in range(4)]
+
+    def body(transport: Any) -> None:
+        model = models[transport.rank]
+        optimizer = wrapped(model, transport, hierarchical="on")
+        train(model, optimizer, range(WARM_UP + 4), transport.rank)
+        assert optimizer.compress_ratio == 1 / 32 and optimizer.error_norm() > 0
+
+    LockstepWorld(4, 2).run(body)
+    assert all(same(values(model).values(), values(models[0]).values()) for model in models)
+
+
+def test_alone_it_is_adamw_with_a_constant_second_moment() -> None:
+    model = net()
+    optimizer = onebit_adam(model)
+    train(model, optimizer, range(WARM_UP))
+    m, v = moments(optimizer, "exp_avg"), moments(optimizer, "exp_avg_sq")
+    train(model, optimizer, [WARM_UP])
+    expected = [a.lerp(p.grad, 1 - 0.9) for a, p in zip(m, model.parameters(), strict=True)]
+    assert same(expected, moments(optimizer, "exp_avg")) and same(v, moments(optimizer, "exp_avg_sq"))
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients it is no step
+    assert optimizer.param_groups[0]["steps"] == WARM_UP + 1
+
+
+REFUSED = {
+    "AdamW": (lambda m: torch.optim.AdamW(m.parameters()), {}, "AdamW does not share its own: use .*OneBitAdam"),
+    "momentum correction": (onebit_adam, {"compression": dgc()}, "OneBitAdam would apply it again"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: Any) -> None:
+    make, options, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        wrapped(net(), alone(), make, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"freeze_step": 0}, "freeze_step must be a whole number of at least 1, not 0"),
+        ({"freeze_step": 1.5}, "freeze_step must be a whole number"),
+        ({"lr": -1.0}, "lr must be 0 or more"),
+        ({"eps": float("nan")}, "eps must be 0 or more"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
+        ({"floor": 1.5}, "floor must be a fraction from 0 to 1, not 1.5"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(options: Any, words: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        onebit_adam(net(), **options)
+
+
+def test_all_groups_freeze_together() -> None:
+    a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    with pytest.raises(ValueError, match="freeze_step is 4 in group 0 and 5 in group 1"):
+        OneBitAdam([{"params": [a]}, {"params": [b], "freeze_step": 5}], freeze_step=4)
+
+
+def test_ranks_that_freeze_in_other_steps_are_named() -> None:
+    def body(transport: Any) -> None:
+        wrapped(net(), transport, lambda m: onebit_adam(m, WARM_UP + transport.rank))
+
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['freeze_step'\] is 4 on rank 0 and 5 on rank 1"):
+        LockstepWorld(2).run(body)
+
+
+def test_sums_are_refused() -> None:
+    with pytest.raises(ValueError, match="OneBitAdamCompressor exchanges means of momentum: use op='average'"):
+        run(2, lambda model, transport: wrapped(model, transport, op="sum"))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="OneBitAdam takes dense gradients: set sparse=False"):
+        onebit_adam(embedding).step()
+
+
+def test_the_compressor_without_its_optimizer_says_so() -> None:
+    with pytest.raises(ValueError, match=r"momentum of a dgc.optim.OneBitAdam, and has none.*DoubleSqueeze"):
+        Fleet(OneBitAdamCompressor, 1)
+
+
+def test_gradients_go_with_any_optimizer() -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrap(model, transport, compression=DoubleSqueezeCompressor())
+        train(model, optimizer, range(5), transport.rank)
+
+    run(3, body)
