@@ -247,6 +247,29 @@ def test_a_rank_that_diverges_drops_the_outer_step_of_all(make: Any) -> None:
     assert all(bool(z.isfinite().all()) and torch.equal(z, found[0][2]) for *_, z in found)
 
 
+@pytest.mark.parametrize("make", [top_k, two_bits, ScaledSignCompressor])
+def test_what_a_dropped_exchange_has_sent_is_an_error_again(make: Any) -> None:
+    """e + d of each rank, where NaN counts as zero."""
+
+    def body(transport: Any) -> Any:
+        own = Trained(transport, OuterSteps(2, compression=make()))
+        for _ in range(2):
+            own.step()
+        old, z0, local = errors(own), named(own, own.z), recorded(own)
+        inner = own.optimizer.inner.step
+        own.optimizer.inner.step = lambda: (inner(), own.z[7].fill_(float("nan")))
+        own.algorithm.steps += 1
+        own.step()
+        for name, error in errors(own).items():
+            expected = old[name] + z0[name] - named(own, local[0])[name]
+            if name == "0.weight":
+                expected.view(-1)[7] = old[name].view(-1)[7]
+            torch.testing.assert_close(error, expected, rtol=0, atol=1e-6)
+
+    with pytest.warns(UserWarning, match="has NaN or inf"):
+        on(2, body)
+
+
 @pytest.mark.parametrize("new", [2, 3, 6])
 def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
     def make() -> OuterSteps:

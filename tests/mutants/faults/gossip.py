@@ -142,27 +142,6 @@ GOSSIP = [
         ],
     ),
     Fault(
-        "average-one-step-late",
-        "dgc/outer/steps.py",
-        "(self.steps - i * H // count) % H == 0",
-        "(self.steps - i * H // count) % H == 1 % H",
-        ["tests/gossip/test_compressed.py::test_after_an_average_over_all_ranks_no_error_remains"],
-    ),
-    Fault(
-        "slow-momentum-not-divided-by-the-rate",
-        "dgc/outer/optimizers.py",
-        "mul_(group[\"beta\"]).add_(z0.grad, alpha=1 / lr)",
-        "mul_(group[\"beta\"]).add_(z0.grad)",
-        ["tests/gossip/test_training.py::test_slow_momentum_by_hand"],
-    ),
-    Fault(
-        "outer-nesterov-ignored",
-        "dgc/outer/optimizers.py",
-        "nesterov=self.momentum > 0",
-        "nesterov=False",
-        ["tests/gossip/test_training.py::test_slow_momentum_by_hand"],
-    ),
-    Fault(
         "slice-of-a-machine-counted-once",
         "dgc/gossip/hierarchical_gossip.py",
         "x[self._slice] = self.base.biased_parameters() * self._local_size",
