@@ -141,6 +141,20 @@ def test_compressed_local_sgd_learns(make: Any) -> None:
     assert mean([after for _, after in found]) < 0.35 * mean([before for before, _ in found])
 
 
+def test_outer_momentum_repeats_what_arrives_late() -> None:
+    """The reason why SparseLoCo has none. Dense, the two end alike."""
+
+    def loss(outer: Any, compression: Any) -> float:
+        def body(transport: Any) -> float:
+            own = Trained(transport, OuterSteps(12, outer=outer, compression=compression()))
+            return [own.step() for _ in range(120)][-1]
+
+        return float(mean(on(2, body)))
+
+    assert loss(Nesterov(), top_k) > 5 * loss(None, top_k)
+    assert loss(Nesterov(), lambda: None) < 2 * loss(None, lambda: None)
+
+
 def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
     """Averages of models after each step, with momentum of their own, are SGD on the mean gradient."""
 
