@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ def by_dimension() -> Route:
     return Route([Rule(PowerSGDCompressor(rank=1), min_dim=2), Rule(top_k())])
 
 
-COMPRESSIONS = {
+COMPRESSIONS: dict[str, Callable[[], Any]] = {
     "dense": lambda: None,
     "top-k": top_k,
     "2 bits": two_bits,
@@ -46,6 +47,9 @@ COMPRESSIONS = {
     "by dimension": by_dimension,
 }
 every_compression = pytest.mark.parametrize("make", COMPRESSIONS.values(), ids=COMPRESSIONS)
+
+
+SIZES = [*((name, size) for name in COMPRESSIONS for size in (1, 3)), ("2 bits", 64)]
 
 
 def named(own: Trained, flat: Tensor) -> dict[str, Tensor]:
@@ -66,13 +70,12 @@ def mean(parts: Any) -> Any:
     return sum(parts) / len(parts)
 
 
-@every_compression
-@pytest.mark.parametrize("size", [1, 2, 3, 64])
-def test_replicas_are_equal_and_nothing_is_lost(make: Any, size: int) -> None:
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_replicas_are_equal_and_nothing_is_lost(name: str, size: int) -> None:
     """Mean of d + mean of the old error = z0 before - z0 after + mean of the new error."""
 
     def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(2, compression=make()))
+        own = Trained(transport, OuterSteps(2, compression=COMPRESSIONS[name]()))
         found = []
         for _ in range(2):
             own.step()
@@ -85,10 +88,10 @@ def test_replicas_are_equal_and_nothing_is_lost(make: Any, size: int) -> None:
 
     for step in zip(*on(size, body), strict=True):
         z0 = step[0][0]
-        for name, z in z0.items():
-            d = mean([z - local[name] for _, local, *_ in step])
-            old, new = mean([s[2][name] for s in step]), mean([s[4][name] for s in step])
-            torch.testing.assert_close(d + old, z - step[0][3][name] + new, rtol=0, atol=2e-6)
+        for tensor, z in z0.items():
+            d = mean([z - local[tensor] for _, local, *_ in step])
+            old, new = mean([s[2][tensor] for s in step]), mean([s[4][tensor] for s in step])
+            torch.testing.assert_close(d + old, z - step[0][3][tensor] + new, rtol=0, atol=2e-6)
         assert all(torch.equal(s[5], step[0][5]) for s in step)
 
 
@@ -210,7 +213,7 @@ def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
         torch.testing.assert_close(z, 0.25 * local[5] + 0.75 * z0, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("stop", range(3, 10))
+@pytest.mark.parametrize("stop", [3, 4, 5, 7])
 def test_a_state_saved_in_flight_goes_on_bit_for_bit(stop: int) -> None:
     def make() -> OuterSteps:
         return OuterSteps(6, None, Nesterov(), top_k(), **IN_TWO_PARTS, delay=2, alpha=0.5)
