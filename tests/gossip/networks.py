@@ -59,6 +59,8 @@ ROWS = [
     Row("choco", lambda: CHOCO(quantizer=TopK(0.25))),
     Row("choco on a full graph", lambda: CHOCO(gossip.full, quantizer=TopK(0.25))),
     Row("powergossip", lambda: PowerGossip(rank=2)),
+    Row("choco, local steps", lambda: CHOCO(gossip.full, quantizer=TopK(0.5), average_every=2)),
+    Row("powergossip, local steps", lambda: PowerGossip(gossip.full, rank=3, average_every=2)),
     Row("powergossip by pairs", lambda: PowerGossip(gossip.random_matching, rank=2, num_iters_per_step=3)),
     Row("local sgd", lambda: OuterSteps(4)),
     Row("pga", lambda: OuterSteps(4, SGP())),

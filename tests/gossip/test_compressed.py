@@ -82,6 +82,32 @@ def test_sending_all_is_dpsgd() -> None:
 # --- CHOCO-SGD -------------------------------------------------------------------------------------
 
 
+def test_between_exchanges_every_rank_trains_alone() -> None:
+    def body(transport: Any, average_every: int) -> Any:
+        own = Trained(transport, CHOCO(quantizer=TopK(0.25), average_every=average_every))
+        alone = Trained(transport, OuterSteps(100))
+        sent = []
+        for _ in range(7):
+            own.step()
+            sent.append(own.optimizer.meter.payload_bytes)
+            if len(sent) < 3:
+                alone.step()
+                assert torch.equal(own.z, alone.z)
+        own.optimizer.synchronize_messages()
+        return sent, own.algorithm.compress_ratio
+
+    for (sent, ratio), (each, plain) in zip(on(3, partial(body, average_every=3)), on(3, every_step), strict=True):
+        assert sent == [0, 0, each, each, each, 2 * each, 2 * each] and ratio == plain / 3
+
+
+def every_step(transport: Any) -> Any:
+    """The bytes of an exchange, and the ratio of one after each step."""
+    own = Trained(transport, CHOCO(quantizer=TopK(0.25)))
+    own.step()
+    own.optimizer.synchronize_messages()
+    return own.optimizer.meter.payload_bytes, own.algorithm.compress_ratio
+
+
 def test_differences_of_public_copies() -> None:
     """d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat."""
 
