@@ -13,12 +13,11 @@ waits forever. A chunk has consecutive elements in memory, not a tile of a matri
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.kernels import Budget, PassInputs, SparseVector
+from dgc.kernels import PassInputs, SparseVector
 from dgc.selection.plan import Plan
 from dgc.selection.selector import Selector, SelectorResult
 
@@ -44,22 +43,10 @@ class TopKPerChunk(Selector):
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be 1 element or more, not {self.chunk_size}")
 
-    def budget(self, plan: Plan) -> Budget:
-        """The number of elements of every chunk."""
-        starts, ks = [], []
-        for offset, numel, k in zip(plan.offsets, plan.numels, plan.ks, strict=True):
-            chunks = min(-(-numel // self.chunk_size), k)
-            sent = torch.arange(chunks + 1, dtype=torch.int64) * k // max(1, chunks)
-            # from k and not from the size, so that no chunk has fewer elements than it sends
-            starts.append(offset + sent[:-1] * numel // max(1, k))
-            ks.append(sent.diff())
-        end = torch.tensor([sum(plan.numels)], dtype=torch.int64)
-        bounds, each = torch.cat([*starts, end]), torch.cat(ks)
-        return Budget(bounds.to(plan.device), each.to(plan.device), plan.capacity)
-
     def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
-        return kernels.of(v).selection.select(v, self.budget(plan)).elements
+        return kernels.of(v).selection.select(v, plan.per_chunk(self.chunk_size)).elements
 
     def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
-        chosen = kernels.of(inputs.v).selection.accumulate_and_select_(inputs, self.budget(plan), None)
+        budget = plan.per_chunk(self.chunk_size)
+        chosen = kernels.of(inputs.v).selection.accumulate_and_select_(inputs, budget, None)
         return SelectorResult(chosen.elements, chosen.first_nonfinite)

@@ -43,7 +43,7 @@ def test_64_of_each_4096_whatever_their_magnitudes() -> None:
     v[4096:8192] *= 1e-3
     chosen = TopKPerChunk(4096).indices(v, plan, 0)
     assert torch.bincount(chosen // 4096).tolist() == [64] * 3
-    assert TopKPerChunk(4096).budget(plan).ks.tolist() == [64] * 3
+    assert plan.per_chunk(4096).ks.tolist() == [64] * 3
 
 
 def test_zeros_are_not_chosen() -> None:

@@ -61,9 +61,9 @@ OUTER = [
     ),
     Fault(
         "chunks-that-leave-the-end-of-a-tensor-to-the-last",
-        "dgc/selection/per_chunk.py",
-        "sent[:-1] * numel // max(1, k)",
-        "sent[:-1] * (numel // max(1, k))",
+        "dgc/selection/plan.py",
+        "offset + start * numel // k",
+        "offset + start * (numel // k)",
         ["tests/selection/test_per_chunk.py::test_the_largest_of_each_chunk"],
     ),
     Fault(
