@@ -176,11 +176,12 @@ def algorithm(config: Mapping[str, Any], directory: Path) -> str:
 
 def _name(node: Mapping[str, Any]) -> str:
     name = str(node["_target_"]).rpartition(".")[2]
-    if name != "Periodic":
+    if name not in ("OuterSteps", "Periodic"):  # the second: runs before compressed outer steps
         return NAMES.get(name, name.removesuffix("Compressor"))
-    # periodic averages over all ranks; between them another algorithm, or every rank alone
-    base, outer = node.get("base"), node.get("outer")
-    return (_name(base) if base else "local SGD") + (f" + {_name(outer)}" if outer else " + PGA" if base else "")
+    # exchanges over all ranks every so many steps; between them another algorithm, or every rank alone
+    base, outer, compression = node.get("base"), node.get("outer"), node.get("compression")
+    label = (_name(base) if base else "local SGD") + (f" + {_name(outer)}" if outer else " + PGA" if base else "")
+    return label + (f" + {_name(compression)}" if compression else "")
 
 
 def seconds_per_step(rows: Rows) -> float:

@@ -20,6 +20,7 @@ import dgc.gossip
 import dgc.launch
 import dgc.memory
 import dgc.optim
+import dgc.outer
 import dgc.selection
 import dgc.wire
 from dgc.comm.channel import ChannelWorld
@@ -32,7 +33,8 @@ from dgc.gossip.topology.bipartite import peer_schedule
 from dgc.testing import check_compressor
 
 DGC = Path(dgc.__path__[0])
-PACKAGES = (dgc.comm, dgc.compression, dgc.gossip, dgc.launch, dgc.memory, dgc.optim, dgc.selection, dgc.wire)
+PACKAGES = (dgc.comm, dgc.compression, dgc.gossip, dgc.launch, dgc.memory, dgc.optim)
+OTHERS = (dgc.outer, dgc.selection, dgc.wire)
 
 
 def examples() -> dict[str, tuple[str, str]]:
@@ -57,7 +59,8 @@ def one_rank() -> Any:
 
 def names() -> dict[str, Any]:
     """What an example may use: public names, and the objects of a training script."""
-    public = {name: value for package in PACKAGES for name, value in vars(package).items() if name[0] != "_"}
+    packages = (*PACKAGES, *OTHERS)
+    public = {name: value for package in packages for name, value in vars(package).items() if name[0] != "_"}
     model = nn.Linear(32, 16)
     return public | {
         "torch": torch,

@@ -97,6 +97,16 @@ def test_a_rank_without_a_file_gives_a_warning(tmp_path: Path, capsys: pytest.Ca
             {"gossip": {"_target_": "Periodic", "base": None, "outer": {"_target_": "a.SlowMo"}}},
             "local SGD + SlowMo",
         ),
+        (
+            {
+                "gossip": {
+                    "_target_": "dgc.outer.OuterSteps",
+                    "outer": {"_target_": "dgc.outer.Nesterov"},
+                    "compression": {"_target_": "dgc.compression.PowerSGDCompressor"},
+                }
+            },
+            "local SGD + Nesterov + PowerSGD",
+        ),
     ],
 )
 def test_labels(tmp_path: Path, config: Any, label: Any) -> None:

@@ -9,3 +9,4 @@ configs.train.gossip.mixing = Config(metropolis, _partial_=True)
 configs.train.gossip.rank = 1  # rank of the approximation of a difference: 1, 2, 4
 configs.train.gossip.num_iters_per_step = 2  # half steps of the power iteration, each with one message
 configs.train.gossip.seed = 0  # of the first factors
+configs.train.gossip.average_every = 1  # steps between two exchanges

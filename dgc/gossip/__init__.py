@@ -11,9 +11,6 @@ from dgc.gossip.formats import Int8Message as Int8Message
 from dgc.gossip.formats import Message as Message
 from dgc.gossip.hierarchical_gossip import HierarchicalGossip as HierarchicalGossip
 from dgc.gossip.model import FlatModel as FlatModel
-from dgc.gossip.outer import Nesterov as Nesterov
-from dgc.gossip.outer import SlowMo as SlowMo
-from dgc.gossip.periodic import Periodic as Periodic
 from dgc.gossip.protocol import Gossip as Gossip
 from dgc.gossip.pushsum.average import PushSum as PushSum
 from dgc.gossip.pushsum.average import push_pull_average as push_pull_average

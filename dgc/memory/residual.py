@@ -2,6 +2,7 @@
 
 Error feedback: v = e + g. The sent elements are subtracted from v, and the rest is the next step's e (Stich et al.
 2018, Mem-SGD). The subtraction is part of the next step's pass, which reads and writes v anyway.
+With a decay beta: v = beta e + g (SparseLoCo: Sarfi et al. 2025, arXiv 2508.15706).
 """
 
 from collections.abc import Iterable
@@ -21,6 +22,13 @@ from dgc.memory.state import DeferredUpdate, FlatState, Snapshots, load_parts, p
 class ResidualMemory:
     """Error feedback without momentum (Mem-SGD, Stich et al. 2018): the unsent rest is added to the next gradient.
 
+    Args:
+        decay: Factor of the unsent rest in each step, in (0, 1]. Below 1 the rest is forgotten after about
+            1 / (1 - decay) steps, as in SparseLoCo (0.95).
+
+    Raises:
+        ValueError: `decay` is out of range.
+
     Example:
         compression = DGCCompressor(0.01, memory=ResidualMemory())
     """
@@ -28,7 +36,10 @@ class ResidualMemory:
     correction: MomentumCorrection | None = None
     gradient_clipping: Clipping | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = 1.0) -> None:
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay must be in (0, 1], not {decay}: NoMemory() keeps nothing of the rest")
+        self.decay = decay
         self._residual = FlatState("residual")
         self._deferred, self._snapshots = DeferredUpdate(), Snapshots()
 
@@ -43,6 +54,10 @@ class ResidualMemory:
     def pass_inputs(self, bucket: Bucket) -> PassInputs:
         self._snapshots.forget(bucket)
         v = self._residual[bucket]
+        if self.decay != 1:
+            self._deferred.apply_(bucket, None, v)  # what was sent must not decay with the rest
+            self._deferred.forget(bucket)
+            v.mul_(self.decay)
         return PassInputs(bucket.gradients, None, v, sent=self._deferred.begin_pass_(bucket, None, v))
 
     def sent_(self, bucket: Bucket, sent: SparseVector) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from jaxtyping import Int64
@@ -32,6 +33,7 @@ class Plan:
     ratios: tuple[float, ...]
     device: torch.device = CPU
     history: dict[str, Tensor] = field(default_factory=dict)
+    _chunked: dict[int, Budget] = field(default_factory=dict)
 
     @cached_property
     def capacity(self) -> int:
@@ -46,6 +48,20 @@ class Plan:
     def per_bucket(self) -> Budget:
         """One k for the whole bucket: large tensors may send more than their share, and small ones nothing."""
         return self._budget([0, sum(self.numels)], [self.capacity])
+
+    def per_chunk(self, chunk_size: int) -> Budget:
+        """The k of every tensor, divided among chunks of about `chunk_size` elements: see `per_chunk`."""
+        if chunk_size not in self._chunked:
+            bounds: list[int] = []
+            ks: list[int] = []
+            for offset, numel, k in zip(self.offsets, self.numels, self.ks, strict=True):
+                chunks = min(-(-numel // chunk_size), k)
+                sent = [i * k // chunks for i in range(chunks)] + [k]
+                # from k and not from the size, so that no chunk has fewer elements than it sends
+                bounds += [offset + start * numel // k for start in sent[:-1]]
+                ks += [end - start for start, end in pairwise(sent)]
+            self._chunked[chunk_size] = self._budget([*bounds, sum(self.numels)], ks)
+        return self._chunked[chunk_size]
 
     def split(self, v: Tensor) -> list[Tensor]:
         return [v[o : o + n] for o, n in zip(self.offsets, self.numels, strict=True)]

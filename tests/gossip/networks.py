@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dgc import gossip
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
+from dgc.compression import PowerSGDCompressor, ScaledSignCompressor, SparseCompressor
 from dgc.gossip import (
     CHOCO,
     DPSGD,
@@ -17,13 +18,12 @@ from dgc.gossip import (
     Gossip,
     HalfPrecisionMessage,
     Int8Message,
-    Nesterov,
-    Periodic,
     PowerGossip,
-    SlowMo,
     TopK,
 )
+from dgc.memory import ResidualMemory
 from dgc.optim import GossipOptimizer
+from dgc.outer import Nesterov, OuterSteps, SlowMo
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,34 @@ ROWS = [
     Row("choco", lambda: CHOCO(quantizer=TopK(0.25))),
     Row("choco on a full graph", lambda: CHOCO(gossip.full, quantizer=TopK(0.25))),
     Row("powergossip", lambda: PowerGossip(rank=2)),
+    Row("choco, local steps", lambda: CHOCO(gossip.full, quantizer=TopK(0.5), average_every=2)),
+    Row("powergossip, local steps", lambda: PowerGossip(gossip.full, rank=3, average_every=2)),
     Row("powergossip by pairs", lambda: PowerGossip(gossip.random_matching, rank=2, num_iters_per_step=3)),
-    Row("local sgd", lambda: Periodic(4)),
-    Row("pga", lambda: Periodic(4, SGP())),
-    Row("pga, choco", lambda: Periodic(4, CHOCO())),
+    Row("local sgd", lambda: OuterSteps(4)),
+    Row("pga", lambda: OuterSteps(4, SGP())),
+    Row("pga, choco", lambda: OuterSteps(4, CHOCO())),
 ]
-# those that move on from the mean by a momentum of their own
+IN_TWO_PARTS: dict[str, Any] = {"fragment_mb": 64 * 4 / 2**20}  # 63 and 30 of the elements of a Trained
+
+
+def top_k() -> SparseCompressor:
+    return SparseCompressor(0.1, ResidualMemory(), vectors="sparse")
+
+
+def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+# those that move on from the mean by a momentum of their own, compress what they exchange, or use it later
 OUTER = [
-    Row("slowmo", lambda: Periodic(3, OSGP(), SlowMo())),
-    Row("diloco", lambda: Periodic(3, None, Nesterov())),
+    Row("slowmo", lambda: OuterSteps(3, OSGP(), SlowMo())),
+    Row("diloco", lambda: OuterSteps(3, None, Nesterov())),
+    Row("diloco, top-k", lambda: OuterSteps(3, None, Nesterov(), top_k())),
+    Row("diloco, rank 1", lambda: OuterSteps(3, outer=Nesterov(), compression=PowerSGDCompressor(rank=1))),
+    Row("outer adam, signs", lambda: OuterSteps(3, None, adam, ScaledSignCompressor())),
+    Row("streaming", lambda: OuterSteps(6, None, Nesterov(), **IN_TWO_PARTS, delay=2, alpha=0.5)),
+    Row("streaming, top-k", lambda: OuterSteps(6, None, None, top_k(), **IN_TWO_PARTS, delay=3)),
+    Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
 ]
 SIZES = (1, 2, 3, 6)
 CASES = [(row, size) for row in ROWS for size in SIZES if row.takes(size)]

@@ -13,6 +13,7 @@ from dgc.bucket import Segment
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import CHOCO, DPSGD, HierarchicalGossip, PowerGossip, Sign, TopK, TopologyError, two_way_ring
 from dgc.gossip.difference.powergossip import as_matrix, orthonormal
+from dgc.outer import OuterSteps, SlowMo
 from dgc.wire import PayloadError
 from dgc_training.checkpoint.reshard import blend, shares
 
@@ -81,6 +82,32 @@ def test_sending_all_is_dpsgd() -> None:
 # --- CHOCO-SGD -------------------------------------------------------------------------------------
 
 
+def test_between_exchanges_every_rank_trains_alone() -> None:
+    def body(transport: Any, average_every: int) -> Any:
+        own = Trained(transport, CHOCO(quantizer=TopK(0.25), average_every=average_every))
+        alone = Trained(transport, OuterSteps(100))
+        sent = []
+        for _ in range(7):
+            own.step()
+            sent.append(own.optimizer.meter.payload_bytes)
+            if len(sent) < 3:
+                alone.step()
+                assert torch.equal(own.z, alone.z)
+        own.optimizer.synchronize_messages()
+        return sent, own.algorithm.compress_ratio
+
+    for (sent, ratio), (each, plain) in zip(on(3, partial(body, average_every=3)), on(3, every_step), strict=True):
+        assert sent == [0, 0, each, each, each, 2 * each, 2 * each] and ratio == plain / 3
+
+
+def every_step(transport: Any) -> Any:
+    """The bytes of an exchange, and the ratio of one after each step."""
+    own = Trained(transport, CHOCO(quantizer=TopK(0.25)))
+    own.step()
+    own.optimizer.synchronize_messages()
+    return own.optimizer.meter.payload_bytes, own.algorithm.compress_ratio
+
+
 def test_differences_of_public_copies() -> None:
     """d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat."""
 
@@ -97,10 +124,10 @@ def test_differences_of_public_copies() -> None:
     assert float(sum(d for _, d, *_ in found).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("outer", [None, gossip.SlowMo()])
+@pytest.mark.parametrize("outer", [None, SlowMo()])
 def test_after_an_average_over_all_ranks_no_error_remains(outer: Any) -> None:
     def body(transport: Any) -> Any:
-        own = Trained(transport, gossip.Periodic(4, CHOCO(), outer))
+        own = Trained(transport, OuterSteps(4, CHOCO(), outer))
         for _ in range(4):
             own.step()
         return float(next(iter(own.algorithm.errors())).abs().max()), own.z.clone()
@@ -282,7 +309,7 @@ def test_options_that_cannot_be_are_refused() -> None:
         with pytest.raises(ValueError, match=match):
             make()
     refused(lambda: PowerGossip(rank=9), 2, "would send all 4 tensors uncompressed", ValueError)
-    for base in (PowerGossip, lambda: gossip.Periodic(4, PowerGossip())):
+    for base in (PowerGossip, lambda: OuterSteps(4, PowerGossip())):
 
         def train(transport: Any, base: Any = base) -> Any:
             return Trained(transport, HierarchicalGossip(base()))
@@ -294,7 +321,7 @@ def test_options_that_cannot_be_are_refused() -> None:
 def test_a_state_with_nan_is_refused() -> None:
     """In every tensor of the state. A wrong dtype is refused as well."""
     inner = [gossip.SGP, gossip.OSGP, gossip.DPSGD, CHOCO, PowerGossip]
-    makes = [*inner, lambda: gossip.Periodic(2), lambda: gossip.Periodic(2, gossip.SGP())]
+    makes = [*inner, lambda: OuterSteps(2), lambda: OuterSteps(2, gossip.SGP())]
 
     def tensors(state: Any) -> Any:
         for value in state.values():

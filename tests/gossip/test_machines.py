@@ -12,7 +12,8 @@ from gossip.networks import Trained
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import TrafficMeter
-from dgc.gossip import ADPSGD, CHOCO, DPSGD, OSGP, SGP, HierarchicalGossip, Int8Message, Periodic, SlowMo
+from dgc.gossip import ADPSGD, CHOCO, DPSGD, OSGP, SGP, HierarchicalGossip, Int8Message
+from dgc.outer import OuterSteps, SlowMo
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -23,8 +24,8 @@ BASES = {
     "osgp, int8": lambda: OSGP(message=Int8Message(16)),
     "dpsgd": lambda: DPSGD(gossip.full),
     "choco": lambda: CHOCO(gossip.grid),
-    "local sgd": lambda: Periodic(3),
-    "slowmo": lambda: Periodic(3, SGP(), SlowMo()),
+    "local sgd": lambda: OuterSteps(3),
+    "slowmo": lambda: OuterSteps(3, SGP(), SlowMo()),
 }
 SIZES = [(6, 2), (6, 3)]
 each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
@@ -85,7 +86,7 @@ def test_it_learns_and_a_machine_has_one_model(base: Any, size: Any, local: Any)
         assert torch.equal(buffers, first[3]) and torch.equal(own, first[4])
 
 
-@pytest.mark.parametrize("base", [SGP, OSGP, lambda: Periodic(3, SGP()), lambda: DPSGD(gossip.full)])
+@pytest.mark.parametrize("base", [SGP, OSGP, lambda: OuterSteps(3, SGP()), lambda: DPSGD(gossip.full)])
 @each_size
 def test_machines_are_ranks_with_the_mean_gradient(base: Any, size: Any, local: Any) -> None:
     def on_machines(transport: Any) -> Any:
@@ -95,7 +96,7 @@ def test_machines_are_ranks_with_the_mean_gradient(base: Any, size: Any, local: 
         own.optimizer.synchronize_messages()
         return own.z.clone()
 
-    data = LockstepWorld(size).run(lambda t: (own := Trained(t, Periodic(1))) and (own.inputs, own.targets))
+    data = LockstepWorld(size).run(lambda t: (own := Trained(t, OuterSteps(1))) and (own.inputs, own.targets))
 
     def alone(transport: Any) -> Any:
         own = Trained(transport, base())
@@ -128,7 +129,7 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit(base: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(straight, stopped, strict=True))
 
 
-@pytest.mark.parametrize("base", [lambda: SGP(blocking=True), lambda: Periodic(1)])
+@pytest.mark.parametrize("base", [lambda: SGP(blocking=True), lambda: OuterSteps(1)])
 def test_slices_are_put_together_before_each_step_or_it_is_an_error(base: Any) -> None:
     def body(transport: Any) -> None:
         own = Trained(transport, HierarchicalGossip(base()))
@@ -173,7 +174,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 
 def test_a_gradient_that_is_not_finite_drops_the_step_of_its_machine() -> None:
     def body(transport: Any) -> Any:
-        own = Trained(transport, HierarchicalGossip(Periodic(100)))
+        own = Trained(transport, HierarchicalGossip(OuterSteps(100)))
         for step in range(3):
             own.optimizer.zero_grad()
             before = own.z.clone()

@@ -12,8 +12,9 @@ from gossip.networks import CASES, IDS, OUTER, ROWS, SIZES, Trained, momentum, o
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.gossip import DPSGD, OSGP, SGP, Int8Message, Nesterov, Periodic, SlowMo, TopologyError
+from dgc.gossip import DPSGD, OSGP, SGP, Int8Message, TopologyError
 from dgc.optim import GossipOptimizer
+from dgc.outer import Nesterov, OuterSteps, SlowMo
 from dgc_training.checkpoint.reshard import blend, shares
 
 ROUNDING = 2e-6
@@ -240,15 +241,22 @@ def test_an_outer_step_without_momentum_is_the_mean(outer: Any) -> None:
             own.step()
         return own.z.clone()
 
-    plain, outer = on(3, lambda t: body(t, Periodic(3))), on(3, lambda t: body(t, Periodic(3, None, outer)))
+    plain, outer = on(3, lambda t: body(t, OuterSteps(3))), on(3, lambda t: body(t, OuterSteps(3, None, outer)))
     assert all(float((a - b).abs().max()) < 1e-5 for a, b in zip(plain, outer, strict=True))
 
 
 def test_slow_momentum_by_hand() -> None:
-    z0, z, u = torch.tensor([1.0]), torch.tensor([0.4]), torch.tensor([2.0])
-    assert SlowMo(0.5, 1.0).step(z0, z, u, 0.1).item() == pytest.approx(1.0 - 0.1 * (0.5 * 2.0 + 0.6 / 0.1))
-    u = torch.tensor([2.0])
-    assert Nesterov(0.7, 0.9).step(z0, z, u, 0.1).item() == pytest.approx(1.0 - 0.7 * (0.6 + 0.9 * (1.8 + 0.6)))
+    def second_step(outer: Any, key: str) -> float:
+        z0 = torch.tensor([1.0])
+        z0.grad, optimizer = torch.tensor([0.6]), outer([z0])
+        optimizer.state[z0][key] = torch.tensor([2.0])
+        optimizer.param_groups[0]["inner_lr"] = 0.1
+        optimizer.step()
+        return z0.item()
+
+    assert second_step(SlowMo(0.5, 1.0), "u") == pytest.approx(1.0 - 0.1 * (0.5 * 2.0 + 0.6 / 0.1))
+    nesterov = 1.0 - 0.7 * (0.6 + 0.9 * (1.8 + 0.6))
+    assert second_step(Nesterov(0.7, 0.9), "momentum_buffer") == pytest.approx(nesterov)
 
 
 def test_the_biased_ablation_is_biased() -> None:
@@ -375,7 +383,7 @@ def test_messages_that_overlap_need_zero_grad_before_the_first_step() -> None:
     on(2, body)
 
 
-@pytest.mark.parametrize("make", [lambda: SGP(blocking=True), lambda: Periodic(2), OSGP])
+@pytest.mark.parametrize("make", [lambda: SGP(blocking=True), lambda: OuterSteps(2), OSGP])
 def test_zero_grad_may_be_missing_if_no_message_is_in_flight(make: Any) -> None:
     def body(transport: Any) -> Any:
         own = Trained(transport, make())
@@ -520,7 +528,7 @@ def test_what_cannot_be_is_refused() -> None:
     refused(lambda: SGP(lambda n: gossip.ring(n + 1)), 3, "is for 4 ranks, not for 3", TopologyError)
     refused(lambda: OSGP(synch_freq=-1), 1, "synch_freq must be 0 or more")
     refused(lambda: SGP(graph_from_epoch={-1: None}), 1, "counts epochs from 0")
-    refused(lambda: Periodic(0), 1, "at least 1 step")
+    refused(lambda: OuterSteps(0), 1, "at least 1 step")
 
 
 def test_ranks_with_other_models_are_told_apart() -> None:

@@ -33,12 +33,15 @@ with pytest.MonkeyPatch.context() as environment:
         RandomKCompressor,
         ScaledSignCompressor,
         SignSGDCompressor,
+        SparseCompressor,
         TernGradCompressor,
         ThresholdCompressor,
     )
-    from dgc.memory import ClipByNorm, DGCSGDMemory
+    from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
+    from dgc.selection import TopKPerChunk
     from dgc.wire import (
         CastValues,
+        ChunkIndices,
         Int8Values,
         PackedIndices,
         PlainIndices,
@@ -145,6 +148,7 @@ FORMATS = [
     (SignValues(), PackedIndices()),
     (Int8Values(), RiceIndices()),
     (TwoBitValues(), PlainIndices()),
+    (CastValues("bf16"), ChunkIndices()),
 ]
 
 
@@ -195,6 +199,10 @@ OTHERS = [
     (
         ChunkCompressor(0.1, DGCSGDMemory(), 32),
         {"wire/payload.py read_scalars", "compression/sparse/chunks.py reduce", SPARSE},
+    ),
+    (
+        SparseCompressor(0.05, ResidualMemory(decay=0.95), TopKPerChunk(32), TwoBitValues(), vectors="sparse"),
+        DECODED,
     ),
     # its numbers are drawn on the host
     (RandomKCompressor(0.1), {"compression/sparse/random_k.py exchange", SUMMED}),

@@ -20,11 +20,13 @@ from dgc.selection import (
     Laplace,
     MSTopk,
     Predicted,
+    TopKPerChunk,
     Trimmed,
     plan_selection,
 )
 from dgc.wire import (
     CastValues,
+    ChunkIndices,
     Int8Values,
     PackedIndices,
     PlainIndices,
@@ -244,6 +246,19 @@ TABLE = [
         dgc(ResidualMemory, values=TwoBitValues(), indices=RiceIndices()),
         planned_bytes(0.05, SparseFormat(TwoBitValues(), RiceIndices())),
         dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=TwoBitValues()),
+    ),
+    Row(
+        "per-chunk-2-bit-values-residual",
+        dgc(ResidualMemory, selector=TopKPerChunk(64), values=TwoBitValues(), indices=ChunkIndices()),
+        planned_bytes(0.05, SparseFormat(TwoBitValues(), ChunkIndices())),
+        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=TwoBitValues()),
+    ),
+    Row(
+        "per-chunk-residual-that-decays",  # 0.95: sparseloco
+        dgc(lambda: ResidualMemory(decay=0.95), selector=TopKPerChunk(64), indices=ChunkIndices()),
+        planned_bytes(0.05, SparseFormat(CastValues(), ChunkIndices())),
+        conserves=False,
+        left=0.25,
     ),
     Row(
         "dgc-2-bit-values-packed",

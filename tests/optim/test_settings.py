@@ -22,10 +22,11 @@ from dgc.compression import (
     ThresholdCompressor,
 )
 from dgc.compression.protocol import StatelessCompressor
-from dgc.gossip import DPSGD, Periodic, from_weights
+from dgc.gossip import DPSGD, from_weights
 from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, GossipOptimizer
 from dgc.optim.agreement import describe
+from dgc.outer import OuterSteps
 from dgc.selection import Sampled
 from dgc.wire import CastValues, PackedIndices
 
@@ -137,8 +138,8 @@ def test_gossip_algorithms_too() -> None:
         return lambda size: from_weights([[[own, 1 - own], [1 - own, own]]])
 
     for path, make in {
-        "gossip": lambda rank: Periodic(2) if rank else DPSGD(),
-        "gossip.average_every": lambda rank: Periodic(2 + rank),
+        "gossip": lambda rank: OuterSteps(2) if rank else DPSGD(),
+        "gossip.average_every": lambda rank: OuterSteps(2 + rank),
         "gossip._graphs[0].own": lambda rank: DPSGD(weighted(0.5 + 0.1 * rank)),
     }.items():
 

@@ -8,6 +8,7 @@ from dgc.kernels.codec.reference import TorchCodec
 from dgc.kernels.selection.protocol import Budget, SparseVector
 from dgc.wire import (
     CastValues,
+    ChunkIndices,
     IndexFormat,
     Int8Values,
     PackedIndices,
@@ -32,13 +33,14 @@ INDICES: dict[str, IndexFormat] = {
     "int32": PlainIndices("int32"),
     "packed": PackedIndices(),
     "rice": RiceIndices(),
+    "chunks": ChunkIndices(),
 }
 FORMATS = {f"{v} {i}": SparseFormat(VALUES[v], INDICES[i]) for v in VALUES for i in INDICES}
 # Every value format and every index format at least once.
-SOME = {
-    name: FORMATS[name]
-    for name in ("fp32 int64", "fp16 int32", "bf16 packed", "int8 rice", "sign rice", "2 bits packed")
-}
+NAMES = ("fp32 int64", "fp16 int32", "bf16 packed", "int8 rice", "sign rice", "2 bits packed", "fp32 chunks")
+SOME = {name: FORMATS[name] for name in NAMES}
+# Those that the native kernels decode and add in one call.
+ADDED = {name: form for name, form in FORMATS.items() if "chunks" not in name}
 CODEC = TorchCodec()
 
 

@@ -1,7 +1,8 @@
 """Base class of gossip with differences of models (`choco`, `powergossip`).
 
-After every step, a rank exchanges with its neighbours, in both directions of every edge. The exchange completes
-before the next forward pass.
+After every `average_every` steps, a rank exchanges with its neighbours, in both directions of every edge. The
+exchange completes before the next forward pass. With more than one step between exchanges these are local steps
+(Koloskova et al.: ICML 2020, arXiv 2003.10422): what is compressed is then the progress of all of them.
 
 Weights W are symmetric, and rows sum to one. If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is
 -e_ji, the mean over ranks is preserved for any compression of e.
@@ -31,8 +32,10 @@ class DifferenceGossip(ABC):
     Args:
         graph (callable): returns the topology for a number of ranks.
         mixing (Mixing): weights W, symmetric with rows that sum to one.
+        average_every (int): steps between two exchanges.
 
     Raises:
+        ValueError: if average_every is less than 1.
         TopologyError: by `start`, if the graph or the weights are not valid.
     """
 
@@ -40,10 +43,12 @@ class DifferenceGossip(ABC):
     is_synchronous = True
     static = False  # whether neighbours must be the same in all rounds
 
-    def __init__(self, graph: Graph, mixing: Mixing):
-        self.graph, self.mixing = graph, mixing
+    def __init__(self, graph: Graph, mixing: Mixing, average_every: int):
+        if average_every < 1:
+            raise ValueError(f"average_every must be at least 1 step, not {average_every}")
+        self.graph, self.mixing, self.average_every = graph, mixing, average_every
         self.compress_ratio = 1.0
-        self.round = 0
+        self.steps = self.round = 0
         self._conversation: RunningConversation[None] | None = None
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
@@ -54,7 +59,7 @@ class DifferenceGossip(ABC):
         if self.topology is not None:
             self._check(self.topology)
         self._prepare()
-        self.compress_ratio = min(1.0, self._nbytes() / (4 * self.z.numel()))
+        self.compress_ratio = min(1.0, self._nbytes() / (4 * self.z.numel())) / self.average_every
 
     def _check(self, topology: Topology) -> None:
         needs = f"{type(self).__name__} needs"
@@ -100,7 +105,8 @@ class DifferenceGossip(ABC):
             raise RuntimeError(MISSING_ZERO_GRAD)
         step()
         self.model.gather()
-        if self.size > 1:
+        self.steps += 1
+        if self.size > 1 and self.steps % self.average_every == 0:
             self._conversation = RunningConversation(self.name, self._average(), self._transport, self._meter)
 
     def synchronize_messages(self) -> None:
@@ -133,11 +139,11 @@ class DifferenceGossip(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         assert self._conversation is None, "flush() must be called first"
-        return {"z": self.z.clone(), "round": self.round, "size": self.size, **self._state()}
+        return {"z": self.z.clone(), "steps": self.steps, "round": self.round, "size": self.size, **self._state()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != {"z", "round", "size", *self._state()}:
+        if state.keys() != {"z", "steps", "round", "size", *self._state()}:
             raise ValueError(f"state of another algorithm: it has {sorted(state)}")
         check_tensor("z", state["z"], self.z.shape)
         if state["size"] == self.size:
@@ -146,7 +152,7 @@ class DifferenceGossip(ABC):
             self._reset_neighbours()
         self.z.copy_(state["z"])
         self.model.scatter()
-        self.round, self._conversation = state["round"], None
+        self.steps, self.round, self._conversation = state["steps"], state["round"], None
 
     @abstractmethod
     def _state(self) -> dict[str, Any]: ...

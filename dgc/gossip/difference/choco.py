@@ -16,7 +16,7 @@ Differences from the papers: d replaces s = d + xhat, the weighted sum of public
 form). As models converge, d and its rounding errors become small. In s the rounding errors would be those of x and
 would accumulate. Public copies begin as the initial model, which is the same on all ranks, not as zeros.
 
-Payload per step and rank in bytes: neighbours * bytes of Q.
+Payload per exchange and rank in bytes: neighbours * bytes of Q.
 """
 
 from collections.abc import Iterable
@@ -52,9 +52,10 @@ class CHOCO(DifferenceGossip):
         quantizer (Quantizer, optional): compression operator Q; default `TopK()`.
         gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. With a value that is too
             large, models diverge; with one that is too small, averaging is slower than the local steps.
+        average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
 
     Raises:
-        ValueError: if gamma is out of range.
+        ValueError: if gamma or average_every is out of range.
         TopologyError: by `start`, if the graph or the weights are not valid.
 
     Example:
@@ -69,13 +70,15 @@ class CHOCO(DifferenceGossip):
         mixing: Mixing = metropolis,
         quantizer: Quantizer | None = None,
         gamma: float | None = None,
+        average_every: int = 1,
     ):
         if gamma is not None and not 0 < gamma <= 1:
             raise ValueError(f"gamma must be a step size in (0, 1], or None, not {gamma}")
-        super().__init__(graph, mixing)
+        super().__init__(graph, mixing, average_every)
         self.quantizer = quantizer or TopK()
         self.gamma = self.quantizer.gamma if gamma is None else gamma
-        self.compress_ratio = min(1.0, self.quantizer.plan(NOMINAL, torch.device("cpu")).nbytes / (4 << 20))
+        ratio = self.quantizer.plan(NOMINAL, torch.device("cpu")).nbytes / (4 << 20)
+        self.compress_ratio = min(1.0, ratio) / average_every
 
     def _prepare(self) -> None:
         self._coder = self.quantizer.plan(self.model.segments, self.z.device)

@@ -102,10 +102,11 @@ class PowerGossip(DifferenceGossip):
         rank (int): rank r of the factors. A larger rank sends more bytes and averages faster.
         num_iters_per_step (int): half steps per step. Each is one exchange that a rank waits for.
         seed (int): seed of the initial factors, the same on every rank.
+        average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
 
     Raises:
-        ValueError: if rank or num_iters_per_step is less than 1, or by `start` if no tensor is a large enough
-            matrix.
+        ValueError: if rank, num_iters_per_step or average_every is less than 1, or by `start` if no tensor is a
+            large enough matrix.
         TopologyError: by `start`, if the graph or the weights are not valid.
 
     Example:
@@ -119,12 +120,13 @@ class PowerGossip(DifferenceGossip):
         rank: int = 1,
         num_iters_per_step: int = 2,
         seed: int = 0,
+        average_every: int = 1,
     ):
         if rank < 1 or num_iters_per_step < 1:
             raise ValueError(
                 f"rank and num_iters_per_step must be at least 1, not {rank} and {num_iters_per_step}"
             )
-        super().__init__(graph, mixing)
+        super().__init__(graph, mixing, average_every)
         self.factor_rank, self.num_iters_per_step, self.seed = rank, num_iters_per_step, seed
 
     def _prepare(self) -> None:

@@ -11,6 +11,7 @@ from .kernels import KERNELS
 from .memory import MEMORY
 from .native import NATIVE
 from .optim import OPTIM
+from .outer import OUTER
 from .selection import SELECTION
 from .tools import TOOLS
 from .training import TRAINING
@@ -26,6 +27,7 @@ FAULTS: tuple[Fault, ...] = (
     *GOSSIP,
     *COMM,
     *OPTIM,
+    *OUTER,
     *FSDP,
     *DDP,
     *TRAINING,

@@ -142,27 +142,6 @@ GOSSIP = [
         ],
     ),
     Fault(
-        "average-one-step-late",
-        "dgc/gossip/periodic.py",
-        "if self.steps % self.average_every == 0:",
-        "if self.steps % self.average_every == 1:",
-        ["tests/gossip/test_compressed.py::test_after_an_average_over_all_ranks_no_error_remains"],
-    ),
-    Fault(
-        "slow-momentum-not-divided-by-the-rate",
-        "dgc/gossip/outer.py",
-        "u.mul_(self.beta).add_(z0 - z, alpha=1 / lr)",
-        "u.mul_(self.beta).add_(z0 - z)",
-        ["tests/gossip/test_training.py::test_slow_momentum_by_hand"],
-    ),
-    Fault(
-        "outer-nesterov-ignored",
-        "dgc/gossip/outer.py",
-        "return z0 - (pseudo_gradient + u * self.momentum) * self.outer_lr",
-        "return z0 - u * self.outer_lr",
-        ["tests/gossip/test_training.py::test_slow_momentum_by_hand"],
-    ),
-    Fault(
         "slice-of-a-machine-counted-once",
         "dgc/gossip/hierarchical_gossip.py",
         "x[self._slice] = self.base.biased_parameters() * self._local_size",

@@ -1,0 +1,19 @@
+"""Every rank trains alone, or gossips as stacked before, and pseudo-gradients are exchanged every so many steps.
+
+Files of this folder may follow one another: diloco.py, then powersgd.py.
+"""
+
+from dgc.outer import OuterSteps
+from dgc_training.config import Config, configs
+
+configs.train.gossip = Config(OuterSteps, base=configs.train.gossip)  # gossip between exchanges; null: none
+configs.train.gossip.average_every = 30  # steps between two exchanges
+configs.train.gossip.outer = None  # outer optimizer (diloco.py, sparseloco.py); null: the mean of the models
+configs.train.gossip.compression = None  # of pseudo-gradients: a constructor of dgc.compression; null: none
+configs.train.gossip.fragment_mb = None  # size of a part that is exchanged at a time (streaming.py)
+configs.train.gossip.delay = 0  # steps from an exchange to the use of its result
+configs.train.gossip.alpha = 0.0  # share of its own model that a rank then keeps
+configs.train.gossip.warmup_steps = 0  # first steps, after each of which models are averaged (post-local SGD)
+
+configs.requires["train.compression._target_"] = "dgc.compression.DenseCompressor"  # no gradients are compressed
+configs.requires["train.check_replicas_every"] = 0  # models differ between exchanges

@@ -1,0 +1,6 @@
+"""Outer steps: local training, and compressed exchanges of pseudo-gradients."""
+
+from dgc.outer.optimizers import Nesterov as Nesterov
+from dgc.outer.optimizers import OuterOptimizer as OuterOptimizer
+from dgc.outer.optimizers import SlowMo as SlowMo
+from dgc.outer.steps import OuterSteps as OuterSteps

@@ -1,0 +1,64 @@
+"""Checks of the arguments of `OuterSteps`."""
+
+from dgc.compression.route import Route
+from dgc.gossip.protocol import Gossip
+
+
+def check_arguments(
+    average_every: int,
+    base: Gossip | None,
+    outer: object,
+    fragment_mb: float | None,
+    delay: int,
+    alpha: float,
+    warmup_steps: int,
+) -> None:
+    """Raise ValueError for an argument that is out of range, or arguments that do not fit together."""
+    if average_every < 1:
+        raise ValueError(f"average_every must be at least 1 step, not {average_every}")
+    if base is not None and not base.is_synchronous:
+        raise ValueError(
+            f"{type(base).__name__} is asynchronous, so its ranks have no common step after which to average"
+        )
+    if outer is not None and not callable(outer):
+        raise ValueError(
+            f"outer must make an optimizer from a list of tensors, such as Nesterov() or partial(torch.optim.SGD, "
+            f"lr=1.0), not {outer!r}"
+        )
+    if fragment_mb is not None and not fragment_mb > 0:
+        raise ValueError(f"fragment_mb must be positive, or None for one fragment, not {fragment_mb}")
+    if delay < 0:
+        raise ValueError(f"delay must be 0 steps or more, not {delay}")
+    if not 0 <= alpha < 1:
+        raise ValueError(f"alpha must be in [0, 1): at 1 a rank would never take over a mean. It is {alpha}")
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be 0 steps or more, not {warmup_steps}")
+    if base is not None and (fragment_mb is not None or delay or alpha):
+        raise ValueError(
+            f"{type(base).__name__} mixes whole models between exchanges: leave out fragment_mb, delay and alpha, "
+            "or the base"
+        )
+
+
+def check_momentum(route: Route) -> None:
+    """Raise ValueError if a compressor applies momentum, which is the outer optimizer's."""
+    for rule in route.rules:
+        if rule.compressor.correction is not None:
+            raise ValueError(
+                f"{type(rule.compressor).__name__} applies momentum to pseudo-gradients, and the outer optimizer "
+                "does too: give it memory=ResidualMemory()"
+            )
+
+
+def check_schedule(fragments: int, average_every: int, delay: int) -> None:
+    """Raise ValueError if the exchanges of two fragments would be in flight at once."""
+    if fragments > average_every:
+        raise ValueError(
+            f"the model has {fragments} fragments, but average_every={average_every} steps begin at most as many "
+            "exchanges: increase fragment_mb or average_every"
+        )
+    if delay > average_every // fragments:
+        raise ValueError(
+            f"delay={delay} is too long: with {fragments} fragments every {average_every} steps, an exchange "
+            f"begins {average_every // fragments} steps after the one before it, which must have ended"
+        )

@@ -1,0 +1,172 @@
+"""The exchange of fragments: it begins, arrives while training goes on, and is then used."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.ordered import OrderedConversations
+from dgc.comm.transport import Transport
+from dgc.compression.protocol import Result
+from dgc.optim.exchange.planning import compressors_in_order
+from dgc.optim.options import register_compressors
+from dgc.outer.fragment import Fragment
+
+EXCHANGE_STATE = ("z0", "outer", "compression", "flight", "means", "dropped")
+
+
+@dataclass
+class Flight:
+    """An exchange that has begun and is not used yet.
+
+    Attributes:
+        fragments: Numbers of its fragments.
+        due: The step after which the means are used.
+        lr: Learning rate of the inner optimizer when it began. None: go to the mean of the models.
+        arrived: Whether the means are in the buckets.
+        nonfinite: Why the means must not be used, if so.
+    """
+
+    fragments: list[int]
+    due: int
+    lr: float | None
+    arrived: bool = False
+    nonfinite: str | None = None
+
+
+class OuterExchange:
+    """Exchanges the fragments of a model. At most one exchange is in flight. Construction is collective.
+
+    Args:
+        fragments: The fragments, in the order of the model.
+        transport: Connects the ranks.
+        meter: Counts bytes and seconds.
+        name: Prefix of lanes, unique on the transport.
+
+    Raises:
+        ValueError: A compressor belongs to another optimizer, or does not fit the transport.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment], transport: Transport, meter: TrafficMeter, name: str):
+        self.fragments, self.dropped = fragments, 0
+        planned = [plan for fragment in fragments for plan in fragment.planned]
+        tensor_of = {
+            s.name: p for plan in planned for s, p in zip(plan.bucket.segments, plan.parameters, strict=True)
+        }
+        named = [(s.name, tensor_of[s.name]) for fragment in fragments for s in fragment.segments]
+        self.compressors = compressors_in_order(planned, named)
+        register_compressors(self.compressors, transport)
+        for plan in planned:
+            plan.compressor.plan(plan.bucket, transport.size, transport.rank)
+        self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
+        self._flight: Flight | None = None
+        self._warns = transport.rank == 0
+
+    @property
+    def in_flight(self) -> bool:
+        return self._flight is not None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the means of the exchange in flight are to be used after this step."""
+        return self._flight is not None and step >= self._flight.due
+
+    def begin(self, numbers: Sequence[int], x: Tensor, due: int, lr: float | None) -> None:
+        """Begin the exchange of the pseudo-gradients z0 - x of some fragments.
+
+        Args:
+            numbers: The fragments.
+            x: [n] model, or biased model, of this rank.
+            due, lr: See `Flight`.
+        """
+        assert self._flight is None, "the exchange before has not been used"
+        self._flight = Flight(list(numbers), due, lr)
+        for fragment in self._in_flight():
+            for name, conversation in fragment.begin(x):
+                self._conversations.start(name, conversation)
+
+    def _in_flight(self) -> list[Fragment]:
+        return [] if self._flight is None else [self.fragments[i] for i in self._flight.fragments]
+
+    def advance(self) -> None:
+        """Continue what has arrived, without waiting."""
+        self._conversations.advance()
+
+    def arrive(self) -> None:
+        """Wait for the means of the exchange in flight, if any, without using them."""
+        if self._flight is None or self._flight.arrived:
+            return
+        results = iter(self._conversations.finish())
+        fragments = self._in_flight()
+        own = [[next(results) for _ in fragment.planned] for fragment in fragments]
+        # a result that is not finite in one bucket drops all of them
+        reasons = (result.nonfinite for part in own for result in part if result.nonfinite)
+        self._flight.nonfinite, self._flight.arrived = next(reasons, None), True
+        for fragment, part in zip(fragments, own, strict=True):
+            if self._flight.nonfinite is None:
+                fragment.keep(part)
+            else:
+                fragment.rollback()
+
+    def land(self, alpha: float) -> None:
+        """Use the means of the exchange in flight: take an outer step, and merge the model with its result.
+
+        Args:
+            alpha: Share of its own model that the rank keeps. The mean of the models replaces it entirely.
+        """
+        self.arrive()
+        fragments, flight, self._flight = self._in_flight(), self._flight, None
+        assert flight is not None, "no exchange is in flight"
+        if flight.nonfinite is not None:
+            self._drop(flight.nonfinite)
+        for fragment in fragments:
+            if flight.nonfinite is None:
+                fragment.step(flight.lr)
+            fragment.merge(alpha if flight.nonfinite is None and flight.lr is not None else 0.0)
+
+    def _drop(self, reason: str) -> None:
+        self.dropped += 1
+        if self.dropped == 1 and self._warns:
+            warnings.warn(
+                f"in the exchange of pseudo-gradients, {reason}: every rank drops the steps since the exchange "
+                "before and continues from its result. Further drops are only counted, as dropped_outer_steps",
+                stacklevel=2,
+            )
+
+    # --- state --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, after `arrive`. Tensors have the names of parameters."""
+        assert self._flight is None or self._flight.arrived, "arrive() must be called first"
+        parts = [fragment.state_dict() for fragment in self.fragments]
+        return {
+            "z0": {name: z0 for part in parts for name, z0 in part["z0"].items()},
+            "outer": {name: outer for part in parts for name, outer in part["outer"].items()},
+            "compression": {name: compressor.state_dict() for name, compressor in self._named()},
+            "flight": None if self._flight is None else asdict(self._flight),
+            "means": {name: mean for fragment in self._in_flight() for name, mean in fragment.means().items()},
+            "dropped": self.dropped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        compressors, saved = dict(self._named()), state["compression"]
+        if compressors.keys() != saved.keys():
+            raise ValueError(f"state of other compressors: {sorted(saved)}, not {sorted(compressors)}")
+        names = {s.name for fragment in self.fragments for s in fragment.segments}
+        if names != state["z0"].keys():
+            raise ValueError(f"z0 of another model: of {sorted(state['z0'])}, not {sorted(names)}")
+        flight = None if state["flight"] is None else Flight(**state["flight"])
+        if flight is not None and not set(flight.fragments) <= set(range(len(self.fragments))):
+            raise ValueError(f"an exchange of fragments {flight.fragments} is in flight: use the same fragment_mb")
+        for fragment in self.fragments:
+            fragment.load_state_dict(state)
+        for name, compressor in compressors.items():
+            compressor.load_state_dict(saved[name])
+        self._flight, self.dropped = flight, state["dropped"]
+        for fragment in self._in_flight():
+            fragment.load_means(state["means"])
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return [(f"{type(c).__name__}.{i}", c) for i, c in enumerate(self.compressors)]

@@ -1,0 +1,231 @@
+"""Outer steps: every rank trains alone for H steps, then the ranks exchange how far they came. Local SGD (Stich
+2019, arXiv 1805.09767), post-local SGD (Lin et al.: ICLR 2020, arXiv 1808.07217), Gossip-PGA (Chen et al. 2021,
+arXiv 2105.09080), SlowMo (Wang et al.: ICLR 2020, arXiv 1910.00643, Algorithm 1), DiLoCo (Douillard et al. 2023,
+arXiv 2311.08105, Algorithm 1), Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), SparseLoCo (Sarfi et
+al. 2025, arXiv 2508.15706).
+
+z is the model of a rank, and z0 that of all ranks after the last exchange. Every H steps
+
+    d  = z0 - z                    pseudo-gradient of a rank, of H steps of any optimizer, or of gossip (`base`)
+    D  = mean over ranks of C(d)   by any compressor C, which keeps what it does not send in its error state
+    z0 = outer(z0, D)              outer optimizer; z0 - D is the mean of the models
+    z  = alpha z + (1 - alpha) z0
+
+A fragment is a part of the model. The exchange of fragment i of P begins at step i H/P of each H steps, and D is
+used `delay` steps later. Training goes on meanwhile.
+
+Differences from the papers: Each rank keeps its own inner optimizer buffers, which are never reset. The learning
+rate of SlowMo is that of the first parameter group in the step of the exchange. In Streaming DiLoCo a fragment is
+made of transformer blocks, here of any tensors in the order of the model.
+
+If a pseudo-gradient has NaN or inf, every rank goes back to z0. What was finite stays in the error state of the
+compressor, if it has one, and is sent later.
+
+Payload in bytes: that of the compressors every H steps, and that of the base. Dense: 4 n.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.transport import Transport
+from dgc.compression.dense import HorovodCompression
+from dgc.compression.protocol import Compressor
+from dgc.compression.route import Route
+from dgc.gossip.model import FlatModel
+from dgc.gossip.protocol import Gossip
+from dgc.memory.state import check_tensor
+from dgc.optim.options import as_route
+from dgc.outer.arguments import check_arguments, check_momentum, check_schedule
+from dgc.outer.exchange import EXCHANGE_STATE, OuterExchange
+from dgc.outer.fragment import Fragment, divide
+from dgc.outer.optimizers import OuterOptimizer, average
+
+
+class OuterSteps:
+    """Trains without communication, and exchanges compressed pseudo-gradients every H steps.
+
+    This is local SGD without further arguments, DiLoCo with `outer=Nesterov()`, and SparseLoCo with the compressor
+    of `configs/outer/sparseloco.py`.
+
+    Args:
+        average_every (int): steps between two exchanges, H.
+        base (Gossip, optional): synchronous gossip between exchanges; None for local steps.
+        outer (callable, optional): makes the outer optimizer of a list of tensors: `SlowMo()`, `Nesterov()` or
+            `partial(torch.optim.AdamW, lr=0.1)`. None continues from the mean of the models.
+        compression (Compressor, Route, optional): exchanges the pseudo-gradients; None sends them dense in fp32.
+            It must leave momentum to the outer optimizer, so not DGCSGDMemory.
+        fragment_mb (float, optional): largest size of a fragment in MB (2**20 bytes of fp32), unless a tensor is
+            larger. None: the model is one fragment.
+        delay (int): steps between the beginning of an exchange and the use of its result, at most H divided by
+            the number of fragments.
+        alpha (float): share of this rank's own model that it keeps after an exchange, in [0, 1).
+        warmup_steps (int): first steps, each of which ends with the mean of all models, without the outer
+            optimizer (post-local SGD).
+        bucket_mb (float): largest size of a message's tensors in MB.
+
+    Raises:
+        ValueError: if an argument is out of range, base is asynchronous, or by `start` if the model has more
+            fragments than `average_every` and `delay` allow.
+
+    Example:
+        >>> diloco = OuterSteps(average_every=500, outer=Nesterov())
+        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), diloco)
+    """
+
+    is_synchronous = True
+
+    def __init__(
+        self,
+        average_every: int,
+        base: Gossip | None = None,
+        outer: OuterOptimizer | None = None,
+        compression: Compressor | Route | HorovodCompression | None = None,
+        *,
+        fragment_mb: float | None = None,
+        delay: int = 0,
+        alpha: float = 0.0,
+        warmup_steps: int = 0,
+        bucket_mb: float = 25.0,
+    ):
+        check_arguments(average_every, base, outer, fragment_mb, delay, alpha, warmup_steps)
+        self.average_every, self.base, self.outer = average_every, base, outer
+        self.fragment_mb, self.delay, self.alpha = fragment_mb, delay, alpha
+        self.warmup_steps, self.bucket_mb = warmup_steps, bucket_mb
+        self.compression = as_route(compression)
+        check_momentum(self.compression)
+        self.steps = 0
+        self._compressors: list[Compressor] = [rule.compressor for rule in self.compression.rules]
+        self.compress_ratio = self._ratio()
+
+    def _ratio(self) -> float:
+        if self.base is not None:
+            return self.base.compress_ratio
+        return min(c.compress_ratio for c in self._compressors) / self.average_every
+
+    @property
+    def needs_groups(self) -> bool:
+        return self.base is not None and self.base.needs_groups
+
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
+        self.model, self.z = model, model.z
+        if self.base is not None:
+            self.base.start(model, transport, meter, name)
+        parts = divide(model.segments, self.fragment_mb)
+        check_schedule(len(parts), self.average_every, self.delay)
+        how = (self.compression, self.outer or average, self.bucket_mb)
+        fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]
+        self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
+        self._compressors = self.exchange.compressors
+        self.compress_ratio = self._ratio()
+
+    def begin_epoch(self, epoch: int) -> None:
+        if self.base is not None:
+            self.base.begin_epoch(epoch)
+        for compressor in self._compressors:
+            compressor.begin_epoch(epoch)
+        self.compress_ratio = self._ratio()
+
+    def begin_step(self) -> None:
+        if self.base is not None:
+            self.base.begin_step()
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def update(self, step: Callable[[], object], lr: float) -> None:
+        if self.base is None:
+            step()
+            self.model.gather()
+        else:
+            self.base.update(step, lr)
+        self.steps += 1
+        with torch.no_grad():
+            self.exchange.advance()
+            if self.exchange.is_due(self.steps):
+                self._land()
+            if due := self._due():
+                self._launch(due, lr)
+
+    def _due(self) -> Sequence[int]:
+        """Numbers of the fragments whose exchange begins after this step."""
+        count, H = len(self.exchange.fragments), self.average_every
+        if self.steps <= self.warmup_steps:
+            return range(count)
+        return [i for i in range(count) if (self.steps - i * H // count) % H == 0]
+
+    def _launch(self, due: Sequence[int], lr: float) -> None:
+        is_warmup = self.steps <= self.warmup_steps
+        if self.base is not None:
+            self.base.synchronize_messages()
+        x = self.z if self.base is None else self.base.biased_parameters()
+        delay = 0 if is_warmup else self.delay
+        self.exchange.begin(due, x, self.steps + delay, None if is_warmup else lr)
+        if delay == 0:
+            self._land()
+
+    def _land(self) -> None:
+        self.exchange.land(self.alpha)
+        if self.base is not None:
+            self.base.restart()
+        self.model.scatter()
+
+    # --- the common model -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def synchronize_messages(self) -> None:
+        if self.base is not None:
+            self.base.synchronize_messages()
+        if self.exchange.in_flight:
+            self._land()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        if self.base is not None:
+            self.base.restart()
+        for fragment in self.exchange.fragments:
+            fragment.restart()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        if self.base is not None:
+            self.base.flush()
+        self.exchange.arrive()
+
+    def biased_parameters(self) -> Tensor:
+        return self.z.clone() if self.base is None else self.base.biased_parameters()
+
+    def metrics(self) -> dict[str, float]:
+        own = {"dropped_outer_steps": float(self.exchange.dropped)}
+        return own if self.base is None else {**self.base.metrics(), **own}
+
+    def errors(self) -> Iterable[Tensor]:
+        if self.base is not None:
+            yield from self.base.errors()
+        for compressor in self._compressors:
+            yield from compressor.errors()
+
+    def close(self) -> None:
+        if self.base is not None:
+            self.base.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"z": self.z.clone()} if self.base is None else {"base": self.base.state_dict()}
+        return {"steps": self.steps, **own, **self.exchange.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = "z" if self.base is None else "base"
+        if state.keys() != {"steps", own, *EXCHANGE_STATE}:
+            wanted = sorted(("steps", own, *EXCHANGE_STATE))
+            raise ValueError(f"state of another algorithm: it has {sorted(state)}, not {wanted}")
+        if self.base is None:
+            check_tensor("z", state["z"], self.z.shape)
+            self.z.copy_(state["z"])
+            self.model.scatter()
+        else:
+            self.base.load_state_dict(state["base"])
+        self.steps = state["steps"]
+        self.exchange.load_state_dict({name: state[name] for name in EXCHANGE_STATE})
