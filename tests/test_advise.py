@@ -310,8 +310,8 @@ def test_under_a_launcher(
     verified = [*given, "--verify", "1", "--json", str(file)]
     assert main(verified, connect=lambda *of, **options: FirstRank(2)) == 0
     out = capsys.readouterr().out
-    assert "predicted    measured\nfp16  " in out and "\npowersgd-1  " in out
-    assert set(json.loads(file.read_text())["measured"]) == {"fp16", "powersgd-1"}
+    assert "predicted    measured\nwork  " in out and "\nfp16  " in out and "\npowersgd-1  " in out
+    assert set(json.loads(file.read_text())["measured"]) == {"work", "fp16", "powersgd-1"}
     assert "2 machines of 1 rank" in out and "between machines, fitted to times of collectives within" in out
     ended: list[int] = []
     wrong = [*given, "--configs.train.num_batches_per_step", "1000"]
@@ -323,8 +323,11 @@ def test_the_best_methods_are_verified_beside_the_best_without_compression() -> 
     sizes = {"dense": 80, "fp16": 40, "a": 9, "b": 1, "c": 30, "d": 50}
     rows = tabulate([candidate(name, n * 10**6) for name, n in sizes.items()], NETWORK, Work(0.1, 0.1))
     assert [row.name for row in chosen(rows)] == ["fp16", "b", "a", "c"]
-    text = format_verification(rows[:1], {"dense": 0.5})
-    assert text.splitlines()[1] == "dense                 1000.0 ms    500.0 ms"
+    text = format_verification(rows[:1], Work(0.1, 0.1), {"work": 0.3, "dense": 0.5})
+    assert text.splitlines()[1:] == [
+        "work                   200.0 ms    300.0 ms",
+        "dense                 1000.0 ms    500.0 ms",
+    ]
 
 
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

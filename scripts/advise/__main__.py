@@ -154,7 +154,7 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         if best:
             print(describe_crossings(best, plain, network, work))
         if measured:
-            print(f"\n{format_verification(compared, measured)}")
+            print(f"\n{format_verification(compared, work, measured)}")
         if args.plot is not None:
             title = f"{', '.join(args.configs)}, {plural(transport.size, 'rank')}"
             draw(best, plain, network, work, title, args.plot)
