@@ -10,13 +10,14 @@ import torch
 from cases import case
 
 from dgc.comm import AllGather, Request
+from dgc.comm.requests import Group
 from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
 from dgc_training.config import load
 from dgc_training.faults.failure import UsageError
 from scripts.advise.__main__ import main
 from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
 from scripts.advise.arguments import RATES, TIMES, quantity
-from scripts.advise.candidates import Candidate, last_level_cache, measure_candidate
+from scripts.advise.candidates import Candidate, last_level_cache, measure_candidate, typical
 from scripts.advise.collectives import (
     SIZES,
     Sample,
@@ -141,6 +142,12 @@ def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> N
     assert all(message.wire == 31 * message.payload for message in messages if message.kind == "AllGather")
 
 
+def test_exchanges_of_the_warm_up_are_not_timed() -> None:
+    steps = [Traffic(2, 1, (), 9.0, 9.0)] * 4 + [Traffic(2, 1, (), 0.1 * i, 0.2 * i) for i in (1, 5, 3)]
+    found = typical(steps)
+    assert (found.encode, found.decode) == pytest.approx((0.3, 0.6))
+
+
 def test_the_cache_is_read_from_linux(tmp_path: Path) -> None:
     assert last_level_cache(tmp_path) == 2**26
     for index, size in enumerate(("48K", "2048K", "32M", "what")):
@@ -181,7 +188,8 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
     file = tmp_path / "advice.json"
     given = ["--methods", "dense", "fp16", "dgc-fp16-packed", "--json", str(file)]
     assert main(words(*given, "--plot", str(tmp_path / "figure.svg"))) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"advise: measuring {name} ({i} of 3)" for i, name in enumerate(given[1:4], 1)]
     assert "226,794 parameters" in out and "4 machines of 1 rank: 1e+07 bit/s and 50 us" in out
     assert "Recommended: dgc-fp16-packed" in out
     assert "--configs configs/digits/cnn.py configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/packed.py" in out
@@ -271,7 +279,7 @@ class FirstRank(AlikeRanks):
         self.rank = self.local_rank = 0
 
 
-def test_levels_are_measured_inside_machines_and_between_them() -> None:
+def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     device, sizes = torch.device("cpu"), (1024, 4096)
     assert [levels(AlikeRanks(*of)) for of in ((4, 1), (4, 4))] == [["world"], ["world"]]
     assert levels(AlikeRanks(4, 2)) == ["local", "cross"]
@@ -281,8 +289,18 @@ def test_levels_are_measured_inside_machines_and_between_them() -> None:
     assert [of.message.half for of in samples[:3]] == [False, True, False]
     assert all(of.message.size == 2 and of.message.cross == of.message.wire for of in samples)
     assert all(of.message.cross == 0 for of in time_collectives(AlikeRanks(4, 2), "local", device, 2, sizes))
-    network, factor = measure_network(AlikeRanks(4, 2), device, 1, sizes)
-    assert network.ranks_per_machine == 2 and factor >= 1
+    fast, slow = Network(1e-5, 1e9, 2, 1e-5, 1e9), Network(1e-3, 1e7, 2, 1e-3, 1e7)
+
+    def timed(ranks: AlikeRanks, group: Group, device: torch.device, repeats: int, sizes: Any) -> list[Sample]:
+        known = fast if group == "local" else slow
+        messages = [message_of(of, ranks) for nbytes in SIZES for of in requests_of(nbytes, group, device)]
+        return [Sample(message, message.seconds(known, 2)) for message in messages]
+
+    monkeypatch.setattr("scripts.advise.collectives.time_collectives", timed)
+    network, factor = measure_network(AlikeRanks(4, 2), device, 1)
+    assert network.ranks_per_machine == 2 and factor == pytest.approx(1, abs=0.05)
+    assert [network.bandwidth, network.inner_bandwidth] == pytest.approx([1e7, 1e9], rel=0.1)
+    assert [network.latency, network.inner_latency] == pytest.approx([1e-3, 1e-5], rel=0.1)
 
     class Uneven(FirstRank):
         def reply(self, request: Request) -> Any:

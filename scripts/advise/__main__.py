@@ -131,6 +131,7 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         workload,
         transport,
         args.repeats,
+        print_progress if cluster.prints else lambda *of: None,
     )
     work = Work(workload.forward, workload.backward)
     rows = tabulate(candidates, network, work)
@@ -162,6 +163,10 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
             result = {"configs": args.configs, "ranks": transport.size, "left_out": refused, "measured": measured}
             text = json.dumps(result | as_json(rows, advice, network, work), indent=1)
             args.json.write_text(text + "\n")
+
+
+def print_progress(name: str, number: int, count: int) -> None:
+    print(f"advise: measuring {name} ({number} of {count})", file=sys.stderr, flush=True)
 
 
 def describe(cluster: Cluster) -> str:

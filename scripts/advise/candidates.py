@@ -145,13 +145,16 @@ def measure_all(
     workload: Workload,
     transport: Transport,
     repeats: int,
+    progress: Callable[[str, int, int], None],
 ) -> tuple[list[Candidate], dict[str, str]]:
     """The candidates, and for each method that does not fit the experiment the reason. Collective.
 
-    The ranks measure at the same time, since they share cores and memory. The slowest one counts.
+    The ranks measure at the same time, since they share cores and memory. The slowest one counts. `progress` is
+    called before each method, with its name and number, and the number of all.
     """
     found, refused = [], {}
-    for method in methods:
+    for number, method in enumerate(methods, 1):
+        progress(method.name, number, len(methods))
         try:
             tree = load_tree(method)
             barrier(transport, f"advise.{method.name}")
