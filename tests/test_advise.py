@@ -17,7 +17,8 @@ from dgc_training.faults.failure import UsageError
 from scripts.advise.__main__ import main
 from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
 from scripts.advise.arguments import RATES, TIMES, quantity
-from scripts.advise.candidates import Candidate, last_level_cache, measure_candidate, typical
+from scripts.advise.caches import last_level_cache
+from scripts.advise.candidates import Candidate, measure_candidate, typical
 from scripts.advise.collectives import (
     SIZES,
     Sample,
@@ -29,7 +30,7 @@ from scripts.advise.collectives import (
     time_collectives,
 )
 from scripts.advise.drawing import describe_crossings, draw, human_rate
-from scripts.advise.methods import METHODS, UNCOMPRESSED, Method
+from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method
 from scripts.advise.verification import chosen, format_verification
 from scripts.advise.workload import measure_workload
 
@@ -111,10 +112,13 @@ def test_quantities() -> None:
 
 def test_the_files_of_all_methods_exist() -> None:
     assert [method.name for method in METHODS][:3] == list(UNCOMPRESSED)
+    plain = load([CNN]).train
     for method in METHODS:
         with case(method.name):
             tree = load([CNN, *method.files])
-            assert method.name == "dense" or tree.train.compression != load([CNN]).train.compression
+            changed = tree.train.compression != plain.compression or tree.train.gossip is not None
+            assert changed == (method.name != "dense")
+            assert (tree.train.gossip is not None) == (method.name in GOSSIP)
             assert all(Path(file).is_file() for file in method.files)
 
 
@@ -140,6 +144,22 @@ def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> N
     messages = [message for bucket in many.traffic.buckets for message in bucket]
     assert {message.kind for message in messages} == {"AllGather", "AllReduce"}
     assert all(message.wire == 31 * message.payload for message in messages if message.kind == "AllGather")
+
+
+def test_gossip_sends_a_model_to_one_neighbour(no_type_checks: None) -> None:
+    workload = measure_workload(load([CNN]), torch.device("cpu"), 0, 1, None, 1)
+    elements = sum(p.numel() for p in workload.model.parameters())
+    before = [p.detach().clone() for p in workload.model.parameters()]
+    for name, size, local_size, width in (("sgp", 4, 1, 4), ("sgp-fp16", 6, 2, 2)):
+        with case(name):
+            (method,) = (method for method in METHODS if method.name == name)
+            found = measure_candidate(method, load([CNN, *method.files]), workload, size, local_size, 1)
+            (messages,) = found.traffic.buckets
+            assert [message.kind for message in messages] == ["Exchange"] and found.ready == (1.0,)
+            assert messages[0].peers == 1 and 0 <= messages[0].payload - width * elements <= 16
+            assert messages[0].awaited == messages[0].payload
+            assert found.compute.encode > 0 and found.compute.decode > 0
+    assert all(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
 
 
 def test_exchanges_of_the_warm_up_are_not_timed() -> None:

@@ -22,7 +22,7 @@ from dgc_training.data import Passes
 from dgc_training.startup.build import build, config_errors, wrap_optimizer
 from dgc_training.startup.parameters import parameter_groups
 from scripts.advise.advice import Row, Work
-from scripts.advise.methods import UNCOMPRESSED
+from scripts.advise.methods import GOSSIP, UNCOMPRESSED
 from scripts.advise.workload import Workload
 
 MOST = 3  # methods that are verified beside the best one without compression
@@ -31,10 +31,13 @@ ALONE = "work"  # in place of a method: forward and backward
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:
-    """The fastest row without compression, and the fastest methods, in the order of their predicted steps."""
+    """The fastest row without compression, and the fastest methods, in the order of their predicted steps.
+
+    Gossip is left out: its messages from rank to rank need a transport of their own.
+    """
     ordered = sorted(rows, key=lambda row: row.step)
     plain = next(row for row in ordered if row.name in UNCOMPRESSED)
-    return [plain, *[row for row in ordered if row.name not in UNCOMPRESSED][:MOST]]
+    return [plain, *[row for row in ordered if row.name not in (*UNCOMPRESSED, *GOSSIP)][:MOST]]
 
 
 @dataclass
