@@ -233,6 +233,13 @@ def test_a_method_that_does_not_fit_is_left_out(
     assert "Do not compress: no method that compresses was compared with dense" in out
 
 
+def test_an_experiment_that_cannot_be_built_is_refused(
+    capsys: pytest.CaptureFixture[str], no_type_checks: None
+) -> None:
+    assert main(words("--configs.train.bucket_mb", "1e-3", "--configs.train.optimizer.lr", "-1")) == 2
+    assert "advise: the experiment cannot be built: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
