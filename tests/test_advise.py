@@ -10,13 +10,15 @@ import torch
 from cases import case
 
 from dgc.comm import AllGather, Request
+from dgc.comm.requests import Group
 from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
 from dgc_training.config import load
 from dgc_training.faults.failure import UsageError
 from scripts.advise.__main__ import main
 from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
 from scripts.advise.arguments import RATES, TIMES, quantity
-from scripts.advise.candidates import Candidate, last_level_cache, measure_candidate
+from scripts.advise.caches import last_level_cache
+from scripts.advise.candidates import Candidate, measure_candidate, typical
 from scripts.advise.collectives import (
     SIZES,
     Sample,
@@ -28,7 +30,7 @@ from scripts.advise.collectives import (
     time_collectives,
 )
 from scripts.advise.drawing import describe_crossings, draw, human_rate
-from scripts.advise.methods import METHODS, UNCOMPRESSED, Method
+from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method
 from scripts.advise.verification import chosen, format_verification, order
 from scripts.advise.workload import measure_workload
 
@@ -110,10 +112,13 @@ def test_quantities() -> None:
 
 def test_the_files_of_all_methods_exist() -> None:
     assert [method.name for method in METHODS][:3] == list(UNCOMPRESSED)
+    plain = load([CNN]).train
     for method in METHODS:
         with case(method.name):
             tree = load([CNN, *method.files])
-            assert method.name == "dense" or tree.train.compression != load([CNN]).train.compression
+            changed = tree.train.compression != plain.compression or tree.train.gossip is not None
+            assert changed == (method.name != "dense")
+            assert (tree.train.gossip is not None) == (method.name in GOSSIP)
             assert all(Path(file).is_file() for file in method.files)
 
 
@@ -139,6 +144,28 @@ def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> N
     messages = [message for bucket in many.traffic.buckets for message in bucket]
     assert {message.kind for message in messages} == {"AllGather", "AllReduce"}
     assert all(message.wire == 31 * message.payload for message in messages if message.kind == "AllGather")
+
+
+def test_gossip_sends_a_model_to_one_neighbour(no_type_checks: None) -> None:
+    workload = measure_workload(load([CNN]), torch.device("cpu"), 0, 1, None, 1)
+    elements = sum(p.numel() for p in workload.model.parameters())
+    before = [p.detach().clone() for p in workload.model.parameters()]
+    for name, size, local_size, width in (("sgp", 4, 1, 4), ("sgp-fp16", 6, 2, 2)):
+        with case(name):
+            (method,) = (method for method in METHODS if method.name == name)
+            found = measure_candidate(method, load([CNN, *method.files]), workload, size, local_size, 1)
+            (messages,) = found.traffic.buckets
+            assert [message.kind for message in messages] == ["Exchange"] and found.ready == (1.0,)
+            assert messages[0].peers == 1 and 0 <= messages[0].payload - width * elements <= 16
+            assert messages[0].awaited == messages[0].payload
+            assert found.compute.encode > 0 and found.compute.decode > 0
+    assert all(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
+
+
+def test_exchanges_of_the_warm_up_are_not_timed() -> None:
+    steps = [Traffic(2, 1, (), 9.0, 9.0)] * 4 + [Traffic(2, 1, (), 0.1 * i, 0.2 * i) for i in (1, 5, 3)]
+    found = typical(steps)
+    assert (found.encode, found.decode) == pytest.approx((0.3, 0.6))
 
 
 def test_the_cache_is_read_from_linux(tmp_path: Path) -> None:
@@ -181,7 +208,8 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
     file = tmp_path / "advice.json"
     given = ["--methods", "dense", "fp16", "dgc-fp16-packed", "--json", str(file)]
     assert main(words(*given, "--plot", str(tmp_path / "figure.svg"))) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"advise: measuring {name} ({i} of 3)" for i, name in enumerate(given[1:4], 1)]
     assert "226,794 parameters" in out and "4 machines of 1 rank: 1e+07 bit/s and 50 us" in out
     assert "Recommended: dgc-fp16-packed" in out
     assert "--configs configs/digits/cnn.py configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/packed.py" in out
@@ -203,6 +231,13 @@ def test_a_method_that_does_not_fit_is_left_out(
     out = capsys.readouterr().out
     assert "dgc                 left out: configs/dgc/__init__.py" in out and "torch.optim.Adam" in out
     assert "Do not compress: no method that compresses was compared with dense" in out
+
+
+def test_an_experiment_that_cannot_be_built_is_refused(
+    capsys: pytest.CaptureFixture[str], no_type_checks: None
+) -> None:
+    assert main(words("--configs.train.bucket_mb", "1e-3", "--configs.train.optimizer.lr", "-1")) == 2
+    assert "advise: the experiment cannot be built: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -271,7 +306,7 @@ class FirstRank(AlikeRanks):
         self.rank = self.local_rank = 0
 
 
-def test_levels_are_measured_inside_machines_and_between_them() -> None:
+def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     device, sizes = torch.device("cpu"), (1024, 4096)
     assert [levels(AlikeRanks(*of)) for of in ((4, 1), (4, 4))] == [["world"], ["world"]]
     assert levels(AlikeRanks(4, 2)) == ["local", "cross"]
@@ -281,8 +316,18 @@ def test_levels_are_measured_inside_machines_and_between_them() -> None:
     assert [of.message.half for of in samples[:3]] == [False, True, False]
     assert all(of.message.size == 2 and of.message.cross == of.message.wire for of in samples)
     assert all(of.message.cross == 0 for of in time_collectives(AlikeRanks(4, 2), "local", device, 2, sizes))
-    network, factor = measure_network(AlikeRanks(4, 2), device, 1, sizes)
-    assert network.ranks_per_machine == 2 and factor >= 1
+    fast, slow = Network(1e-5, 1e9, 2, 1e-5, 1e9), Network(1e-3, 1e7, 2, 1e-3, 1e7)
+
+    def timed(ranks: AlikeRanks, group: Group, device: torch.device, repeats: int, sizes: Any) -> list[Sample]:
+        known = fast if group == "local" else slow
+        messages = [message_of(of, ranks) for nbytes in SIZES for of in requests_of(nbytes, group, device)]
+        return [Sample(message, message.seconds(known, 2)) for message in messages]
+
+    monkeypatch.setattr("scripts.advise.collectives.time_collectives", timed)
+    network, factor = measure_network(AlikeRanks(4, 2), device, 1)
+    assert network.ranks_per_machine == 2 and factor == pytest.approx(1, abs=0.05)
+    assert [network.bandwidth, network.inner_bandwidth] == pytest.approx([1e7, 1e9], rel=0.1)
+    assert [network.latency, network.inner_latency] == pytest.approx([1e-3, 1e-5], rel=0.1)
 
     class Uneven(FirstRank):
         def reply(self, request: Request) -> Any:
@@ -310,8 +355,8 @@ def test_under_a_launcher(
     verified = [*given, "--verify", "1", "--json", str(file)]
     assert main(verified, connect=lambda *of, **options: FirstRank(2)) == 0
     out = capsys.readouterr().out
-    assert "predicted    measured\nfp16  " in out and "\npowersgd-1  " in out
-    assert set(json.loads(file.read_text())["measured"]) == {"fp16", "powersgd-1"}
+    assert "predicted    measured\nwork  " in out and "\nfp16  " in out and "\npowersgd-1  " in out
+    assert set(json.loads(file.read_text())["measured"]) == {"work", "fp16", "powersgd-1"}
     assert "2 machines of 1 rank" in out and "between machines, fitted to times of collectives within" in out
     ended: list[int] = []
     wrong = [*given, "--configs.train.num_batches_per_step", "1000"]
@@ -324,13 +369,17 @@ def test_the_best_methods_are_verified_beside_the_best_without_compression() -> 
     rows = tabulate([candidate(name, n * 10**6) for name, n in sizes.items()], NETWORK, Work(0.1, 0.1))
     assert [row.name for row in chosen(rows)] == ["fp16", "b", "a", "c"]
     assert [row.name for row in chosen(rows, every=True)] == ["fp16", "b", "a", "c", "d", "dense"]
-    text = format_verification(rows[:1], {"dense": 0.5})
-    assert text.splitlines()[1] == "dense                 1000.0 ms    500.0 ms"
+    text = format_verification(rows[:1], Work(0.1, 0.1), {"work": 0.3, "dense": 0.5})
+    assert text.splitlines()[1:3] == [
+        "work                   200.0 ms    300.0 ms",
+        "dense                 1000.0 ms    500.0 ms",
+    ]
     # a and b are less than 15 % apart; c is predicted faster than fp16
-    measured = {"dense": 2.0, "fp16": 1.0, "a": 0.31, "b": 0.30, "c": 1.5, "d": 1.9}
+    measured = {"work": 0.3, "dense": 2.0, "fp16": 1.0, "a": 0.31, "b": 0.30, "c": 1.5, "d": 1.9}
     right, apart, wrong = order(rows, measured)
     assert (right, apart, wrong) == (12, 13, [("fp16", "c")])
-    assert "c was measured slower than fp16, and predicted faster" in format_verification(rows, measured)
+    text = format_verification(rows, Work(0.1, 0.1), measured)
+    assert "c was measured slower than fp16, and predicted faster" in text
 
 
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

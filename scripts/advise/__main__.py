@@ -30,7 +30,7 @@ from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_argume
 from scripts.advise.candidates import measure_all
 from scripts.advise.collectives import measure_network
 from scripts.advise.drawing import describe_crossings, draw
-from scripts.advise.methods import METHODS, Method
+from scripts.advise.methods import METHODS, UNCOMPRESSED, Method
 from scripts.advise.verification import chosen, format_verification, verify
 from scripts.advise.workload import measure_workload
 
@@ -117,7 +117,8 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
     """Measures what one rank does, predicts all methods, and prints the result. Collective."""
     transport, network = cluster.transport, cluster.network
     device = prepare_device(tree, args.devices, transport)
-    kernels = choose_kernels(tree.train.kernels, device)
+    with config_errors():
+        kernels = choose_kernels(tree.train.kernels, device)
     on_paper = cluster.misfit is None
     place = (0, 1) if on_paper else (transport.rank, transport.size)  # on paper this rank has all of the data
     workload = measure_workload(tree, device, *place, args.input_shape, args.repeats).slowest(transport)
@@ -131,7 +132,10 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         workload,
         transport,
         args.repeats,
+        print_progress if cluster.prints else lambda *of: None,
     )
+    if not any(candidate.method.name in UNCOMPRESSED for candidate in candidates):
+        raise UsageError(f"the experiment cannot be built: {'; '.join(refused.values())}")
     work = Work(workload.forward, workload.backward)
     rows = tabulate(candidates, network, work)
     advice = advise(rows, work)
@@ -154,7 +158,7 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         if best:
             print(describe_crossings(best, plain, network, work))
         if measured:
-            print(f"\n{format_verification(compared, measured)}")
+            print(f"\n{format_verification(compared, work, measured)}")
         if args.plot is not None:
             title = f"{', '.join(args.configs)}, {plural(transport.size, 'rank')}"
             draw(best, plain, network, work, title, args.plot)
@@ -162,6 +166,10 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
             result = {"configs": args.configs, "ranks": transport.size, "left_out": refused, "measured": measured}
             text = json.dumps(result | as_json(rows, advice, network, work), indent=1)
             args.json.write_text(text + "\n")
+
+
+def print_progress(name: str, number: int, count: int) -> None:
+    print(f"advise: measuring {name} ({number} of {count})", file=sys.stderr, flush=True)
 
 
 def describe(cluster: Cluster) -> str:

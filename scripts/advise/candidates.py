@@ -7,7 +7,6 @@ training. Before each measured one, other data pushes everything out of the cach
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -20,12 +19,13 @@ from dgc.cost.recording import Planned
 from dgc_training.config import ConfigError
 from dgc_training.startup.build import build, config_errors, wrap_optimizer
 from dgc_training.startup.parameters import parameter_groups
+from scripts.advise.caches import cache_evictor
+from scripts.advise.gossip import record_gossip
 from scripts.advise.methods import Method
 from scripts.advise.workload import Workload
 
 MEASURED = (2, 4, 8)  # machines whose replies are decoded to measure computing
 WARMUP = 4  # exchanges that fill the error state
-CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ def measure_candidate(
     Raises:
         ConfigError: The optimizer cannot be built with the method, or its replies cannot be made by one rank.
     """
+    if tree.train.gossip is not None:
+        steps = record_gossip(tree, workload, size, local_size, WARMUP + repeats)
+        return Candidate(method, steps[-1], typical(steps), (1.0,))
     model, settings = workload.model, tree.train
     ready: tuple[float, ...] = ()
     fill: Callable[[int], None]
@@ -122,36 +125,22 @@ def traffic_of_median(steps: Sequence[Traffic]) -> Traffic:
     return replace(timed[-1], encode=median(traffic.encode for traffic in timed), decode=median(decode))
 
 
-def cache_evictor() -> Callable[[], None]:
-    """A function that replaces the content of this machine's caches."""
-    data = torch.zeros(2 * last_level_cache() // 4, dtype=torch.float32)
-
-    def evict() -> None:
-        data.add_(1.0)
-
-    return evict
-
-
-def last_level_cache(folder: Path = CACHE) -> int:
-    """Bytes of the largest cache of a core, as Linux reports it; 64 MiB if it does not."""
-    units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    sizes = [file.read_text().strip() for file in folder.glob("index*/size")]
-    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=2**26)
-
-
 def measure_all(
     methods: Sequence[Method],
     load_tree: Callable[[Method], DictConfig],
     workload: Workload,
     transport: Transport,
     repeats: int,
+    progress: Callable[[str, int, int], None],
 ) -> tuple[list[Candidate], dict[str, str]]:
     """The candidates, and for each method that does not fit the experiment the reason. Collective.
 
-    The ranks measure at the same time, since they share cores and memory. The slowest one counts.
+    The ranks measure at the same time, since they share cores and memory. The slowest one counts. `progress` is
+    called before each method, with its name and number, and the number of all.
     """
     found, refused = [], {}
-    for method in methods:
+    for number, method in enumerate(methods, 1):
+        progress(method.name, number, len(methods))
         try:
             tree = load_tree(method)
             barrier(transport, f"advise.{method.name}")

@@ -1,7 +1,7 @@
 """The methods that the advisor compares, each as config files to stack after an experiment.
 
-To add one, add a row: its files must set `train.compression`. The advisor loads them, builds the compressor and
-records what it sends, so nothing else depends on the method.
+To add one, add a row: its files set `train.compression` or a synchronous `train.gossip`. The advisor loads them,
+builds the optimizer and records what it sends, so nothing else depends on the method.
 """
 
 from dataclasses import dataclass
@@ -38,5 +38,8 @@ METHODS = (
     Method("powersgd-4", ("configs/powersgd/rank4.py",)),
     Method("2bit", ("configs/threshold/adaptive.py",)),
     Method("sign", ("configs/quant/scaled_sign.py",)),
+    Method("sgp", ("configs/gossip/sgp.py",)),
+    Method("sgp-fp16", ("configs/gossip/sgp.py", "configs/gossip/fp16.py")),
 )
+GOSSIP = ("sgp", "sgp-fp16")  # each rank trains a model of its own
 NAMES = tuple(method.name for method in METHODS)

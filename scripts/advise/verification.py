@@ -2,7 +2,8 @@
 
 Each method has a copy of the model and an optimizer as train.py makes it. In every round each of them takes one
 step, so that other load on the machines and the network meets all alike. The time of a step is that of the slowest
-rank, without the update of the parameters, as the median over the rounds after a warm-up.
+rank, without the update of the parameters, as the median over the rounds after a warm-up. Forward and backward
+alone are measured in the same rounds: where they differ from the prediction, the load has changed since.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,21 +22,23 @@ from dgc.optim import Wrapper
 from dgc_training.data import Passes
 from dgc_training.startup.build import build, config_errors, wrap_optimizer
 from dgc_training.startup.parameters import parameter_groups
-from scripts.advise.advice import Row
-from scripts.advise.methods import UNCOMPRESSED
+from scripts.advise.advice import Row, Work
+from scripts.advise.methods import GOSSIP, UNCOMPRESSED
 from scripts.advise.workload import Workload
 
 MOST = 3  # methods that are verified beside the best one without compression
 APART = 1.15  # times by which two measured steps differ if their order is compared with the predicted one
 WARMUP = 3
+ALONE = "work"  # in place of a method: forward and backward
 
 
 def chosen(rows: Sequence[Row], every: bool = False) -> list[Row]:
     """The fastest row without compression, and the fastest methods, in the order of their predicted steps.
 
-    With `every`, all the other rows follow.
+    With `every`, all the other rows follow. Gossip is left out: its messages from rank to rank need a transport of
+    their own.
     """
-    ordered = sorted(rows, key=lambda row: row.step)
+    ordered = sorted((row for row in rows if row.name not in GOSSIP), key=lambda row: row.step)
     plain = next(row for row in ordered if row.name in UNCOMPRESSED)
     best = [plain, *[row for row in ordered if row.name not in UNCOMPRESSED][:MOST]]
     return best + [row for row in ordered if row not in best] if every else best
@@ -43,24 +46,29 @@ def chosen(rows: Sequence[Row], every: bool = False) -> list[Row]:
 
 @dataclass
 class Runner:
-    """One method's model and optimizer."""
+    """A model, and one method's optimizer. None: forward and backward alone."""
 
     model: nn.Module
-    optimizer: Wrapper
     criterion: nn.Module
+    optimizer: Wrapper | None
 
-    def step(self, passes: Passes, device: torch.device) -> float:
+    def step(self, passes: Passes, transport: Transport, device: torch.device) -> float:
         """Takes a step and returns its seconds without the update of the parameters."""
-        barrier(self.optimizer.transport, "advise.verify")
-        updated = self.optimizer.meter.seconds["step"]
+        self.model.zero_grad() if self.optimizer is None else self.optimizer.zero_grad()
+        barrier(transport, "advise.verify")
+        updated = self._update
         start = perf_counter()
-        self.optimizer.zero_grad()
         for x, y in passes:
             (self.criterion(self.model(x), y) / len(passes)).backward()
-        self.optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return perf_counter() - start - (self.optimizer.meter.seconds["step"] - updated)
+        return perf_counter() - start - (self._update - updated)
+
+    @property
+    def _update(self) -> float:
+        return 0.0 if self.optimizer is None else self.optimizer.meter.seconds["step"]
 
 
 def verify(
@@ -71,7 +79,7 @@ def verify(
     device: torch.device,
     steps: int,
 ) -> dict[str, float]:
-    """Measured seconds of a step, by method. Collective.
+    """Measured seconds of a step, by method, and of forward and backward alone (`ALONE`). Collective.
 
     Args:
         rows: The methods.
@@ -81,22 +89,23 @@ def verify(
         device: Device of the model.
         steps: Measured steps of each method.
     """
-    runners = {}
     with config_errors():
+        runners = {ALONE: Runner(workload.model, workload.criterion, None)}
         for row in rows:
             tree = load_tree(row)
             model, settings = deepcopy(workload.model), tree.train
             inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
             optimizer = wrap_optimizer(inner, model, settings, transport)
             optimizer.begin_epoch(settings.num_epochs - 1)
-            runners[row.name] = Runner(model, optimizer, build(settings.criterion).to(device))
+            runners[row.name] = Runner(model, workload.criterion, optimizer)
         times: dict[str, list[float]] = {name: [] for name in runners}
         for step in range(WARMUP + steps):
             passes = workload.batches[step % len(workload.batches)]
             for name, runner in runners.items():
-                times[name].append(runner.step(passes, device))
+                times[name].append(runner.step(passes, transport, device))
     for runner in runners.values():
-        runner.optimizer.close()
+        if runner.optimizer is not None:
+            runner.optimizer.close()
     everyone = all_gather_object(transport, times, "advise.verify.times")
     return {
         name: median(max(repeat) for repeat in zip(*(of[name][WARMUP:] for of in everyone), strict=True))
@@ -104,11 +113,11 @@ def verify(
     }
 
 
-def format_verification(rows: Sequence[Row], measured: dict[str, float]) -> str:
+def format_verification(rows: Sequence[Row], work: Work, measured: dict[str, float]) -> str:
     """Predictions beside measurements, as text."""
-    lines = [f"{'method':<19} {'predicted':>11} {'measured':>11}"]
-    for row in rows:
-        lines.append(f"{row.name:<19} {1e3 * row.step:>8.1f} ms {1e3 * measured[row.name]:>8.1f} ms")
+    lines = [f"{'step':<19} {'predicted':>11} {'measured':>11}"]
+    for name, seconds in ((ALONE, work.seconds), *((row.name, row.step) for row in rows)):
+        lines.append(f"{name:<19} {1e3 * seconds:>8.1f} ms {1e3 * measured[name]:>8.1f} ms")
     right, apart, wrong = order(rows, measured)
     lines += [f"{slow} was measured slower than {fast}, and predicted faster" for fast, slow in wrong]
     lines.append(f"{right} of {apart} pairs measured more than {APART - 1:.0%} apart are predicted in this order")

@@ -26,6 +26,7 @@ class Workload:
 
     Attributes:
         model: The model, as built from the config.
+        criterion: The loss.
         inputs: Where the inputs came from, in words.
         forward: Seconds of a step before its last backward pass.
         backward: Seconds of that backward pass.
@@ -35,6 +36,7 @@ class Workload:
     """
 
     model: nn.Module
+    criterion: nn.Module
     inputs: str
     forward: float
     backward: float
@@ -120,7 +122,7 @@ def measure_workload(
         hook.remove()
     model.zero_grad()
     ready = {name: median(share.get(name, 1.0) for share in shares) for name, _ in named}
-    return Workload(model, inputs, median(forward), median(backward), ready, kept, gradients)
+    return Workload(model, criterion, inputs, median(forward), median(backward), ready, kept, gradients)
 
 
 def open_batches(

@@ -24,4 +24,18 @@ TOOLS: list[Fault] = [
         "optimizer.begin_epoch(0)",
         ["tests/test_advise.py::test_a_candidate_has_the_traffic_of_its_optimizer"],
     ),
+    Fault(
+        "exchanges-of-the-warm-up-are-timed",
+        "scripts/advise/candidates.py",
+        "timed = steps[WARMUP:]",
+        "timed = steps",
+        ["tests/test_advise.py::test_exchanges_of_the_warm_up_are_not_timed"],
+    ),
+    Fault(
+        "levels-of-the-network-exchanged",
+        "scripts/advise/collectives.py",
+        "inside, across = fits[0], fits[-1]",
+        "across, inside = fits[0], fits[-1]",
+        ["tests/test_advise.py::test_levels_are_measured_inside_machines_and_between_them"],
+    ),
 ]
