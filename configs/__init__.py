@@ -9,6 +9,7 @@ import torch
 from dgc.compression import DenseCompressor
 from dgc_training.config import Config, Key, configs
 from dgc_training.meters import TopKClassMeter
+from dgc_training.tasks.classification import Classification
 
 configs.seed = Key(int, 42, least=0)  # of weights, shuffling and sampling; the same on every rank
 configs.deterministic = Key(bool, False)  # True: deterministic kernels only, which may be slower
@@ -19,6 +20,9 @@ configs.data.num_workers = Key(int, 0, least=0)  # processes per rank that load 
 
 configs.dataset = Key(Config)  # a constructor of {split: torch.utils.data.Dataset}
 configs.model = Key(Config)  # a constructor of a torch.nn.Module
+
+# What a batch, a loss and an evaluation are; called by the trainer with dgc_training.tasks.protocol.Setup.
+configs.task = Key(Config, Config(Classification))
 
 configs.train = Config()
 configs.train.num_epochs = Key(int, least=1)
