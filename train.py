@@ -119,7 +119,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
             warmup_epochs=settings.warmup_lr_epochs,
             per_epoch=settings.schedule_lr_per_epoch,
         )
-        stepping = Stepping(optimizer, model, settings)
+        stepping = Stepping(optimizer, model, settings, device)
         sync = Synchronization(optimizer, settings)
         name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
@@ -179,7 +179,8 @@ def train(
                 mean, items = torch.zeros((), device=state.device), 0
                 with log.timer.phase("forward_backward"):
                     for batch in passes:
-                        loss = task.loss(model, batch)
+                        with stepping.autocast():
+                            loss = task.loss(model, batch)
                         part = loss.mean / len(passes)
                         part.backward()
                         mean += part.detach()

@@ -200,14 +200,19 @@ def test_warmup_then_cosine() -> None:
 
 # Simulated ranks share one random generator, so only a single one has dropout here.
 @pytest.mark.parametrize(
-    ("compression", "size", "dropout"),
-    [([], 1, 0.2), (["configs/dgc/wm5.py"], 2, 0.0), (["configs/powersgd/rank1.py"], 2, 0.0)],
+    ("compression", "size", "words"),
+    [
+        ([], 1, ["model.dropout=0.2"]),
+        ([], 1, ["train.precision=bf16"]),
+        (["configs/dgc/wm5.py"], 2, []),
+        (["configs/powersgd/rank1.py"], 2, []),
+    ],
 )
 def test_an_lstm_run_resumed_in_mid_epoch_ends_bit_identical(
-    compression: Any, size: int, dropout: float, wikitext: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compression: Any, size: int, words: Any, wikitext: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It resumes with the LSTM's state, in the middle of a row."""
-    stack, words = ["configs/wikitext/lstm.py", *compression], [f"model.dropout={dropout}"]
+    stack = ["configs/wikitext/lstm.py", *compression]
     run(wikitext, tmp_path / "whole", words, size, stack)
     stop, steps = train.is_due, 0
 
@@ -224,8 +229,10 @@ def test_an_lstm_run_resumed_in_mid_epoch_ends_bit_identical(
             run(wikitext, tmp_path / "cut", words, size, stack)
     saved = json.loads((tmp_path / "cut" / "checkpoints" / "latest.json").read_text())["checkpoint"]
     assert saved.startswith("e0001") and saved != "e0001"
+    precision = torch.bfloat16 if "train.precision=bf16" in words else torch.float32
     state = read_tensors(tmp_path / "cut" / "checkpoints" / saved / f"rank{size - 1}.pt")["task"]["state"]
     assert [part.shape for part in state] == [(2, 4, 16)] * 2 and bool(state[0].any())
+    assert state[0].dtype == precision
     run(wikitext, tmp_path / "cut", words, size, stack)
     for name in ("shared.pt", *(f"rank{rank}.pt" for rank in range(size))):
         whole, cut = (read_tensors(tmp_path / d / "checkpoints" / "e0002" / name) for d in ("whole", "cut"))
@@ -271,6 +278,7 @@ def test_a_run_resumes_on_another_number_of_ranks(wikitext: Path, tmp_path: Path
         ("task.context=0", "task.context is 0; it must be at least 1"),
         ("task.context=400", "too few for one step of 2 ranks x 4 rows"),
         ("train.clip_norm=0.0", "train.clip_norm is 0.0; it must be positive"),
+        ("train.precision=fp16", "train.precision is 'fp16'; it must be fp32 or bf16"),
         ("train.metric=perplexity/dev", "is not a result; there are: perplexity/val, loss/val"),
         ("dataset.root=/nowhere", "put the three files"),
     ],
