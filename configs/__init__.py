@@ -9,6 +9,7 @@ import torch
 from dgc.compression import DenseCompressor
 from dgc_training.config import Config, Key, configs
 from dgc_training.meters import TopKClassMeter
+from dgc_training.tasks.classification import Classification
 
 configs.seed = Key(int, 42, least=0)  # of weights, shuffling and sampling; the same on every rank
 configs.deterministic = Key(bool, False)  # True: deterministic kernels only, which may be slower
@@ -19,6 +20,9 @@ configs.data.num_workers = Key(int, 0, least=0)  # processes per rank that load 
 
 configs.dataset = Key(Config)  # a constructor of {split: torch.utils.data.Dataset}
 configs.model = Key(Config)  # a constructor of a torch.nn.Module
+
+# What a batch, a loss and an evaluation are; called by the trainer with dgc_training.tasks.protocol.Setup.
+configs.task = Key(Config, Config(Classification))
 
 configs.train = Config()
 configs.train.num_epochs = Key(int, least=1)
@@ -31,11 +35,15 @@ configs.train.compression = Key(Config, Config(DenseCompressor))
 # set by a file of configs/gossip: ranks average models with a few others
 configs.train.gossip = Key(Config | None)
 
+configs.train.precision = Key(str, "fp32")  # of the forward pass: "bf16" runs it under torch.autocast
 configs.train.criterion = Key(Config, Config(torch.nn.CrossEntropyLoss))
 # An experiment sets lr for one rank and one batch. The trainer multiplies it by the ranks and
 # num_batches_per_step.
 configs.train.optimizer = Key(Config, Config(torch.optim.SGD, momentum=0.9))
 configs.train.optimize_bn_separately = Key(bool, False)  # True: batch norm's parameters get no weight decay
+
+# largest L2 norm of the averaged gradient of all parameters together; None: no limit
+configs.train.clip_norm = Key(float | None)
 
 configs.train.scheduler = Key(Config | None)  # a constructor from torch.optim.lr_scheduler; None: constant
 configs.train.schedule_lr_per_epoch = Key(bool, True)  # False: the scheduler counts optimizer steps, not epochs

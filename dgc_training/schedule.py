@@ -14,12 +14,20 @@ Differences from the original DGC trainer:
 - A scheduler that starts below its base rate (LinearLR) keeps its starting rate.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, LRScheduler, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from dgc_training.config import ConfigError
 
@@ -38,6 +46,29 @@ def scale_learning_rate(optimizer: Optimizer, factor: float) -> None:
 def is_due(every: int | None, step: int) -> bool:
     """Whether a task of every `every` steps is due after `step` (0-based). None or 0: never."""
     return bool(every) and (step + 1) % cast(int, every) == 0
+
+
+def warmup_cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int, final: float = 0.1) -> LambdaLR:
+    """Linear warm-up, then a cosine to `final` times the rate, counted in optimizer steps.
+
+    Use it with train.schedule_lr_per_epoch=False and train.warmup_lr_epochs=0.
+
+    Raises:
+        ValueError: unless 0 <= warmup_steps < total_steps and 0 <= final <= 1.
+    """
+    if not 0 <= warmup_steps < total_steps:
+        limits = f"it must be from 0 to total_steps - 1, {total_steps - 1}"
+        raise ValueError(f"warmup_steps is {warmup_steps}; {limits}")
+    if not 0 <= final <= 1:
+        raise ValueError(f"final is {final}; it must be from 0 to 1")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)
 
 
 class Schedule:

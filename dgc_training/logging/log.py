@@ -2,7 +2,8 @@
 progress bar (`console`).
 
 Only rank 0 writes. Each rank adds up the loss, which is averaged over the ranks only every `log_every` steps, so
-no step waits for it. The x axis of every scalar is the number of samples seen by all ranks together.
+no step waits for it. The x axis of every scalar is the number of samples (or tokens: what the task
+counts) seen by all ranks together.
 
 A rank warns once if its error state grows without bound (`dgc_training.faults.error_growth`).
 
@@ -32,6 +33,7 @@ from dgc_training.logging.phase_timer import PhaseTimer
 from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.scalars import ScalarLog
 from dgc_training.synchronization import Synchronization
+from dgc_training.tasks.protocol import Loss
 
 
 class Log:
@@ -44,6 +46,7 @@ class Log:
         recorder: writes the CSV file of this rank; None: no file.
         tree: the complete config of the run.
         steps_per_epoch: optimizer steps in an epoch.
+        item: what rates count: "sample" or "token".
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Log:
         recorder: StepRecorder | None,
         tree: DictConfig,
         steps_per_epoch: int,
+        item: str = "sample",
     ) -> None:
         transport, progress, settings = state.transport, state.progress, tree.train
         self.directory, self.tree = directory, tree
@@ -61,7 +65,8 @@ class Log:
         self.progress = progress
         self.transport = transport
         self.steps_per_epoch = steps_per_epoch
-        self.console = Console(transport.rank, settings.num_epochs, steps_per_epoch, settings.metric)
+        self.item = item
+        self.console = Console(transport.rank, settings.num_epochs, steps_per_epoch, settings.metric, item)
         self.log_every = max(1, settings.log_every)
         self.trace = Trace(transport.rank) if settings.trace else None
         self.trace_file = directory / "trace" / f"rank{transport.rank}.json"
@@ -128,13 +133,13 @@ class Log:
         seconds = {f"time/{name}": value for name, value in {**self.timer.seconds, **meter.seconds}.items()}
         return {**counts, **seconds, "samples": float(self.progress.samples)}
 
-    def batch(self, outputs: Tensor, targets: Tensor) -> None:
+    def batch(self, loss: Loss) -> None:
         """Call after each forward pass."""
         if self.recorder is not None:
-            self.recorder.batch(outputs, targets)
+            self.recorder.batch(loss)
 
     def step(self, loss: Tensor, samples: int) -> None:
-        """Call after each training step. loss: scalar on the device. samples: of all ranks in this step."""
+        """Call after each training step. loss: scalar on the device. samples: items of all ranks in this step."""
         if self.recorder is not None:
             self.recorder.step(self.progress.epoch, self.progress.step, loss)
         progress, meter = self.progress, self.optimizer.meter
@@ -173,7 +178,7 @@ class Log:
             "compression/error_norm": error_norm,
             "bytes/wire": meter.wire_bytes,
             "bytes/dense_wire": meter.dense_wire_bytes,
-            "time/samples_per_second": rate,
+            f"time/{self.item}s_per_second": rate,
             "time/elapsed": progress.training_seconds,
         }
         self.scalars.add(self.loss_sum / self.steps, values, progress.samples, self.steps)
@@ -185,13 +190,14 @@ class Log:
         last = self.scalars.last
         if "train/loss" not in last:
             return ""
-        status = f"loss {last['train/loss']:.3f}, {last['time/samples_per_second']:.0f} samples/s"
+        items = f"{self.item}s"
+        status = f"loss {last['train/loss']:.3f}, {last[f'time/{items}_per_second']:.0f} {items}/s"
         if self.transport.size > 1:
             status += f", wire {human_bytes(last['bytes/wire_per_step'])}/step"
         return status
 
-    def end_epoch(self, results: Mapping[str, float]) -> None:
-        """Call after an epoch's evaluation, when `progress` already counts the epoch."""
+    def end_epoch(self, results: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Call after an epoch's evaluation, when `progress` already counts the epoch. texts: by tag."""
         progress = self.progress
         if self.steps:
             self._point()  # asynchronous ranks may end an epoch at any step
@@ -199,6 +205,7 @@ class Log:
             self.recorder.end_epoch(progress.epoch - 1, results)
         progress.seconds = self.seconds_before + time.perf_counter() - self.started
         self.scalars.write(results, progress.samples)
+        self.scalars.write_texts(texts, progress.samples)
         loss = self.scalars.end_epoch()
         best = progress.best_epoch == progress.epoch
         self.console.end_epoch(progress.epoch, {**self.scalars.last, "train/loss": loss}, best)

@@ -3,7 +3,7 @@
 The results of an evaluation have the names of their meters in the config: acc/test_top1 for acc/{}_top1.
 """
 
-X_AXIS = "Horizontal axis: training samples seen by all ranks together."
+X_AXIS = "Horizontal axis: training samples seen by all ranks together (tokens in language tasks)."
 TAGS = {
     "train/loss": "Training loss, mean over all ranks and over the steps since the last point (train.log_every).",
     "train/lr": "Learning rate of the first parameter group.",
@@ -24,6 +24,7 @@ TAGS = {
     "gossip/averagings": "Averagings that rank 0 has taken part in.",
     "gossip/consensus_distance": "L2 distance of rank 0's model to the mean of all ranks' models.",
     "time/samples_per_second": "Training samples per second of all ranks, without evaluation and checkpoints.",
+    "time/tokens_per_second": "Training tokens per second of all ranks, without evaluation and checkpoints.",
     "time/elapsed": "Seconds of training since the run's first start, without evaluation and checkpoints.",
     "time/data": "Seconds per step of rank 0: waiting for data.",
     "time/forward_backward": "Seconds per step of rank 0: forward and backward, with compression during backward.",

@@ -304,7 +304,7 @@ def test_the_tree_is_complete_and_read_only() -> None:
     tree = load([CNN])
     with pytest.raises(ReadonlyConfigError):
         tree.seed = 1
-    assert list(tree) == ["seed", "deterministic", "data", "dataset", "model", "train", "requires"]
+    assert list(tree) == ["seed", "deterministic", "data", "dataset", "model", "task", "train", "requires"]
 
 
 # Overrides
