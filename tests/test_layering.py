@@ -283,7 +283,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 # packages that import nothing outside the standard library but these
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "dgc": ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton"),
-    "dgc_datasets": ("torch", "torchvision", "numpy", "sklearn", "PIL"),
+    "dgc_datasets": ("torch", "torchvision", "numpy", "sklearn", "PIL", "sentencepiece", "num2words"),
     "dgc_models": ("torch", "torchvision", "numpy"),
 }
 NAME = re.compile(r"\w+(\.\w+)+")
