@@ -161,6 +161,13 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc_training.config": ("dgc_training.errors", "dgc_training.constructors"),
     "dgc_training": ("dgc.launch", "dgc.comm.__init__", "dgc_training.config"),
     "dgc_training.faults": ("dgc.launch", "dgc.comm", "dgc.comm.__init__", "dgc_training.config", "dgc_training"),
+    "dgc_training.tasks": (
+        "dgc.comm.__init__",
+        "dgc_datasets",
+        "dgc_models",
+        "dgc_training.config",
+        "dgc_training",
+    ),
     "dgc_training.startup": (
         "dgc.launch",
         "dgc.kernels.__init__",

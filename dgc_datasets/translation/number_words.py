@@ -42,7 +42,7 @@ class NumberWords(ParallelText):
         target: str = "en",
         train_numbers: int = 30_000,
         test_numbers: int = 2_000,
-        vocabulary_size: int = 160,
+        vocabulary_size: int = 128,
         max_length: int = 128,
         seed: int = 0,
     ) -> None:

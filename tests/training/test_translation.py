@@ -1,0 +1,158 @@
+"""Translation: the shares of the ranks, the evaluation over ranks, and short runs of train.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from sacrebleu.metrics.bleu import BLEU
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc_datasets.translation import PADDING, NumberWords, collate
+from dgc_models.decoding import greedy
+from dgc_models.transformer import Transformer
+from dgc_training.config import ConfigError
+from dgc_training.tasks.translation_batches import TranslationBatches, evaluation_batches
+from dgc_training.tasks.translation_evaluation import TranslationEvaluation, table
+from dgc_training.tasks.translation_quality import TranslationQuality
+
+CPU = torch.device("cpu")
+SIZES = {"train_numbers": 300, "test_numbers": 37, "vocabulary_size": 60}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> NumberWords:
+    return NumberWords(str(tmp_path_factory.mktemp("numbers")), **SIZES)  # type: ignore[arg-type]
+
+
+def batches(data: NumberWords, rank: int, size: int, passes: int = 1) -> TranslationBatches:
+    return TranslationBatches(data["train"], 200, passes, rank=rank, size=size, seed=7, device=CPU)
+
+
+@pytest.mark.parametrize(("size", "passes"), [(1, 1), (3, 1), (2, 3)])
+def test_each_pair_is_seen_once_up_to_the_last_batches(data: NumberWords, size: int, passes: int) -> None:
+    ranks = [batches(data, rank, size, passes) for rank in range(size)]
+    total, steps = len(ranks[0].batches), ranks[0].steps_per_epoch
+    assert steps == total // (size * passes)
+    left_out = []
+    for epoch in (0, 1):
+        seen: list[Any] = []
+        for own in ranks:
+            found = list(own.epoch(epoch))
+            assert [step for step, _ in found] == list(range(steps))
+            assert all(len(step) == passes for _, step in found)
+            targets = [row for _, step in found for _, target in step for row in target]
+            seen += [tuple(row[row != PADDING].tolist()) for row in targets]
+        assert len(seen) == len(set(seen)), "no pair twice"
+        chosen = ranks[0].order(epoch)[: steps * size * passes]
+        assert len(seen) == sum(map(len, chosen))
+        left_out.append({index for batch in ranks[0].order(epoch)[len(chosen) :] for index in batch})
+    assert left_out[0] != left_out[1] or total == len(chosen)
+
+
+def test_a_run_resumes_at_any_step(data: NumberWords) -> None:
+    own = batches(data, 1, 2)
+    whole = list(own.epoch(3))
+    for start in (0, 1, own.steps_per_epoch - 1):
+        rest = list(batches(data, 1, 2).epoch(3, start))
+        assert [step for step, _ in rest] == [step for step, _ in whole[start:]]
+        for (_, some), (_, same) in zip(rest, whole[start:], strict=True):
+            for batch, other in zip(some, same, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
+
+
+def test_a_rank_that_takes_more_steps_uses_another_order(data: NumberWords) -> None:
+    own = batches(data, 0, 2)
+    left = iter(range(2 * own.steps_per_epoch))
+    found = list(own.epoch(0, more_steps=lambda: next(left, None) is not None))
+    assert [step for step, _ in found] == list(range(2 * own.steps_per_epoch))
+    targets = [step[0][1] for _, step in found]
+    again = zip(targets[: own.steps_per_epoch], targets[own.steps_per_epoch :], strict=True)
+    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in again)
+
+
+def test_too_few_batches_are_refused(data: NumberWords) -> None:
+    with pytest.raises(ValueError, match="too few for one step of 50 ranks x 2 passes"):
+        batches(data, 0, 50, 2)
+
+
+def test_the_shares_of_an_evaluation(data: NumberWords) -> None:
+    for size in (1, 3, 40):
+        shares = [evaluation_batches(data["test"], 100, rank=rank, size=size) for rank in range(size)]
+        assert sorted(index for share in shares for batch in share for index in batch) == list(range(37))
+    assert [] in shares, "40 ranks, 37 pairs"
+
+
+# Evaluation
+
+
+def test_sums_over_ranks_give_the_bleu_of_all_sentences() -> None:
+    references = ["one hundred and two", "seven", "ninety-nine thousand, four", "eleven", "two hundred and six"]
+    translations = ["one hundred and two", "eleven", "ninety-five thousand, four", "", "two hundred and six"]
+    parts = [TranslationQuality() for _ in range(3)]
+    for rank, part in enumerate(parts[:2]):  # the third counts nothing
+        part.update(translations[rank::2], references[rank::2])
+    parts[0].set({key: sum(part.data()[key] for part in parts) for key in parts[0].data()})
+    results = parts[0].results()
+    assert results["exact_match"] == 40.0
+    for name, tokenizer in (("bleu", "13a"), ("char_bleu", "char")):
+        expected = BLEU(tokenize=tokenizer).corpus_score(translations, [references]).score
+        assert results[name] == pytest.approx(expected)
+    assert all(value != value for value in parts[2].results().values()), "NaN if nothing was counted"
+
+
+def model(data: NumberWords) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(len(data.vocabulary), width=16, heads=2, hidden=16, layers=1, padding=PADDING)
+
+
+def evaluate(data: NumberWords, size: int, **options: Any) -> tuple[dict[str, float], dict[str, str]]:
+    def run(transport: Any) -> Any:
+        evaluation = TranslationEvaluation(data, transport, CPU, max_tokens=80, **options)
+        own = model(data)
+        results = evaluation(own)
+        assert own.training and list(results) == evaluation.names
+        return results, evaluation.texts
+
+    found = LockstepWorld(size).run(run)
+    assert all(other == found[0] for other in found)
+    return found[0]
+
+
+def test_each_sentence_counts_once_over_uneven_shares(data: NumberWords) -> None:
+    results, texts = evaluate(data, 1)
+    own, references = model(data).eval(), data.texts("test")[1]
+    source, target = collate([data["test"][index] for index in range(37)])
+    longest = 2 * source.size(1) + 10
+    expected = data.vocabulary.decode(greedy(own, source, begin=2, end=3, max_length=longest))
+    exact = sum(a == b for a, b in zip(expected, references, strict=True)) / 37
+    assert results["translation/test_exact_match"] == pytest.approx(100 * exact)
+    loss = torch.nn.CrossEntropyLoss(ignore_index=PADDING)
+    with torch.no_grad():
+        nll = loss(own(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+    assert results["translation/test_nll"] == pytest.approx(float(nll), rel=1e-5)
+    for size in (2, 3, 40):
+        other, other_texts = evaluate(data, size)
+        assert other["translation/test_nll"] == pytest.approx(results["translation/test_nll"], rel=1e-6)
+        assert other.keys() == results.keys() and len(other_texts["translations/test"].splitlines()) == 2 + 8
+        rows = [text["translations/test"].splitlines() for text in (texts, other_texts)]
+        assert [row.split(" | ")[:2] for row in rows[0]] == [row.split(" | ")[:2] for row in rows[1]]
+
+
+def test_beam_search_is_used(data: NumberWords) -> None:
+    assert evaluate(data, 1, beams=3)[1] != evaluate(data, 1)[1]
+
+
+def test_ranks_with_other_vocabularies_are_refused(data: NumberWords) -> None:
+    def run(transport: Any) -> str:
+        mine = NumberWords.__new__(NumberWords)
+        mine.update(data)
+        mine.fingerprint = f"of rank {transport.rank}"
+        with pytest.raises(ConfigError, match="rank 1 has another vocabulary than rank 0"):
+            TranslationEvaluation(mine, transport, CPU, max_tokens=80)
+        return "refused"
+
+    assert LockstepWorld(2).run(run) == ["refused"] * 2
+
+
+def test_cells_of_a_table_may_have_bars() -> None:
+    assert table([("a|b", "c", "d")]).splitlines()[-1] == "| a\\|b | c | d |"
