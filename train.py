@@ -30,13 +30,10 @@ from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.checkpoint.state import RunState
 from dgc_training.config import ConfigError, load, to_yaml
-from dgc_training.data import TrainBatches
-from dgc_training.evaluation import Evaluation
 from dgc_training.faults.failure import UsageError, end_process, ending_all_ranks
 from dgc_training.faults.interruption import EXIT_SAVED
 from dgc_training.faults.replicas import check_replicas
 from dgc_training.faults.watchdog import WatchedTransport, watching
-from dgc_training.labels import LabelCheck
 from dgc_training.launcher import launched_rank, may_restart, print_error
 from dgc_training.logging.log import Log
 from dgc_training.logging.rank_csv.recorder import StepRecorder
@@ -51,6 +48,7 @@ from dgc_training.startup.run_directory import check_run_directory, open_run_dir
 from dgc_training.startup.run_name import run_name, warn_of_other_run
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
 from dgc_training.synchronization import Synchronization
+from dgc_training.tasks.protocol import Batches, Evaluation, Task
 
 
 def main(
@@ -110,16 +108,8 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
         broadcast_parameters(model.state_dict(), root=0, transport=transport)
         seed_everything(tree.seed + rank)
         criterion = build(settings.criterion).to(device)
-        batches = TrainBatches(
-            dataset["train"],
-            settings.batch_size,
-            settings.num_batches_per_step,
-            rank=rank,
-            size=size,
-            seed=tree.seed,
-            device=device,
-            num_workers=tree.data.num_workers,
-        )
+        task: Task = build(tree.task)
+        batches = task.batches(dataset, tree, transport, device)
         inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
         optimizer = wrap_optimizer(inner, model, settings, transport)
         scale_learning_rate(optimizer, settings.num_batches_per_step * size)
@@ -131,7 +121,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
             warmup_epochs=settings.warmup_lr_epochs,
             per_epoch=settings.schedule_lr_per_epoch,
         )
-        evaluation = Evaluation(dataset, settings, transport, device, tree.data.num_workers)
+        evaluation = task.evaluation(dataset, tree, transport, device)
         sync = Synchronization(optimizer, settings)
         name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
@@ -156,7 +146,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
             checkpoint = checkpoint_name(progress.epoch, progress.step)
             checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
 
-        train(settings, state, sync, batches, criterion, evaluation, log, save)
+        train(settings, state, sync, task, batches, criterion, evaluation, log, save)
         log.close()
         optimizer.close()
         if sync.stop_signal is not None and progress.epoch < settings.num_epochs:
@@ -172,7 +162,8 @@ def train(
     settings: DictConfig,
     state: RunState,
     sync: Synchronization,
-    batches: TrainBatches,
+    task: Task,
+    batches: Batches,
     criterion: nn.Module,
     evaluation: Evaluation,
     log: Log,
@@ -180,7 +171,6 @@ def train(
 ) -> None:
     """The training loop. It ends after `num_epochs` epochs, or after a signal, when it has saved a checkpoint."""
     model, optimizer, schedule, progress = state.model, state.optimizer, state.schedule, state.progress
-    check_labels = LabelCheck(criterion)
     model.train()
     with sync:
         while progress.epoch < settings.num_epochs and sync.stop_signal is None:
@@ -191,15 +181,14 @@ def train(
                 optimizer.zero_grad()
                 loss = torch.zeros((), device=state.device)
                 with log.timer.phase("forward_backward"):
-                    for inputs, targets in passes:
-                        outputs = model(inputs)
-                        check_labels(outputs, targets)
-                        part = criterion(outputs, targets) / len(passes)
+                    for batch in passes:
+                        done = task.forward(model, criterion, batch)
+                        part = done.loss / len(passes)
                         part.backward()
                         loss += part.detach()
-                        log.batch(outputs, targets)
+                        log.batch(done.outputs, done.targets)
                 optimizer.step()
-                log.step(loss, samples=sync.size * sum(targets.size(0) for _, targets in passes))
+                log.step(loss, **task.counts(passes, sync.size))
                 if is_due(settings.check_replicas_every, step):
                     check_replicas(model, state.transport)
                 sync.end_step()
@@ -213,7 +202,7 @@ def train(
             with sync.averaged_model():
                 results = evaluation(model)
             best = progress.add_results(results, settings.metric)
-            log.end_epoch(results)
+            log.end_epoch(results, evaluation.texts)
             save(best)
             log.resume_timing()
             sync.check_signals()

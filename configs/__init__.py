@@ -9,6 +9,7 @@ import torch
 from dgc.compression import DenseCompressor
 from dgc_training.config import Config, Key, configs
 from dgc_training.meters import TopKClassMeter
+from dgc_training.tasks.classification import Classification
 
 configs.seed = Key(int, 42, least=0)  # of weights, shuffling and sampling; the same on every rank
 configs.deterministic = Key(bool, False)  # True: deterministic kernels only, which may be slower
@@ -20,9 +21,12 @@ configs.data.num_workers = Key(int, 0, least=0)  # processes per rank that load 
 configs.dataset = Key(Config)  # a constructor of {split: torch.utils.data.Dataset}
 configs.model = Key(Config)  # a constructor of a torch.nn.Module
 
+# what a batch, its loss and an evaluation are; a class of dgc_training/tasks
+configs.task = Key(Config, Config(Classification))
+
 configs.train = Config()
 configs.train.num_epochs = Key(int, least=1)
-configs.train.batch_size = Key(int, least=1)  # samples per rank and backward pass
+configs.train.batch_size = Key(int, least=1)  # samples (of translation: tokens) per rank and backward pass
 configs.train.num_batches_per_step = Key(int, 1, least=1)  # backward passes per optimizer step
 
 configs.train.dgc = Key(bool, False)  # True if a file of configs/dgc is stacked

@@ -129,6 +129,7 @@ class Evaluation:
             for split in dataset
             if split != "train"
         }
+        self.texts: dict[str, str] = {}
         self.names = [name for split in self.loaders for name in self.make_meters(split)]
         if settings.metric is not None and settings.metric not in self.names:
             raise ConfigError(

@@ -13,12 +13,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 from omegaconf import DictConfig
 
 from dgc.optim import Wrapper
-from dgc_training.data import Passes, TrainBatches
 from dgc_training.faults.interruption import Interruption
+from dgc_training.tasks.protocol import Batches
 
 
 class Synchronization:
@@ -50,7 +51,7 @@ class Synchronization:
     ) -> None:
         self.interruption.__exit__(kind, error, trace)
 
-    def steps(self, batches: TrainBatches, epoch: int, start: int) -> Iterator[tuple[int, Passes]]:
+    def steps(self, batches: Batches, epoch: int, start: int) -> Iterator[tuple[int, list[Any]]]:
         """Yields (step, passes) of an epoch from step `start`, until it ends or a signal stops the run."""
         total = self.size * batches.steps_per_epoch * (epoch + 1)
         more_steps = self.optimizer.more_steps(total)

@@ -179,7 +179,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.faults",
     ),
     "dgc_training.checkpoint": ("dgc.comm.__init__", "dgc.optim.__init__", "dgc_training", "dgc_training.faults"),
-    "dgc_training.synchronization": ("dgc.optim.__init__", "dgc_training", "dgc_training.faults"),
+    "dgc_training.synchronization": ("dgc.optim.__init__", "dgc_training.faults", "dgc_training.tasks"),
     "dgc_training.logging.phase_timer": ("dgc.comm",),
     "dgc_training.logging.rank_csv": (
         "dgc_training",
@@ -210,6 +210,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.faults",
         "dgc_training.startup",
         "dgc_training.checkpoint",
+        "dgc_training.tasks",
         "dgc_training.synchronization",
         "dgc_training.logging.rank_csv",
         "dgc_training.logging",
@@ -225,6 +226,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_models",
         "dgc_training.config",
         "dgc_training",
+        "dgc_training.tasks",
     ),
     "scripts": ("dgc_training.errors", "dgc_training.logging"),
     "benchmarks": (

@@ -35,6 +35,7 @@ class SentencePairs(Dataset[tuple[Tensor, Tensor]]):
 
     Attributes:
         lengths: int64 [pairs], tokens of the longer sentence of each pair, with one of BEGIN and END.
+        target_tokens: int64 [pairs], tokens of each target with its END.
         pairs_left_out: training pairs with an empty or too long sentence, which are not items.
     """
 
@@ -43,6 +44,7 @@ class SentencePairs(Dataset[tuple[Tensor, Tensor]]):
         self.target = target
         self.chosen = chosen
         self.lengths = np.maximum(source.lengths(), target.lengths())[chosen] + 1
+        self.target_tokens = target.lengths()[chosen] + 1
         self.pairs_left_out = len(source) - len(chosen)
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dgc_training.logging.formatting import human_bytes
+from dgc_training.logging.formatting import human_bytes, throughput
 from dgc_training.logging.terminal import columns, terminal_of, wants_colour
 
 SECONDS_PER_LINE = 20.0  # within an epoch, without a terminal
@@ -87,7 +87,8 @@ class Console:
             if values.get("bytes/dense_wire_per_step"):
                 cells["wire/step"] = human_bytes(values["bytes/wire_per_step"])
                 cells["wire/dense"] = f"{100 * values['bytes/wire_over_dense']:.3g}%"
-            cells["samples/s"] = f"{values['time/samples_per_second']:.0f}"
+            unit, rate = throughput(values)
+            cells[unit] = rate
         min_widths = {"epoch": len(f"{self.num_epochs}/{self.num_epochs}"), "loss": 6, "lr": 7}
         widths = {name: max(len(name), min_widths.get(name, 0)) for name in cells}
         if self.header != widths:

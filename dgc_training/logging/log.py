@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from dgc_training.config import to_yaml
 from dgc_training.faults.error_growth import ErrorGrowthMonitor
 from dgc_training.logging.changed_settings import changed_settings
 from dgc_training.logging.console import Console
-from dgc_training.logging.formatting import human_bytes, plural
+from dgc_training.logging.formatting import human_bytes, plural, throughput
 from dgc_training.logging.phase_timer import PhaseTimer
 from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.scalars import ScalarLog
 from dgc_training.synchronization import Synchronization
+
+NO_TEXTS: Mapping[str, str] = MappingProxyType({})
 
 
 class Log:
@@ -70,6 +73,7 @@ class Log:
         self.dense_explained = False
         self.loss_sum = torch.zeros((), device=state.device)
         self.steps = 0  # since the last point
+        self.tokens = 0  # since this process began; 0 in tasks without tokens
         self.error_growth = ErrorGrowthMonitor()
         lag = None if sync.max_step_lag is None else -(-sync.max_step_lag // self.log_every)
         self.scalars = ScalarLog(directory, transport, progress.samples, lag)
@@ -126,20 +130,21 @@ class Log:
             "bytes/dense_wire_per_step": meter.dense_wire_bytes,
         }
         seconds = {f"time/{name}": value for name, value in {**self.timer.seconds, **meter.seconds}.items()}
-        return {**counts, **seconds, "samples": float(self.progress.samples)}
+        return {**counts, **seconds, "samples": float(self.progress.samples), "tokens": self.tokens}
 
     def batch(self, outputs: Tensor, targets: Tensor) -> None:
         """Call after each forward pass."""
         if self.recorder is not None:
             self.recorder.batch(outputs, targets)
 
-    def step(self, loss: Tensor, samples: int) -> None:
-        """Call after each training step. loss: scalar on the device. samples: of all ranks in this step."""
+    def step(self, loss: Tensor, samples: int, tokens: int = 0) -> None:
+        """Call after each training step. loss: scalar on the device. samples, tokens: of all ranks."""
         if self.recorder is not None:
             self.recorder.step(self.progress.epoch, self.progress.step, loss)
         progress, meter = self.progress, self.optimizer.meter
         progress.step += 1
         progress.samples += samples
+        self.tokens += tokens
         progress.seconds = self.seconds_before + time.perf_counter() - self.started
         for name in BYTES:
             setattr(progress, name, getattr(meter, name))
@@ -160,7 +165,8 @@ class Log:
         now, snapshot = time.perf_counter(), self._snapshot()
         progress.training_seconds += now - self.last_time
         increments = {name: value - self.last.get(name, 0.0) for name, value in snapshot.items()}
-        rate = increments.pop("samples") / max(now - self.last_time, 1e-9)
+        seconds = max(now - self.last_time, 1e-9)
+        samples, tokens = (increments.pop(name) / seconds for name in ("samples", "tokens"))
         values = {name: value / self.steps for name, value in increments.items()}
         if dense := values["bytes/dense_wire_per_step"]:
             values["bytes/wire_over_dense"] = values["bytes/wire_per_step"] / dense
@@ -173,9 +179,11 @@ class Log:
             "compression/error_norm": error_norm,
             "bytes/wire": meter.wire_bytes,
             "bytes/dense_wire": meter.dense_wire_bytes,
-            "time/samples_per_second": rate,
+            "time/samples_per_second": samples,
             "time/elapsed": progress.training_seconds,
         }
+        if tokens:
+            values["time/tokens_per_second"] = tokens
         self.scalars.add(self.loss_sum / self.steps, values, progress.samples, self.steps)
         self.loss_sum.zero_()
         self.steps, self.last, self.last_time = 0, snapshot, now
@@ -185,13 +193,13 @@ class Log:
         last = self.scalars.last
         if "train/loss" not in last:
             return ""
-        status = f"loss {last['train/loss']:.3f}, {last['time/samples_per_second']:.0f} samples/s"
+        status = f"loss {last['train/loss']:.3f}, {throughput(last)[1]} {throughput(last)[0]}"
         if self.transport.size > 1:
             status += f", wire {human_bytes(last['bytes/wire_per_step'])}/step"
         return status
 
-    def end_epoch(self, results: Mapping[str, float]) -> None:
-        """Call after an epoch's evaluation, when `progress` already counts the epoch."""
+    def end_epoch(self, results: Mapping[str, float], texts: Mapping[str, str] = NO_TEXTS) -> None:
+        """Call after an epoch's evaluation, when `progress` already counts the epoch. texts: Markdown by tag."""
         progress = self.progress
         if self.steps:
             self._point()  # asynchronous ranks may end an epoch at any step
@@ -199,6 +207,7 @@ class Log:
             self.recorder.end_epoch(progress.epoch - 1, results)
         progress.seconds = self.seconds_before + time.perf_counter() - self.started
         self.scalars.write(results, progress.samples)
+        self.scalars.write_texts(texts, progress.samples)
         loss = self.scalars.end_epoch()
         best = progress.best_epoch == progress.epoch
         self.console.end_epoch(progress.epoch, {**self.scalars.last, "train/loss": loss}, best)

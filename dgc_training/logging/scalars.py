@@ -120,6 +120,12 @@ class ScalarLog:
                 metadata.plugin_data.plugin_name, metadata.summary_description = "scalars", describe(tag)
             self.writer.file_writer.add_summary(summary, samples)
 
+    def write_texts(self, texts: Mapping[str, str], samples: int) -> None:
+        """Writes Markdown texts by tag. samples: position on the x axis."""
+        if self.writer is not None:
+            for tag, text in texts.items():
+                self.writer.add_text(tag, text, samples)
+
     def end_epoch(self) -> float:
         """The epoch's mean loss; NaN if the epoch had no step, as in a run resumed after the epoch's last step."""
         self._write_points(0)

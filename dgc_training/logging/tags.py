@@ -38,9 +38,12 @@ LAYOUT = {
     "bytes": {"wire and dense, per step": ["Multiline", ["bytes/wire_per_step", "bytes/dense_wire_per_step"]]},
     "time": {"seconds per step": ["Multiline", ["time/(data|forward_backward|compress|launch|wait|decode|step)"]]},
 }
+# Scalars that only some tasks have.
+OF_TASKS = {"time/tokens_per_second": "Target tokens per second of all ranks, without evaluation and checkpoints."}
 
 
 def describe(tag: str) -> str:
     """The description that TensorBoard shows for a tag."""
-    meaning = TAGS.get(tag, "Result of the evaluation after an epoch, by the meter of this name (train.meters).")
+    result = "Result of the evaluation after an epoch, by the meter of this name (train.meters) or of the task."
+    meaning = (TAGS | OF_TASKS).get(tag, result)
     return f"{meaning} {X_AXIS}"

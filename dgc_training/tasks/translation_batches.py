@@ -12,6 +12,7 @@ Evaluation: the pairs are sorted by length, and rank r takes [r::size] of them, 
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +25,14 @@ from dgc_training.random_state import derive_seed
 # number of epochs of any run.
 EXTRA_EPOCHS = 1_000_000
 
-# (source, target) of one backward pass, each int64 [pairs, tokens]
-Batch = tuple[Tensor, Tensor]
+
+class Batch(NamedTuple):
+    """One backward pass: source and target int64 [pairs, tokens]; pairs and target tokens of all ranks."""
+
+    source: Tensor
+    target: Tensor
+    samples: int
+    tokens: int
 
 
 class TranslationBatches:
@@ -91,14 +98,19 @@ class TranslationBatches:
             if step == start or position == 0:
                 order = self.order(epoch + repetition * EXTRA_EPOCHS)
             first = position * per_step
-            own = order[first + self.rank : first + per_step : self.size]
-            yield step, [to_device(collate([self.pairs[index] for index in batch]), self.device) for batch in own]
+            starts = range(first, first + per_step, self.size)
+            yield step, [self._batch(order[start : start + self.size]) for start in starts]
             step += 1
 
+    def _batch(self, of_all_ranks: list[list[int]]) -> Batch:
+        source, target = gather(self.pairs, of_all_ranks[self.rank], self.device)
+        chosen = [index for batch in of_all_ranks for index in batch]
+        return Batch(source, target, len(chosen), int(self.pairs.target_tokens[chosen].sum()))
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Moves a batch to `device`."""
-    source, target = batch
+
+def gather(pairs: SentencePairs, indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(source, target) of some pairs on `device`, padded."""
+    source, target = collate([pairs[index] for index in indices])
     return source.to(device), target.to(device)
 
 

@@ -11,15 +11,15 @@ Results of a split, for example test:
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dgc.comm import Transport, all_gather_object, all_reduce
-from dgc_datasets.translation import BEGIN, END, PADDING, ParallelText, collate
+from dgc_datasets.translation import BEGIN, END, PADDING, ParallelText
 from dgc_models.decoding import beam_search, greedy
 from dgc_models.transformer import Transformer
 from dgc_training.config import ConfigError
-from dgc_training.tasks.translation_batches import Batch, evaluation_batches, to_device
+from dgc_training.tasks.translation_batches import evaluation_batches, gather
 from dgc_training.tasks.translation_quality import TranslationQuality
 
 RESULTS = ("exact_match", "bleu", "char_bleu", "nll")
@@ -84,10 +84,10 @@ class TranslationEvaluation:
         sums = {"nll": 0.0, "tokens": 0.0}
         rank, size = self.transport.rank, self.transport.size
         for indices in evaluation_batches(pairs, self.max_tokens, rank=rank, size=size):
-            batch = to_device(collate([pairs[index] for index in indices]), self.device)
-            translations = self.dataset.vocabulary.decode(self._translate(model, batch))
+            source, target = gather(pairs, indices, self.device)
+            translations = self.dataset.vocabulary.decode(self._translate(model, source))
             quality.update(translations, [references[index] for index in indices])
-            nll, tokens = negative_log_likelihood(model, batch)
+            nll, tokens = negative_log_likelihood(model, source, target)
             sums["nll"] += nll
             sums["tokens"] += tokens
             samples |= {i: text for i, text in zip(indices, translations, strict=True) if i < self.num_samples}
@@ -104,8 +104,7 @@ class TranslationEvaluation:
         )
         return {**quality.results(), "nll": total["nll"] / max(1, total["tokens"])}
 
-    def _translate(self, model: Transformer, batch: Batch) -> list[list[int]]:
-        source = batch[0]
+    def _translate(self, model: Transformer, source: Tensor) -> list[list[int]]:
         # Twice as long as the source is enough for any pair of languages, and 10 more for short sentences.
         longest = min(2 * source.size(1) + 10, model.max_length)
         if self.beams == 1:
@@ -121,9 +120,8 @@ class TranslationEvaluation:
         )
 
 
-def negative_log_likelihood(model: Transformer, batch: Batch) -> tuple[float, int]:
+def negative_log_likelihood(model: Transformer, source: Tensor, target: Tensor) -> tuple[float, int]:
     """(sum over the references' tokens of -log p, number of these tokens)."""
-    source, target = batch
     logits = model(source, target[:, :-1]).float()
     labels = target[:, 1:]
     nll = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PADDING, reduction="sum")

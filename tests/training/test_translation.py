@@ -40,11 +40,13 @@ def test_each_pair_is_seen_once_up_to_the_last_batches(data: NumberWords, size: 
             found = list(own.epoch(epoch))
             assert [step for step, _ in found] == list(range(steps))
             assert all(len(step) == passes for _, step in found)
-            targets = [row for _, step in found for _, target in step for row in target]
+            targets = [row for _, step in found for batch in step for row in batch.target]
             seen += [tuple(row[row != PADDING].tolist()) for row in targets]
         assert len(seen) == len(set(seen)), "no pair twice"
         chosen = ranks[0].order(epoch)[: steps * size * passes]
-        assert len(seen) == sum(map(len, chosen))
+        assert len(seen) == sum(map(len, chosen)) == sum(batch.samples for _, step in found for batch in step)
+        tokens = sum(len(target) - 1 for target in seen)  # without BEGIN, which is not predicted
+        assert tokens == sum(batch.tokens for _, step in found for batch in step)
         left_out.append({index for batch in ranks[0].order(epoch)[len(chosen) :] for index in batch})
     assert left_out[0] != left_out[1] or total == len(chosen)
 
@@ -57,7 +59,8 @@ def test_a_run_resumes_at_any_step(data: NumberWords) -> None:
         assert [step for step, _ in rest] == [step for step, _ in whole[start:]]
         for (_, some), (_, same) in zip(rest, whole[start:], strict=True):
             for batch, other in zip(some, same, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
+                assert torch.equal(batch.source, other.source) and torch.equal(batch.target, other.target)
+                assert batch[2:] == other[2:]
 
 
 def test_a_rank_that_takes_more_steps_uses_another_order(data: NumberWords) -> None:
@@ -65,7 +68,7 @@ def test_a_rank_that_takes_more_steps_uses_another_order(data: NumberWords) -> N
     left = iter(range(2 * own.steps_per_epoch))
     found = list(own.epoch(0, more_steps=lambda: next(left, None) is not None))
     assert [step for step, _ in found] == list(range(2 * own.steps_per_epoch))
-    targets = [step[0][1] for _, step in found]
+    targets = [step[0].target for _, step in found]
     again = zip(targets[: own.steps_per_epoch], targets[own.steps_per_epoch :], strict=True)
     assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in again)
 
