@@ -56,6 +56,11 @@ class Translation:
         if tree.data.num_workers:
             raise ValueError("data.num_workers must be 0: translation's batches are made by the ranks themselves")
         text = _parallel_text(dataset)
+        if tree.train.batch_size < (longest := int(text["train"].lengths.max())):
+            raise ValueError(
+                f"train.batch_size is {tree.train.batch_size} tokens, fewer than the {longest} of one sentence; "
+                "raise it, or lower dataset.max_length"
+            )
         self._vocabulary = len(text.vocabulary)
         return TranslationBatches(
             text["train"],

@@ -1,16 +1,25 @@
 """Translation: the shares of the ranks, the evaluation over ranks, and short runs of train.py."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sacrebleu.metrics.bleu import BLEU
+from states import assert_equal
 
+import train
 from dgc.comm.lockstep import LockstepWorld
+from dgc_datasets import Digits
 from dgc_datasets.translation import PADDING, NumberWords, collate
 from dgc_models.decoding import greedy
 from dgc_models.transformer import Transformer
-from dgc_training.config import ConfigError
+from dgc_training.checkpoint.reading import read_tensors
+from dgc_training.config import ConfigError, load
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.tasks.translation import Translation
 from dgc_training.tasks.translation_batches import TranslationBatches, evaluation_batches
 from dgc_training.tasks.translation_evaluation import TranslationEvaluation, table
 from dgc_training.tasks.translation_quality import TranslationQuality
@@ -133,7 +142,7 @@ def test_each_sentence_counts_once_over_uneven_shares(data: NumberWords) -> None
     with torch.no_grad():
         nll = loss(own(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
     assert results["translation/test_nll"] == pytest.approx(float(nll), rel=1e-5)
-    for size in (2, 3, 40):
+    for size in (2, 3):
         other, other_texts = evaluate(data, size)
         assert other["translation/test_nll"] == pytest.approx(results["translation/test_nll"], rel=1e-6)
         assert other.keys() == results.keys() and len(other_texts["translations/test"].splitlines()) == 2 + 8
@@ -159,3 +168,83 @@ def test_ranks_with_other_vocabularies_are_refused(data: NumberWords) -> None:
 
 def test_cells_of_a_table_may_have_bars() -> None:
     assert table([("a|b", "c", "d")]).splitlines()[-1] == "| a\\|b | c | d |"
+
+
+# Runs of train.py
+
+TINY = ["configs/numwords/tiny.py"]
+
+
+def run(directory: Path, words: list[str], size: int = 1, files: list[str] = TINY) -> None:
+    words = [f"--configs.{word}" for word in words]
+    options = ["--devices", "cpu", "--run-dir", str(directory)]
+    args, overrides = parse_arguments(["--configs", *files, *options, *words])
+    tree = load(args.configs, [*overrides, "--configs.data.num_threads_per_worker=1"])
+    LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    root = f"dataset.root={tmp_path / 'numbers'}"
+    words = [root, "dataset.train_numbers=4000", "dataset.test_numbers=51", "train.num_epochs=2"]
+    run(tmp_path / "run", [*words, "train.batch_size=256", "train.optimizer.lr=0.0025"], size=2)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best"]["translation/test_exact_match"] > 70 and summary["best"]["translation/test_bleu"] > 90
+    assert 7000 < summary["samples"] <= 8000, "each pair once per epoch, up to the last batches"
+    assert "tokens/s" in capsys.readouterr().out
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert {"translation/test_nll", "time/tokens_per_second"} <= set(events.Tags()["scalars"])
+    texts = [event.tensor_proto.string_val[0] for event in events.Tensors("translations/test/text_summary")]
+    assert len(texts) == 2 and all(b"| source | reference | translation |" in text for text in texts)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("files", [TINY, [*TINY, "configs/numwords/sgd.py", "configs/dgc/wm0.py"]])
+def test_a_run_resumed_in_mid_epoch_ends_bit_identical(tmp_path: Path, files: list[str]) -> None:
+    """With dropout, of which every step draws other random numbers, and two passes per step."""
+    words = [f"dataset.root={tmp_path / 'numbers'}", "dataset.train_numbers=400", "dataset.test_numbers=5"]
+    words += ["model.dropout=0.2", "train.batch_size=400", "train.num_batches_per_step=2"]
+    words += ["train.num_epochs=2", "train.checkpoint_every=3"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, words, files=files)
+    for start in ("e0001s00003", "e0001"):
+        shutil.copytree(whole, parts)
+        shutil.rmtree(parts / "checkpoints" / "e0002")
+        (parts / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": start}))
+        torch.manual_seed(12345)
+        run(parts, words, files=files)
+        for file in ("shared.pt", "rank0.pt"):
+            assert_equal(*(read_tensors(side / "checkpoints" / "e0002" / file) for side in (whole, parts)))
+        shutil.rmtree(parts)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["train.metric=translation/test_nll"], "train.metric is 'translation/test_nll'; it must be one of"),
+    (["train.metric=acc/test_top1"], "it must be one of translation/test_exact_match"),
+    (["data.num_workers=2"], "data.num_workers must be 0"),
+    (["task.beams=0"], "task.beams is 0"),
+    (["model.vocabulary=50"], "the model has 50 tokens .* set model.vocabulary to dataset.vocabulary_size"),
+    (["train.criterion.ignore_index=-100"], "ignore_index must be 0"),
+    (["train.batch_size=10"], "train.batch_size is 10 tokens, fewer than the"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    sizes = ["dataset.train_numbers=400", "dataset.test_numbers=5"]
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "run", [f"dataset.root={tmp_path / 'numbers'}", *sizes, *words])
+
+
+def test_other_data_is_refused() -> None:
+    tree, task = load(TINY), Translation()
+    with pytest.raises(ValueError, match="task is Translation, but dataset is a Digits"):
+        task.batches(Digits(), tree, LockstepWorld(1).transports[0], CPU)
+
+
+def test_the_settings_of_wmt16() -> None:
+    for files, passes in ((["big"], 1), (["base", "tokens400k"], 16)):
+        settings = load([f"configs/wmt16/{name}" for name in files]).train
+        assert (settings.num_batches_per_step, settings.batch_size) == (passes, 3500)
+        assert settings.optimizer.lr * 8 * passes == pytest.approx(5e-4)
+        assert (list(settings.optimizer.betas), settings.criterion.label_smoothing) == ([0.9, 0.98], 0.1)
+        assert (settings.scheduler.warmup_steps, settings.schedule_lr_per_epoch) == (4000, False)
