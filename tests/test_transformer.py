@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dgc_models.decoding import beam_search, greedy
 from dgc_models.transformer import Transformer, sinusoids, transformer_base, transformer_big
+from dgc_models.transformer_layers import DecoderState
 
 BEGIN, END = 2, 3
 
@@ -128,6 +129,35 @@ def test_more_beams_find_no_worse_targets() -> None:
         found = beam_search(model, source, beams=beams, **options)
         sums.append(sum(log_probability(model, s, (*f, END)) for s, f in zip(source, found, strict=True)))
     assert sums[0] <= sums[-1] and sums[1] <= sums[-1] + 1e-4 and sums[2] <= sums[-1] + 1e-4
+
+
+class ByLength:
+    """Stands in for a model: fixed probabilities of (1, END) at each length, whatever the tokens are."""
+
+    padding = 0
+
+    def __init__(self, *probabilities: tuple[float, float]) -> None:
+        self.probabilities = probabilities
+
+    def encode(self, source: Tensor) -> Any:
+        self.length = 0
+        return DecoderState([], source)
+
+    def next_logits(self, tokens: Tensor, state: Any) -> Tensor:
+        logits = torch.full((len(tokens), 1, 4), -torch.inf)
+        logits[:, 0, [1, END]] = torch.tensor(self.probabilities[self.length]).log()
+        self.length += 1
+        return logits
+
+
+def test_the_search_goes_on_while_a_longer_target_may_be_better() -> None:
+    """The target that ends at once has the probability 0.6; the one of two tokens 0.4, with a larger score."""
+    model: Any = ByLength((0.4, 0.6), (0.0, 1.0))
+    options: Any = {"begin": BEGIN, "end": END, "max_length": 2, "beams": 1}
+    source = torch.tensor([[5]])
+    assert beam_search(model, source, length_penalty=0.6, **options) == [[]]
+    assert beam_search(model, source, length_penalty=5.0, **options) == [[1]]
+    assert math.log(0.4) / (7 / 6) ** 5 > math.log(0.6) > math.log(0.4) / (7 / 6) ** 0.6
 
 
 def test_greedy_takes_the_most_probable_token_each_time() -> None:

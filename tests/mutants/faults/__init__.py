@@ -13,6 +13,7 @@ from .native import NATIVE
 from .optim import OPTIM
 from .selection import SELECTION
 from .training import TRAINING
+from .translation import TRANSLATION
 from .wire import WIRE
 
 FAULTS: tuple[Fault, ...] = (
@@ -29,5 +30,6 @@ FAULTS: tuple[Fault, ...] = (
     *DDP,
     *TRAINING,
     *DATA,
+    *TRANSLATION,
 )
 assert len({fault.name for fault in FAULTS}) == len(FAULTS), "names are unique"
