@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
 
 from dgc.comm import Transport
 from dgc.comm.connect import choose_transport, connect
@@ -48,7 +47,7 @@ from dgc_training.startup.run_directory import check_run_directory, open_run_dir
 from dgc_training.startup.run_name import run_name, warn_of_other_run
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
 from dgc_training.synchronization import Synchronization
-from dgc_training.tasks.protocol import Batches, Evaluation, Task
+from dgc_training.tasks.protocol import Setup, Task
 
 
 def main(
@@ -107,9 +106,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
         model = build(tree.model).to(device)
         broadcast_parameters(model.state_dict(), root=0, transport=transport)
         seed_everything(tree.seed + rank)
-        criterion = build(settings.criterion).to(device)
-        task: Task = build(tree.task)
-        batches = task.batches(dataset, tree, transport, device)
+        task: Task = build(tree.task, Setup(tree, dataset, model, transport, device))
         inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
         optimizer = wrap_optimizer(inner, model, settings, transport)
         scale_learning_rate(optimizer, settings.num_batches_per_step * size)
@@ -117,36 +114,35 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
             optimizer,
             lambda scaled: build(settings.scheduler, scaled),
             size=size,
-            steps_per_epoch=batches.steps_per_epoch,
+            steps_per_epoch=task.batches.steps_per_epoch,
             warmup_epochs=settings.warmup_lr_epochs,
             per_epoch=settings.schedule_lr_per_epoch,
         )
-        evaluation = task.evaluation(dataset, tree, transport, device)
         sync = Synchronization(optimizer, settings)
         name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
         recorder = StepRecorder(directory, settings, tree.data.num_workers, sync) if settings.csv else None
         progress = TrainingProgress()
-        state = RunState(model, optimizer, schedule, progress, transport, device, recorder)
+        state = RunState(model, optimizer, schedule, progress, transport, device, task, recorder)
         checkpoints = Checkpoints(directory / "checkpoints", transport)
 
     # Nothing is written before this point, where all parts have been built.
     if args.evaluate:
-        return evaluate_checkpoint(directory, tree, checkpoints, state, evaluation)
+        return evaluate_checkpoint(directory, tree, checkpoints, state, task)
     with open_run_directory(directory, tree, transport, resume=not args.no_resume):
         latest = checkpoints.find("latest")
         if latest is not None:
             state.load(checkpoints.load(latest, part=optimizer.part))
         elif args.run_dir is None and not args.no_resume:
             warn_of_other_run(directory, rank)
-        log = Log(directory, state, sync, recorder, tree, batches.steps_per_epoch)
-        log.begin(kernels, description, evaluation.names, latest)
+        log = Log(directory, state, sync, recorder, tree, task.batches.steps_per_epoch, task.item)
+        log.begin(kernels, description, task.results, latest)
 
         def save(best: bool = False) -> None:
             checkpoint = checkpoint_name(progress.epoch, progress.step)
             checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
 
-        train(settings, state, sync, task, batches, criterion, evaluation, log, save)
+        train(settings, state, sync, task, log, save)
         log.close()
         optimizer.close()
         if sync.stop_signal is not None and progress.epoch < settings.num_epochs:
@@ -154,7 +150,8 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
             log.print(f"Stopped by {sync.stop_signal.name}: saved {saved}. The same command resumes from it.")
             return EXIT_SAVED
         if rank == 0:
-            write_summary(directory, summarize(name, progress, ranks=size, metric=settings.metric))
+            summary = summarize(name, progress, ranks=size, metric=settings.metric, item=task.item)
+            write_summary(directory, summary)
     return 0
 
 
@@ -163,9 +160,6 @@ def train(
     state: RunState,
     sync: Synchronization,
     task: Task,
-    batches: Batches,
-    criterion: nn.Module,
-    evaluation: Evaluation,
     log: Log,
     save: Callable[..., None],
 ) -> None:
@@ -176,23 +170,24 @@ def train(
         while progress.epoch < settings.num_epochs and sync.stop_signal is None:
             epoch = progress.epoch
             optimizer.begin_epoch(epoch)
-            for step, passes in log.timer.iterate("data", sync.steps(batches, epoch, progress.step)):
+            for step, passes in log.timer.iterate("data", sync.steps(task.batches, epoch, progress.step)):
                 schedule.begin_step(epoch, step)
                 optimizer.zero_grad()
-                loss = torch.zeros((), device=state.device)
+                mean, items = torch.zeros((), device=state.device), 0
                 with log.timer.phase("forward_backward"):
                     for batch in passes:
-                        done = task.forward(model, criterion, batch)
-                        part = done.loss / len(passes)
+                        loss = task.loss(model, batch)
+                        part = loss.mean / len(passes)
                         part.backward()
-                        loss += part.detach()
-                        log.batch(done.outputs, done.targets)
+                        mean += part.detach()
+                        items += loss.items
+                        log.batch(loss)
                 optimizer.step()
-                log.step(loss, **task.counts(passes, sync.size))
+                log.step(mean, samples=sync.size * items)
                 if is_due(settings.check_replicas_every, step):
                     check_replicas(model, state.transport)
                 sync.end_step()
-                ends_epoch = step + 1 == batches.steps_per_epoch
+                ends_epoch = step + 1 == task.batches.steps_per_epoch
                 if is_due(settings.checkpoint_every, step) and not ends_epoch and sync.stop_signal is None:
                     save()
             if not sync.end_epoch():
@@ -200,16 +195,16 @@ def train(
                 break
             progress.epoch, progress.step = epoch + 1, 0
             with sync.averaged_model():
-                results = evaluation(model)
-            best = progress.add_results(results, settings.metric)
-            log.end_epoch(results, evaluation.texts)
+                results = task.evaluate(model)
+            best = progress.add_results(results, settings.metric, lower_is_better=task.lower_is_better)
+            log.end_epoch(results, task.texts())
             save(best)
             log.resume_timing()
             sync.check_signals()
 
 
 def evaluate_checkpoint(
-    directory: Path, tree: DictConfig, checkpoints: Checkpoints, state: RunState, evaluation: Evaluation
+    directory: Path, tree: DictConfig, checkpoints: Checkpoints, state: RunState, task: Task
 ) -> int:
     """Evaluates the best checkpoint (the latest one if there is no metric) and prints the results."""
     found = checkpoints.find("best", "latest")
@@ -221,7 +216,7 @@ def evaluate_checkpoint(
     cure = f"To evaluate it as it was trained: --configs {directory / 'config.yaml'} --run-dir {directory}"
     check_run_directory(directory, tree, state.transport, cure)
     state.load_model(checkpoints.load(found, own_part=False))
-    results = evaluation(state.model)
+    results = task.evaluate(state.model)
     if state.transport.rank == 0:
         for name, value in results.items():
             print(f"{name} {value:.2f}")

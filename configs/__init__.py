@@ -21,7 +21,7 @@ configs.data.num_workers = Key(int, 0, least=0)  # processes per rank that load 
 configs.dataset = Key(Config)  # a constructor of {split: torch.utils.data.Dataset}
 configs.model = Key(Config)  # a constructor of a torch.nn.Module
 
-# what a batch, its loss and an evaluation are; a class of dgc_training/tasks
+# What a batch, a loss and an evaluation are; called by the trainer with dgc_training.tasks.protocol.Setup.
 configs.task = Key(Config, Config(Classification))
 
 configs.train = Config()

@@ -1,6 +1,6 @@
 """Evaluation over all ranks. Every sample is counted once; batch norm statistics are averaged over the ranks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,14 +69,17 @@ def sum_over_ranks(meters: Mapping[str, Meter], transport: Transport, device: to
 
 def evaluate(
     model: nn.Module,
-    loaders: Mapping[str, DataLoader[Any]],
+    loaders: Mapping[str, Iterable[Any]],
     make_meters: Callable[[str], Mapping[str, Meter]],
     transport: Transport,
     device: torch.device,
+    forward: Callable[[nn.Module, Any], tuple[Tensor, Tensor]] | None = None,
 ) -> dict[str, float]:
     """Evaluates the model on every split of `loaders`. Returns results by meter name, equal on every rank.
 
-    `make_meters` returns new meters for a split, by result name. The names must be equal on every rank.
+    Args:
+        make_meters: returns new meters for a split, by result name. The names must be equal on every rank.
+        forward: returns outputs and targets of a batch; None: a batch is (inputs, targets).
     """
     training = model.training
     model.eval()
@@ -85,8 +88,11 @@ def evaluate(
         for split, loader in loaders.items():
             split_meters = make_meters(split)
             for batch in loader:
-                inputs, targets = to_device(batch, device)
-                outputs = model(inputs)
+                if forward is None:
+                    inputs, targets = to_device(batch, device)
+                    outputs = model(inputs)
+                else:
+                    outputs, targets = forward(model, batch)
                 for meter in split_meters.values():
                     meter.update(outputs, targets)
             meters.update(split_meters)
@@ -95,12 +101,39 @@ def evaluate(
     return {name: meter.compute() for name, meter in meters.items()}
 
 
+def evaluation_loaders(
+    dataset: Mapping[str, Dataset[Any]],
+    batch_size: int,
+    transport: Transport,
+    device: torch.device,
+    num_workers: int = 0,
+) -> dict[str, DataLoader[Any]]:
+    """Loaders of this rank's share of every split except 'train'."""
+    return {
+        split: evaluation_loader(
+            dataset[split],
+            batch_size,
+            rank=transport.rank,
+            size=transport.size,
+            pin_memory=device.type == "cuda",
+            num_workers=num_workers,
+        )
+        for split in dataset
+        if split != "train"
+    }
+
+
 class Evaluation:
-    """Evaluates a model on every split of a data set except 'train', with the meters of the config.
+    """Evaluates a model on several splits with the meters of the config.
 
     Args:
-        dataset: data sets by the name of their split.
+        loaders: this rank's batches by the name of their split. They can be iterated any number of times.
         settings: the config's `train`. In the names of its meters {} stands for the split: acc/{}_top1.
+        forward: as in `evaluate`.
+
+    Attributes:
+        names: names of the results.
+        lower_is_better: whether a lower value of `settings.metric` is better, as its meter says.
 
     Raises:
         ConfigError: if `settings.metric`, by which the best checkpoint is chosen, is not one of the results.
@@ -108,33 +141,24 @@ class Evaluation:
 
     def __init__(
         self,
-        dataset: Mapping[str, Dataset[Any]],
+        loaders: Mapping[str, Iterable[Any]],
         settings: DictConfig,
         transport: Transport,
         device: torch.device,
-        num_workers: int = 0,
+        forward: Callable[[nn.Module, Any], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.transport = transport
         self.device = device
         self.settings = settings
-        self.loaders = {
-            split: evaluation_loader(
-                dataset[split],
-                settings.batch_size,
-                rank=transport.rank,
-                size=transport.size,
-                pin_memory=device.type == "cuda",
-                num_workers=num_workers,
-            )
-            for split in dataset
-            if split != "train"
-        }
-        self.texts: dict[str, str] = {}
-        self.names = [name for split in self.loaders for name in self.make_meters(split)]
-        if settings.metric is not None and settings.metric not in self.names:
+        self.loaders = loaders
+        self.forward = forward
+        meters = {name: meter for split in loaders for name, meter in self.make_meters(split).items()}
+        self.names = list(meters)
+        if settings.metric is not None and settings.metric not in meters:
             raise ConfigError(
                 f"train.metric {settings.metric!r} is not a result; there are: {', '.join(self.names) or 'none'}"
             )
+        self.lower_is_better = bool(getattr(meters.get(settings.metric), "lower_is_better", False))
 
     def make_meters(self, split: str) -> dict[str, Meter]:
         """New meters of one split, by result name."""
@@ -143,4 +167,4 @@ class Evaluation:
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Returns results by name, equal on every rank. Collective."""
-        return evaluate(model, self.loaders, self.make_meters, self.transport, self.device)
+        return evaluate(model, self.loaders, self.make_meters, self.transport, self.device, self.forward)

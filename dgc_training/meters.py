@@ -1,7 +1,8 @@
 """Meters: the counts of an evaluation, and the result computed from them.
 
 A new meter is built for every evaluation and every split. `data()` returns plain sums. The trainer adds the sums
-of all ranks and passes them to `set()` before it calls `compute()`.
+of all ranks and passes them to `set()` before it calls `compute()`. A meter of which lower values are better, such
+as perplexity, has the attribute `lower_is_better = True`.
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ signal (`dgc_training.faults.interruption`).
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -51,7 +51,7 @@ class Synchronization:
     ) -> None:
         self.interruption.__exit__(kind, error, trace)
 
-    def steps(self, batches: Batches, epoch: int, start: int) -> Iterator[tuple[int, list[Any]]]:
+    def steps(self, batches: Batches, epoch: int, start: int) -> Iterator[tuple[int, Sequence[Any]]]:
         """Yields (step, passes) of an epoch from step `start`, until it ends or a signal stops the run."""
         total = self.size * batches.steps_per_epoch * (epoch + 1)
         more_steps = self.optimizer.more_steps(total)

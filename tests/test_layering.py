@@ -160,7 +160,6 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc_training.constructors": ("dgc_datasets", "dgc_training.errors"),
     "dgc_training.config": ("dgc_training.errors", "dgc_training.constructors"),
     "dgc_training": ("dgc.launch", "dgc.comm.__init__", "dgc_training.config"),
-    "dgc_training.faults": ("dgc.launch", "dgc.comm", "dgc.comm.__init__", "dgc_training.config", "dgc_training"),
     "dgc_training.tasks": (
         "dgc.comm.__init__",
         "dgc_datasets",
@@ -168,6 +167,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.config",
         "dgc_training",
     ),
+    "dgc_training.faults": ("dgc.launch", "dgc.comm", "dgc.comm.__init__", "dgc_training.config", "dgc_training"),
     "dgc_training.startup": (
         "dgc.launch",
         "dgc.kernels.__init__",
@@ -179,10 +179,15 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.faults",
     ),
     "dgc_training.checkpoint": ("dgc.comm.__init__", "dgc.optim.__init__", "dgc_training", "dgc_training.faults"),
-    "dgc_training.synchronization": ("dgc.optim.__init__", "dgc_training.faults", "dgc_training.tasks"),
+    "dgc_training.synchronization": (
+        "dgc.optim.__init__",
+        "dgc_training.tasks",
+        "dgc_training.faults",
+    ),
     "dgc_training.logging.phase_timer": ("dgc.comm",),
     "dgc_training.logging.rank_csv": (
         "dgc_training",
+        "dgc_training.tasks",
         "dgc_training.checkpoint",
         "dgc_training.synchronization",
         "dgc_training.logging.phase_timer",
@@ -193,6 +198,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.constructors",
         "dgc_training.config",
         "dgc_training",
+        "dgc_training.tasks",
         "dgc_training.faults",
         "dgc_training.startup",
         "dgc_training.checkpoint",
@@ -207,6 +213,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.optim.__init__",
         "dgc_training.config",
         "dgc_training",
+        "dgc_training.tasks",
         "dgc_training.faults",
         "dgc_training.startup",
         "dgc_training.checkpoint",

@@ -16,8 +16,8 @@ OPTIONAL = ("cross_wire_bytes", "dense_cross_wire_bytes")  # missing in checkpoi
 class TrainingProgress:
     """Epochs completed, steps done in the next epoch, and totals since the run's first start.
 
-    samples and seconds cover the whole run; training_seconds leaves out evaluation and checkpoints. Bytes are
-    those of one rank.
+    samples (tokens, in a task that counts them) and seconds cover the whole run; training_seconds leaves out
+    evaluation and checkpoints. Bytes are those of one rank.
     """
 
     epoch: int = 0
@@ -35,12 +35,17 @@ class TrainingProgress:
     best: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
 
-    def add_results(self, results: dict[str, float], metric: str | None) -> bool:
+    def add_results(
+        self, results: dict[str, float], metric: str | None, *, lower_is_better: bool = False
+    ) -> bool:
         """Stores the results of an evaluation after `epoch` epochs. Returns whether they are the best so far."""
         self.latest = dict(results)
         # A meter that has counted nothing gives NaN. Any later result counts as better than NaN.
         best = self.best.get(metric, nan) if metric is not None else nan
-        if metric is None or (self.best and not isnan(best) and not results[metric] > best):
+        if metric is None:
+            return False
+        is_better = results[metric] < best if lower_is_better else results[metric] > best
+        if self.best and not isnan(best) and not is_better:
             return False
         self.best, self.best_epoch = dict(results), self.epoch
         return True

@@ -3,7 +3,7 @@
 Shared by all ranks: model, optimizer, schedule, progress. The shared running statistics of batch norm are the mean
 over the ranks, and so are the weights if ranks gossip. Evaluating the checkpoint on any number of ranks therefore
 gives the reported accuracy. Separate for each rank: its error state (in gossip its model and its optimizer's
-state), its batch norm running statistics, and its random generators.
+state), its batch norm running statistics, its random generators, and the task's state, if it has one.
 """
 
 import warnings
@@ -58,6 +58,13 @@ class RankFile(Protocol):
     def begin_at(self, epoch: int, step: int, seconds: float) -> None: ...
 
 
+class TaskState(Protocol):
+    """The state of the task on this rank. An empty one is not saved."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass
 class RunState:
     """The parts of a run that change as it trains."""
@@ -68,6 +75,7 @@ class RunState:
     progress: TrainingProgress
     transport: Transport
     device: torch.device
+    task: TaskState
     csv: RankFile | None = None  # the CSV file of this rank
 
     def shared(self, config: str) -> dict[str, Any]:
@@ -85,7 +93,9 @@ class RunState:
 
     def own(self) -> dict[str, Any]:
         """This rank's part."""
+        task = self.task.state_dict()
         return {
+            **({"task": task} if task else {}),
             "compression": self.optimizer.compression_state_dict(),
             "batch_norm": batch_norm_buffers(self.model),
             "random": random_state(self.device),
@@ -162,6 +172,7 @@ class RunState:
             for name, value in own["batch_norm"].items():
                 buffers[name].copy_(value)
             restore_random_state(own["random"], self.device)
+            self.task.load_state_dict(own.get("task", {}))
             if self.csv is not None and own["csv"] is not None:
                 self.csv.load_state_dict(own["csv"])
 

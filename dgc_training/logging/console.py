@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dgc_training.logging.formatting import human_bytes, throughput
+from dgc_training.logging.formatting import human_bytes
 from dgc_training.logging.terminal import columns, terminal_of, wants_colour
 
 SECONDS_PER_LINE = 20.0  # within an epoch, without a terminal
@@ -23,11 +23,15 @@ class Console:
 
     Args:
         result: tag of the result that the table shows; None if nothing is evaluated.
+        item: what rates count: "sample" or "token".
     """
 
-    def __init__(self, rank: int, num_epochs: int, steps_per_epoch: int, result: str | None) -> None:
+    def __init__(
+        self, rank: int, num_epochs: int, steps_per_epoch: int, result: str | None, item: str = "sample"
+    ) -> None:
         self.is_on = rank == 0
         self.num_epochs, self.steps_per_epoch, self.result = num_epochs, steps_per_epoch, result
+        self.items = f"{item}s"
         self.terminal = terminal_of(1) if self.is_on else None
         self.colour = wants_colour(self.terminal)
         self.bar: Any = None
@@ -87,8 +91,7 @@ class Console:
             if values.get("bytes/dense_wire_per_step"):
                 cells["wire/step"] = human_bytes(values["bytes/wire_per_step"])
                 cells["wire/dense"] = f"{100 * values['bytes/wire_over_dense']:.3g}%"
-            unit, rate = throughput(values)
-            cells[unit] = rate
+            cells[f"{self.items}/s"] = f"{values[f'time/{self.items}_per_second']:.0f}"
         min_widths = {"epoch": len(f"{self.num_epochs}/{self.num_epochs}"), "loss": 6, "lr": 7}
         widths = {name: max(len(name), min_widths.get(name, 0)) for name in cells}
         if self.header != widths:

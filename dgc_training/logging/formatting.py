@@ -1,7 +1,5 @@
 """Formats counts, bytes and their comparison with a dense all-reduce as text."""
 
-from collections.abc import Mapping
-
 
 def plural(count: int, noun: str) -> str:
     """1 rank, 2 ranks."""
@@ -17,12 +15,6 @@ def human_bytes(count: float) -> str:
         if count < 999.5 or unit == "TB":
             break
     return f"{count:.{0 if count >= 99.95 else 1 if count >= 9.995 else 2}f} {unit}"
-
-
-def throughput(values: Mapping[str, float]) -> tuple[str, str]:
-    """(unit, rate) of the last values by tag: in tokens if the task counts them, otherwise in samples."""
-    unit = "tokens" if "time/tokens_per_second" in values else "samples"
-    return f"{unit}/s", f"{values[f'time/{unit}_per_second']:.0f}"
 
 
 def against_dense(wire: float, dense_wire: float) -> str:

@@ -2,7 +2,8 @@
 progress bar (`console`).
 
 Only rank 0 writes. Each rank adds up the loss, which is averaged over the ranks only every `log_every` steps, so
-no step waits for it. The x axis of every scalar is the number of samples seen by all ranks together.
+no step waits for it. The x axis of every scalar is the number of samples (or tokens: what the task
+counts) seen by all ranks together.
 
 A rank warns once if its error state grows without bound (`dgc_training.faults.error_growth`).
 
@@ -14,7 +15,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,13 +28,12 @@ from dgc_training.config import to_yaml
 from dgc_training.faults.error_growth import ErrorGrowthMonitor
 from dgc_training.logging.changed_settings import changed_settings
 from dgc_training.logging.console import Console
-from dgc_training.logging.formatting import human_bytes, plural, throughput
+from dgc_training.logging.formatting import human_bytes, plural
 from dgc_training.logging.phase_timer import PhaseTimer
 from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.scalars import ScalarLog
 from dgc_training.synchronization import Synchronization
-
-NO_TEXTS: Mapping[str, str] = MappingProxyType({})
+from dgc_training.tasks.protocol import Loss
 
 
 class Log:
@@ -47,6 +46,7 @@ class Log:
         recorder: writes the CSV file of this rank; None: no file.
         tree: the complete config of the run.
         steps_per_epoch: optimizer steps in an epoch.
+        item: what rates count: "sample" or "token".
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Log:
         recorder: StepRecorder | None,
         tree: DictConfig,
         steps_per_epoch: int,
+        item: str = "sample",
     ) -> None:
         transport, progress, settings = state.transport, state.progress, tree.train
         self.directory, self.tree = directory, tree
@@ -64,7 +65,8 @@ class Log:
         self.progress = progress
         self.transport = transport
         self.steps_per_epoch = steps_per_epoch
-        self.console = Console(transport.rank, settings.num_epochs, steps_per_epoch, settings.metric)
+        self.item = item
+        self.console = Console(transport.rank, settings.num_epochs, steps_per_epoch, settings.metric, item)
         self.log_every = max(1, settings.log_every)
         self.trace = Trace(transport.rank) if settings.trace else None
         self.trace_file = directory / "trace" / f"rank{transport.rank}.json"
@@ -73,7 +75,6 @@ class Log:
         self.dense_explained = False
         self.loss_sum = torch.zeros((), device=state.device)
         self.steps = 0  # since the last point
-        self.tokens = 0  # since this process began; 0 in tasks without tokens
         self.error_growth = ErrorGrowthMonitor()
         lag = None if sync.max_step_lag is None else -(-sync.max_step_lag // self.log_every)
         self.scalars = ScalarLog(directory, transport, progress.samples, lag)
@@ -130,21 +131,20 @@ class Log:
             "bytes/dense_wire_per_step": meter.dense_wire_bytes,
         }
         seconds = {f"time/{name}": value for name, value in {**self.timer.seconds, **meter.seconds}.items()}
-        return {**counts, **seconds, "samples": float(self.progress.samples), "tokens": self.tokens}
+        return {**counts, **seconds, "samples": float(self.progress.samples)}
 
-    def batch(self, outputs: Tensor, targets: Tensor) -> None:
+    def batch(self, loss: Loss) -> None:
         """Call after each forward pass."""
         if self.recorder is not None:
-            self.recorder.batch(outputs, targets)
+            self.recorder.batch(loss)
 
-    def step(self, loss: Tensor, samples: int, tokens: int = 0) -> None:
-        """Call after each training step. loss: scalar on the device. samples, tokens: of all ranks."""
+    def step(self, loss: Tensor, samples: int) -> None:
+        """Call after each training step. loss: scalar on the device. samples: items of all ranks in this step."""
         if self.recorder is not None:
             self.recorder.step(self.progress.epoch, self.progress.step, loss)
         progress, meter = self.progress, self.optimizer.meter
         progress.step += 1
         progress.samples += samples
-        self.tokens += tokens
         progress.seconds = self.seconds_before + time.perf_counter() - self.started
         for name in BYTES:
             setattr(progress, name, getattr(meter, name))
@@ -165,8 +165,7 @@ class Log:
         now, snapshot = time.perf_counter(), self._snapshot()
         progress.training_seconds += now - self.last_time
         increments = {name: value - self.last.get(name, 0.0) for name, value in snapshot.items()}
-        seconds = max(now - self.last_time, 1e-9)
-        samples, tokens = (increments.pop(name) / seconds for name in ("samples", "tokens"))
+        rate = increments.pop("samples") / max(now - self.last_time, 1e-9)
         values = {name: value / self.steps for name, value in increments.items()}
         if dense := values["bytes/dense_wire_per_step"]:
             values["bytes/wire_over_dense"] = values["bytes/wire_per_step"] / dense
@@ -179,11 +178,9 @@ class Log:
             "compression/error_norm": error_norm,
             "bytes/wire": meter.wire_bytes,
             "bytes/dense_wire": meter.dense_wire_bytes,
-            "time/samples_per_second": samples,
+            f"time/{self.item}s_per_second": rate,
             "time/elapsed": progress.training_seconds,
         }
-        if tokens:
-            values["time/tokens_per_second"] = tokens
         self.scalars.add(self.loss_sum / self.steps, values, progress.samples, self.steps)
         self.loss_sum.zero_()
         self.steps, self.last, self.last_time = 0, snapshot, now
@@ -193,13 +190,14 @@ class Log:
         last = self.scalars.last
         if "train/loss" not in last:
             return ""
-        status = f"loss {last['train/loss']:.3f}, {throughput(last)[1]} {throughput(last)[0]}"
+        items = f"{self.item}s"
+        status = f"loss {last['train/loss']:.3f}, {last[f'time/{items}_per_second']:.0f} {items}/s"
         if self.transport.size > 1:
             status += f", wire {human_bytes(last['bytes/wire_per_step'])}/step"
         return status
 
-    def end_epoch(self, results: Mapping[str, float], texts: Mapping[str, str] = NO_TEXTS) -> None:
-        """Call after an epoch's evaluation, when `progress` already counts the epoch. texts: Markdown by tag."""
+    def end_epoch(self, results: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Call after an epoch's evaluation, when `progress` already counts the epoch. texts: by tag."""
         progress = self.progress
         if self.steps:
             self._point()  # asynchronous ranks may end an epoch at any step

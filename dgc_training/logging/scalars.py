@@ -121,7 +121,7 @@ class ScalarLog:
             self.writer.file_writer.add_summary(summary, samples)
 
     def write_texts(self, texts: Mapping[str, str], samples: int) -> None:
-        """Writes Markdown texts by tag. samples: position on the x axis."""
+        """Writes texts by tag. samples: position on the x axis."""
         if self.writer is not None:
             for tag, text in texts.items():
                 self.writer.add_text(tag, text, samples)

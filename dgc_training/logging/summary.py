@@ -8,8 +8,10 @@ from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.logging.formatting import against_dense, human_bytes
 
 
-def summarize(name: str, progress: TrainingProgress, *, ranks: int, metric: str | None) -> dict[str, Any]:
-    """The contents of summary.json.
+def summarize(
+    name: str, progress: TrainingProgress, *, ranks: int, metric: str | None, item: str = "sample"
+) -> dict[str, Any]:
+    """The contents of summary.json. item: what was counted: "sample" or "token".
 
     Bytes are those of one rank over the whole run, as defined in docs/bytes.md. wire_over_dense is
     wire_bytes / dense_wire_bytes, or None if a single process sends nothing.
@@ -19,9 +21,9 @@ def summarize(name: str, progress: TrainingProgress, *, ranks: int, metric: str 
         "name": name,
         "ranks": ranks,
         "epochs": progress.epoch,
-        "samples": progress.samples,
+        f"{item}s": progress.samples,
         "seconds": progress.seconds,
-        "samples_per_second": progress.samples / progress.seconds if progress.seconds else None,
+        f"{item}s_per_second": progress.samples / progress.seconds if progress.seconds else None,
         "metric": metric,
         "best": progress.best,
         "best_epoch": progress.best_epoch,
@@ -43,8 +45,9 @@ def table(summary: dict[str, Any]) -> str:
     if summary["best"] and metric is not None:
         rows.append((f"best {metric}", f"{summary['best'][metric]:.2f} (epoch {summary['best_epoch']})"))
     rows += [(f"final {name}", f"{value:.2f}") for name, value in summary["final"].items()]
-    rate = summary["samples_per_second"]
-    rows.append(("time", f"{summary['seconds']:.1f} s" + (f", {rate:.0f} samples/s" if rate else "")))
+    items = "tokens" if "tokens" in summary else "samples"
+    rate = summary[f"{items}_per_second"]
+    rows.append(("time", f"{summary['seconds']:.1f} s" + (f", {rate:.0f} {items}/s" if rate else "")))
     wire, dense = summary["wire_bytes"], summary["dense_wire_bytes"]
     if dense:
         rows.append(("payload per rank", human_bytes(summary["payload_bytes"])))

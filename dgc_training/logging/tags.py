@@ -3,7 +3,7 @@
 The results of an evaluation have the names of their meters in the config: acc/test_top1 for acc/{}_top1.
 """
 
-X_AXIS = "Horizontal axis: training samples seen by all ranks together."
+X_AXIS = "Horizontal axis: training samples seen by all ranks together (tokens in language tasks)."
 TAGS = {
     "train/loss": "Training loss, mean over all ranks and over the steps since the last point (train.log_every).",
     "train/lr": "Learning rate of the first parameter group.",
@@ -24,6 +24,7 @@ TAGS = {
     "gossip/averagings": "Averagings that rank 0 has taken part in.",
     "gossip/consensus_distance": "L2 distance of rank 0's model to the mean of all ranks' models.",
     "time/samples_per_second": "Training samples per second of all ranks, without evaluation and checkpoints.",
+    "time/tokens_per_second": "Training tokens per second of all ranks, without evaluation and checkpoints.",
     "time/elapsed": "Seconds of training since the run's first start, without evaluation and checkpoints.",
     "time/data": "Seconds per step of rank 0: waiting for data.",
     "time/forward_backward": "Seconds per step of rank 0: forward and backward, with compression during backward.",
@@ -38,12 +39,9 @@ LAYOUT = {
     "bytes": {"wire and dense, per step": ["Multiline", ["bytes/wire_per_step", "bytes/dense_wire_per_step"]]},
     "time": {"seconds per step": ["Multiline", ["time/(data|forward_backward|compress|launch|wait|decode|step)"]]},
 }
-# Scalars that only some tasks have.
-OF_TASKS = {"time/tokens_per_second": "Target tokens per second of all ranks, without evaluation and checkpoints."}
 
 
 def describe(tag: str) -> str:
     """The description that TensorBoard shows for a tag."""
-    result = "Result of the evaluation after an epoch, by the meter of this name (train.meters) or of the task."
-    meaning = (TAGS | OF_TASKS).get(tag, result)
+    meaning = TAGS.get(tag, "Result of the evaluation after an epoch, by the meter of this name (train.meters).")
     return f"{meaning} {X_AXIS}"

@@ -1,1 +1,1 @@
-"""Tasks: what a batch, its loss and an evaluation are. The training loop is the same for all of them."""
+"""Tasks: what a batch, a loss and an evaluation are. The training loop names none of them."""

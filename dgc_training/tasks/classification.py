@@ -1,54 +1,53 @@
-"""Samples with one target each, such as images with a class: any criterion and meters of outputs and targets."""
+"""Classification, and any other task with items (input, target): the default task."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
-from dgc.comm import Transport
-from dgc_training.data import Passes, TrainBatches
-from dgc_training.evaluation import Evaluation
+from dgc_training.config import instantiate
+from dgc_training.data import TrainBatches
+from dgc_training.evaluation import Evaluation, evaluation_loaders
 from dgc_training.labels import LabelCheck
-from dgc_training.tasks.protocol import Pass
+from dgc_training.tasks.protocol import Loss, Setup, Task
 
 
-class Classification:
-    """The default task: items of a data set are (input, target), and the model maps a batch of inputs to outputs.
+class Classification(Task):
+    """Trains on the split 'train' by `train.criterion`, and evaluates all other splits by `train.meters`.
 
-    `train.meters` measure the outputs. Implements `dgc_training.tasks.protocol.Task`.
+    Args:
+        setup: its data set is a mapping from split to a map-style data set of (input, target).
+
+    Raises:
+        ValueError: if the data set is too small for one step, or `train.metric` is not a result.
+
+    Example:
+        configs.task = Config(Classification)
     """
 
-    def __init__(self) -> None:
-        self._check_labels: LabelCheck | None = None
-
-    def batches(
-        self, dataset: Mapping[str, Any], tree: DictConfig, transport: Transport, device: torch.device
-    ) -> TrainBatches:
-        return TrainBatches(
-            dataset["train"],
-            tree.train.batch_size,
-            tree.train.num_batches_per_step,
+    def __init__(self, setup: Setup) -> None:
+        settings, transport, device = setup.tree.train, setup.transport, setup.device
+        num_workers = setup.tree.data.num_workers
+        self.criterion: nn.Module = instantiate(settings.criterion).to(device)
+        self.check_labels = LabelCheck(self.criterion)
+        self.batches = TrainBatches(
+            setup.dataset["train"],
+            settings.batch_size,
+            settings.num_batches_per_step,
             rank=transport.rank,
             size=transport.size,
-            seed=tree.seed,
+            seed=setup.tree.seed,
             device=device,
-            num_workers=tree.data.num_workers,
+            num_workers=num_workers,
         )
+        loaders = evaluation_loaders(setup.dataset, settings.batch_size, transport, device, num_workers)
+        self.evaluation = Evaluation(loaders, settings, transport, device)
+        self.results, self.lower_is_better = self.evaluation.names, self.evaluation.lower_is_better
 
-    def evaluation(
-        self, dataset: Mapping[str, Any], tree: DictConfig, transport: Transport, device: torch.device
-    ) -> Evaluation:
-        return Evaluation(dataset, tree.train, transport, device, tree.data.num_workers)
-
-    def forward(self, model: nn.Module, criterion: nn.Module, batch: Any) -> Pass:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         inputs, targets = batch
         outputs = model(inputs)
-        if self._check_labels is None:
-            self._check_labels = LabelCheck(criterion)
-        self._check_labels(outputs, targets)
-        return Pass(criterion(outputs, targets), outputs, targets)
+        self.check_labels(outputs, targets)
+        return Loss(self.criterion(outputs, targets), targets.size(0), outputs, targets)
 
-    def counts(self, passes: Passes, size: int) -> dict[str, int]:
-        return {"samples": size * sum(targets.size(0) for _, targets in passes)}
+    def evaluate(self, model: nn.Module) -> dict[str, Any]:
+        return self.evaluation(model)

@@ -1,7 +1,12 @@
-"""The interface between the training loop and a task, which the config's `task` names."""
+"""The interface between the training loop and a task: batches, loss, evaluation, and how results are shown.
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+The config's `task` names a class. The trainer calls it with a `Setup`, after data set and model have been built.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from omegaconf import DictConfig
@@ -10,8 +15,42 @@ from torch import Tensor, nn
 from dgc.comm import Transport
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a task is built from.
+
+    Args:
+        tree: the complete config.
+        dataset: what the config's `dataset` has built.
+        model: the model, on `device`.
+        transport: connects the ranks.
+        device: of this rank.
+    """
+
+    tree: DictConfig
+    dataset: Any
+    model: nn.Module
+    transport: Transport
+    device: torch.device
+
+
+class Loss(NamedTuple):
+    """The loss of one batch.
+
+    Args:
+        mean: scalar, differentiable; the mean over `items`. Passes and ranks have equal weights in a step.
+        items: number of samples or tokens that it is a mean over; the rates and the x axis of the log count them.
+        outputs, targets: [items, classes] and class numbers [items], for the CSV file's accuracy; None: unknown.
+    """
+
+    mean: Tensor
+    items: int
+    outputs: Tensor | None = None
+    targets: Tensor | None = None
+
+
 class Batches(Protocol):
-    """The training data of one rank."""
+    """This rank's training data."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -19,48 +58,51 @@ class Batches(Protocol):
 
     def epoch(
         self, epoch: int, start: int = 0, more_steps: Callable[[], bool] | None = None
-    ) -> Iterator[tuple[int, list[Any]]]:
-        """Yields (step, the batch of each backward pass) from step `start` to the end of the epoch.
+    ) -> Iterator[tuple[int, Sequence[Any]]]:
+        """Yields (step, batches of its backward passes) from step `start` to the end of the epoch.
 
-        A run that resumes at any step must get the batches of one that never stopped. If `more_steps` is given, it
-        is called before each step and decides whether the epoch continues.
+        The batches depend on (seed, epoch, step, rank) only, so that a resumed run gets the same ones. If
+        `more_steps` is given, it is called before each step and decides whether the epoch continues. A rank that
+        takes more steps than its share of the data has begins its share again.
         """
 
 
-class Evaluation(Protocol):
-    """Evaluates a model over all ranks."""
+class Task(ABC):
+    """Base class of the tasks. A subclass is constructed with a `Setup` and sets the attributes.
 
-    names: list[str]
-    # texts of the last evaluation for TensorBoard, by tag, on rank 0 at least
-    texts: dict[str, str]
+    Attributes:
+        item: what rates and the x axis of the log count, in the singular: "sample" or "token".
+        batches: the training data.
+        results: names of the results of `evaluate`, equal on every rank.
+        lower_is_better: whether a lower value of `train.metric` is better.
+    """
 
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Returns the results by name, equal on every rank. Collective."""
+    item: ClassVar[str] = "sample"
+    batches: Batches
+    results: Sequence[str]
+    lower_is_better: bool = False
 
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Forward pass and loss of one batch of `batches`."""
 
-class Pass(NamedTuple):
-    """One forward pass. loss: a scalar. outputs and targets: for the CSV log, which knows [n, classes] and [n]."""
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Results by name, equal on every rank. Collective. Every item of the test data counts once."""
 
-    loss: Tensor
-    outputs: Tensor
-    targets: Tensor
+    def texts(self) -> Mapping[str, str]:
+        """Texts of the last evaluation for TensorBoard, by tag: for example some translations."""
+        return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state that the next batch depends on, as plain values and tensors; {}: none."""
+        return {}
 
-class Task(Protocol):
-    """The interface of the config's `task`. `dataset` is what the config's `dataset` builds."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads what `state_dict` has returned on this rank. A run on another number of ranks begins without it.
 
-    def batches(
-        self, dataset: Mapping[str, Any], tree: DictConfig, transport: Transport, device: torch.device
-    ) -> Batches:
-        """The training data of this rank. tree: the complete config. Raises ValueError for bad settings."""
-
-    def evaluation(
-        self, dataset: Mapping[str, Any], tree: DictConfig, transport: Transport, device: torch.device
-    ) -> Evaluation:
-        """The evaluation of every split but 'train'. Collective. Raises ValueError for bad settings."""
-
-    def forward(self, model: nn.Module, criterion: nn.Module, batch: Any) -> Pass:
-        """Runs the forward pass of one batch of `batches`."""
-
-    def counts(self, passes: list[Any], size: int) -> dict[str, int]:
-        """What a step of all `size` ranks has: {'samples': n}, and 'tokens' to show the rate in tokens."""
+        Raises:
+            ValueError: if it does not fit.
+        """
+        if state:
+            raise ValueError(f"the checkpoint has a state of another task: {', '.join(state)}")

@@ -27,11 +27,10 @@ EXTRA_EPOCHS = 1_000_000
 
 
 class Batch(NamedTuple):
-    """One backward pass: source and target int64 [pairs, tokens]; pairs and target tokens of all ranks."""
+    """One backward pass: source and target int64 [pairs, tokens], and the target tokens of all ranks."""
 
     source: Tensor
     target: Tensor
-    samples: int
     tokens: int
 
 
@@ -105,7 +104,7 @@ class TranslationBatches:
     def _batch(self, of_all_ranks: list[list[int]]) -> Batch:
         source, target = gather(self.pairs, of_all_ranks[self.rank], self.device)
         chosen = [index for batch in of_all_ranks for index in batch]
-        return Batch(source, target, len(chosen), int(self.pairs.target_tokens[chosen].sum()))
+        return Batch(source, target, int(self.pairs.target_tokens[chosen].sum()))
 
 
 def gather(pairs: SentencePairs, indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -117,9 +117,9 @@ def test_the_topology_changes_during_a_run(first: Any, tmp_path: Path) -> None:
     distances = []
     consensus = train.Log.end_epoch
 
-    def end_epoch(log: Any, results: Any) -> None:
+    def end_epoch(log: Any, results: Any, texts: Any) -> None:
         distances.append(log.optimizer.consensus_distance)
-        consensus(log, results)
+        consensus(log, results, texts)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train.Log, "end_epoch", end_epoch)

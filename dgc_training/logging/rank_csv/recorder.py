@@ -11,6 +11,7 @@ from torch import Tensor
 from dgc_training.logging.phase_timer import PhaseTimer
 from dgc_training.logging.rank_csv.log import UNKNOWN, CsvLog, Increments, accuracy
 from dgc_training.synchronization import Synchronization
+from dgc_training.tasks.protocol import Loss
 
 
 class StepRecorder:
@@ -51,14 +52,21 @@ class StepRecorder:
         sent = {"payload_bytes": float(self.meter.payload_bytes), "wire_bytes": self.meter.wire_bytes}
         return {**sent, "wait(s)": self.meter.seconds["wait"], "data": data}
 
-    def batch(self, outputs: Tensor, targets: Tensor) -> None:
+    def batch(self, loss: Loss) -> None:
         """Call after each forward pass."""
-        if outputs.dim() == 2 and targets.shape == outputs.shape[:1] and not targets.is_floating_point():
+        outputs, targets = loss.outputs, loss.targets
+        if (
+            outputs is not None
+            and targets is not None
+            and outputs.dim() == 2
+            and targets.shape == outputs.shape[:1]
+            and not targets.is_floating_point()
+        ):
             for i, share in enumerate(accuracy(outputs, targets)):
                 self.top[i] = self.top[i] + share * len(targets)
         else:
-            self.top = [UNKNOWN * (self.samples + len(targets))] * 2
-        self.samples += len(targets)
+            self.top = [UNKNOWN * (self.samples + loss.items)] * 2
+        self.samples += loss.items
 
     def step(self, epoch: int, itr: int, loss: Tensor) -> None:
         """Call after each step."""
