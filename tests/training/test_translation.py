@@ -17,7 +17,8 @@ from dgc_datasets.translation import PADDING, NumberWords, collate
 from dgc_models.decoding import greedy
 from dgc_models.transformer import Transformer
 from dgc_training.checkpoint.reading import read_tensors
-from dgc_training.config import ConfigError, load
+from dgc_training.config import ConfigError, instantiate, load
+from dgc_training.config.layers import REPOSITORY
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.tasks.protocol import Setup
 from dgc_training.tasks.translation import Translation
@@ -250,6 +251,16 @@ def test_a_lower_likelihood_is_no_better_checkpoint(data: NumberWords) -> None:
         tree = load(TINY, [f"--configs.train.metric=translation/test_{metric}"])
         setup = Setup(tree, data, model(data), LockstepWorld(1).transports[0], CPU)
         assert Translation(setup).lower_is_better is lower
+
+
+@pytest.mark.parametrize("name", ["numwords/tiny", "numwords/transformer", "wmt16/base", "wmt16/big"])
+def test_the_documented_sizes(name: str) -> None:
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in instantiate(load([f"configs/{name}"]).model).parameters())
+    page = (REPOSITORY / "docs/language.md").read_text().splitlines()
+    (row,) = (line for line in page if f"`configs/{name}`" in line)
+    assert f"{parameters:,}" in row
+    assert f"{parameters:,} parameters" in (REPOSITORY / f"configs/{name}.py").read_text()
 
 
 def test_the_settings_of_wmt16() -> None:
