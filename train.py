@@ -46,6 +46,7 @@ from dgc_training.startup.parameters import parameter_groups
 from dgc_training.startup.run_directory import check_run_directory, open_run_directory
 from dgc_training.startup.run_name import run_name, warn_of_other_run
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
+from dgc_training.stepping import Stepping
 from dgc_training.synchronization import Synchronization
 from dgc_training.tasks.protocol import Setup, Task
 
@@ -118,6 +119,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
             warmup_epochs=settings.warmup_lr_epochs,
             per_epoch=settings.schedule_lr_per_epoch,
         )
+        stepping = Stepping(optimizer, model, settings)
         sync = Synchronization(optimizer, settings)
         name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
@@ -142,7 +144,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
             checkpoint = checkpoint_name(progress.epoch, progress.step)
             checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
 
-        train(settings, state, sync, task, log, save)
+        train(settings, state, sync, task, stepping, log, save)
         log.close()
         optimizer.close()
         if sync.stop_signal is not None and progress.epoch < settings.num_epochs:
@@ -160,6 +162,7 @@ def train(
     state: RunState,
     sync: Synchronization,
     task: Task,
+    stepping: Stepping,
     log: Log,
     save: Callable[..., None],
 ) -> None:
@@ -182,7 +185,7 @@ def train(
                         mean += part.detach()
                         items += loss.items
                         log.batch(loss)
-                optimizer.step()
+                stepping.step()
                 log.step(mean, samples=sync.size * items)
                 if is_due(settings.check_replicas_every, step):
                     check_replicas(model, state.transport)

@@ -41,6 +41,9 @@ configs.train.criterion = Key(Config, Config(torch.nn.CrossEntropyLoss))
 configs.train.optimizer = Key(Config, Config(torch.optim.SGD, momentum=0.9))
 configs.train.optimize_bn_separately = Key(bool, False)  # True: batch norm's parameters get no weight decay
 
+# largest L2 norm of the averaged gradient of all parameters together; None: no limit
+configs.train.clip_norm = Key(float | None)
+
 configs.train.scheduler = Key(Config | None)  # a constructor from torch.optim.lr_scheduler; None: constant
 configs.train.schedule_lr_per_epoch = Key(bool, True)  # False: the scheduler counts optimizer steps, not epochs
 configs.train.warmup_lr_epochs = Key(int, 5, least=0)  # epochs in which lr rises from one rank's to the full rate

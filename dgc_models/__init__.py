@@ -1,9 +1,11 @@
-"""Models for small images and for translation. The models for ImageNet are those of torchvision."""
+"""Models for small images, for language and for translation. Those for ImageNet are torchvision's."""
 
 from dgc_models.alexnet_cifar import alexnet as alexnet
 from dgc_models.densenet_cifar import densenet121 as densenet121
 from dgc_models.densenet_cifar import densenet169 as densenet169
 from dgc_models.digits_cnn import DigitsCNN as DigitsCNN
+from dgc_models.gpt import GPT as GPT
+from dgc_models.lstm import LSTM as LSTM
 from dgc_models.resnet_cifar import resnet18 as resnet18
 from dgc_models.resnet_cifar import resnet20 as resnet20
 from dgc_models.resnet_cifar import resnet50 as resnet50

@@ -5,10 +5,12 @@ of all ranks and passes them to `set()` before it calls `compute()`. A meter of 
 as perplexity, has the attribute `lower_is_better = True`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 
 class Meter(Protocol):
@@ -63,3 +65,43 @@ class TopKClassMeter:
         if self.num_examples == 0:
             return float("nan")
         return 100.0 * int(self.num_correct) / self.num_examples
+
+
+class TokenLoss:
+    """Mean negative log-likelihood of the targets, in nats per token. Targets of -100 do not count."""
+
+    lower_is_better = True
+
+    def __init__(self) -> None:
+        self.num_tokens: float | Tensor = 0
+        self.total: float | Tensor = 0.0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """outputs float [n, vocabulary], targets int [n]."""
+        # The sums stay on the device. Reading them here would block the host at every batch.
+        self.total = self.total + cross_entropy(outputs.float(), targets, reduction="sum").double()
+        self.num_tokens = self.num_tokens + (targets != -100).sum()
+
+    def data(self) -> dict[str, float]:
+        return {"num_tokens": int(self.num_tokens), "total": float(self.total)}
+
+    def set(self, data: Mapping[str, float]) -> None:
+        self.num_tokens, self.total = int(data["num_tokens"]), data["total"]
+
+    def compute(self) -> float:
+        return float(self.total) / int(self.num_tokens) if self.num_tokens else float("nan")
+
+
+class Perplexity(TokenLoss):
+    """exp of the mean loss per token; inf if it is too large."""
+
+    def compute(self) -> float:
+        loss = super().compute()
+        return math.exp(loss) if not loss > 700 else math.inf
+
+
+class BitsPerToken(TokenLoss):
+    """Mean loss in bits per token: bits per character if tokens are characters."""
+
+    def compute(self) -> float:
+        return super().compute() / math.log(2)

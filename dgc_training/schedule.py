@@ -20,7 +20,14 @@ from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, LambdaLR, LRScheduler, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from dgc_training.config import ConfigError
 
@@ -73,6 +80,29 @@ def inverse_square_root(optimizer: Optimizer, warmup_steps: int = 4000, start: f
 def is_due(every: int | None, step: int) -> bool:
     """Whether a task of every `every` steps is due after `step` (0-based). None or 0: never."""
     return bool(every) and (step + 1) % cast(int, every) == 0
+
+
+def warmup_cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int, final: float = 0.1) -> LambdaLR:
+    """Linear warm-up, then a cosine to `final` times the rate, counted in optimizer steps.
+
+    Use it with train.schedule_lr_per_epoch=False and train.warmup_lr_epochs=0.
+
+    Raises:
+        ValueError: unless 0 <= warmup_steps < total_steps and 0 <= final <= 1.
+    """
+    if not 0 <= warmup_steps < total_steps:
+        limits = f"it must be from 0 to total_steps - 1, {total_steps - 1}"
+        raise ValueError(f"warmup_steps is {warmup_steps}; {limits}")
+    if not 0 <= final <= 1:
+        raise ValueError(f"final is {final}; it must be from 0 to 1")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)
 
 
 class Schedule:

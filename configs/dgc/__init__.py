@@ -1,7 +1,7 @@
 """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887) for the experiment stacked before it."""
 
 from dgc.compression import DGCCompressor
-from dgc.memory import DGCSGDMemory
+from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD
 from dgc_training.config import Config, configs, derived
 
@@ -48,6 +48,10 @@ configs.train.compression.memory.momentum_masking = True  # sent elements lose t
 # Clipping of each tensor's gradient, before compression (vectors: after averaging): a constructor, for example
 # dgc.memory.ClipByNorm.
 configs.train.compression.memory.gradient_clipping = None
+# An average of accumulated gradients is larger than a gradient: an experiment's limit applies before compression.
+if (limit := configs.train.clip_norm) is not None:
+    configs.train.compression.memory.gradient_clipping = Config(ClipByNorm, max_norm=limit)
+    configs.train.clip_norm = None
 
 # Without these, a later file that sets plain SGD or another compression would silently disable DGC.
 configs.requires["train.dgc"] = True

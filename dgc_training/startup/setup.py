@@ -44,6 +44,11 @@ def require_complete(tree: DictConfig, devices: str) -> None:
             )
         if tree.train.check_replicas_every:
             raise ConfigError("train.check_replicas_every compares models, which differ with gossip: set it to 0")
+    if tree.train.dgc and tree.train.clip_norm is not None:
+        raise ConfigError(
+            "train.clip_norm limits averages, and DGC's contain gradients of many steps: leave it null and set "
+            "train.compression.memory.gradient_clipping, for example to dgc.memory.ClipByNorm"
+        )
     if not -(2**62) < tree.seed < 2**62:
         raise ConfigError(f"seed is {tree.seed}; its magnitude must be less than 2**62")
     if devices == "gpu" and not torch.cuda.is_available():

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dgc_training.config import instantiate
 from dgc_training.data import TrainBatches
 from dgc_training.evaluation import Evaluation, evaluation_loaders
-from dgc_training.labels import LabelCheck
+from dgc_training.tasks.labels import LabelCheck
 from dgc_training.tasks.protocol import Loss, Setup, Task
 
 
