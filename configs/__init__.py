@@ -26,7 +26,7 @@ configs.task = Key(Config, Config(Classification))
 
 configs.train = Config()
 configs.train.num_epochs = Key(int, least=1)
-configs.train.batch_size = Key(int, least=1)  # samples per rank and backward pass
+configs.train.batch_size = Key(int, least=1)  # samples (of translation: tokens) per rank and backward pass
 configs.train.num_batches_per_step = Key(int, 1, least=1)  # backward passes per optimizer step
 
 configs.train.dgc = Key(bool, False)  # True if a file of configs/dgc is stacked

@@ -1,9 +1,9 @@
 """One process per machine prepares a data set while the others wait for a file lock. They do not communicate.
 
 Each process that needs an unprepared data set acquires the lock in its folder. The first one prepares the data
-set; the others then find it prepared. The system releases the lock when a process ends for any reason. An archive
-is unpacked under a temporary name and renamed in one step, so that a folder that exists is complete. A prepared
-data set is only read, so its folder may be read-only.
+set; the others then find it prepared. The system releases the lock when a process ends for any reason. A folder is
+written under a temporary name and renamed in one step, so that a folder that exists is complete. A prepared data
+set is only read, so its folder may be read-only.
 """
 
 import errno
@@ -43,6 +43,19 @@ def prepare_once(root: Path, is_ready: Callable[[], bool], prepare: Callable[[],
             ) from error
         if not is_ready():
             prepare()
+
+
+def prepare_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Makes sure that `folder` exists. One process per machine calls `write` with an empty folder to fill."""
+
+    def prepare() -> None:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".writing-") as scratch:
+            filled = Path(scratch, folder.name)
+            filled.mkdir()
+            write(filled)
+            os.rename(filled, folder)
+
+    prepare_once(folder.parent, folder.is_dir, prepare)
 
 
 def unpack(archive: Path, folder: str) -> None:

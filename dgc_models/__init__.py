@@ -1,4 +1,4 @@
-"""Models for small images, and language models. The models for ImageNet are those of torchvision."""
+"""Models for small images, for language and for translation. Those for ImageNet are torchvision's."""
 
 from dgc_models.alexnet_cifar import alexnet as alexnet
 from dgc_models.densenet_cifar import densenet121 as densenet121
@@ -13,5 +13,8 @@ from dgc_models.resnet_cifar import resnet56 as resnet56
 from dgc_models.resnet_cifar import resnet101 as resnet101
 from dgc_models.resnet_cifar import resnet110 as resnet110
 from dgc_models.senet_cifar import senet18 as senet18
+from dgc_models.transformer import Transformer as Transformer
+from dgc_models.transformer import transformer_base as transformer_base
+from dgc_models.transformer import transformer_big as transformer_big
 from dgc_models.vgg_cifar import vgg16_bn as vgg16_bn
 from dgc_models.vgg_cifar import vgg19_bn as vgg19_bn

@@ -43,6 +43,40 @@ def scale_learning_rate(optimizer: Optimizer, factor: float) -> None:
         group["lr"] *= factor
 
 
+class InverseSquareRoot:
+    """The factor of `inverse_square_root` by step, for LambdaLR, which saves the attributes of an object."""
+
+    def __init__(self, warmup_steps: int, start: float) -> None:
+        self.warmup_steps = warmup_steps
+        self.start = start
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.start + (1 - self.start) * step / self.warmup_steps
+        return math.sqrt(max(1, self.warmup_steps) / max(1, step))
+
+
+def inverse_square_root(optimizer: Optimizer, warmup_steps: int = 4000, start: float = 2e-4) -> LambdaLR:
+    """The schedule of the Transformer: a linear warm-up to the rate lr, then lr * sqrt(warmup_steps / step).
+
+    Vaswani et al., Attention Is All You Need, section 5.3, https://arxiv.org/abs/1706.03762; as in fairseq, lr is
+    the largest rate. It counts steps: set train.schedule_lr_per_epoch to False and train.warmup_lr_epochs to 0.
+
+    Args:
+        optimizer: its rates are the largest ones.
+        warmup_steps: steps until the largest rate.
+        start: the first rate as a share of the largest one.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps is {warmup_steps}; it must be 0 or more")
+    if not 0 <= start <= 1:
+        raise ValueError(f"start is {start}; it must be from 0 to 1")
+    return LambdaLR(optimizer, InverseSquareRoot(warmup_steps, start))
+
+
 def is_due(every: int | None, step: int) -> bool:
     """Whether a task of every `every` steps is due after `step` (0-based). None or 0: never."""
     return bool(every) and (step + 1) % cast(int, every) == 0

@@ -181,7 +181,13 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc_training.constructors": ("dgc_datasets", "dgc_training.errors"),
     "dgc_training.config": ("dgc_training.errors", "dgc_training.constructors"),
     "dgc_training": ("dgc.launch", "dgc.comm.__init__", "dgc_training.config"),
-    "dgc_training.tasks": ("dgc.comm.__init__", "dgc_training.config", "dgc_training"),
+    "dgc_training.tasks": (
+        "dgc.comm.__init__",
+        "dgc_datasets",
+        "dgc_models",
+        "dgc_training.config",
+        "dgc_training",
+    ),
     "dgc_training.faults": ("dgc.launch", "dgc.comm", "dgc.comm.__init__", "dgc_training.config", "dgc_training"),
     "dgc_training.startup": (
         "dgc.launch",
@@ -232,6 +238,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.faults",
         "dgc_training.startup",
         "dgc_training.checkpoint",
+        "dgc_training.tasks",
         "dgc_training.synchronization",
         "dgc_training.logging.rank_csv",
         "dgc_training.logging",
@@ -336,7 +343,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 # packages that import nothing outside the standard library but these
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "dgc": ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton"),
-    "dgc_datasets": ("torch", "torchvision", "numpy", "sklearn", "PIL"),
+    "dgc_datasets": ("torch", "torchvision", "numpy", "sklearn", "PIL", "sentencepiece", "num2words"),
     "dgc_models": ("torch", "torchvision", "numpy"),
 }
 NAME = re.compile(r"\w+(\.\w+)+")

@@ -110,11 +110,15 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
     needs = {"configs/digits": [], "configs/selection": [CNN, WM5], "configs/topology": [CNN, SGP]}
     message = Path(name).stem in ("fp16", "bf16", "int8") and "gossip" in name
     before = [CNN, SGP] if message else needs.get(str(Path(name).parent), [CNN])
+    variants = {"configs/wmt16/tokens400k.py": "configs/wmt16/base.py",
+                "configs/numwords/sgd.py": "configs/numwords/tiny.py"}  # fmt: skip
+    before = [variants[name]] if name in variants else before
     tree = load([*before, name])
     for key in ("compression", "gossip", "criterion"):
         instantiate(tree.train[key])
-    model = instantiate(tree.model)
-    assert sum(p.numel() for p in model.parameters()) >= 200_000
+    with torch.device("meta"):
+        model = instantiate(tree.model)
+    assert sum(p.numel() for p in model.parameters()) >= 100_000
     optimizer = instantiate(tree.train.optimizer, model.parameters())
     assert isinstance(optimizer, torch.optim.Optimizer)
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from dgc_training.schedule import Schedule, scale_learning_rate, warmup_factor
+from dgc_training.schedule import Schedule, inverse_square_root, scale_learning_rate, warmup_factor
 
 STEPS = 4
 
@@ -102,6 +102,7 @@ SCHEDULERS = {
     "restarts": lambda o: CosineAnnealingWarmRestarts(o, 3),
     "cyclic": lambda o: CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
     "linear": lambda o: LinearLR(o, 0.25, 1.0, 3),
+    "inverse square root": lambda o: inverse_square_root(o, 5),
     "onecycle": lambda o: OneCycleLR(o, max_lr=1.0, total_steps=100),
 }
 
@@ -129,7 +130,7 @@ def test_a_resumed_schedule_continues_identically(name: Any, per_epoch: Any) -> 
         assert before + rates(second, epochs=8, start=divmod(at, STEPS)) == undisturbed
 
 
-@pytest.mark.parametrize("name", ["none", "multistep", "cosine"])
+@pytest.mark.parametrize("name", ["none", "multistep", "cosine", "inverse square root"])
 def test_the_rate_is_rescaled_on_another_number_of_ranks(name: Any) -> None:
     first = make(SCHEDULERS[name], size=4)
     rates(first, epochs=5)
@@ -138,6 +139,18 @@ def test_the_rate_is_rescaled_on_another_number_of_ranks(name: Any) -> None:
     second.load_state_dict(first.state_dict())
     expected = rates(make(SCHEDULERS[name], size=2), epochs=8)[5 * STEPS :]
     assert rates(second, epochs=8, start=(5, 0)) == [pytest.approx(rate) for rate in expected]
+
+
+def test_inverse_square_root_rises_to_the_rate_and_falls() -> None:
+    """The published settings: from 1e-7 to 5e-4 in 4000 steps."""
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(2))], lr=5e-4)
+    factor = inverse_square_root(optimizer).lr_lambdas[0]
+    found = [5e-4 * factor(step) for step in (0, 1, 2000, 4000, 16_000, 400_000)]
+    assert found == pytest.approx([1e-7, 1e-7 + (5e-4 - 1e-7) / 4000, 2.5005e-4, 5e-4, 2.5e-4, 5e-5])
+    assert [inverse_square_root(optimizer, 0).lr_lambdas[0](step) for step in (0, 1, 4)] == [1, 1, 0.5]
+    for options, message in (({"warmup_steps": -1}, "warmup_steps is -1"), ({"start": 2.0}, "start is 2.0")):
+        with pytest.raises(ValueError, match=message):
+            inverse_square_root(optimizer, **options)
 
 
 def test_a_repeated_first_step_does_not_step_the_scheduler() -> None:

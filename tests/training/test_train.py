@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from states import assert_equal
 
 import train
 from dgc import kernels
@@ -40,24 +41,6 @@ def run(words: Any, size: int = 2, experiment: Any = EXPERIMENT) -> None:
     args, overrides = parse_arguments([*experiment, "--devices", "cpu", *QUICK, *words])
     tree = load(args.configs, overrides)
     LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
-
-
-def assert_equal(a: Any, b: Any, where: str = "") -> None:
-    """Compares nested states bit for bit."""
-    assert type(a) is type(b), where
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            if key not in ("seconds", "training_seconds"):
-                assert_equal(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_equal(x, y, f"{where}/{i}")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
 
 
 @pytest.fixture(scope="module")

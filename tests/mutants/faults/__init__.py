@@ -15,6 +15,7 @@ from .outer import OUTER
 from .selection import SELECTION
 from .tools import TOOLS
 from .training import TRAINING
+from .translation import TRANSLATION
 from .wire import WIRE
 
 FAULTS: tuple[Fault, ...] = (
@@ -33,5 +34,6 @@ FAULTS: tuple[Fault, ...] = (
     *TRAINING,
     *DATA,
     *TOOLS,
+    *TRANSLATION,
 )
 assert len({fault.name for fault in FAULTS}) == len(FAULTS), "names are unique"

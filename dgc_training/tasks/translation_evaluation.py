@@ -1,0 +1,145 @@
+"""Evaluation of a translation model: every pair of every split but 'train' is translated once, by one rank.
+
+Results of a split, for example test:
+
+    translation/test_exact_match   percent of translations that are equal to their reference
+    translation/test_bleu          BLEU, with sacrebleu's tokens
+    translation/test_char_bleu     BLEU of characters, for languages that write long words
+    translation/test_nll           mean negative log-likelihood of a reference's token, without label smoothing
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dgc.comm import Transport, all_gather_object, all_reduce
+from dgc_datasets.translation import BEGIN, END, PADDING, ParallelText
+from dgc_models.decoding import beam_search, greedy
+from dgc_models.transformer import Transformer
+from dgc_training.config import ConfigError
+from dgc_training.tasks.translation_batches import evaluation_batches, gather
+from dgc_training.tasks.translation_quality import TranslationQuality
+
+RESULTS = ("exact_match", "bleu", "char_bleu", "nll")
+
+
+class TranslationEvaluation:
+    """Evaluates a model on every split but 'train'. All methods are collective.
+
+    Args:
+        dataset: the sentence pairs, equal on every rank.
+        transport: connects the ranks.
+        device: where the model is.
+        max_tokens: the most tokens of a batch.
+        beams: beams of the search; 1: greedy.
+        length_penalty: of the search with several beams.
+        num_samples: translations to keep as text, of the first pairs of each split.
+
+    Raises:
+        ConfigError: if the vocabularies of the ranks differ.
+    """
+
+    def __init__(
+        self,
+        dataset: ParallelText,
+        transport: Transport,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        beams: int = 1,
+        length_penalty: float = 0.6,
+        num_samples: int = 8,
+    ) -> None:
+        check_same_vocabulary(dataset, transport)
+        self.dataset = dataset
+        self.transport = transport
+        self.device = device
+        self.max_tokens = max_tokens
+        self.beams = beams
+        self.length_penalty = length_penalty
+        self.num_samples = num_samples
+        self.splits = [split for split in dataset if split != "train"]
+        self.names = [f"translation/{split}_{result}" for split in self.splits for result in RESULTS]
+        # Of the last evaluation: a Markdown table by split, on every rank.
+        self.texts: dict[str, str] = {}
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Returns results by name, equal on every rank."""
+        assert isinstance(model, Transformer)
+        training = model.training
+        model.eval()
+        results: dict[str, float] = {}
+        for split in self.splits:
+            found = self._evaluate(model, split)
+            results |= {f"translation/{split}_{result}": found[result] for result in RESULTS}
+        model.train(training)
+        return results
+
+    @torch.no_grad()
+    def _evaluate(self, model: Transformer, split: str) -> dict[str, float]:
+        pairs, (sources, references) = self.dataset[split], self.dataset.texts(split)
+        quality, samples = TranslationQuality(), dict[int, str]()
+        sums = {"nll": 0.0, "tokens": 0.0}
+        rank, size = self.transport.rank, self.transport.size
+        for indices in evaluation_batches(pairs, self.max_tokens, rank=rank, size=size):
+            source, target = gather(pairs, indices, self.device)
+            translations = self.dataset.vocabulary.decode(self._translate(model, source))
+            quality.update(translations, [references[index] for index in indices])
+            nll, tokens = negative_log_likelihood(model, source, target)
+            sums["nll"] += nll
+            sums["tokens"] += tokens
+            samples |= {i: text for i, text in zip(indices, translations, strict=True) if i < self.num_samples}
+        total = {**quality.data(), **sums}
+        values = torch.tensor(list(total.values()), dtype=torch.float64, device=self.device)
+        values = all_reduce(self.transport, values, op="sum", name="translation")
+        total = dict(zip(total, values.tolist(), strict=True))
+        quality.set({key: total[key] for key in quality.data()})
+        merged: dict[int, str] = {}
+        for own in all_gather_object(self.transport, samples, name="samples"):
+            merged |= own
+        self.texts[f"translations/{split}"] = table(
+            [(sources[i], references[i], merged[i]) for i in sorted(merged)]
+        )
+        return {**quality.results(), "nll": total["nll"] / max(1, total["tokens"])}
+
+    def _translate(self, model: Transformer, source: Tensor) -> list[list[int]]:
+        # Twice as long as the source is enough for any pair of languages, and 10 more for short sentences.
+        longest = min(2 * source.size(1) + 10, model.max_length)
+        if self.beams == 1:
+            return greedy(model, source, begin=BEGIN, end=END, max_length=longest)
+        return beam_search(
+            model,
+            source,
+            begin=BEGIN,
+            end=END,
+            max_length=longest,
+            beams=self.beams,
+            length_penalty=self.length_penalty,
+        )
+
+
+def negative_log_likelihood(model: Transformer, source: Tensor, target: Tensor) -> tuple[float, int]:
+    """(sum over the references' tokens of -log p, number of these tokens)."""
+    logits = model(source, target[:, :-1]).float()
+    labels = target[:, 1:]
+    nll = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PADDING, reduction="sum")
+    return float(nll), int((labels != PADDING).sum())
+
+
+def check_same_vocabulary(dataset: ParallelText, transport: Transport) -> None:
+    """Raises ConfigError on every rank if their vocabularies differ. Machines train them separately."""
+    fingerprints = all_gather_object(transport, dataset.fingerprint, name="vocabulary")
+    for rank, other in enumerate(fingerprints):
+        if other != fingerprints[0]:
+            raise ConfigError(
+                f"rank {rank} has another vocabulary than rank 0: the files in dataset.root or the versions of "
+                "sentencepiece differ. Copy the folder of rank 0's machine, with its tokens-* folder, to others"
+            )
+
+
+def table(rows: Sequence[tuple[str, str, str]]) -> str:
+    """A Markdown table of sources, references and translations."""
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return "\n".join(["| source | reference | translation |", "| --- | --- | --- |", *(f"| {x} |" for x in lines)])

@@ -1,0 +1,203 @@
+"""The Transformer: sizes, masks, the decoder's state; both ways of decoding against their definitions."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgc_models.decoding import beam_search, greedy
+from dgc_models.transformer import Transformer, sinusoids, transformer_base, transformer_big
+from dgc_models.transformer_layers import DecoderState
+
+BEGIN, END = 2, 3
+
+
+def small(vocabulary: int = 6, pre_norm: bool = False, seed: int = 0) -> Transformer:
+    """An untrained model whose logits are spread, so that no two targets have nearly the same score."""
+    torch.manual_seed(seed)
+    model = Transformer(vocabulary, width=16, heads=2, hidden=32, layers=2, pre_norm=pre_norm, max_length=20)
+    with torch.no_grad():
+        model.embedding.weight.mul_(3)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.mark.parametrize(("make", "vocabulary", "expected"), [
+    (transformer_base, 32_000, 60_522_496),
+    (transformer_big, 32_000, 209_125_376),
+])  # fmt: skip
+def test_sizes(make: Any, vocabulary: int, expected: int) -> None:
+    with torch.device("meta"):
+        model = make(vocabulary)
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert f"{expected:,} parameters" in make.__doc__
+
+
+def test_positions() -> None:
+    encoding = sinusoids(50, 8)
+    assert encoding.shape == (50, 8)
+    for position, column in ((0, 0), (7, 3), (49, 6)):
+        angle = position / 10_000 ** (2 * (column // 2) / 8)
+        assert encoding[position, column] == pytest.approx((math.cos if column % 2 else math.sin)(angle), abs=1e-6)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_later_tokens_do_not_change_earlier_logits(pre_norm: bool) -> None:
+    model = small(9, pre_norm)
+    source, target = torch.randint(4, 9, (3, 5)), torch.randint(4, 9, (3, 6))
+    before = model(source, target)
+    for position in range(1, 6):
+        changed = target.clone()
+        changed[:, position:] = torch.randint(4, 9, (3, 6 - position))
+        assert torch.allclose(model(source, changed)[:, :position], before[:, :position], atol=1e-6)
+    changed = target.clone()
+    changed[:, 2] = (changed[:, 2] - 3) % 5 + 4  # another token
+    assert ((model(source, changed) - before)[:, 2:].abs().amax(2) > 1e-4).all()
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_padding_does_not_change_the_logits(pre_norm: bool) -> None:
+    model = small(9, pre_norm)
+    source, target = torch.randint(4, 9, (2, 4)), torch.randint(4, 9, (2, 3))
+    longer = torch.cat([source, torch.zeros(2, 3, dtype=torch.int64)], 1)
+    more = torch.cat([target, torch.zeros(2, 2, dtype=torch.int64)], 1)
+    found = model(longer, more)
+    assert torch.allclose(found[:, :3], model(source, target), atol=1e-5) and found.isfinite().all()
+    other = torch.cat([source, torch.full((2, 3), 5)], 1)
+    assert not torch.allclose(model(other, more)[:, :3], found[:, :3], atol=1e-2)
+
+
+def test_one_token_at_a_time_gives_the_logits_of_all_at_once() -> None:
+    model = small(9)
+    source, target = torch.randint(4, 9, (3, 5)), torch.randint(4, 9, (3, 6))
+    source[1, 3:] = 0
+    state = model.encode(source)
+    steps = [model.next_logits(target[:, [position]], state) for position in range(6)]
+    assert torch.allclose(torch.cat(steps, 1), model(source, target), atol=1e-5) and state.length == 6
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    for pre_norm in (False, True):
+        model = small(9, pre_norm).train()
+        model(torch.randint(4, 9, (2, 5)), torch.randint(4, 9, (2, 4))).square().mean().backward()
+        for name, parameter in model.named_parameters():
+            # A softmax does not change with a constant that is added to all its inputs.
+            if not name.endswith("key.bias"):
+                assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def log_probability(model: Transformer, source: Tensor, target: tuple[int, ...]) -> float:
+    """Sum of the logarithms over the target, which ends in END, where BEGIN and padding cannot occur."""
+    logits = model(source[None], torch.tensor([[BEGIN, *target[:-1]]]))[0].detach()
+    logits[:, [0, BEGIN]] = -torch.inf
+    return float(logits.log_softmax(1)[range(len(target)), list(target)].sum())
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("max_length", [1, 4])
+def test_beam_search_finds_what_a_search_of_all_targets_finds(length_penalty: float, max_length: int) -> None:
+    """With as many beams as there are targets. The vocabulary has 3 tokens beside the end."""
+    tokens = [1, 4, 5]
+    targets = [(*words, END) for n in range(max_length) for words in itertools.product(tokens, repeat=n)]
+    lengths = set()
+    for seed in range(4):
+        model = small(seed=seed)
+        source = torch.randint(4, 6, (3, 5))
+        source[1, 2:] = 0
+        options: Any = {"max_length": max_length, "length_penalty": length_penalty}
+        found = beam_search(model, source, begin=BEGIN, end=END, beams=27, **options)
+        for sentence, result in zip(source, found, strict=True):
+            scores = {
+                target: log_probability(model, sentence, target) / ((5 + len(target)) / 6) ** length_penalty
+                for target in targets
+            }
+            best = max(scores, key=lambda target: scores[target])
+            assert scores[(*result, END)] == pytest.approx(scores[best], abs=1e-5)
+            lengths.add(len(result))
+    assert len(lengths) > 1 or max_length == 1
+
+
+def test_more_beams_find_no_worse_targets() -> None:
+    model, source = small(12, seed=3), torch.randint(4, 12, (6, 5))
+    sums = []
+    for beams in (1, 2, 4, 64):
+        options: Any = {"begin": BEGIN, "end": END, "max_length": 6, "length_penalty": 0.0}
+        found = beam_search(model, source, beams=beams, **options)
+        sums.append(sum(log_probability(model, s, (*f, END)) for s, f in zip(source, found, strict=True)))
+    assert sums[0] <= sums[-1] and sums[1] <= sums[-1] + 1e-4 and sums[2] <= sums[-1] + 1e-4
+
+
+class ByLength:
+    """Stands in for a model: fixed probabilities of (1, END) at each length, whatever the tokens are."""
+
+    padding = 0
+
+    def __init__(self, *probabilities: tuple[float, float]) -> None:
+        self.probabilities = probabilities
+
+    def encode(self, source: Tensor) -> Any:
+        self.length = 0
+        return DecoderState([], source)
+
+    def next_logits(self, tokens: Tensor, state: Any) -> Tensor:
+        logits = torch.full((len(tokens), 1, 4), -torch.inf)
+        logits[:, 0, [1, END]] = torch.tensor(self.probabilities[self.length]).log()
+        self.length += 1
+        return logits
+
+
+def test_the_search_goes_on_while_a_longer_target_may_be_better() -> None:
+    """The target that ends at once has the probability 0.6; the one of two tokens 0.4, with a larger score."""
+    model: Any = ByLength((0.4, 0.6), (0.0, 1.0))
+    options: Any = {"begin": BEGIN, "end": END, "max_length": 2, "beams": 1}
+    source = torch.tensor([[5]])
+    assert beam_search(model, source, length_penalty=0.6, **options) == [[]]
+    assert beam_search(model, source, length_penalty=5.0, **options) == [[1]]
+    assert math.log(0.4) / (7 / 6) ** 5 > math.log(0.6) > math.log(0.4) / (7 / 6) ** 0.6
+
+
+def test_greedy_takes_the_most_probable_token_each_time() -> None:
+    model, source = small(9, seed=2), torch.randint(4, 9, (4, 5))
+    found = greedy(model, source, begin=BEGIN, end=END, max_length=7)
+    for sentence, result in zip(source, found, strict=True):
+        tokens: list[int] = []
+        while len(tokens) < 7 and tokens[-1:] != [END]:
+            logits = model(sentence[None], torch.tensor([[BEGIN, *tokens]]))[0, -1].detach()
+            logits[[0, BEGIN]] = -torch.inf
+            tokens.append(int(logits.argmax()))
+        assert result == [token for token in tokens if token != END]
+
+
+@pytest.mark.parametrize("search", [greedy, beam_search])
+def test_a_batch_is_translated_as_its_sentences_are(search: Any) -> None:
+    model, source = small(9, seed=5), torch.randint(4, 9, (5, 6))
+    for row, length in enumerate((6, 1, 4, 2, 5)):
+        source[row, length:] = 0
+    options = {"begin": BEGIN, "end": END, "max_length": 8}
+    alone = [search(model, sentence[sentence != 0][None], **options)[0] for sentence in source]
+    assert search(model, source, **options) == alone
+    assert search(model, source[:0], **options) == []
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"width": 20, "heads": 4}, "width is 20; it must be a multiple of 2 \\* heads, 8"),
+    ({"layers": 0}, "layers is 0"),
+    ({"dropout": 1.0}, "dropout is 1.0"),
+    ({"padding": 8}, "padding is 8"),
+])  # fmt: skip
+def test_impossible_arguments_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Transformer(8, **arguments)
+
+
+def test_impossible_searches_are_refused() -> None:
+    model, source = small(), torch.tensor([[4, 5]])
+    for options, message in (({"beams": 0}, "beams is 0"), ({"length_penalty": -1.0}, "length_penalty is -1.0")):
+        with pytest.raises(ValueError, match=message):
+            beam_search(model, source, begin=BEGIN, end=END, max_length=3, **options)
+    with pytest.raises(ValueError, match="a sentence has 21 tokens; max_length of the model is 20"):
+        model.encode(torch.full((1, 21), 4))

@@ -1,0 +1,227 @@
+"""Parallel text: its files, its vocabulary, its cache; number words; batches of equally many tokens."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dgc_datasets.translation import (
+    BEGIN,
+    END,
+    PADDING,
+    NumberWords,
+    ParallelText,
+    TokenBatches,
+    Vocabulary,
+    collate,
+    parallel_text,
+    wmt16,
+)
+from dgc_datasets.translation.number_words import draw_numbers
+from dgc_datasets.translation.vocabulary import train_vocabulary
+
+TRAIN = [("ein Haus", "a house"), ("ein Hund", "a dog"), ("das Haus", "the house"), ("der Hund", "the dog")]
+TEST = [("das Hundehaus", "the doghouse"), ("ein\u2028Haus", "a house")]
+
+
+def write(folder: Path, split: str, pairs: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    for language, side in zip(("de", "en"), zip(*pairs, strict=True), strict=True):
+        (folder / f"{split}.{language}").write_text("".join(f"{text}\n" for text in side), encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, "train", TRAIN * 5)
+    write(tmp_path, "test", TEST)
+    return tmp_path
+
+
+def read(folder: Path, vocabulary_size: int = 32, **options: Any) -> ParallelText:
+    return ParallelText(str(folder), "de", "en", vocabulary_size, character_coverage=1.0, **options)
+
+
+def test_items_are_the_lines_of_both_files(folder: Path) -> None:
+    data = read(folder)
+    assert set(data) == {"train", "test"} and len(data.vocabulary) == 32
+    for split, pairs in (("train", TRAIN * 5), ("test", TEST)):
+        assert len(data[split]) == len(pairs)
+        for index, pair in enumerate(pairs):
+            source, target = data[split][index]
+            assert source.dtype == target.dtype == torch.int64
+            assert source[-1] == target[-1] == END and target[0] == BEGIN and BEGIN not in source
+            texts = data.vocabulary.decode([source[:-1].tolist(), target[1:-1].tolist()])
+            assert [text.replace("\u2028", " ") for text in pair] == texts
+            assert data[split].lengths[index] == max(len(source), len(target) - 1)
+    assert data.texts("test") == tuple(map(list, zip(*TEST, strict=True)))
+
+
+def test_the_text_is_encoded_once_until_it_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = read(folder)
+    monkeypatch.setattr(parallel_text, "train_vocabulary", None)  # a call of it raises TypeError
+    (cache,) = folder.glob("tokens-*")
+    cache.chmod(0o555)
+    again = read(folder)
+    assert again.fingerprint == first.fingerprint
+    for index in range(len(TRAIN)):
+        pairs = zip(first["train"][index], again["train"][index], strict=True)
+        assert all(torch.equal(before, after) for before, after in pairs)
+    monkeypatch.undo()
+    write(folder, "test", [*TEST, ("das Haus", "the house")])
+    assert len(read(folder)["test"]) == 3 and len(list(folder.glob("tokens-*"))) == 2
+    assert read(folder, vocabulary_size=30).fingerprint != first.fingerprint
+    assert not list(folder.glob(".writing-*"))
+
+
+def test_an_interrupted_preparation_leaves_no_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dgc_datasets.translation.sentences.np.save", fail)
+    with pytest.raises(KeyboardInterrupt):
+        read(folder)
+    monkeypatch.undo()
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == []
+    assert len(read(folder)["test"]) == 2
+
+
+def test_the_same_text_gives_the_same_vocabulary() -> None:
+    text = [side for pair in TRAIN for side in pair]
+    assert train_vocabulary(text, 30, 1.0) == train_vocabulary(iter(text), 30, 1.0)
+
+
+def test_empty_and_long_training_pairs_are_left_out(folder: Path) -> None:
+    write(folder, "train", [*TRAIN, ("", "nothing"), ("Haus " * 40, "house")])
+    data = read(folder, max_length=30)
+    assert len(data["train"]) == 4 and data["train"].pairs_left_out == 2
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda folder: (folder / "test.en").unlink(), "the data set is not there: .*test.en is missing"),
+    (lambda folder: (folder / "val.en").write_text("a\n"), "val.de is missing"),
+    (lambda folder: (folder / "train.en").write_text("a\n"), "train.de has 20 lines, .*train.en has 1"),
+    (lambda folder: write(folder, "test", [("Haus " * 300, "x")]), "line 1: the pair has"),
+    (lambda folder: (folder / "train.en").write_bytes(b"\xff\n" * 20), "train.en is not UTF-8"),
+])  # fmt: skip
+def test_files_that_do_not_fit_are_refused(folder: Path, change: Any, message: str) -> None:
+    change(folder)
+    with pytest.raises(ValueError, match=message):
+        read(folder)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"vocabulary_size": 5000}, "vocabulary_size is 5000, which is not possible with this text: .*<= "),
+    ({"vocabulary_size": 1}, "vocabulary_size is 1; it must be at least 2"),
+    ({"max_length": 2}, "no sentence of at most 2 tokens"),
+])  # fmt: skip
+def test_impossible_settings_are_refused(folder: Path, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(folder, **options)
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a sentencepiece model"):
+        Vocabulary(b"nothing")
+
+
+def test_batches_are_padded_at_the_ends() -> None:
+    first, second = ([5, END], [BEGIN, 6, 7, END]), ([END], [BEGIN])
+    source, target = collate([tuple(map(torch.tensor, pair)) for pair in (first, second)])
+    assert source.tolist() == [[5, END], [END, PADDING]]
+    assert target.tolist() == [[BEGIN, 6, 7, END], [BEGIN, PADDING, PADDING, PADDING]]
+
+
+# Number words
+
+
+def test_number_words(tmp_path: Path) -> None:
+    data = NumberWords(str(tmp_path), train_numbers=200, test_numbers=50, vocabulary_size=60)
+    german, english = data.texts("test")
+    assert len(german) == len(set(german)) == 50 and not set(german) & set(data.texts("train")[0])
+    assert all(" " not in word for word in german) and len(data["train"]) == 200
+    pairs = dict(zip(*map(sum, zip(*(data.texts(s) for s in data), strict=True), ([], [])), strict=True))
+    assert pairs.get("sieben", "seven") == "seven" and len(pairs) == 250
+    assert data.vocabulary.decode(data.vocabulary.encode(german)) == german
+    before = {file: os.stat(file).st_mtime_ns for file in tmp_path.rglob("*.*")}
+    again = NumberWords(str(tmp_path), train_numbers=200, test_numbers=50, vocabulary_size=60)
+    assert again.fingerprint == data.fingerprint
+    assert before == {file: os.stat(file).st_mtime_ns for file in tmp_path.rglob("*.*")}
+
+
+def test_the_numbers_drawn() -> None:
+    numbers = draw_numbers(20_000, seed=0)
+    assert len(set(numbers)) == 20_000 and numbers == draw_numbers(20_000, 0) != draw_numbers(20_000, 1)
+    digits = np.bincount([len(str(number)) for number in numbers], minlength=7)
+    # All of up to 3 digits occur. The uniform half has 9 % of 5 digits, the other half about a third.
+    assert digits[1] == 10 and digits[2] == 90 and digits[3] > 800 and 0.15 < digits[5] / 20_000 < 0.3
+    assert max(numbers) < 10**6 and abs(np.mean([n > 5 * 10**5 for n in numbers[:5000]]) - 0.4) < 0.1
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"source": "xx"}, "dataset.source is 'xx'; num2words knows"),
+    ({"source": "en"}, "both 'en'"),
+    ({"test_numbers": 0}, "test_numbers is 0"),
+    ({"train_numbers": 10**6}, "it must be at most 500000"),
+])  # fmt: skip
+def test_impossible_numbers_are_refused(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NumberWords(str(tmp_path), **options)
+    assert not list(tmp_path.iterdir())
+
+
+# Batches
+
+
+def test_each_pair_is_in_one_batch_of_at_most_max_tokens() -> None:
+    lengths = np.random.default_rng(0).integers(1, 40, 500)
+    batches = TokenBatches(lengths, 400)
+    orders = [batches.epoch(seed) for seed in (0, 1)]
+    for order in orders:
+        assert len(order) == len(batches)
+        assert sorted(index for batch in order for index in batch) == list(range(500))
+        assert max(len(batch) * lengths[batch].max() for batch in order) <= 400
+    assert orders[0] == batches.epoch(0) and orders[0] != orders[1]
+    assert {frozenset(batch) for batch in orders[0]} != {frozenset(batch) for batch in orders[1]}
+    padded = sum(len(batch) * int(lengths[batch].max()) for batch in orders[0])
+    assert padded < 1.05 * lengths.sum(), "batches are of sentences of about equal length"
+    assert padded > 0.8 * 400 * len(batches), "batches are full"
+
+
+def test_a_pair_longer_than_a_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_tokens is 8, fewer than the 9 tokens"):
+        TokenBatches(np.array([3, 9]), 8)
+
+
+# The preparation of WMT'16
+
+
+def test_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, english, german in (("a", ["a  house", "", "one"], ["ein Haus", "x", "ein sehr langer Satz"]),
+                                  ("b", ["the\u2028dog"], ["der Hund"])):  # fmt: skip
+        (tmp_path / f"{name}.en").write_text("".join(f"{text}\n" for text in english), encoding="utf-8")
+        (tmp_path / f"{name}.de").write_text("".join(f"{text}\r\n" for text in german), encoding="utf-8")
+    sgml = '<srcset setid="x"><doc>\n<p>\n<seg id="1">{}</seg>\n<SEG id="2">{}</SEG>\n</p></doc></srcset>\n'
+    (tmp_path / "news-src.en.sgm").write_text(sgml.format("black &amp; white", "one"), encoding="utf-8")
+    (tmp_path / "news-ref.de.sgm").write_text(sgml.format("schwarz &amp; weiß", ""), encoding="utf-8")
+    root = tmp_path / "data" / "wmt16"
+    words = ["--train", f"{tmp_path}/a", f"{tmp_path}/b", "--test", f"{tmp_path}/news", "--root", str(root)]
+    wmt16.main(words)
+    assert capsys.readouterr().out == "train: 2 of 4 pairs\ntest: 2 of 2 pairs\n"
+    texts = {file.name: file.read_text(encoding="utf-8") for file in root.iterdir()}
+    assert texts == {
+        "train.en": "a house\nthe dog\n",
+        "train.de": "ein Haus\nder Hund\n",
+        "test.en": "black & white\none\n",
+        "test.de": "schwarz & weiß\n\n",
+    }
+    for more, message in (([], "exists already"), (["--root", f"{tmp_path}/new", "--val", "c"], "there is none")):
+        with pytest.raises(SystemExit) as stop:
+            wmt16.main([*words, *more])
+        assert stop.value.code == 1 and message in capsys.readouterr().err
+    (tmp_path / "b.de").write_text("x\ny\n")
+    with pytest.raises(SystemExit):
+        wmt16.main([*words[:-1], f"{tmp_path}/new"])
+    assert "b.en and" in capsys.readouterr().err and not (tmp_path / "new").exists()

@@ -1,0 +1,272 @@
+"""Translation: the shares of the ranks, the evaluation over ranks, and short runs of train.py."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sacrebleu.metrics.bleu import BLEU
+from states import assert_equal
+
+import train
+from dgc.comm.lockstep import LockstepWorld
+from dgc_datasets import Digits
+from dgc_datasets.translation import PADDING, NumberWords, collate
+from dgc_models.decoding import greedy
+from dgc_models.transformer import Transformer
+from dgc_training.checkpoint.reading import read_tensors
+from dgc_training.config import ConfigError, instantiate, load
+from dgc_training.config.layers import REPOSITORY
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.tasks.protocol import Setup
+from dgc_training.tasks.translation import Translation
+from dgc_training.tasks.translation_batches import TranslationBatches, evaluation_batches
+from dgc_training.tasks.translation_evaluation import TranslationEvaluation, table
+from dgc_training.tasks.translation_quality import TranslationQuality
+
+CPU = torch.device("cpu")
+SIZES = {"train_numbers": 300, "test_numbers": 37, "vocabulary_size": 60}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> NumberWords:
+    return NumberWords(str(tmp_path_factory.mktemp("numbers")), **SIZES)  # type: ignore[arg-type]
+
+
+def batches(data: NumberWords, rank: int, size: int, passes: int = 1) -> TranslationBatches:
+    return TranslationBatches(data["train"], 200, passes, rank=rank, size=size, seed=7, device=CPU)
+
+
+@pytest.mark.parametrize(("size", "passes"), [(1, 1), (3, 1), (2, 3)])
+def test_each_pair_is_seen_once_up_to_the_last_batches(data: NumberWords, size: int, passes: int) -> None:
+    ranks = [batches(data, rank, size, passes) for rank in range(size)]
+    total, steps = len(ranks[0].batches), ranks[0].steps_per_epoch
+    assert steps == total // (size * passes)
+    left_out = []
+    for epoch in (0, 1):
+        seen: list[Any] = []
+        for own in ranks:
+            found = list(own.epoch(epoch))
+            assert [step for step, _ in found] == list(range(steps))
+            assert all(len(step) == passes for _, step in found)
+            targets = [row for _, step in found for batch in step for row in batch.target]
+            seen += [tuple(row[row != PADDING].tolist()) for row in targets]
+        assert len(seen) == len(set(seen)), "no pair twice"
+        chosen = ranks[0].order(epoch)[: steps * size * passes]
+        assert len(seen) == sum(map(len, chosen))
+        tokens = sum(len(target) - 1 for target in seen)  # without BEGIN, which is not predicted
+        assert tokens == sum(batch.tokens for _, step in found for batch in step)
+        left_out.append({index for batch in ranks[0].order(epoch)[len(chosen) :] for index in batch})
+    assert left_out[0] != left_out[1] or total == len(chosen)
+
+
+def test_a_run_resumes_at_any_step(data: NumberWords) -> None:
+    own = batches(data, 1, 2)
+    whole = list(own.epoch(3))
+    for start in (0, 1, own.steps_per_epoch - 1):
+        rest = list(batches(data, 1, 2).epoch(3, start))
+        assert [step for step, _ in rest] == [step for step, _ in whole[start:]]
+        for (_, some), (_, same) in zip(rest, whole[start:], strict=True):
+            for batch, other in zip(some, same, strict=True):
+                assert torch.equal(batch.source, other.source) and torch.equal(batch.target, other.target)
+                assert batch.tokens == other.tokens
+
+
+def test_a_rank_that_takes_more_steps_uses_another_order(data: NumberWords) -> None:
+    own = batches(data, 0, 2)
+    left = iter(range(2 * own.steps_per_epoch))
+    found = list(own.epoch(0, more_steps=lambda: next(left, None) is not None))
+    assert [step for step, _ in found] == list(range(2 * own.steps_per_epoch))
+    targets = [step[0].target for _, step in found]
+    again = zip(targets[: own.steps_per_epoch], targets[own.steps_per_epoch :], strict=True)
+    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in again)
+
+
+def test_too_few_batches_are_refused(data: NumberWords) -> None:
+    with pytest.raises(ValueError, match="too few for one step of 50 ranks x 2 passes"):
+        batches(data, 0, 50, 2)
+
+
+def test_the_shares_of_an_evaluation(data: NumberWords) -> None:
+    for size in (1, 3, 40):
+        shares = [evaluation_batches(data["test"], 100, rank=rank, size=size) for rank in range(size)]
+        assert sorted(index for share in shares for batch in share for index in batch) == list(range(37))
+    assert [] in shares, "40 ranks, 37 pairs"
+
+
+# Evaluation
+
+
+def test_sums_over_ranks_give_the_bleu_of_all_sentences() -> None:
+    references = ["one hundred and two", "seven", "ninety-nine thousand, four", "eleven", "two hundred and six"]
+    translations = ["one hundred and two", "eleven", "ninety-five thousand, four", "", "two hundred and six"]
+    parts = [TranslationQuality() for _ in range(3)]
+    for rank, part in enumerate(parts[:2]):  # the third counts nothing
+        part.update(translations[rank::2], references[rank::2])
+    parts[0].set({key: sum(part.data()[key] for part in parts) for key in parts[0].data()})
+    results = parts[0].results()
+    assert results["exact_match"] == 40.0
+    for name, tokenizer in (("bleu", "13a"), ("char_bleu", "char")):
+        expected = BLEU(tokenize=tokenizer).corpus_score(translations, [references]).score
+        assert results[name] == pytest.approx(expected)
+    assert all(value != value for value in parts[2].results().values()), "NaN if nothing was counted"
+
+
+def model(data: NumberWords) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(len(data.vocabulary), width=16, heads=2, hidden=16, layers=1, padding=PADDING)
+
+
+def evaluate(data: NumberWords, size: int, **options: Any) -> tuple[dict[str, float], dict[str, str]]:
+    def run(transport: Any) -> Any:
+        evaluation = TranslationEvaluation(data, transport, CPU, max_tokens=80, **options)
+        own = model(data)
+        results = evaluation(own)
+        assert own.training and list(results) == evaluation.names
+        return results, evaluation.texts
+
+    found = LockstepWorld(size).run(run)
+    assert all(other == found[0] for other in found)
+    return found[0]
+
+
+def test_each_sentence_counts_once_over_uneven_shares(data: NumberWords) -> None:
+    results, texts = evaluate(data, 1)
+    own, references = model(data).eval(), data.texts("test")[1]
+    source, target = collate([data["test"][index] for index in range(37)])
+    longest = 2 * source.size(1) + 10
+    expected = data.vocabulary.decode(greedy(own, source, begin=2, end=3, max_length=longest))
+    exact = sum(a == b for a, b in zip(expected, references, strict=True)) / 37
+    assert results["translation/test_exact_match"] == pytest.approx(100 * exact)
+    loss = torch.nn.CrossEntropyLoss(ignore_index=PADDING)
+    with torch.no_grad():
+        nll = loss(own(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+    assert results["translation/test_nll"] == pytest.approx(float(nll), rel=1e-5)
+    for size in (2, 3):
+        other, other_texts = evaluate(data, size)
+        assert other["translation/test_nll"] == pytest.approx(results["translation/test_nll"], rel=1e-6)
+        assert other.keys() == results.keys() and len(other_texts["translations/test"].splitlines()) == 2 + 8
+        rows = [text["translations/test"].splitlines() for text in (texts, other_texts)]
+        assert [row.split(" | ")[:2] for row in rows[0]] == [row.split(" | ")[:2] for row in rows[1]]
+
+
+def test_beam_search_is_used(data: NumberWords) -> None:
+    assert evaluate(data, 1, beams=3)[1] != evaluate(data, 1)[1]
+
+
+def test_ranks_with_other_vocabularies_are_refused(data: NumberWords) -> None:
+    def run(transport: Any) -> str:
+        mine = NumberWords.__new__(NumberWords)
+        mine.update(data)
+        mine.fingerprint = f"of rank {transport.rank}"
+        with pytest.raises(ConfigError, match="rank 1 has another vocabulary than rank 0"):
+            TranslationEvaluation(mine, transport, CPU, max_tokens=80)
+        return "refused"
+
+    assert LockstepWorld(2).run(run) == ["refused"] * 2
+
+
+def test_cells_of_a_table_may_have_bars() -> None:
+    assert table([("a|b", "c", "d")]).splitlines()[-1] == "| a\\|b | c | d |"
+
+
+# Runs of train.py
+
+TINY = ["configs/numwords/tiny.py"]
+
+
+def run(directory: Path, words: list[str], size: int = 1, files: list[str] = TINY) -> None:
+    words = [f"--configs.{word}" for word in words]
+    options = ["--devices", "cpu", "--run-dir", str(directory)]
+    args, overrides = parse_arguments(["--configs", *files, *options, *words])
+    tree = load(args.configs, [*overrides, "--configs.data.num_threads_per_worker=1"])
+    LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    root = f"dataset.root={tmp_path / 'numbers'}"
+    words = [root, "dataset.train_numbers=4000", "dataset.test_numbers=51", "train.num_epochs=2"]
+    run(tmp_path / "run", [*words, "train.batch_size=256", "train.optimizer.lr=0.0025"], size=2)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best"]["translation/test_exact_match"] > 70 and summary["best"]["translation/test_bleu"] > 90
+    data = NumberWords(str(tmp_path / "numbers"), train_numbers=4000, test_numbers=51)
+    own = TranslationBatches(data["train"], 256, rank=0, size=2, seed=42, device=CPU)
+    expected = sum(2 * (batch.tokens // 2) for epoch in (0, 1) for _, step in own.epoch(epoch) for batch in step)
+    assert summary["tokens"] == expected
+    assert "tokens/s" in capsys.readouterr().out
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert {"translation/test_nll", "time/tokens_per_second"} <= set(events.Tags()["scalars"])
+    texts = [event.tensor_proto.string_val[0] for event in events.Tensors("translations/test/text_summary")]
+    assert len(texts) == 2 and all(b"| source | reference | translation |" in text for text in texts)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("files", [TINY, [*TINY, "configs/numwords/sgd.py", "configs/dgc/wm0.py"]])
+def test_a_run_resumed_in_mid_epoch_ends_bit_identical(tmp_path: Path, files: list[str]) -> None:
+    """With dropout, of which every step draws other random numbers, and two passes per step."""
+    words = [f"dataset.root={tmp_path / 'numbers'}", "dataset.train_numbers=400", "dataset.test_numbers=5"]
+    words += ["model.dropout=0.2", "train.batch_size=400", "train.num_batches_per_step=2"]
+    words += ["train.num_epochs=2", "train.checkpoint_every=3"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, words, files=files)
+    for start in ("e0001s00003", "e0001"):
+        shutil.copytree(whole, parts)
+        shutil.rmtree(parts / "checkpoints" / "e0002")
+        (parts / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": start}))
+        torch.manual_seed(12345)
+        run(parts, words, files=files)
+        for file in ("shared.pt", "rank0.pt"):
+            assert_equal(*(read_tensors(side / "checkpoints" / "e0002" / file) for side in (whole, parts)))
+        shutil.rmtree(parts)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["model.max_length=12"], "model.max_length is 12 tokens, fewer than the"),
+    (["train.metric=acc/test_top1"], "it must be one of translation/test_exact_match"),
+    (["data.num_workers=2"], "data.num_workers must be 0"),
+    (["task.beams=0"], "task.beams is 0"),
+    (["model.vocabulary=50"], "the model has 50 tokens .* set model.vocabulary to dataset.vocabulary_size"),
+    (["train.criterion.ignore_index=-100"], "ignore_index must be 0"),
+    (["train.batch_size=10"], "train.batch_size is 10 tokens, fewer than the"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    sizes = ["dataset.train_numbers=400", "dataset.test_numbers=5"]
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "run", [f"dataset.root={tmp_path / 'numbers'}", *sizes, *words])
+
+
+def test_other_data_is_refused() -> None:
+    setup = Setup(load(TINY), Digits(), torch.nn.Linear(2, 2), LockstepWorld(1).transports[0], CPU)
+    with pytest.raises(ValueError, match="task is Translation, but dataset is a Digits"):
+        Translation(setup)
+
+
+def test_a_lower_likelihood_is_no_better_checkpoint(data: NumberWords) -> None:
+    for metric, lower in (("nll", True), ("bleu", False)):
+        tree = load(TINY, [f"--configs.train.metric=translation/test_{metric}"])
+        setup = Setup(tree, data, model(data), LockstepWorld(1).transports[0], CPU)
+        assert Translation(setup).lower_is_better is lower
+
+
+@pytest.mark.parametrize("name", ["numwords/tiny", "numwords/transformer", "wmt16/base", "wmt16/big"])
+def test_the_documented_sizes(name: str) -> None:
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in instantiate(load([f"configs/{name}"]).model).parameters())
+    page = (REPOSITORY / "docs/language.md").read_text().splitlines()
+    (row,) = (line for line in page if f"`configs/{name}`" in line)
+    assert f"{parameters:,}" in row
+    assert f"{parameters:,} parameters" in (REPOSITORY / f"configs/{name}.py").read_text()
+
+
+def test_the_settings_of_wmt16() -> None:
+    for files, passes in ((["big"], 1), (["base", "tokens400k"], 16)):
+        settings = load([f"configs/wmt16/{name}" for name in files]).train
+        assert (settings.num_batches_per_step, settings.batch_size) == (passes, 3500)
+        assert settings.optimizer.lr * 8 * passes == pytest.approx(5e-4)
+        assert (list(settings.optimizer.betas), settings.criterion.label_smoothing) == ([0.9, 0.98], 0.1)
+        assert (settings.scheduler.warmup_steps, settings.schedule_lr_per_epoch) == (4000, False)
