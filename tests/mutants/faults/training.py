@@ -146,8 +146,8 @@ TRAINING = [
     Fault(
         "a-tie-replaces-the-best",
         "dgc_training/checkpoint/progress.py",
-        "not results[metric] > best",
-        "not results[metric] >= best",
+        "else results[metric] > best",
+        "else results[metric] >= best",
         ["tests/training/test_train.py::test_any_number_is_better_than_nan"],
     ),
     Fault(
@@ -188,8 +188,8 @@ TRAINING = [
     Fault(
         "losses-of-a-step-summed-not-averaged",
         "train.py",
-        "part = criterion(outputs, targets) / len(passes)",
-        "part = criterion(outputs, targets)",
+        "part = loss.mean / len(passes)",
+        "part = loss.mean",
         ["tests/training/test_train.py::test_optional_parts_are_optional"],
     ),
     Fault(
