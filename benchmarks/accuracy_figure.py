@@ -1,4 +1,4 @@
-"""The figure of README: accuracy against bytes, for the methods of the table in docs/results.md.
+"""The figure of docs/results.md: accuracy against bytes, for the methods of the table in docs/results.md.
 
     python -m benchmarks.accuracy_figure [FILE]
 

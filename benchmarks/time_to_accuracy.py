@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -80,7 +81,7 @@ def report(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def draw(rows: dict[str, dict[str, Any]], title: str, file: Path) -> None:
-    """Draw the first fold's accuracy against seconds and bytes."""
+    """Draw the best accuracy of the first fold so far, against seconds and bytes."""
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
@@ -90,16 +91,17 @@ def draw(rows: dict[str, dict[str, Any]], title: str, file: Path) -> None:
     for number, (method, row) in enumerate(rows.items()):
         color = "black" if number == 0 else colors(number - 1)
         seconds, nbytes, accuracy = zip(*row["curves"][0], strict=True)
+        best = list(accumulate(accuracy, max))
         for axes, x in zip(both, (seconds, [b / 1e6 for b in nbytes]), strict=True):
-            axes.plot(x, accuracy, "-", color=color, linewidth=1.2, label=method)
+            axes.step(x, best, where="post", color=color, linewidth=1.2, label=method)
     for axes, label in zip(both, ("seconds of training", "MB that a rank has sent"), strict=True):
         axes.set_xscale("log")
         axes.set_xlabel(label)
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
-    lowest = min(row["curves"][0][-1][2] for row in rows.values())
-    both[0].set_ylim(max(0.0, lowest - 12), 100.5)
-    both[0].set_ylabel("test accuracy, %")
+    lowest = min(max(accuracy for *_, accuracy in row["curves"][0]) for row in rows.values())
+    both[0].set_ylim(max(0.0, lowest - 10), 100.5)
+    both[0].set_ylabel("best test accuracy so far, %")
     both[0].legend(fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=9)
     metadata = {"Date": None} if file.suffix == ".svg" else {}

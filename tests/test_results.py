@@ -34,7 +34,7 @@ def test_the_readme_repeats_at_most_six_rows_word_for_word() -> None:
 def test_the_figure_is_drawn_from_the_table(tmp_path: Path) -> None:
     accuracy_figure.draw(accuracy_figure.shown(RESULTS), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == accuracy_figure.FIGURE.read_text()
-    assert "](docs/accuracy.svg)" in README
+    assert "](accuracy.svg)" in RESULTS
 
 
 def test_captions_say_how_many_steps_an_epoch_really_has() -> None:

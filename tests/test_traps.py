@@ -95,17 +95,22 @@ def test_trap_02_every_config_and_script_is_complete() -> None:
         "dgc": ["configs/cifar/resnet20.py"],
         "selection": ["configs/cifar/resnet20.py", "configs/dgc/wm5.py"],
         "cosine": ["configs/imagenet/resnet18.py"],
+        "sgd": ["configs/numwords/tiny.py"],
+        "tokens400k": ["configs/wmt16/base.py"],
         "topology": ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"],
         **dict.fromkeys(("fp16", "bf16", "int8"), ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"]),
         **dict.fromkeys(
-            ("chunks", "powersgd", "threshold", "quant", "sparse", "route", "gossip", "average"),
+            (
+                *("chunks", "powersgd", "threshold", "quant", "sparse", "route", "gossip", "average", "adam"),
+                *("dense", "outer"),
+            ),
             ["configs/cifar/resnet20.py"],
         ),
     }
     experiments = [p for p in (ROOT / "configs").glob("*/*.py") if p.name != "__init__.py"]
     assert len(experiments) > 10
     for path in experiments:
-        by_name = path.parent.name in ("gossip", "imagenet") and modifiers.get(path.stem)
+        by_name = path.parent.name in ("gossip", "imagenet", "numwords", "wmt16") and modifiers.get(path.stem)
         stack = by_name or modifiers.get(path.parent.name) or []
         tree = config(*stack, str(path.relative_to(ROOT)))
         assert isinstance(tree.train.optimize_bn_separately, bool), path

@@ -42,7 +42,7 @@ def test_the_page_s_files_and_commands(tmp_path: Path) -> None:
     assert re.findall(r"(\d+) passed", done.stdout) == ["19"]
     ends = {run.name: summary(run) for run in (my / "runs").iterdir()}
     ranks = {name: end["ranks"] for name, end in ends.items()}
-    assert ranks == {"experiment": 1, "ternary": 2, "share": 1, "chords": 2}
+    assert ranks == {"experiment": 1, "ternary": 2, "share": 1, "chords": 2, "smoothed": 1}
     for run in ("experiment", "share", "chords"):
         assert ends[run]["metric"] == "recall/test_malignant" and ends[run]["best"]["recall/test_malignant"] > 80
         assert ends[run]["final"]["acc/test_top1"] > 90, (run, ends[run])
