@@ -23,7 +23,7 @@ def found_by(ranks: int, folder: Path, *scenarios: str, launch: Any = mpirun) ->
     ("launch", "ranks"),
     [
         (mpirun, 3),
-        (torchrun, 3),
+        pytest.param(torchrun, 3, marks=pytest.mark.proof),
         *(pytest.param(run, ranks, marks=pytest.mark.proof) for run in BOTH for ranks in (2, 4, 5)),
     ],
 )

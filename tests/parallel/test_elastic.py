@@ -9,6 +9,7 @@ from parallel.elastic import CHECKPOINT_EVERY, ElasticRun
 from parallel.processes import send
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(300)
 def test_a_rank_and_an_agent_are_killed(tmp_path: Path) -> None:
     with ElasticRun(tmp_path, epochs=12) as run:

@@ -42,18 +42,21 @@ def test_with_horovod(tmp_path: Path) -> None:
     assert len({end["state"] for end in found}) == 4
 
 
-@pytest.mark.parametrize("script", ["train_gossip.py", "train_ddp.py"])
+@pytest.mark.parametrize("script", [pytest.param("train_gossip.py", marks=pytest.mark.proof), "train_ddp.py"])
 def test_with_torchrun(tmp_path: Path, script: str) -> None:
     (end,) = ends(torchrun, tmp_path, f"{script} 6")
     check_training(end)
 
 
+@pytest.mark.proof
 def test_fsdp2_on_two_machines(tmp_path: Path) -> None:
     (end,) = ends(two_agents, tmp_path, "train_fsdp2.py 8")
     check_training(end)
 
 
-@pytest.mark.parametrize("script", ["train_accelerate.py", "train_lightning.py"])
+@pytest.mark.parametrize(
+    "script", ["train_accelerate.py", pytest.param("train_lightning.py", marks=pytest.mark.proof)]
+)
 def test_libraries_resume_bit_for_bit(tmp_path: Path, script: str) -> None:
     runs = [("whole", 6), ("parts", 2), ("parts", 6)]
     whole, _, resumed = ends(torchrun, tmp_path, *(f"{script} {tmp_path / name} {n}" for name, n in runs))

@@ -32,9 +32,8 @@ def found_by(ranks: int, folder: Path, *scenarios: str, launch: Any = mpirun) ->
     ("launch", "ranks"),
     [
         (mpirun, 3),
-        (torchrun, 3),
         *(pytest.param(mpirun, n, marks=pytest.mark.proof) for n in (2, 4, 5, 8)),
-        *(pytest.param(torchrun, n, marks=pytest.mark.proof) for n in (2, 4, 5)),
+        *(pytest.param(torchrun, n, marks=pytest.mark.proof) for n in (2, 3, 4, 5)),
     ],
 )
 def test_oracles(launch: Any, ranks: int, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_two_machines_of_two_ranks(launch: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.horovod
+@pytest.mark.proof
 @pytest.mark.timeout(200)
 def test_a_stopped_rank_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod may wait for it inside a call that keeps the interpreter locked, so that no watchdog can run."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ BIN = Path(sys.executable).parent
 MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
 STARTS = {"mpirun": [*MPIRUN, "-np", "2"], "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2"]}
 HOROVOD = pytest.mark.horovod
+SECOND = () if find_spec("horovod") is None else pytest.mark.proof  # a launcher that also runs with Horovod
 FORKS = pytest.mark.xdist_group("forks")  # one worker needs the fixture `results`
 FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_worker", "1"]
 
@@ -159,7 +161,7 @@ def test_a_rank_terminated_during_its_delay_prints_nothing(results: Any) -> None
 @pytest.mark.parametrize(
     "launcher",
     [
-        "torchrun",
+        pytest.param("torchrun", marks=SECOND),
         pytest.param("horovodrun", marks=HOROVOD),
         pytest.param("mpirun", marks=[HOROVOD, pytest.mark.proof]),
     ],
@@ -238,6 +240,7 @@ def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: py
 
 
 @HOROVOD
+@pytest.mark.proof
 @pytest.mark.timeout(150)
 def test_a_stopped_process_is_reported(tmp_path: Path) -> None:
     """No thread of the rank responds."""
