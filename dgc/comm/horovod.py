@@ -11,8 +11,10 @@ cycle. Payloads are small and some methods need several rounds, so HOROVOD_CYCLE
 sets a value. Horovod's default is 1 ms.
 """
 
+import atexit
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +62,22 @@ import horovod.torch as hvd  # noqa: E402  (its libraries read the environment w
 
 _uses_fusion = _fusion_threshold not in (None, "0") or (_fusion_threshold is None and hvd.is_initialized())
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
+LONGEST_WAIT_AT_EXIT = 10.0  # seconds
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+
+
+def _meet_at_exit() -> None:
+    """Wait for the other ranks before Horovod shuts down.
+
+    The first rank that leaves ends Horovod on all ranks, including what another machine still sends in a group of
+    its own. The wait is limited, since another rank may have failed. This rank does not wait if it failed itself.
+    """
+    if hasattr(sys, "last_value") or not hvd.is_initialized():
+        return
+    handle = hvd.allreduce_async_(torch.zeros(1), name="dgc.exit")
+    end = time.monotonic() + LONGEST_WAIT_AT_EXIT
+    while not hvd.poll(handle) and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 @dataclass(frozen=True)
@@ -167,6 +184,8 @@ class HorovodTransport:
                     process_sets[tuple(members)] = hvd.add_process_set(members)
                 if self.rank in members:
                     self._process_sets[kind] = (process_sets[tuple(members)], members)
+        atexit.unregister(_meet_at_exit)  # once per process; after hvd.init(), so that it runs before its shutdown
+        atexit.register(_meet_at_exit)
 
     def group_size(self, group: Group) -> int:
         return len(self._members(group)[1])

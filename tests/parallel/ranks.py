@@ -99,5 +99,5 @@ def findings(
     """What each rank's scenarios returned, by rank. One launch runs them all."""
     directory.mkdir(parents=True, exist_ok=True)
     done = launch(ranks, [str(HERE / worker), str(directory), *scenarios])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-9000:]
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
