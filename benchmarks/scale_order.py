@@ -6,8 +6,9 @@
 
 All ranks were on one machine, so its memory is their network. Latency, the bandwidth of memory and the times to
 add are fitted to the times of `dense` and `fp16`, which compute next to nothing. The other methods are predicted
-from these: their requests by `record`, and computing as measured here for one rank, times the ranks per core. The
-time of `noop` at the same number of ranks is added to each prediction: it is that of the exchange's own code.
+from these: their requests as recorded, and computing as measured here in as many processes at once as there are
+cores, since these share the memory, times the ranks per core. The time of `noop` at the same number of ranks is
+added to each prediction: it is that of the exchange's own code.
 
 For each pair of methods whose measured times differ by more than 15 %, the order of the predictions is compared.
 The pair of `dense` and `fp16`, which the fit has seen, is left out. The last line is JSON.
@@ -16,8 +17,10 @@ The pair of `dense` and `fp16`, which the fit has seen, is left out. The last li
 import argparse
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,24 @@ APART = 1.15
 
 Work = dict[str, dict[int, tuple[Traffic, Compute]]]
 Times = dict[str, dict[int, float]]
+
+
+def record_alone(name: str, model: str, ratio: float, sizes: Sequence[int]) -> list[tuple[Traffic, Compute]]:
+    """What one of several processes that measure at the same time records. All ranks are on one machine."""
+    torch.set_num_threads(1)  # as the ranks of benchmarks.exchange
+    with torch.no_grad():
+        return recorded(name, model, ratio, sizes, max(sizes))
+
+
+def record_together(
+    pool: ProcessPoolExecutor, cores: int, *work: Any
+) -> list[tuple[Traffic, Compute]]:
+    """The same with the seconds of the slowest process."""
+    everyone = [future.result() for future in [pool.submit(record_alone, *work) for _ in range(cores)]]
+    return [
+        (found[0][0], max((compute for _, compute in found), key=lambda c: c.seconds(found[0][0].size)))
+        for found in zip(*everyone, strict=True)
+    ]
 
 
 def network_of(parameters: Iterable[float], ranks: int, cores: int) -> Network:
@@ -98,10 +119,10 @@ def main() -> None:
         name: {line["ranks"]: line["methods"][name]["exchange_ms"] / 1e3 for line in lines} for name in names
     }
     sizes, most = sorted(noop), max(noop)
-    torch.set_num_threads(1)  # as the ranks of benchmarks.exchange
-    settings = (lines[0]["model"], lines[0]["ratio"], sizes, most)
-    with torch.no_grad():
-        work = {name: dict(zip(sizes, recorded(name, *settings), strict=True)) for name in names}
+    settings = (lines[0]["model"], lines[0]["ratio"], sizes)
+    with ProcessPoolExecutor(args.cores, get_context("spawn")) as pool:
+        work = {name: dict(zip(sizes, record_together(pool, args.cores, name, *settings), strict=True))
+                for name in names}
     network = fitted(work, measured, noop, most, args.cores)
     predicted = predictions(work, network, noop)
     print(f"fitted to dense and fp16: {network}\n")

@@ -12,13 +12,13 @@ from cases import case
 from dgc.comm import AllGather, Request
 from dgc.comm.requests import Group
 from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
+from dgc.cost.caches import last_level_cache
 from dgc_training.config import load
 from dgc_training.faults.failure import UsageError
 from scripts.advise.__main__ import main
 from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
 from scripts.advise.arguments import RATES, TIMES, quantity
-from scripts.advise.caches import last_level_cache
-from scripts.advise.candidates import Candidate, measure_candidate, typical
+from scripts.advise.candidates import Candidate, compute_of, measure_candidate
 from scripts.advise.collectives import (
     SIZES,
     Sample,
@@ -164,7 +164,7 @@ def test_gossip_sends_a_model_to_one_neighbour(no_type_checks: None) -> None:
 
 def test_exchanges_of_the_warm_up_are_not_timed() -> None:
     steps = [Traffic(2, 1, (), 9.0, 9.0)] * 4 + [Traffic(2, 1, (), 0.1 * i, 0.2 * i) for i in (1, 5, 3)]
-    found = typical(steps)
+    found = compute_of(steps)
     assert (found.encode, found.decode) == pytest.approx((0.3, 0.6))
 
 

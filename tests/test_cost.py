@@ -25,6 +25,7 @@ from dgc.cost import (
     predict,
     record,
     record_steps,
+    typical,
 )
 from dgc.memory import ResidualMemory
 from dgc.testing import LIKE, Fleet, gradients
@@ -277,3 +278,13 @@ def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
     assert fitted_to(1.0, 3.0, 7.0)[1] == pytest.approx(0.0)  # nor does decoding begin below 0
     with pytest.raises(ValueError, match="two or more numbers of ranks"):
         fit_computing([Traffic(2, 1, (), 0.5, 1.0)])
+    reduced = ((message("AllReduce", 2, 8, 8.0),),)
+    runs = [Traffic(size, 1, reduced, 0.5, seconds) for size, seconds in ((2, 5.0), (4, 9.0))]
+    assert (fit_computing(runs).decode, fit_computing(runs).per_rank) == (7.0, 0.0)
+
+
+def test_the_seconds_of_several_exchanges() -> None:
+    runs = [Traffic(2, 1, (), float(i), 2.0 * i) for i in (9, 1, 4)]
+    assert typical(runs) == Traffic(2, 1, (), 4.0, 8.0)
+    with pytest.raises(ValueError, match="1 of 4 exchanges were not decoded"):
+        typical([*runs, Traffic(2, 1, (), 1.0, None)])

@@ -7,19 +7,28 @@ training. Before each measured one, other data pushes everything out of the cach
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 from omegaconf import DictConfig
 
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.compression import Compressor
-from dgc.cost import AlikeRanks, Compute, Network, Prediction, Traffic, fit_computing, predict, record_steps
+from dgc.cost import (
+    AlikeRanks,
+    Compute,
+    Network,
+    Prediction,
+    Traffic,
+    fit_computing,
+    predict,
+    record_steps,
+    typical,
+)
+from dgc.cost.caches import cache_evictor
 from dgc.cost.recording import Planned
 from dgc_training.config import ConfigError
 from dgc_training.startup.build import build, config_errors, wrap_optimizer
 from dgc_training.startup.parameters import parameter_groups
-from scripts.advise.caches import cache_evictor
 from scripts.advise.gossip import record_gossip
 from scripts.advise.methods import Method
 from scripts.advise.workload import Workload
@@ -66,7 +75,7 @@ def measure_candidate(
     """
     if tree.train.gossip is not None:
         steps = record_gossip(tree, workload, size, local_size, WARMUP + repeats)
-        return Candidate(method, steps[-1], typical(steps), (1.0,))
+        return Candidate(method, steps[-1], compute_of(steps), (1.0,))
     model, settings = workload.model, tree.train
     ready: tuple[float, ...] = ()
     fill: Callable[[int], None]
@@ -103,26 +112,18 @@ def measure_candidate(
     with config_errors(), torch.no_grad():
         if size <= max(MEASURED) * local_size:
             steps = steps_of(size)
-            traffic, compute = steps[-1], typical(steps)
+            traffic, compute = steps[-1], compute_of(steps)
         else:
-            compute = fit_computing([traffic_of_median(steps_of(n * local_size)) for n in MEASURED])
+            compute = fit_computing([typical(steps_of(n * local_size)[WARMUP:]) for n in MEASURED])
             traffic = record_steps(plan, size, local_size, 2, refill)[-1]
     model.zero_grad()
     return Candidate(method, traffic, compute, ready)
 
 
-def typical(steps: Sequence[Traffic]) -> Compute:
+def compute_of(steps: Sequence[Traffic]) -> Compute:
     """Median seconds of the steps after the warm-up, all decoded."""
-    found = traffic_of_median(steps)
+    found = typical(steps[WARMUP:])
     return Compute(found.encode, found.decode or 0.0)
-
-
-def traffic_of_median(steps: Sequence[Traffic]) -> Traffic:
-    """The last step, with the median seconds of the steps after the warm-up."""
-    timed = steps[WARMUP:]
-    decode = [traffic.decode for traffic in timed if traffic.decode is not None]
-    assert len(decode) == len(timed), "all replies of few machines are decoded"
-    return replace(timed[-1], encode=median(traffic.encode for traffic in timed), decode=median(decode))
 
 
 def measure_all(

@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 
 from dgc.comm import Request
 from dgc.cost import AlikeRanks, Message, Traffic, message_of
+from dgc.cost.caches import cache_evictor
 from dgc_training.startup.build import build, config_errors, wrap_optimizer
 from dgc_training.startup.parameters import parameter_groups
-from scripts.advise.caches import cache_evictor
 from scripts.advise.workload import Workload
 
 
