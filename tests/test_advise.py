@@ -122,11 +122,21 @@ def test_the_files_of_all_methods_exist() -> None:
             assert all(Path(file).is_file() for file in method.files)
 
 
+def test_the_work_is_that_of_the_task(no_type_checks: None) -> None:
+    """A language model that carries its state from batch to batch, in two passes per step."""
+    small = ["--configs.train.batch_size", "2", "--configs.train.num_batches_per_step", "2"]
+    tree = load(["configs/pysource/lstm.py"], small)
+    workload = measure_workload(tree, torch.device("cpu"), AlikeRanks(1), None, 1)
+    assert len(workload.batches[0]) == 2 and set(workload.ready) == set(workload.gradients[0])
+    loss = workload.loss(workload.model, workload.batches[0][0]).item()
+    assert loss == pytest.approx(4.6, abs=0.5)  # about the logarithm of the number of characters
+
+
 def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> None:
     """With 2 machines of 2 ranks, DGC has two levels; with 32 machines computing is a fitted line."""
     tree = load([CNN])
-    workload = measure_workload(tree, torch.device("cpu"), 0, 1, None, 1)
-    assert workload.inputs == "the data set, 32 samples"
+    workload = measure_workload(tree, torch.device("cpu"), AlikeRanks(1), None, 1)
+    assert workload.inputs == "the data set, batches of 32"
     assert all(0 <= share <= 1 for share in workload.ready.values()) and max(workload.ready.values()) > 0.5
     names = list(workload.ready)
     assert workload.ready[names[0]] >= workload.ready[names[-1]]  # the last layer's gradients come first
@@ -147,7 +157,7 @@ def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> N
 
 
 def test_gossip_sends_a_model_to_one_neighbour(no_type_checks: None) -> None:
-    workload = measure_workload(load([CNN]), torch.device("cpu"), 0, 1, None, 1)
+    workload = measure_workload(load([CNN]), torch.device("cpu"), AlikeRanks(1), None, 1)
     elements = sum(p.numel() for p in workload.model.parameters())
     before = [p.detach().clone() for p in workload.model.parameters()]
     for name, size, local_size, width in (("sgp", 4, 1, 4), ("sgp-fp16", 6, 2, 2)):
@@ -391,8 +401,8 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 def test_random_inputs(no_type_checks: None) -> None:
     missing = ["--configs.dataset.root", "/no/such/folder", "--configs.train.batch_size", "2"]
     tree = load(["configs/cifar/resnet20.py"], missing)
-    workload = measure_workload(tree, torch.device("cpu"), 0, 1, (3, 32, 32), 1)
+    workload = measure_workload(tree, torch.device("cpu"), AlikeRanks(1), (3, 32, 32), 1)
     assert workload.inputs == "random inputs of shape (3, 32, 32), no data set"
     assert workload.forward > 0 and len(workload.gradients) == 3
     with pytest.raises(UsageError, match="does not fit the model"):
-        measure_workload(tree, torch.device("cpu"), 0, 1, (1, 2), 1)
+        measure_workload(tree, torch.device("cpu"), AlikeRanks(1), (1, 2), 1)

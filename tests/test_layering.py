@@ -271,6 +271,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.faults",
         "dgc_training.startup",
         "dgc_training.logging",
+        "dgc_training.tasks",
         "scripts",
     ),
     "benchmarks": (

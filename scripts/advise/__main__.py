@@ -120,8 +120,8 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
     with config_errors():
         kernels = choose_kernels(tree.train.kernels, device)
     on_paper = cluster.misfit is None
-    place = (0, 1) if on_paper else (transport.rank, transport.size)  # on paper this rank has all of the data
-    workload = measure_workload(tree, device, *place, args.input_shape, args.repeats).slowest(transport)
+    alone = AlikeRanks(1) if on_paper else transport  # on paper this rank has all of the data
+    workload = measure_workload(tree, device, alone, args.input_shape, args.repeats).slowest(transport)
 
     def load_tree(method: Method | Row) -> DictConfig:
         return load([*args.configs, *method.files], overrides)

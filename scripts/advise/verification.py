@@ -19,12 +19,11 @@ from torch import nn
 
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.optim import Wrapper
-from dgc_training.data import Passes
 from dgc_training.startup.build import build, config_errors, wrap_optimizer
 from dgc_training.startup.parameters import parameter_groups
 from scripts.advise.advice import Row, Work
 from scripts.advise.methods import GOSSIP, UNCOMPRESSED
-from scripts.advise.workload import Workload
+from scripts.advise.workload import LossOf, Passes, Workload
 
 MOST = 3  # methods that are verified beside the best one without compression
 APART = 1.15  # times by which two measured steps differ if their order is compared with the predicted one
@@ -49,7 +48,7 @@ class Runner:
     """A model, and one method's optimizer. None: forward and backward alone."""
 
     model: nn.Module
-    criterion: nn.Module
+    loss: LossOf
     optimizer: Wrapper | None
 
     def step(self, passes: Passes, transport: Transport, device: torch.device) -> float:
@@ -58,8 +57,8 @@ class Runner:
         barrier(transport, "advise.verify")
         updated = self._update
         start = perf_counter()
-        for x, y in passes:
-            (self.criterion(self.model(x), y) / len(passes)).backward()
+        for batch in passes:
+            (self.loss(self.model, batch) / len(passes)).backward()
         if self.optimizer is not None:
             self.optimizer.step()
         if device.type == "cuda":
@@ -90,14 +89,14 @@ def verify(
         steps: Measured steps of each method.
     """
     with config_errors():
-        runners = {ALONE: Runner(workload.model, workload.criterion, None)}
+        runners = {ALONE: Runner(workload.model, workload.loss, None)}
         for row in rows:
             tree = load_tree(row)
             model, settings = deepcopy(workload.model), tree.train
             inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
             optimizer = wrap_optimizer(inner, model, settings, transport)
             optimizer.begin_epoch(settings.num_epochs - 1)
-            runners[row.name] = Runner(model, workload.criterion, optimizer)
+            runners[row.name] = Runner(model, workload.loss, optimizer)
         times: dict[str, list[float]] = {name: [] for name in runners}
         for step in range(WARMUP + steps):
             passes = workload.batches[step % len(workload.batches)]

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from dgc.comm import Transport, all_gather_object
 from dgc_training.config import ConfigError
-from dgc_training.data import Passes, TrainBatches
 from dgc_training.faults.failure import UsageError
-from dgc_training.startup.build import build, config_errors
+from dgc_training.startup.build import build
+from dgc_training.tasks.protocol import Batches, Setup, Task
 
 WARMUP = 2
 GRADIENT_SETS = 3  # of different batches
+
+Passes = Sequence[Any]  # the batches of a step's backward passes
+LossOf = Callable[[nn.Module, Any], Tensor]  # forward pass and mean loss of a batch
 
 
 @dataclass
@@ -26,7 +29,7 @@ class Workload:
 
     Attributes:
         model: The model, as built from the config.
-        criterion: The loss.
+        loss: Forward pass and mean loss of a batch.
         inputs: Where the inputs came from, in words.
         forward: Seconds of a step before its last backward pass.
         backward: Seconds of that backward pass.
@@ -36,7 +39,7 @@ class Workload:
     """
 
     model: nn.Module
-    criterion: nn.Module
+    loss: LossOf
     inputs: str
     forward: float
     backward: float
@@ -70,15 +73,14 @@ def seconds_between(start: Any, end: Any) -> float:
 
 
 def measure_workload(
-    tree: DictConfig, device: torch.device, rank: int, size: int, shape: Sequence[int] | None, repeats: int
+    tree: DictConfig, device: torch.device, transport: Transport, shape: Sequence[int] | None, repeats: int
 ) -> Workload:
     """Measures forward and backward, as the median over `repeats` batches after a warm-up.
 
     Args:
         tree: The config of the experiment.
         device: Device of the model.
-        rank: This rank, which takes its share of the data.
-        size: Number of ranks.
+        transport: Its rank takes its share of the data.
         shape: Of one sample, for random inputs where the data set is missing.
         repeats: Number of measured steps.
 
@@ -87,8 +89,7 @@ def measure_workload(
         ConfigError: A part cannot be built.
     """
     model = build(tree.model).to(device).train()
-    criterion = build(tree.train.criterion).to(device)
-    batches, inputs = open_batches(tree, model, device, rank, size, shape)
+    batches, loss_of, inputs = open_batches(tree, model, device, transport, shape)
     stamps: dict[str, Any] = {}
 
     def note(name: str) -> Callable[[Tensor], None]:
@@ -104,8 +105,8 @@ def measure_workload(
         model.zero_grad()
         stamps.clear()
         start = stamp(device)
-        for number, (x, y) in enumerate(passes, 1):
-            loss = criterion(model(x), y) / len(passes)
+        for number, batch in enumerate(passes, 1):
+            loss = loss_of(model, batch) / len(passes)
             if number == len(passes):
                 middle = stamp(device)
             loss.backward()
@@ -122,34 +123,30 @@ def measure_workload(
         hook.remove()
     model.zero_grad()
     ready = {name: median(share.get(name, 1.0) for share in shares) for name, _ in named}
-    return Workload(model, criterion, inputs, median(forward), median(backward), ready, kept, gradients)
+    return Workload(model, loss_of, inputs, median(forward), median(backward), ready, kept, gradients)
 
 
 def open_batches(
-    tree: DictConfig,
-    model: nn.Module,
-    device: torch.device,
-    rank: int,
-    size: int,
-    shape: Sequence[int] | None,
-) -> tuple[Iterator[Passes], str]:
-    """Steps of the training data without end, or of random inputs, and which of both in words."""
-    settings = tree.train
+    tree: DictConfig, model: nn.Module, device: torch.device, transport: Transport, shape: Sequence[int] | None
+) -> tuple[Iterator[Passes], LossOf, str]:
+    """Steps of the training data without end, or of random inputs, their loss, and which of both in words."""
     try:
-        dataset = build(tree.dataset)["train"]
+        dataset = build(tree.dataset)
     except ConfigError as error:
         if shape is None:
             raise UsageError(
                 f"{error}. To measure the model with random inputs: --input-shape, such as 3 224 224"
             ) from error
-        return random_steps(tree, model, device, shape), f"random inputs of shape {tuple(shape)}, no data set"
-    with config_errors():
-        counts = settings.batch_size, settings.num_batches_per_step
-        batches = TrainBatches(dataset, *counts, rank=rank, size=size, seed=tree.seed, device=device)
-    return endless(batches), f"the data set, {settings.batch_size} samples"
+        criterion = build(tree.train.criterion).to(device)
+        steps = random_steps(tree, model, device, shape)
+        words = f"random inputs of shape {tuple(shape)}, no data set"
+        return steps, lambda model, batch: criterion(model(batch[0]), batch[1]), words
+    task: Task = build(tree.task, Setup(tree, dataset, model, transport, device))
+    words = f"the data set, batches of {tree.train.batch_size}"
+    return endless(task.batches), lambda model, batch: task.loss(model, batch).mean, words
 
 
-def endless(batches: TrainBatches) -> Iterator[Passes]:
+def endless(batches: Batches) -> Iterator[Passes]:
     """All steps of epoch 0, 1, ..."""
     epoch = 0
     while True:
