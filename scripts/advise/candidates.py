@@ -144,9 +144,6 @@ def measure_all(
         progress(method.name, number, len(methods))
         try:
             tree = load_tree(method)
-            if method.only not in tree.train.optimizer._target_:
-                optimizer = tree.train.optimizer._target_
-                raise ConfigError(f"it is for {method.only}, and train.optimizer is {optimizer}")
             barrier(transport, f"advise.{method.name}")
             candidate = measure_candidate(method, tree, workload, transport.size, transport.local_size, repeats)
         except ConfigError as error:

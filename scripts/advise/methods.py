@@ -9,17 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the advisor's table: the config files of a method.
-
-    Attributes:
-        name: On the command line and in the table.
-        files: To stack after the experiment.
-        only: The method is left out if the class of the experiment's optimizer does not have this in its name.
-    """
+    """A row of the advisor's table: the config files of a method."""
 
     name: str
     files: tuple[str, ...] = ()
-    only: str = ""
 
 
 HALVES = ("fp16", "bf16")
@@ -40,7 +33,6 @@ METHODS = (
             "configs/dgc/reduce_scatter.py",
         ),
     ),
-    Method("dgc-adam", ("configs/adam/dgc.py",), only="Adam"),
     Method("powersgd-1", ("configs/powersgd/rank1.py",)),
     Method("powersgd-2", ("configs/powersgd/rank2.py",)),
     Method("powersgd-4", ("configs/powersgd/rank4.py",)),
