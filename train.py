@@ -34,6 +34,7 @@ from dgc_training.faults.interruption import EXIT_SAVED
 from dgc_training.faults.replicas import check_replicas
 from dgc_training.faults.watchdog import WatchedTransport, watching
 from dgc_training.launcher import launched_rank, may_restart, print_error
+from dgc_training.logging.formatting import result_text
 from dgc_training.logging.log import Log
 from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.summary import summarize, write_summary
@@ -223,7 +224,7 @@ def evaluate_checkpoint(
     results = task.evaluate(state.model)
     if state.transport.rank == 0:
         for name, value in results.items():
-            print(f"{name} {value:.2f}")
+            print(f"{name} {result_text(value)}")
     return 0
 
 
