@@ -41,6 +41,7 @@ def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
         ("numwords", (*LANGUAGE, "sgp", "osgp", "adpsgd")),
         ("pysource", (*LANGUAGE, "onebit-adam")),
         ("lstm", (*LANGUAGE, "onebit-adam")),
+        ("lstm-sgd", ("dense", "dgc", "dgc-1-percent", "powersgd-1")),
     ],
 )
 def test_every_method_of_a_task_is_a_stack_of_configs(name: str, methods: tuple[str, ...], tmp_path: Path) -> None:
