@@ -34,6 +34,7 @@ from dgc_training.faults.interruption import EXIT_SAVED
 from dgc_training.faults.replicas import check_replicas
 from dgc_training.faults.watchdog import WatchedTransport, watching
 from dgc_training.launcher import launched_rank, may_restart, print_error
+from dgc_training.logging.formatting import result_text
 from dgc_training.logging.log import Log
 from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.summary import summarize, write_summary
@@ -46,7 +47,7 @@ from dgc_training.startup.parameters import parameter_groups
 from dgc_training.startup.run_directory import check_run_directory, open_run_directory
 from dgc_training.startup.run_name import run_name, warn_of_other_run
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
-from dgc_training.stepping import Stepping
+from dgc_training.stepping import Stepping, make_scaler
 from dgc_training.synchronization import Synchronization
 from dgc_training.tasks.protocol import Setup, Task
 
@@ -109,7 +110,8 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
         seed_everything(tree.seed + rank)
         task: Task = build(tree.task, Setup(tree, dataset, model, transport, device))
         inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
-        optimizer = wrap_optimizer(inner, model, settings, transport)
+        scaler = make_scaler(settings, device)
+        optimizer = wrap_optimizer(inner, model, settings, transport, scaler)
         scale_learning_rate(optimizer, settings.num_batches_per_step * size)
         schedule = Schedule(
             optimizer,
@@ -119,13 +121,13 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
             warmup_epochs=settings.warmup_lr_epochs,
             per_epoch=settings.schedule_lr_per_epoch,
         )
-        stepping = Stepping(optimizer, model, settings, device)
+        stepping = Stepping(optimizer, model, settings, device, scaler)
         sync = Synchronization(optimizer, settings)
         name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
         recorder = StepRecorder(directory, settings, tree.data.num_workers, sync) if settings.csv else None
         progress = TrainingProgress()
-        state = RunState(model, optimizer, schedule, progress, transport, device, task, recorder)
+        state = RunState(model, optimizer, schedule, progress, transport, device, task, recorder, scaler)
         checkpoints = Checkpoints(directory / "checkpoints", transport)
 
     # Nothing is written before this point, where all parts have been built.
@@ -182,7 +184,7 @@ def train(
                         with stepping.autocast():
                             loss = task.loss(model, batch)
                         part = loss.mean / len(passes)
-                        part.backward()
+                        stepping.backward(part)
                         mean += part.detach()
                         items += loss.items
                         log.batch(loss)
@@ -223,7 +225,7 @@ def evaluate_checkpoint(
     results = task.evaluate(state.model)
     if state.transport.rank == 0:
         for name, value in results.items():
-            print(f"{name} {value:.2f}")
+            print(f"{name} {result_text(value)}")
     return 0
 
 

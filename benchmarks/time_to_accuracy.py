@@ -21,7 +21,9 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.convergence import METHODS, TASKS, to_train
+from benchmarks.convergence.methods import METHODS
+from benchmarks.convergence.runs import to_train
+from benchmarks.convergence.tasks import TASKS
 from benchmarks.netlab import Laboratory, LaboratoryError
 from benchmarks.netlab.ranks import measure, start
 from benchmarks.results import print_json
@@ -36,7 +38,15 @@ Curve = list[tuple[float, float, float]]  # (seconds, bytes, accuracy in %) afte
 def trained(args: argparse.Namespace, laboratory: Laboratory, fold: int, method: str) -> Curve:
     """Run train.py and return its curve."""
     with tempfile.TemporaryDirectory() as scratch:
-        words = to_train(args, fold, method, Path(scratch, "run"))
+        words = to_train(
+            TASKS[args.task],
+            method,
+            fold,
+            Path(scratch, "run"),
+            epochs=args.epochs,
+            batch_size=args.batch_size,
+            overrides=args.overrides,
+        )
         status = start(laboratory, args.hosts, ["train.py", *words])
         if status:
             raise SystemExit(f"train.py {' '.join(words)}: status {status}")
@@ -111,7 +121,8 @@ def draw(rows: dict[str, dict[str, Any]], title: str, file: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, default="digits")
+    with_accuracy = [name for name, task in TASKS.items() if task.quality == "accuracy"]
+    parser.add_argument("--task", choices=with_accuracy, default="digits")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="50mbit")
     parser.add_argument("--folds", type=int, default=1, help="folds to run, of 5")

@@ -35,7 +35,7 @@ configs.train.compression = Key(Config, Config(DenseCompressor))
 # set by a file of configs/gossip: ranks average models with a few others
 configs.train.gossip = Key(Config | None)
 
-configs.train.precision = Key(str, "fp32")  # of the forward pass: "bf16" runs it under torch.autocast
+configs.train.precision = Key(str, "fp32")  # of the forward pass: "bf16" or, on a GPU, "fp16"
 configs.train.criterion = Key(Config, Config(torch.nn.CrossEntropyLoss))
 # An experiment sets lr for one rank and one batch. The trainer multiplies it by the ranks and
 # num_batches_per_step.

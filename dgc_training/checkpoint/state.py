@@ -1,9 +1,10 @@
 """The contents of a checkpoint: everything that the next step depends on.
 
-Shared by all ranks: model, optimizer, schedule, progress. The shared running statistics of batch norm are the mean
-over the ranks, and so are the weights if ranks gossip. Evaluating the checkpoint on any number of ranks therefore
-gives the reported accuracy. Separate for each rank: its error state (in gossip its model and its optimizer's
-state), its batch norm running statistics, its random generators, and the task's state, if it has one.
+Shared by all ranks: model, optimizer, schedule, progress, and in fp16 the loss scale. The shared running
+statistics of batch norm are the mean over the ranks, and so are the weights if ranks gossip. Evaluating the
+checkpoint on any number of ranks therefore gives the reported accuracy. Separate for each rank: its error state
+(in gossip its model and its optimizer's state), its batch norm running statistics, its random generators, and the
+task's state, if it has one.
 """
 
 import warnings
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from dgc.comm import Transport, all_gather_object
 from dgc.optim import Wrapper
@@ -77,6 +79,7 @@ class RunState:
     device: torch.device
     task: TaskState
     csv: RankFile | None = None  # the CSV file of this rank
+    scaler: GradScaler | None = None  # of the loss, in fp16
 
     def shared(self, config: str) -> dict[str, Any]:
         """The part common to all ranks. Collective. config: the run's config as YAML, for information only."""
@@ -88,6 +91,7 @@ class RunState:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "progress": asdict(self.progress),
+            **({} if self.scaler is None else {"scaler": self.scaler.state_dict()}),
             "config": config,
         }
 
@@ -140,6 +144,7 @@ class RunState:
             self._check_optimizer(shared["optimizer"])
             check_structure(shared["schedule"], self.schedule.state_dict(), "schedule")
             check_progress(shared["progress"])
+            check_structure(shared.get("scaler"), self.scaler and self.scaler.state_dict(), "scaler")
         with loading(own_file):
             if same_size:
                 check_structure(own["batch_norm"], batch_norm_buffers(self.model), "batch_norm")
@@ -150,6 +155,8 @@ class RunState:
         with loading("shared.pt"):
             self.optimizer.load_state_dict(shared["optimizer"])
             self.schedule.load_state_dict(shared["schedule"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(shared["scaler"])
         for name, value in shared["progress"].items():
             setattr(self.progress, name, value)
         with loading(own_file):

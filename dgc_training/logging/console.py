@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dgc_training.logging.formatting import human_bytes
+from dgc_training.logging.formatting import human_bytes, result_text
 from dgc_training.logging.terminal import columns, terminal_of, wants_colour
 
 SECONDS_PER_LINE = 20.0  # within an epoch, without a terminal
@@ -84,7 +84,7 @@ class Console:
         self.close()
         cells = {"epoch": f"{epoch}/{self.num_epochs}", "loss": f"{values['train/loss']:.4f}"}
         if self.result is not None:
-            cells[self.result.rpartition("/")[2]] = f"{values[self.result]:.2f}"
+            cells[self.result.rpartition("/")[2]] = result_text(values[self.result])
         if "train/lr" in values:
             cells["lr"] = f"{values['train/lr']:.3g}"
             cells["compress_ratio"] = f"{values['compression/compress_ratio']:.4g}"

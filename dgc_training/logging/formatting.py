@@ -1,9 +1,14 @@
-"""Formats counts, bytes and their comparison with a dense all-reduce as text."""
+"""Formats results, counts, bytes and their comparison with a dense all-reduce as text."""
 
 
 def plural(count: int, noun: str) -> str:
     """1 rank, 2 ranks."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def result_text(value: float) -> str:
+    """A result of an evaluation: two decimals, or four below 10, where a percent of bits per character is 0.02."""
+    return f"{value:.2f}" if abs(value) >= 10 else f"{value:.4f}"
 
 
 def human_bytes(count: float) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from dgc_training.atomic_write import write_json
 from dgc_training.checkpoint.progress import TrainingProgress
-from dgc_training.logging.formatting import against_dense, human_bytes
+from dgc_training.logging.formatting import against_dense, human_bytes, result_text
 
 
 def summarize(
@@ -43,8 +43,8 @@ def table(summary: dict[str, Any]) -> str:
     rows = [("run", summary["name"]), ("ranks", str(summary["ranks"])), ("epochs", str(summary["epochs"]))]
     metric = summary["metric"]
     if summary["best"] and metric is not None:
-        rows.append((f"best {metric}", f"{summary['best'][metric]:.2f} (epoch {summary['best_epoch']})"))
-    rows += [(f"final {name}", f"{value:.2f}") for name, value in summary["final"].items()]
+        rows.append((f"best {metric}", f"{result_text(summary['best'][metric])} (epoch {summary['best_epoch']})"))
+    rows += [(f"final {name}", result_text(value)) for name, value in summary["final"].items()]
     items = "tokens" if "tokens" in summary else "samples"
     rate = summary[f"{items}_per_second"]
     rows.append(("time", f"{summary['seconds']:.1f} s" + (f", {rate:.0f} {items}/s" if rate else "")))

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from dgc.comm import Transport
@@ -57,8 +58,17 @@ def open_transport(settings: DictConfig, connect: Callable[..., Transport]) -> T
         )
 
 
-def wrap_optimizer(optimizer: Optimizer, model: nn.Module, settings: DictConfig, transport: Transport) -> Wrapper:
-    """The distributed optimizer. It averages gradients over all ranks or, with gossip, models over a few ranks."""
+def wrap_optimizer(
+    optimizer: Optimizer,
+    model: nn.Module,
+    settings: DictConfig,
+    transport: Transport,
+    scaler: GradScaler | None = None,
+) -> Wrapper:
+    """The distributed optimizer. It averages gradients over all ranks or, with gossip, models over a few ranks.
+
+    scaler: scales the loss, if any. Gossip has none.
+    """
     if settings.gossip is not None:
         gossip = build(settings.gossip)
         in_steps = not settings.schedule_lr_per_epoch or settings.checkpoint_every is not None
@@ -80,4 +90,5 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module, settings: DictConfig,
         nonfinite=settings.nonfinite,
         transport=transport,
         hierarchical=settings.hierarchical,
+        grad_scaler=scaler,
     )

@@ -15,7 +15,7 @@ from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
 from dgc_training.logging.changed_settings import changed_settings
 from dgc_training.logging.console import Console
-from dgc_training.logging.formatting import against_dense, human_bytes, plural
+from dgc_training.logging.formatting import against_dense, human_bytes, plural, result_text
 from dgc_training.logging.summary import summarize, table
 from dgc_training.logging.terminal import wants_colour
 from dgc_training.startup.arguments import parse_arguments
@@ -36,6 +36,7 @@ VALUES = {
 
 
 def test_formatting() -> None:
+    assert [result_text(x) for x in (98.8888, 10, 2.34567, 0)] == ["98.89", "10.00", "2.3457", "0.0000"]
     assert [human_bytes(n) for n in (0, 907, 2820, 999_600, 1_360_764, 15_020_000, 3e12)] == [
         *("0 B", "907 B", "2.82 kB", "1.00 MB", "1.36 MB", "15.0 MB", "3.00 TB"),
     ]

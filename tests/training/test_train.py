@@ -16,6 +16,7 @@ from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.checkpoint.reading import fingerprint, read_tensors
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
+from dgc_training.logging.formatting import result_text
 from dgc_training.logging.tags import TAGS, describe
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.setup import require_complete
@@ -176,7 +177,7 @@ def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(
     best = json.loads((copy / "summary.json").read_text())["best"]
     run(["--run-dir", str(copy), "--evaluate"], size)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"{name} {value:.2f}" for name, value in best.items()]
+    assert lines == [f"{name} {result_text(value)}" for name, value in best.items()]
 
 
 SCHEDULES = {

@@ -25,6 +25,20 @@ TRAINING = [
         ["tests/training/test_checkpoint.py"],
     ),
     Fault(
+        "loss-scale-not-resumed",
+        "dgc_training/checkpoint/state.py",
+        'self.scaler.load_state_dict(shared["scaler"])',
+        "pass",
+        ["tests/training/test_fp16.py"],
+    ),
+    Fault(
+        "scaled-gradients-clipped",
+        "dgc_training/stepping.py",
+        "self.scaler.unscale_(self.optimizer)",
+        "pass",
+        ["tests/training/test_fp16.py"],
+    ),
+    Fault(
         "resharded-mean-not-kept",
         "dgc_training/checkpoint/reshard.py",
         "weights[old] = new_size * (end - begin)",

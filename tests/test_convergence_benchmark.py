@@ -1,0 +1,105 @@
+"""The benchmark of quality: its runs, its table of paired differences, and its figure."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.convergence.__main__ import main
+from benchmarks.convergence.report import draw, report, rows_of
+from benchmarks.convergence.runs import simulate, to_train
+from benchmarks.convergence.tasks import TASKS, Task
+from dgc_training.config import load
+from dgc_training.startup.arguments import parse_arguments
+
+LANGUAGE = ("dense", "dgc", "dgc-1-percent", "powersgd-4", "2bit-adaptive")
+
+
+def summary(task: Task, quality: float, wire: int = 5) -> dict[str, Any]:
+    return {"final": {task.metric: quality}, "wire_bytes": wire, "dense_wire_bytes": 5, "seconds": 2.0}
+
+
+def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
+    def trained(name: Any, *more: Any) -> Any:
+        place = tmp_path / name
+        words = ["--configs", "configs/digits/cnn.py", "configs/powersgd/rank2.py", "--run-dir", str(place)]
+        changes = ["--configs.train.num_epochs=1", "--configs.train.batch_size=90"]
+        simulate(2, [*words, "--devices", "cpu", *changes, *more])
+        return json.loads((place / "summary.json").read_text())
+
+    first, again = trained("first"), trained("again")
+    assert first["final"] == again["final"] and first["ranks"] == 2 and first["samples"] > 1000
+    assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_wire_bytes"] / 4
+    assert trained("other", "--configs.seed=7")["final"] != first["final"]
+
+
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("digits", ("dense", "dgc", "onebit-adam")),
+        ("numwords", (*LANGUAGE, "sgp", "osgp", "adpsgd")),
+        ("pysource", (*LANGUAGE, "onebit-adam")),
+        ("lstm", (*LANGUAGE, "onebit-adam")),
+        ("lstm-sgd", ("dense", "dgc", "dgc-1-percent", "powersgd-1")),
+    ],
+)
+def test_every_method_of_a_task_is_a_stack_of_configs(name: str, methods: tuple[str, ...], tmp_path: Path) -> None:
+    """The task names the config's metric and the key by which runs differ. A command line has the last word."""
+    task = TASKS[name]
+    for method in methods:
+        args, overrides = parse_arguments(
+            to_train(task, method, 1, tmp_path, overrides=["--configs.train.csv=true"])
+        )
+        tree = load(args.configs, overrides)
+        assert tree.train.metric == task.metric and tree.train.csv
+        assert (tree.train.num_epochs, tree.train.batch_size) == (task.epochs, task.batch_size)
+        assert (tree.seed, tree.dataset.get("fold")) == ((42, 1) if name == "digits" else (1, None))
+    ratio = {m: to_train(task, m, 0, tmp_path) for m in ("dgc", "dgc-1-percent")}
+    ratios = [load(*_arguments(words)).train.compression.compress_ratio for words in ratio.values()]
+    assert ratios == [0.001, 0.01]
+
+
+def _arguments(words: list[str]) -> tuple[Any, Any]:
+    args, overrides = parse_arguments(words)
+    return args.configs, overrides
+
+
+def test_differences_are_paired(capsys: pytest.CaptureFixture[str]) -> None:
+    task = TASKS["digits"]
+    one, other = summary(task, 99.0), summary(task, 98.0, wire=1)
+    rows = rows_of(task, {"dense": [one], "dgc": [other]})
+    report(task, rows)
+    *_, head, dense, dgc, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last, parse_constant=pytest.fail)["methods"]
+    assert result["dgc"]["standard_error"] is None and result["dgc"]["difference"] == -1
+    assert len(head) == len(dense) == len(dgc)
+    assert dense.split() == ["dense", "99.00", "0.00", "1.0", "0.00", "2.0"]
+    rows = rows_of(task, {"dense": [one, summary(task, 97.0)], "dgc": [other, summary(task, 97.0)]})
+    assert rows["dgc"]["standard_error"] == 0.5 and rows["dgc"]["dense_over_wire"] == 10 / 6
+    assert rows["dgc"]["runs"] == [98.0, 97.0]
+
+
+def test_the_figure_puts_better_methods_higher(tmp_path: Path) -> None:
+    """Fewer bits per character are better: the axis is inverted."""
+    heights = {}
+    for name in ("numwords", "lstm"):
+        task = TASKS[name]
+        rows = rows_of(task, {"dense": [summary(task, 3.0)], "dgc": [summary(task, 2.0, wire=1)]})
+        draw(task, rows, "title", tmp_path / "figure.svg")
+        text = (tmp_path / "figure.svg").read_text()
+        assert task.quality in text and "title" in text
+        heights[name] = {m: _height(text, m) for m in ("dense", "dgc")}
+    assert heights["numwords"]["dgc"] > heights["numwords"]["dense"]  # SVG counts downwards
+    assert heights["lstm"]["dgc"] < heights["lstm"]["dense"]
+
+
+def _height(svg: str, label: str) -> float:
+    tag = next(line for line in svg.splitlines() if f">{label}</text>" in line)
+    return float(tag.partition('y="')[2].partition('"')[0])
+
+
+def test_what_cannot_be_simulated_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--simulate", "--methods", "ar", "adpsgd"])
+    assert "adpsgd is asynchronous" in capsys.readouterr().err
