@@ -32,7 +32,7 @@ from scripts.advise.collectives import (
 from scripts.advise.drawing import describe_crossings, draw, human_rate
 from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method
 from scripts.advise.verification import chosen, format_verification, order
-from scripts.advise.workload import measure_workload
+from scripts.advise.workload import measure_workload, under_autocast
 
 NETWORK = Network(latency=0.0, bandwidth=1e8)
 CNN = "configs/digits/cnn.py"
@@ -130,6 +130,9 @@ def test_the_work_is_that_of_the_task(no_type_checks: None) -> None:
     assert len(workload.batches[0]) == 2 and set(workload.ready) == set(workload.gradients[0])
     loss = workload.loss(workload.model, workload.batches[0][0]).item()
     assert loss == pytest.approx(4.6, abs=0.5)  # about the logarithm of the number of characters
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        assert under_autocast(lambda m, b: m(b), x.device, precision)(model, x).dtype == dtype
 
 
 def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> None:

@@ -14,6 +14,7 @@ from dgc.comm import Transport, all_gather_object
 from dgc_training.config import ConfigError
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.build import build
+from dgc_training.stepping import AUTOCAST
 from dgc_training.tasks.protocol import Batches, Setup, Task
 
 WARMUP = 2
@@ -90,6 +91,7 @@ def measure_workload(
     """
     model = build(tree.model).to(device).train()
     batches, loss_of, inputs = open_batches(tree, model, device, transport, shape)
+    loss_of = under_autocast(loss_of, device, tree.train.precision)
     stamps: dict[str, Any] = {}
 
     def note(name: str) -> Callable[[Tensor], None]:
@@ -144,6 +146,17 @@ def open_batches(
     task: Task = build(tree.task, Setup(tree, dataset, model, transport, device))
     words = f"the data set, batches of {tree.train.batch_size}"
     return endless(task.batches), lambda model, batch: task.loss(model, batch).mean, words
+
+
+def under_autocast(loss_of: LossOf, device: torch.device, precision: str) -> LossOf:
+    """The loss with train.precision. A loss scale, which fp16 has, is left out: it costs next to nothing."""
+    dtype = AUTOCAST[precision]
+
+    def cast(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast(device.type, dtype):
+            return loss_of(model, batch)
+
+    return loss_of if dtype is None else cast
 
 
 def endless(batches: Batches) -> Iterator[Passes]:
