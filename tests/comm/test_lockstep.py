@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dgc.comm import (
     AllGather,
@@ -303,7 +304,7 @@ def test_a_name_that_is_reused_before_the_others_launch() -> None:
 
 
 def test_ranks_take_turns_always_in_the_same_order() -> None:
-    """Shared objects, such as torch's random generator, therefore give the same numbers in every run."""
+    """Shared objects, such as NumPy's random generator, therefore give the same numbers in every run."""
 
     def turns() -> Any:
         running, order = [], []
@@ -323,6 +324,29 @@ def test_ranks_take_turns_always_in_the_same_order() -> None:
     order = turns()
     assert order == turns()
     assert sorted(order) == [(step, rank) for step in range(3) for rank in range(3)]
+
+
+def test_a_rank_draws_the_numbers_of_a_process_of_its_own() -> None:
+    def draw(rank: int, exchange: Any) -> list[Tensor]:
+        torch.manual_seed(rank)
+        drawn = []
+        for step in range(3):
+            drawn.append(torch.rand(2))
+            exchange(step)
+        return drawn
+
+    def body(transport: Any) -> list[Tensor]:
+        def exchange(step: int) -> None:
+            flight = transport.launch(f"step{step}", [AllReduce(torch.ones(1), "sum")])
+            if step != 1:
+                while not transport.poll(flight):
+                    pass
+            transport.wait(flight)
+
+        return draw(transport.rank, exchange)
+
+    for rank, drawn in enumerate(LockstepWorld(3).run(body)):
+        assert torch.equal(torch.stack(drawn), torch.stack(draw(rank, lambda step: None)))
 
 
 def test_poll_returns_whether_all_ranks_have_launched() -> None:

@@ -198,11 +198,10 @@ def test_warmup_then_cosine() -> None:
 # Runs
 
 
-# Simulated ranks share one random generator, so only a single one has dropout here.
 @pytest.mark.parametrize(
     ("compression", "size", "words"),
     [
-        ([], 1, ["model.dropout=0.2"]),
+        ([], 2, ["model.dropout=0.2"]),
         ([], 1, ["train.precision=bf16"]),
         (["configs/dgc/wm5.py"], 2, []),
         (["configs/powersgd/rank1.py"], 2, []),

@@ -3,7 +3,8 @@
 `LockstepWorld.converse` runs one generator per rank in a single thread and launches each round in a shuffled order
 of ranks. `LockstepWorld.run` runs one function per rank, each in its own thread, so training loops that use a
 `Transport` work unchanged. One rank runs at a time. When it must wait for a message, the next rank that can
-continue runs. The order is always the same.
+continue runs. The order is always the same. Torch's random generator is kept for each rank: a rank that has seeded
+it draws the numbers of a process of its own, for example for dropout.
 """
 
 import random
@@ -11,6 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
+
+import torch
 
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.lockstep.order import LaunchOrder
@@ -170,6 +173,12 @@ class LockstepWorld:
         self._turn = first if self._failed is not None else next(free, first)
         self._turns[self._turn].notify()
 
+    def _let_others_run(self, rank: int) -> None:
+        random_state = torch.get_rng_state()
+        self._pass_turn(rank)
+        self._await_turn(rank)
+        torch.set_rng_state(random_state)
+
     def open_lane(self, rank: int, lane: str) -> None:
         with self._lock:
             self._orders.setdefault(lane, LaunchOrder(lane)).open(rank)
@@ -198,8 +207,7 @@ class LockstepWorld:
         """Whether the replies are available. If not, the other ranks run first, so that a polling loop ends."""
         with self._lock:
             if flight.rendezvous.replies is None and self._turn is not None:
-                self._pass_turn(rank)
-                self._await_turn(rank)
+                self._let_others_run(rank)
                 if self._failed is not None:
                     raise LockstepError(f"{flight.name}: rank {self._failed} has failed")
             return flight.rendezvous.replies is not None
@@ -209,8 +217,7 @@ class LockstepWorld:
         with self._lock:
             if rendezvous.replies is None and self._turn is not None:
                 self._waiting[rank] = rendezvous
-                self._pass_turn(rank)
-                self._await_turn(rank)
+                self._let_others_run(rank)
                 del self._waiting[rank]
             if rendezvous.replies is None:
                 missing = sorted(set(range(self.size)) - set(rendezvous.requests))
