@@ -188,6 +188,15 @@ class OuterSteps:
         for fragment in self.exchange.fragments:
             fragment.restart()
 
+    @property
+    def joinable(self) -> bool:
+        return self.base is None and self.exchange.joinable
+
+    @torch.no_grad()
+    def join(self) -> None:
+        self.exchange.join()
+        self.model.scatter()
+
     @torch.no_grad()
     def flush(self) -> None:
         if self.base is not None:

@@ -288,7 +288,9 @@ def test_what_a_dropped_exchange_has_sent_is_an_error_again(make: Any) -> None:
 
 
 @pytest.mark.parametrize("new", [2, 3, 6])
-def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
+def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> None:
+    """As for algorithms with a base. Without one, ranks keep their states: see test_islands.py."""
+
     def make() -> OuterSteps:
         return OuterSteps(6, None, Nesterov(), top_k(), **IN_TWO_PARTS, delay=2)
 
