@@ -31,6 +31,7 @@ class Flight:
         lr: Learning rate of the inner optimizer when it began. None: go to the mean of the models.
         arrived: Whether the means are in the buckets.
         nonfinite: Why the means must not be used, if so.
+        outer_factor: Factor of the outer optimizer's learning rate. None: it is not scheduled.
     """
 
     fragments: list[int]
@@ -38,6 +39,7 @@ class Flight:
     lr: float | None
     arrived: bool = False
     nonfinite: str | None = None
+    outer_factor: float | None = None
 
 
 class OuterExchange:
@@ -76,16 +78,18 @@ class OuterExchange:
         """Whether the means of the exchange in flight are to be used after this step."""
         return self._flight is not None and step >= self._flight.due
 
-    def begin(self, numbers: Sequence[int], x: Tensor, due: int, lr: float | None) -> None:
+    def begin(
+        self, numbers: Sequence[int], x: Tensor, due: int, lr: float | None, outer_factor: float | None = None
+    ) -> None:
         """Begin the exchange of the pseudo-gradients z0 - x of some fragments.
 
         Args:
             numbers: The fragments.
             x: [n] model, or biased model, of this rank.
-            due, lr: See `Flight`.
+            due, lr, outer_factor: See `Flight`.
         """
         assert self._flight is None, "the exchange before has not been used"
-        self._flight = Flight(list(numbers), due, lr)
+        self._flight = Flight(list(numbers), due, lr, outer_factor=outer_factor)
         for fragment in self._in_flight():
             for name, conversation in fragment.begin(x):
                 self._conversations.start(name, conversation)
@@ -126,7 +130,7 @@ class OuterExchange:
             self._drop(flight.nonfinite)
         for fragment in fragments:
             if flight.nonfinite is None:
-                fragment.step(flight.lr)
+                fragment.step(flight.lr, flight.outer_factor)
             fragment.merge(alpha if flight.nonfinite is None and flight.lr is not None else 0.0)
 
     def _drop(self, reason: str) -> None:

@@ -94,4 +94,11 @@ OUTER = [
         "free = sorted(files)",
         ["tests/outer/test_islands.py::test_which_rank_continues_which"],
     ),
+    Fault(
+        "scheduled-rates-multiplied-up",
+        "dgc/outer/fragment.py",
+        "group[\"lr\"] = factor * rate",
+        "group[\"lr\"] *= factor",
+        ["tests/outer/test_outer_steps.py::test_the_outer_learning_rate_follows_its_schedule"],
+    ),
 ]
