@@ -136,7 +136,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
     with open_run_directory(directory, tree, transport, resume=not args.no_resume):
         latest = checkpoints.find("latest")
         if latest is not None:
-            state.load(checkpoints.load(latest, part=optimizer.part))
+            state.load(checkpoints.load(latest, part=optimizer.part, joinable=optimizer.joinable))
         elif args.run_dir is None and not args.no_resume:
             warn_of_other_run(directory, rank)
         log = Log(directory, state, sync, recorder, tree, task.batches.steps_per_epoch, task.item)

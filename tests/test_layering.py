@@ -294,6 +294,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.gossip.__init__",
         "dgc.optim.exchange",
         "dgc.optim.__init__",
+        "dgc.outer.__init__",
         "dgc.ddp.__init__",
         "dgc_datasets",
         "dgc_models",

@@ -13,6 +13,7 @@ configs.train.gossip.compression = None  # of pseudo-gradients: a constructor of
 configs.train.gossip.fragment_mb = None  # size of a part that is exchanged at a time (streaming.py)
 configs.train.gossip.delay = 0  # steps from an exchange to the use of its result
 configs.train.gossip.alpha = 0.0  # share of its own model that a rank then keeps
+configs.train.gossip.outer_schedule = None  # factor of the outer learning rate by step (ramp.py); null: 1
 configs.train.gossip.warmup_steps = 0  # first steps, after each of which models are averaged (post-local SGD)
 
 configs.requires["train.compression._target_"] = "dgc.compression.DenseCompressor"  # no gradients are compressed

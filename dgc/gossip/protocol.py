@@ -99,3 +99,17 @@ class Asynchronous(Gossip, Protocol):
     def is_running(self) -> bool:
         """Whether other ranks may send messages to this one: not while it is paused, failed or closed."""
         ...
+
+
+@runtime_checkable
+class Joinable(Gossip, Protocol):
+    """A gossip algorithm in which ranks may be lost and join while the others keep their states."""
+
+    @property
+    def joinable(self) -> bool:
+        """Whether the algorithm is one with its settings."""
+        ...
+
+    def join(self) -> None:
+        """Continues from the common model and without errors. Call it after loading the state of another rank."""
+        ...

@@ -18,7 +18,7 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel
-from dgc.gossip.protocol import Asynchronous, Gossip
+from dgc.gossip.protocol import Asynchronous, Gossip, Joinable
 from dgc.optim.agreement import check_settings, first_difference
 from dgc.optim.options import name_parameters, unique_prefix
 from dgc.optim.wrapper import Wrapper
@@ -199,6 +199,15 @@ class GossipOptimizer(Wrapper):
             self.synchronize_messages()
         self.gossip.close()
         barrier(self.transport, "gossip.closed")
+
+    @property
+    def joinable(self) -> bool:  # type: ignore[override]
+        return isinstance(self.gossip, Joinable) and self.gossip.joinable
+
+    def join(self) -> None:
+        if not self.joinable:
+            super().join()
+        cast(Joinable, self.gossip).join()
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""

@@ -82,6 +82,16 @@ class Wrapper(HasCompression, Optimizer):
         """
         return None
 
+    joinable: bool = False  # whether a rank can `join`, and others keep their states when ranks are lost or join
+
+    def join(self) -> None:
+        """Continue as a rank that joins or returns, from the state of another rank, which must have been loaded.
+
+        The rank begins with the common model, and without error state: what it has not sent is lost, or was
+        another rank's and would be counted twice.
+        """
+        raise ValueError(f"no rank can join in mid-run with {self!r}: use `dgc.outer.OuterSteps` without a base")
+
     def close(self) -> None:
         """Release the parameters and the connection to the other ranks. Collective."""
 

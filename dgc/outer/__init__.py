@@ -3,4 +3,6 @@
 from dgc.outer.optimizers import Nesterov as Nesterov
 from dgc.outer.optimizers import OuterOptimizer as OuterOptimizer
 from dgc.outer.optimizers import SlowMo as SlowMo
+from dgc.outer.schedule import OuterSchedule as OuterSchedule
+from dgc.outer.schedule import Ramp as Ramp
 from dgc.outer.steps import OuterSteps as OuterSteps

@@ -8,6 +8,7 @@ def check_arguments(
     average_every: int,
     base: Gossip | None,
     outer: object,
+    outer_schedule: object,
     fragment_mb: float | None,
     delay: int,
     alpha: float,
@@ -24,6 +25,11 @@ def check_arguments(
         raise ValueError(
             f"outer must make an optimizer from a list of tensors, such as Nesterov() or partial(torch.optim.SGD, "
             f"lr=1.0), not {outer!r}"
+        )
+    if outer_schedule is not None and not callable(outer_schedule):
+        raise ValueError(
+            "outer_schedule must return a factor of the outer learning rate for a step, such as "
+            f"Ramp(0.4, 1.0, 3000), not {outer_schedule!r}"
         )
     if fragment_mb is not None and not fragment_mb > 0:
         raise ValueError(f"fragment_mb must be positive, or None for one fragment, not {fragment_mb}")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dgc.comm.meter import TrafficMeter
@@ -16,6 +17,8 @@ from dgc.optim.options import register_compressors
 from dgc.outer.fragment import Fragment
 
 EXCHANGE_STATE = ("z0", "outer", "compression", "flight", "means", "dropped")
+ERRORS = ("errors", "residuals")  # keys of a compressor's state with what a rank has not sent, by parameter name
+SERVER_ERRORS = "server_errors"  # what a rank has not sent of the mean: each rank has a part
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Flight:
         lr: Learning rate of the inner optimizer when it began. None: go to the mean of the models.
         arrived: Whether the means are in the buckets.
         nonfinite: Why the means must not be used, if so.
+        outer_factor: Factor of the outer optimizer's learning rate. None: it is not scheduled.
     """
 
     fragments: list[int]
@@ -35,6 +39,7 @@ class Flight:
     lr: float | None
     arrived: bool = False
     nonfinite: str | None = None
+    outer_factor: float | None = None
 
 
 class OuterExchange:
@@ -73,16 +78,18 @@ class OuterExchange:
         """Whether the means of the exchange in flight are to be used after this step."""
         return self._flight is not None and step >= self._flight.due
 
-    def begin(self, numbers: Sequence[int], x: Tensor, due: int, lr: float | None) -> None:
+    def begin(
+        self, numbers: Sequence[int], x: Tensor, due: int, lr: float | None, outer_factor: float | None = None
+    ) -> None:
         """Begin the exchange of the pseudo-gradients z0 - x of some fragments.
 
         Args:
             numbers: The fragments.
             x: [n] model, or biased model, of this rank.
-            due, lr: See `Flight`.
+            due, lr, outer_factor: See `Flight`.
         """
         assert self._flight is None, "the exchange before has not been used"
-        self._flight = Flight(list(numbers), due, lr)
+        self._flight = Flight(list(numbers), due, lr, outer_factor=outer_factor)
         for fragment in self._in_flight():
             for name, conversation in fragment.begin(x):
                 self._conversations.start(name, conversation)
@@ -123,7 +130,7 @@ class OuterExchange:
             self._drop(flight.nonfinite)
         for fragment in fragments:
             if flight.nonfinite is None:
-                fragment.step(flight.lr)
+                fragment.step(flight.lr, flight.outer_factor)
             fragment.merge(alpha if flight.nonfinite is None and flight.lr is not None else 0.0)
 
     def _drop(self, reason: str) -> None:
@@ -168,5 +175,36 @@ class OuterExchange:
         for fragment in self._in_flight():
             fragment.load_means(state["means"])
 
+    # --- ranks that join --------------------------------------------------------------------------
+
+    @property
+    def joinable(self) -> bool:
+        """Whether every compressor has its error state on the rank whose gradients it is of."""
+        return not any(SERVER_ERRORS in compressor.state_dict() for compressor in self.compressors)
+
+    def join(self) -> None:
+        """Forget the error state of the rank whose state was loaded, and continue from z0."""
+        for compressor in self.compressors:
+            compressor.load_state_dict(without_errors(compressor.state_dict()))
+            if any(bool(error.any()) for error in compressor.errors()):
+                raise ValueError(
+                    f"{type(compressor).__name__} cannot join: its state must have what is not sent under one of "
+                    f"the keys {', '.join(ERRORS)}, by parameter name"
+                )
+        for fragment in self.fragments:
+            fragment.merge(0.0)
+
     def _named(self) -> list[tuple[str, Any]]:
         return [(f"{type(c).__name__}.{i}", c) for i, c in enumerate(self.compressors)]
+
+
+def without_errors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A compressor's state with zeros for all errors. Factors and counters, which all ranks share, remain."""
+    return {
+        key: {name: torch.zeros_like(error) for name, error in value.items()}
+        if key in ERRORS
+        else without_errors(value)
+        if isinstance(value, Mapping)
+        else value
+        for key, value in state.items()
+    }

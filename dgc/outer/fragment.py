@@ -65,6 +65,7 @@ class Fragment:
         mean = {s.name: s.of(bucket.flat) for bucket, s in buckets}
         self._tensors = [(s, z0[s.name], mean[s.name]) for s in segments]
         self.optimizer = outer(list(z0.values()))
+        self._rates: list[Any] = [group.get("lr") for group in self.optimizer.param_groups]
         self.restart()
 
     def restart(self) -> None:
@@ -93,11 +94,20 @@ class Fragment:
         for plan in self.planned:
             plan.compressor.rollback(plan.bucket)
 
-    def step(self, lr: float | None) -> None:
+    def check_learning_rate(self) -> None:
+        """Raise ValueError if the optimizer has no learning rate to schedule."""
+        if any("lr" not in group for group in self.optimizer.param_groups):
+            raise ValueError(
+                "outer_schedule needs an outer optimizer with a learning rate, and "
+                f"{type(self.optimizer).__name__} has none: leave outer_schedule out, or use Nesterov()"
+            )
+
+    def step(self, lr: float | None, factor: float | None = None) -> None:
         """Take an outer step on the mean in the buckets.
 
         Args:
             lr: Learning rate of the inner optimizer. None: go to the mean of the models, without the optimizer.
+            factor: Of the outer optimizer's learning rate, as it was made. None: the rate is not changed.
         """
         for _, z0, mean in self._tensors:
             if lr is None:
@@ -105,8 +115,10 @@ class Fragment:
             else:
                 z0.grad = mean
         if lr is not None:
-            for group in self.optimizer.param_groups:
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["inner_lr"] = lr
+                if factor is not None:
+                    group["lr"] = factor * rate
             self.optimizer.step()
             for _, z0, _ in self._tensors:
                 z0.grad = None

@@ -43,6 +43,7 @@ from dgc.outer.arguments import check_arguments, check_momentum, check_schedule
 from dgc.outer.exchange import EXCHANGE_STATE, OuterExchange
 from dgc.outer.fragment import Fragment, divide
 from dgc.outer.optimizers import OuterOptimizer, average
+from dgc.outer.schedule import OuterSchedule
 
 
 class OuterSteps:
@@ -66,10 +67,13 @@ class OuterSteps:
         warmup_steps (int): first steps, each of which ends with the mean of all models, without the outer
             optimizer (post-local SGD).
         bucket_mb (float): largest size of a message's tensors in MB.
+        outer_schedule (callable, optional): given the number of inner steps, returns the factor of the outer
+            optimizer's learning rate: `Ramp(0.4, 1.0, steps=3000)`. None: always 1.
 
     Raises:
         ValueError: if an argument is out of range, base is asynchronous, or by `start` if the model has more
-            fragments than `average_every` and `delay` allow.
+            fragments than `average_every` and `delay` allow, or the outer optimizer has no learning rate for
+            `outer_schedule`.
 
     Example:
         >>> diloco = OuterSteps(average_every=500, outer=Nesterov())
@@ -90,9 +94,11 @@ class OuterSteps:
         alpha: float = 0.0,
         warmup_steps: int = 0,
         bucket_mb: float = 25.0,
+        outer_schedule: OuterSchedule | None = None,
     ):
-        check_arguments(average_every, base, outer, fragment_mb, delay, alpha, warmup_steps)
+        check_arguments(average_every, base, outer, outer_schedule, fragment_mb, delay, alpha, warmup_steps)
         self.average_every, self.base, self.outer = average_every, base, outer
+        self.outer_schedule = outer_schedule
         self.fragment_mb, self.delay, self.alpha = fragment_mb, delay, alpha
         self.warmup_steps, self.bucket_mb = warmup_steps, bucket_mb
         self.compression = as_route(compression)
@@ -118,6 +124,9 @@ class OuterSteps:
         check_schedule(len(parts), self.average_every, self.delay)
         how = (self.compression, self.outer or average, self.bucket_mb)
         fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]
+        if self.outer_schedule is not None:
+            for fragment in fragments:
+                fragment.check_learning_rate()
         self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
         self._compressors = self.exchange.compressors
         self.compress_ratio = self._ratio()
@@ -162,7 +171,8 @@ class OuterSteps:
             self.base.synchronize_messages()
         x = self.z if self.base is None else self.base.biased_parameters()
         delay = 0 if is_warmup else self.delay
-        self.exchange.begin(due, x, self.steps + delay, None if is_warmup else lr)
+        factor = None if self.outer_schedule is None else float(self.outer_schedule(self.steps))
+        self.exchange.begin(due, x, self.steps + delay, None if is_warmup else lr, factor)
         if delay == 0:
             self._land()
 
@@ -187,6 +197,15 @@ class OuterSteps:
             self.base.restart()
         for fragment in self.exchange.fragments:
             fragment.restart()
+
+    @property
+    def joinable(self) -> bool:
+        return self.base is None and self.exchange.joinable
+
+    @torch.no_grad()
+    def join(self) -> None:
+        self.exchange.join()
+        self.model.scatter()
 
     @torch.no_grad()
     def flush(self) -> None:

@@ -30,7 +30,8 @@ import torch
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
 from dgc.optim import ErrorStatePart
 from dgc_training.atomic_write import write_atomically, write_json
-from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors
+from dgc_training.checkpoint.islands import Islands, read_islands
+from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors, reader
 from dgc_training.checkpoint.reshard import FixedSize, redistribute
 from dgc_training.faults.failure import UsageError
 
@@ -49,7 +50,8 @@ class Loaded:
     """A checkpoint as loaded on one rank.
 
     If it was saved on a different number of ranks, `own` has only "compression": this rank's share of their
-    error state. redistributed: whether `own["compression"]` comes from other ranks or machines.
+    error state. redistributed: whether `own["compression"]` comes from other ranks or machines. islands: which
+    ranks stay, are lost or join, if the optimizer is joinable.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Loaded:
     shared: dict[str, Any]
     own: dict[str, Any]
     redistributed: bool = False
+    islands: Islands | None = None
 
 
 class Checkpoints:
@@ -178,14 +181,17 @@ class Checkpoints:
                 raise UsageError(text)
         return [(host, found) for host, found, _ in views]
 
-    def load(self, name: str, own_part: bool = True, part: ErrorStatePart | None = None) -> Loaded:
+    def load(
+        self, name: str, own_part: bool = True, part: ErrorStatePart | None = None, joinable: bool = False
+    ) -> Loaded:
         """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `UsageError`.
 
         own_part=False reads only the shared part, for evaluation on any number of ranks; `own` is then empty.
         part: the part of the error state that the optimizer needs.
+        joinable: whether ranks keep their states while others are lost or join (see `islands.py`).
         """
         own: dict[str, Any] = {}
-        shared, manifest, problem, redistributed = None, None, None, False
+        shared, manifest, problem, redistributed, islands = None, None, None, False, None
         folder = self.directory / name
         if self.transport.rank == 0:
             try:
@@ -195,7 +201,10 @@ class Checkpoints:
             except (ValueError, OSError) as error:
                 manifest, problem = None, f"is damaged: {error}"
         shared, manifest = broadcast_object(self.transport, (shared, manifest), name="checkpoint.shared")
-        if manifest is not None and own_part:
+        if manifest is not None and own_part and joinable:
+            read = reader(folder, manifest, self.transport.size)
+            own, islands, problem = read_islands(folder, manifest["size"], read, self.transport)
+        elif manifest is not None and own_part:
             try:
                 own, redistributed = self._read_own(folder, manifest, part)
             except FixedSize as error:
@@ -205,24 +214,14 @@ class Checkpoints:
         problems = [text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text]
         if problems:
             raise UsageError(f"checkpoint {folder} {problems[0]}. --no-resume renames this run and starts again.")
-        return Loaded(name, manifest["size"], shared, own, redistributed)
+        return Loaded(name, manifest["size"], shared, own, redistributed, islands)
 
     def _read_own(
         self, folder: Path, manifest: dict[str, Any], part: ErrorStatePart | None
     ) -> tuple[dict[str, Any], bool]:
         """Returns this rank's part, and whether its error state comes from other ranks or machines."""
         rank, size = self.transport.rank, self.transport.size
-
-        def read(old: int) -> Any:
-            path = folder / f"rank{old}.pt"
-            try:
-                check_file(path, manifest["files"][path.name])
-            except ValueError as error:
-                if manifest["size"] == size:
-                    raise
-                raise ValueError(f"{error} (needed because {size} ranks resume {manifest['size']})") from None
-            return read_tensors(path)
-
+        read = reader(folder, manifest, size)
         own: dict[str, Any] = read(rank) if manifest["size"] == size else {}
         if manifest["size"] == size and part_of(own) == part:
             return own, False

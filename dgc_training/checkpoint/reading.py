@@ -3,6 +3,7 @@
 import json
 import socket
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     return {"size": size, "files": files, "machines": machines}
+
+
+def reader(folder: Path, manifest: dict[str, Any], size: int) -> Callable[[int], Any]:
+    """Function that reads the file of an old rank. size: number of ranks that resume."""
+
+    def read(rank: int) -> Any:
+        path = folder / f"rank{rank}.pt"
+        try:
+            check_file(path, manifest["files"][path.name])
+        except ValueError as error:
+            if manifest["size"] == size:
+                raise
+            raise ValueError(f"{error} (needed because {size} ranks resume {manifest['size']})") from None
+        return read_tensors(path)
+
+    return read

@@ -138,15 +138,19 @@ class RunState:
                 )
 
     def _load(self, loaded: Loaded) -> None:
-        shared, own, same_size = loaded.shared, loaded.own, loaded.size == self.transport.size
-        own_file = f"rank{self.transport.rank}.pt" if same_size else f"the files of {loaded.size} ranks"
+        shared, own, islands = loaded.shared, loaded.own, loaded.islands
+        # this rank continues itself: its file has more than the compression
+        is_whole = loaded.size == self.transport.size and (
+            islands is None or islands.continues[self.transport.rank] == self.transport.rank
+        )
+        own_file = f"rank{self.transport.rank}.pt" if is_whole else f"the files of {loaded.size} ranks"
         with loading("shared.pt"):
             self._check_optimizer(shared["optimizer"])
             check_structure(shared["schedule"], self.schedule.state_dict(), "schedule")
             check_progress(shared["progress"])
             check_structure(shared.get("scaler"), self.scaler and self.scaler.state_dict(), "scaler")
         with loading(own_file):
-            if same_size:
+            if is_whole:
                 check_structure(own["batch_norm"], batch_norm_buffers(self.model), "batch_norm")
                 check_structure(own["random"], random_state(self.device), "random")
             if "optimizer" in own["compression"]:  # in gossip each rank has its own optimizer state
@@ -161,18 +165,22 @@ class RunState:
             setattr(self.progress, name, value)
         with loading(own_file):
             self.optimizer.load_compression_state_dict(own["compression"])
+            if islands is not None and self.transport.rank in islands.joined:
+                self.optimizer.join()
+        if islands is not None and (islands.joined or islands.lost) and self.transport.rank == 0:
+            warnings.warn(f"checkpoint {loaded.name} of {loaded.size} ranks: {islands}.", stacklevel=2)
         if loaded.redistributed and self.transport.rank == 0:
             how = f"by {loaded.size} ranks and is resumed by {self.transport.size}"
-            if same_size:
+            if is_whole:
                 how = "with another division of the error state (train.hierarchical, machines, train.bucket_mb)"
-            seeds = "" if same_size else "; random generators are seeded again"
+            seeds = "" if is_whole else "; random generators are seeded again"
             warnings.warn(
                 f"checkpoint {loaded.name} was saved {how}: unsent gradients (the error state) are redistributed "
                 f"so that their mean over the ranks is unchanged{seeds}.",
                 stacklevel=2,
             )
-        if not same_size:
-            self._continue_on_other_size(loaded)
+        if not is_whole:
+            self._continue_without_own_file(loaded)
             return
         with loading(own_file):
             buffers = batch_norm_buffers(self.model)
@@ -187,13 +195,13 @@ class RunState:
         check_optimizer_state(saved, self.optimizer)
         check_hyperparameters(saved, self.optimizer, self.schedule)
 
-    def _continue_on_other_size(self, loaded: Loaded) -> None:
+    def _continue_without_own_file(self, loaded: Loaded) -> None:
         """Continues at the same fraction of the epoch. Batch norm begins from the mean over the old ranks."""
         size, progress = self.transport.size, self.progress
         progress.step = min(progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)
         if self.csv is not None:
             self.csv.begin_at(progress.epoch, progress.step, progress.training_seconds)
-        if self.schedule.counts_steps and self.transport.rank == 0:
+        if self.schedule.counts_steps and size != loaded.size and self.transport.rank == 0:
             warnings.warn(
                 "train.schedule_lr_per_epoch is False: the scheduler counts steps, and an epoch has another "
                 f"number of them now, {self.schedule.steps_per_epoch}. It continues at the same step.",

@@ -23,7 +23,7 @@ from dgc.gossip import (
 )
 from dgc.memory import ResidualMemory
 from dgc.optim import GossipOptimizer
-from dgc.outer import Nesterov, OuterSteps, SlowMo
+from dgc.outer import Nesterov, OuterSteps, Ramp, SlowMo
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ OUTER = [
     Row("outer adam, signs", lambda: OuterSteps(3, None, adam, ScaledSignCompressor())),
     Row("streaming", lambda: OuterSteps(6, None, Nesterov(), **IN_TWO_PARTS, delay=2, alpha=0.5)),
     Row("streaming, top-k", lambda: OuterSteps(6, None, None, top_k(), **IN_TWO_PARTS, delay=3)),
+    Row("streaming, ramp", lambda: OuterSteps(6, **IN_TWO_PARTS, delay=2, outer_schedule=Ramp(0.4, 1.0, 9))),
     Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
 ]
 SIZES = (1, 2, 3, 6)

@@ -23,7 +23,7 @@ from dgc.compression import (
 )
 from dgc.gossip import ADPSGD, OSGP, HierarchicalGossip
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.outer import Nesterov, OuterSteps
+from dgc.outer import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.wire import RiceIndices, TwoBitValues
 from dgc_training.checkpoint.reshard import blend, shares
 
@@ -131,6 +131,35 @@ def test_diloco_by_hand() -> None:
         u = 0.9 * u + d
         z0 = z0 - 0.7 * (d + 0.9 * u)
         assert all(float((afters[i] - z0).abs().max()) < 1e-5 for *_, afters in found)
+
+
+def test_the_outer_learning_rate_follows_its_schedule() -> None:
+    """z0 = z0 - 0.5 f(t) D, f of the step in which the exchange began, also after a state was loaded in flight."""
+
+    def make() -> OuterSteps:
+        return OuterSteps(4, outer=partial(torch.optim.SGD, lr=0.5), delay=2, outer_schedule=Ramp(0.4, 1.0, 10))
+
+    def body(transport: Any) -> Any:
+        own = Trained(transport, make())
+        before, local = own.z.double(), recorded(own)
+        for _ in range(5):
+            own.step()
+        state = copy.deepcopy(own.optimizer.compression_state_dict())
+        own = Trained(transport, make())
+        own.optimizer.load_compression_state_dict(state)
+        own.step()
+        after = own.z.double()
+        more = recorded(own)
+        for _ in range(4):
+            own.step()
+        return before, [z.double() for z in local], after, [z.double() for z in more], own.z.double()
+
+    found = on(2, body)
+    (z0, *_), *_ = found
+    for locals_, ends, factor in (([f[1][3] for f in found], [f[2] for f in found], 0.64),
+                                  ([f[3][1] for f in found], [f[4] for f in found], 0.88)):
+        z0 = z0 - 0.5 * factor * mean([z0 - z for z in locals_])
+        assert all(float((end - z0).abs().max()) < 1e-5 for end in ends)
 
 
 @pytest.mark.parametrize("make", [top_k, two_bits, lambda: PowerSGDCompressor(rank=2), ScaledSignCompressor])
@@ -288,7 +317,9 @@ def test_what_a_dropped_exchange_has_sent_is_an_error_again(make: Any) -> None:
 
 
 @pytest.mark.parametrize("new", [2, 3, 6])
-def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
+def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> None:
+    """As for algorithms with a base. Without one, ranks keep their states: see test_islands.py."""
+
     def make() -> OuterSteps:
         return OuterSteps(6, None, Nesterov(), top_k(), **IN_TWO_PARTS, delay=2)
 
@@ -336,6 +367,9 @@ def test_islands_average_gradients_inside_and_exchange_between() -> None:
         (lambda: OuterSteps(0), "at least 1 step"),
         (lambda: OuterSteps(2, ADPSGD()), "asynchronous"),
         (lambda: OuterSteps(2, outer=0.7), "must make an optimizer"),  # type: ignore[arg-type]
+        (lambda: OuterSteps(2, outer_schedule=0.4), "must return a factor"),  # type: ignore[arg-type]
+        (lambda: OuterSteps(2, outer=SlowMo(), outer_schedule=Ramp()), "_SlowMomentum has none"),
+        (lambda: OuterSteps(2, outer_schedule=Ramp(0.0)), "Ramp needs first and last above 0"),
         (lambda: OuterSteps(2, fragment_mb=0), "fragment_mb must be positive"),
         (lambda: OuterSteps(2, delay=-1), "delay must be 0 steps or more"),
         (lambda: OuterSteps(2, alpha=1.0), r"alpha must be in \[0, 1\)"),

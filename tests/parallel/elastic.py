@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,12 @@ from dgc_training.checkpoint.reshard import merge
 REPOSITORY = Path(__file__).parents[2]
 CHECKPOINT_EVERY = 3
 LATE = "has ended on the other machines"
+DGC = ("configs/dgc/wm5.py", "--configs.train.check_replicas_every=5")
 WORDS = [
-    *("--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--devices", "cpu"),
+    *("--devices", "cpu"),
     "--configs.train.batch_size=32",
     "--configs.train.warmup_lr_epochs=2",
     f"--configs.train.checkpoint_every={CHECKPOINT_EVERY}",
-    "--configs.train.check_replicas_every=5",
     "--configs.train.log_every=1",
     "--configs.train.csv=True",
     "--configs.train.timeout=60",
@@ -131,7 +132,8 @@ class Agent:
             "PYTHONPATH": str(REPOSITORY),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        words = [*WORDS, f"--configs.train.num_epochs={run.epochs}", "--run-dir", str(run.run)]
+        words = ["--configs", "configs/digits/cnn.py", *run.method, *WORDS]
+        words += [f"--configs.train.num_epochs={run.epochs}", "--run-dir", str(run.run)]
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
                 ["bash", str(REPOSITORY / "scripts/torchrun.sh"), *words],
@@ -161,11 +163,16 @@ class ElasticRun:
     """A run with a store and agents. Use it as a context manager: it ends all processes.
 
     `restarts` has every attempt to train, in order; the first one is the start.
+
+    Args:
+        directory: for the run and all output.
+        epochs: of the run.
+        method: the config files after the experiment's, and further arguments of train.py.
     """
 
-    def __init__(self, directory: Path, epochs: int) -> None:
+    def __init__(self, directory: Path, epochs: int, method: Sequence[str] = DGC) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.run, self.epochs = directory, directory / "run", epochs
+        self.directory, self.run, self.epochs, self.method = directory, directory / "run", epochs, method
         self.agents: list[Agent] = []
         self.restarts: list[Restart] = []
         self.furthest = Position()

@@ -73,4 +73,32 @@ OUTER = [
         "torch.searchsorted(ends, position + 1, right=True)",
         ["tests/outer/test_sparseloco.py::test_indices_within_chunks"],
     ),
+    Fault(
+        "who-joins-keeps-the-model-of-another-rank",
+        "dgc/outer/exchange.py",
+        "fragment.merge(0.0)",
+        "pass",
+        ["tests/outer/test_islands.py::test_a_rank_that_has_lost_its_disk_returns_without_errors"],
+    ),
+    Fault(
+        "who-joins-keeps-the-errors-of-another-rank",
+        "dgc/outer/exchange.py",
+        "key: {name: torch.zeros_like(error) for name, error in value.items()}",
+        "key: {name: error.clone() for name, error in value.items()}",
+        ["tests/outer/test_islands.py::test_a_rank_that_has_lost_its_disk_returns_without_errors"],
+    ),
+    Fault(
+        "two-ranks-continue-one",
+        "dgc_training/checkpoint/islands.py",
+        "free = sorted(files - set(continues))",
+        "free = sorted(files)",
+        ["tests/outer/test_islands.py::test_which_rank_continues_which"],
+    ),
+    Fault(
+        "scheduled-rates-multiplied-up",
+        "dgc/outer/fragment.py",
+        "group[\"lr\"] = factor * rate",
+        "group[\"lr\"] *= factor",
+        ["tests/outer/test_outer_steps.py::test_the_outer_learning_rate_follows_its_schedule"],
+    ),
 ]

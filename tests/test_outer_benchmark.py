@@ -1,0 +1,50 @@
+"""What benchmarks.outer_steps computes from the summaries of its runs, and what it trains."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import outer_steps
+from dgc_training.config import instantiate, load
+from dgc_training.startup.arguments import parse_arguments
+
+DENSE = {"payload_bytes": 4000, "wire_bytes": 6000, "dense_wire_bytes": 6000, "seconds": 1.0}
+SPARSE = {"payload_bytes": 20, "wire_bytes": 60, "dense_wire_bytes": 6000, "seconds": 1.0}
+
+
+def run(bits: float, counts: dict[str, Any]) -> dict[str, Any]:
+    return {**counts, "final": {outer_steps.BITS: bits}}
+
+
+def test_a_row_is_compared_with_dense_seed_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summaries = {"dense": [run(2.0, DENSE), run(2.5, DENSE)], "sparse64-h5": [run(2.1, SPARSE), run(2.5, SPARSE)]}
+    found = outer_steps.rows(10, summaries)
+    row = found["sparse64-h5"]
+    assert row["to_dense_percent"] == pytest.approx(2.5) and row["standard_error"] == pytest.approx(2.5)
+    assert (row["fewer_payload"], row["fewer_wire"], row["payload_per_step"]) == (200, 100, 2)
+    assert (row["exchanges"], found["dense"]["exchanges"]) == (2, 10)
+    outer_steps.print_table(found)
+    assert len({len(line) for line in capsys.readouterr().out.splitlines()[1:]}) == 1
+    outer_steps.draw(found, "title", tmp_path / "a.svg")
+    assert "sparse64-h5" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize("method", sorted(set(outer_steps.METHODS) - {"dense"}))
+def test_every_method_exchanges_as_often_as_its_row_says(method: str) -> None:
+    args = argparse.Namespace(width=64, batch_size=8, steps=2000, overrides=[])
+    parsed, overrides = parse_arguments(outer_steps.words(args, method, 1, Path("run")))
+    algorithm = instantiate(load(parsed.configs, overrides).train.gossip)
+    assert outer_steps.exchanges(method, 2000) == 2000 // algorithm.average_every
+
+
+def test_finished_runs_are_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for method, summary in (("dense-1", run(2.0, DENSE)), ("sign-h4-1", run(2.2, SPARSE))):
+        (tmp_path / method).mkdir()
+        (tmp_path / method / "summary.json").write_text(json.dumps(summary))
+    outer_steps.main(["--methods", "sign-h4", "--seeds", "1", "--runs", str(tmp_path), "--jobs", "1"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
+    assert list(result["methods"]) == ["dense", "sign-h4"]
+    assert result["methods"]["sign-h4"]["to_dense_percent"] == pytest.approx(10)
