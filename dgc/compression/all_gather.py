@@ -5,6 +5,7 @@ Payload of a bucket in bytes: 24 + `nbytes`, rounded up to 8.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float32, Int64, UInt8
@@ -13,7 +14,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.error_feedback import ErrorFeedbackCompressor
+from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
 from dgc.wire.sealed import seal, unseal
 
 Codes = UInt8[Tensor, "nbytes"]
@@ -42,12 +43,9 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
         ...
 
     @abstractmethod
-    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
-        """Adds the decoded codes to `total`."""
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        """Overwrites `mean` with the mean of the decoded codes of all ranks: added to zero in rank order."""
         ...
-
-    def mean(self, total: Float32[Tensor, "n"]) -> Float32[Tensor, "n"]:
-        return total.div_(self.size)
 
     def exchange(
         self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
@@ -57,10 +55,9 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
         (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
         planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
         parts, nonfinite = unseal(codec, payloads, *planned)
-        total = torch.zeros_like(v)
-        for part in parts:
-            self.add_(part, bucket, total)
-        return self.mean(total), kept, nonfinite
+        mean = place_of_mean(bucket)
+        self.mean_(parts, bucket, mean)
+        return mean, kept, nonfinite
 
 
 def join(header: Float32[Tensor, "length"], codes: Codes) -> UInt8[Tensor, "both"]:
@@ -72,3 +69,11 @@ def split(both: UInt8[Tensor, "both"], length: int) -> tuple[Float32[Tensor, "le
     """Inverse of `join` for a header of `length` floats, which is copied because it may be unaligned."""
     edge = 4 * length
     return both[:edge].clone().view(torch.float32), both[edge:]
+
+
+def split_all(
+    codes: Sequence[UInt8[Tensor, "both"]], length: int
+) -> tuple[tuple[Float32[Tensor, "length"], ...], tuple[Codes, ...]]:
+    """The headers of all ranks, and their codes."""
+    headers, fields = zip(*(split(both, length) for both in codes), strict=True)
+    return headers, fields

@@ -24,6 +24,13 @@ from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import FlatState, Snapshots, load_parts
 
 
+def place_of_mean(bucket: Bucket) -> Float32[Tensor, "n"]:
+    """Where to write an fp32 mean with its final bits: into the bucket, if it is of that type, without a copy."""
+    if bucket.dtype is torch.float32:
+        return bucket.flat
+    return torch.empty(bucket.numel, dtype=torch.float32, device=bucket.device)
+
+
 class ErrorFeedbackCompressor(ABC):
     """Base class of compressors with a dense result.
 
@@ -54,8 +61,9 @@ class ErrorFeedbackCompressor(ABC):
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
         """Returns (mean [n] fp32, residual [n] fp32, for each rank its first non-finite tensor, from 1, or 0).
 
-        v must not change, and the residual must be a separate tensor. first_nonfinite: index of the first element
-        of the gradient that was NaN or TOO_LARGE, or n if there is none.
+        v must not change, and the residual must be a separate tensor. The mean may be `place_of_mean(bucket)`.
+        first_nonfinite: index of the first element of the gradient that was NaN or TOO_LARGE, or n if there is
+        none.
         """
         ...
 

@@ -107,6 +107,97 @@ def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers: Any) -
                     assert same(added, total) and same(residual, v - decoded)
 
 
+def means(q: Any, bounds: Any, values: Any, factors: Any, size: int) -> Any:
+    """(encode(v, values of this rank), mean_(codes, mean)) of every kind, for the values of all ranks."""
+    lows, thirds = [-each for each in values], [each / 3 for each in values]
+    yield (
+        lambda v, each: q.sign_encode(v, bounds, each - each.mean(), -each, each / 3),
+        lambda codes, mean: q.sign_mean_(codes, bounds, lows, thirds, factors, size, mean),
+    )
+    yield (
+        lambda v, each: q.tern_encode(v, bounds, each),
+        lambda codes, mean: q.tern_mean_(codes, bounds, values, factors, size, mean),
+    )
+    for bits, levels, seed in UNIFORM[::2]:
+        yield (
+            lambda v, each, s=(levels, bits, seed): q.uniform_encode(v, bounds, each, *s),
+            lambda codes, mean, s=(levels, bits): q.uniform_mean_(codes, bounds, values, *s, size, mean),
+        )
+    yield lambda v, _: q.natural_encode(v, 1), lambda codes, mean: q.natural_mean_(codes, size, mean)
+
+
+@cache
+def mean_cases() -> Any:
+    """(numbers of the ranks, bounds, their values by segment, factors, size, their codes and mean by operation).
+
+    Group sizes and their ends, ranks that are added together and that are not, segments that begin anywhere, sizes
+    that are powers of two and not, values of other sizes on each rank, and zeros.
+    """
+    made = []
+    for n, ranks in ((0, 2), (1, 1), (33, 2), (100, 3), (4097, 4), (4100, 5), (40_000, 9)):
+        for bounds in cases(n)[0][1], cases(n)[-1][1]:
+            vs = [random(n, 10 + r) for r in range(ranks)]
+            values = [(random(len(bounds) - 1, 20 + r).abs() * 1.7**r) for r in range(ranks)]
+            values[-1][::2] = 0.0
+            factors = random(len(bounds) - 1, 30).abs() if ranks % 2 else None
+            size = ranks + n % 2
+            expected = []
+            for encode, mean_ in means(REFERENCE, bounds, values, factors, size):
+                codes, mean = [encode(v, each)[0] for v, each in zip(vs, values, strict=True)], torch.zeros(n)
+                mean_(codes, mean)
+                expected.append((codes, mean))
+            made.append((n, bounds, values, factors, size, expected))
+    return made
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other(quantizers: Any) -> None:
+    for n, bounds, values, factors, size, expected in mean_cases():
+        for operation, (_, mean_) in enumerate(means(quantizers, bounds, values, factors, size)):
+            codes, right = expected[operation]
+            mean = torch.full((n,), NAN)
+            mean_([torch.cat([own[:1], own])[1:] for own in codes], mean)  # at any address
+            with case(n, len(bounds), operation):
+                assert same(mean, right)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_sums_are_sent_as_levels(quantizers: Any) -> None:
+    """Three ranks' codes of 3 shares: what each rank packs, and the mean that all make of it."""
+    for n, width, bits in ((1, 2, 3), (100, 2, 4), (100, 1, 2), (70_001, 1, 3), (70_001, 2, 5)):
+        for bounds in cases(n)[0][1], cases(n)[-1][1]:
+            nbytes = layout_of(bounds, width, 4).nbytes
+            share = 4 * -(-nbytes // 12)
+            codes = torch.randint(256, (3, 3 * share), generator=torch.Generator().manual_seed(n)).byte()
+            factors, fields = random(len(bounds) - 1, 30), share * 8 // width
+            packed, mean, right = [], torch.full((n,), NAN), torch.full((n,), NAN)
+            for r in range(3):
+                parts = [own[r * share : (r + 1) * share] for own in codes]
+                packed.append(quantizers.pack_sums(parts, torch.tensor([0, fields]), width, bits))
+                assert same(packed[-1], REFERENCE.pack_sums(parts, torch.tensor([0, fields]), width, bits))
+            quantizers.sums_mean_(packed, fields, width, bits, bounds, factors, mean)
+            whole, ones = [own[:nbytes].contiguous() for own in codes], [torch.ones(len(bounds) - 1)] * 3
+            if width == 2:
+                REFERENCE.tern_mean_(whole, bounds, ones, factors, 3, right)
+            else:
+                REFERENCE.sign_mean_(whole, bounds, [-one for one in ones], ones, factors, 3, right)
+            with case(n, len(bounds), width, bits):
+                assert same(mean, right)
+
+
+def test_a_large_mean_is_written_past_the_caches(quantizers: Any) -> None:
+    n = 2**20 + 33
+    bounds, one, factors = torch.tensor([0, 70, n]), torch.ones(2), torch.tensor([0.7, 0.3])
+    codes = [torch.randint(256, (layout_of(bounds, 2, 4).nbytes,), dtype=torch.uint8) for _ in range(3)]
+    mean, right = torch.full((n,), NAN), torch.zeros(n)
+    quantizers.tern_mean_(codes, bounds, [one] * 3, factors, 3, mean)
+    for own in codes:
+        NativeQuantizers().tern_add_(own, bounds, one, right)
+    right[:70] *= factors[0]
+    right[70:] *= factors[1]
+    assert same(mean, right / 3)
+
+
 def test_mxnet_s_layouts(quantizers: Any) -> None:
     v = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
     half, one, total = torch.tensor([0.5]), torch.ones(1), torch.zeros(6)

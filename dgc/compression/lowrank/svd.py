@@ -15,6 +15,8 @@ Differences from Atomo's paper: Exactly r are chosen, one in each unit of the ru
 sampling). The paper repeats independent draws until r are chosen, which is no longer unbiased.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
@@ -86,7 +88,13 @@ class SVDCompressor(AllGatherCompressor):
         U, _ = left_singular(M)
         return projected(M, U[:, :r])
 
-    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        mean.zero_()
+        for own in codes:
+            self._add_(own, bucket, mean)
+        mean.div_(self.size)
+
+    def _add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
         factors, at = codes.clone().view(torch.float32), 0
         for s in bucket.segments:
             n, m, r = self.sizes(s)

@@ -9,6 +9,8 @@ Differences from the paper: Exponents have 7 bits in place of 8. Magnitudes at o
 largest are lost.
 """
 
+from collections.abc import Sequence
+
 from jaxtyping import Float32
 from torch import Tensor
 
@@ -38,5 +40,5 @@ class NaturalCompressor(AllGatherCompressor):
     def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
         return kernels.of(v).quantize.natural_encode(v, self.noise(bucket) if self.random else None)
 
-    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
-        kernels.of(total).quantize.natural_add_(codes, total)
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        kernels.of(mean).quantize.natural_mean_(codes, self.size, mean)

@@ -12,13 +12,15 @@ Differences from the paper: The paper uses columns, because its matrices are the
 gather all codes, where the paper sums stripes and quantizes the sums again.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment
-from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
+from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
 
 
 class OneBitCompressor(AllGatherCompressor):
@@ -53,11 +55,11 @@ class OneBitCompressor(AllGatherCompressor):
         codes, kept = kernels.of(v).quantize.sign_encode(v, rows, cuts, means[0], means[1])
         return join(means.view(-1), codes), kept
 
-    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
         rows = self._rows[bucket.name]
-        means, signs = split(codes, 2 * (rows.numel() - 1))
-        lows, highs = means.view(2, -1)
-        kernels.of(total).quantize.sign_add_(signs, rows, lows.contiguous(), highs.contiguous(), total)
+        means, signs = split_all(codes, 2 * (rows.numel() - 1))
+        lows, highs = zip(*(own.view(2, -1).unbind() for own in means), strict=True)
+        kernels.of(mean).quantize.sign_mean_(signs, rows, lows, highs, None, self.size, mean)
 
 
 def rows_of(segment: Segment) -> int:

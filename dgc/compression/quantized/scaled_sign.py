@@ -9,12 +9,14 @@ Differences from the paper: e has the unit of gradients and is not scaled by the
 sent as a negative one.
 """
 
+from collections.abc import Sequence
+
 from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
+from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
 
 
 class ScaledSignCompressor(AllGatherCompressor):
@@ -38,7 +40,7 @@ class ScaledSignCompressor(AllGatherCompressor):
         codes, kept = kernels.of(v).quantize.sign_encode(v, bounds, cuts, -scales, scales)
         return join(scales, codes), kept
 
-    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
-        bounds = self.bounds(bucket)
-        scales, signs = split(codes, len(bucket.segments))
-        kernels.of(total).quantize.sign_add_(signs, bounds, -scales, scales, total)
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        scales, signs = split_all(codes, len(bucket.segments))
+        lows = [-own for own in scales]
+        kernels.of(mean).quantize.sign_mean_(signs, self.bounds(bucket), lows, scales, None, self.size, mean)

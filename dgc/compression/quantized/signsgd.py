@@ -13,13 +13,15 @@ Differences from the papers: An element of 0 votes as a negative one. If the who
 does not vote.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
+from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
 
 
 class SignSGDCompressor(AllGatherCompressor):
@@ -49,9 +51,9 @@ class SignSGDCompressor(AllGatherCompressor):
         codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(one), -one, one)
         return join(one, codes), v * self.momentum
 
-    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
-        one, signs = split(codes, len(bucket.segments))
-        kernels.of(total).quantize.sign_add_(signs, self.bounds(bucket), -one, one, total)
-
-    def mean(self, total: Float32[Tensor, "n"]) -> Float32[Tensor, "n"]:
-        return total.sign_()
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        """Writes the majority, the sign of the sum."""
+        ones, signs = split_all(codes, len(bucket.segments))
+        lows = [-own for own in ones]
+        kernels.of(mean).quantize.sign_mean_(signs, self.bounds(bucket), lows, ones, None, 1, mean)
+        mean.sign_()

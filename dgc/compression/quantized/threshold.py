@@ -28,6 +28,7 @@ t, as in MXNet.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float32, Int64, UInt8
@@ -36,7 +37,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation
-from dgc.compression.error_feedback import ErrorFeedbackCompressor
+from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
 from dgc.compression.finite import number_of
 from dgc.wire.sealed import seal, unseal
 
@@ -99,17 +100,18 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         bounds = self.bounds(bucket)
         t = yield from self._thresholds(v, bounds)
         codes, kept = self._encode(v, bounds, t)
+        unit = t.nan_to_num(0.0, posinf=0.0) if self.bits == 2 else torch.ones_like(t)
         gather = self.wire == "gather" or (self.wire == "auto" and self.size <= 2)
         if gather:
             codec, terms = kernels.of(v).codec, self.terms()
             (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
             planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
             parts, nonfinite = unseal(codec, payloads, *planned)
-            sums = self._sum(parts)
+            mean = place_of_mean(bucket)
+            self._mean_of_codes_(parts, bounds, unit, self.size, mean)
         else:
-            sums, nonfinite = yield from self._scatter(bucket, codes, first_nonfinite)
-        unit = t if self.bits == 2 else torch.ones_like(t)
-        return self._mean(bucket, sums, unit), kept, nonfinite
+            mean, nonfinite = yield from self._scatter(bucket, codes, first_nonfinite, unit)
+        return mean, kept, nonfinite
 
     def _thresholds(self, v: Tensor, bounds: Tensor) -> Conversation[Float32[Tensor, "S"]]:
         if self.threshold is not None:
@@ -125,21 +127,21 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         one = torch.ones_like(t)
         return kernels.of(v).quantize.sign_encode(v, bounds, t, -one, one)
 
-    def _sum(self, parts: list[UInt8[Tensor, "nbytes"]]) -> Float32[Tensor, "fields"]:
-        """Sums the codes of all ranks field by field, including fields that only fill words.
-
-        The fields are integers, so the order of the sum does not matter.
-        """
-        fields = parts[0].numel() * 8 // self.bits
-        total = torch.zeros(fields, dtype=torch.float32, device=parts[0].device)
-        quantizers, one = kernels.of(total).quantize, torch.ones(1, dtype=torch.float32, device=total.device)
-        whole = self._whole(fields, total.device)
-        for part in parts:
-            if self.bits == 2:
-                quantizers.tern_add_(part, whole, one, total)
-            else:
-                quantizers.sign_add_(part, whole, -one, one, total)
-        return total
+    def _mean_of_codes_(
+        self,
+        parts: Sequence[UInt8[Tensor, "nbytes"]],
+        bounds: Int64[Tensor, "bounds"],
+        unit: Float32[Tensor, "S"] | None,
+        size: int,
+        mean: Float32[Tensor, "n"],
+    ) -> None:
+        """Sums the codes of all ranks as integers, multiplies by the unit of each tensor and divides by `size`."""
+        ones = torch.ones(bounds.numel() - 1, dtype=torch.float32, device=mean.device)
+        quantizers, each = kernels.of(mean).quantize, [ones] * len(parts)
+        if self.bits == 2:
+            quantizers.tern_mean_(parts, bounds, each, unit, size, mean)
+        else:
+            quantizers.sign_mean_(parts, bounds, [-ones] * len(parts), each, unit, size, mean)
 
     def _whole(self, fields: int, device: torch.device) -> Int64[Tensor, "2"]:
         """One segment of this many fields, cached: a new tensor would cost a copy that the host waits for."""
@@ -149,50 +151,47 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         return self._wholes[key]
 
     def _scatter(
-        self, bucket: Bucket, codes: Tensor, first_nonfinite: Tensor
-    ) -> Conversation[tuple[Float32[Tensor, "fields"], list[int]]]:
+        self, bucket: Bucket, codes: Tensor, first_nonfinite: Tensor, unit: Float32[Tensor, "S"]
+    ) -> Conversation[tuple[Float32[Tensor, "n"], list[int]]]:
         share = WORD * -(-codes.numel() // (WORD * self.size))  # bytes per rank, padded at the end
         padded = torch.zeros(share * self.size, dtype=torch.uint8, device=codes.device)
         padded[: codes.numel()] = codes
         request = AllToAll(padded, (share,) * self.size)
         parts, firsts = yield (request, AllGather(first_nonfinite.view(1)))
-        own = self._sum([part.clone() for part in parts])
-        if self.wire == "server":
-            (shares,) = yield (AllGather(own),)
-            total = torch.cat(tuple(shares))
+        fields, bits, quantizers = share * 8 // self.bits, self._sum_bits, kernels.of(codes).quantize
+        whole = self._whole(fields, codes.device)
+        if self.wire != "server" and bits <= 8:
+            (packed,) = yield (AllGather(quantizers.pack_sums(parts, whole, self.bits, bits)),)
+            mean = place_of_mean(bucket)
+            quantizers.sums_mean_(packed, fields, self.bits, bits, self.bounds(bucket), unit, mean)
         else:
-            (shares,) = yield (AllGather(self._pack(own)),)
-            total = torch.cat([self._unpack(packed, own.numel()) for packed in shares])
-        nonfinite = [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
-        return total[: codes.numel() * 8 // self.bits], nonfinite
+            own = torch.empty(fields, dtype=torch.float32, device=codes.device)
+            self._mean_of_codes_(parts, whole, None, 1, own)
+            kind = torch.float32 if self.wire == "server" else torch.int16  # more than 8 bits
+            (shares,) = yield (AllGather(own.to(kind).view(torch.uint8)),)
+            total = torch.cat([part.clone().view(kind) for part in shares])
+            mean = place_of_mean(bucket)
+            self._mean_of_sums_(bucket, total.float(), unit, mean)
+        return mean, [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
 
     @property
     def _sum_bits(self) -> int:
         """Bits of a sum. Its range is -N .. N; with 1 bit only every second value occurs."""
         values = 2 * self.size + 1 if self.bits == 2 else self.size + 1
-        return math.ceil(math.log2(values))
+        bits = math.ceil(math.log2(values))
+        return bits if bits <= 8 else 16
 
-    def _pack(self, sums: Float32[Tensor, "fields"]) -> UInt8[Tensor, "nbytes"]:
-        levels = sums + self.size if self.bits == 2 else (sums + self.size) / 2
-        if self._sum_bits > 8:
-            return levels.to(torch.int16).view(torch.uint8)
-        return kernels.of(sums).quantize.pack(levels.to(torch.uint8), self._sum_bits)
-
-    def _unpack(self, packed: UInt8[Tensor, "nbytes"], fields: int) -> Float32[Tensor, "fields"]:
-        if self._sum_bits > 8:
-            levels = packed.clone().view(torch.int16).float()
-        else:
-            levels = kernels.of(packed).quantize.unpack(packed, self._sum_bits, fields).float()
-        return levels - self.size if self.bits == 2 else levels * 2 - self.size
-
-    def _mean(
-        self, bucket: Bucket, sums: Float32[Tensor, "fields"], unit: Float32[Tensor, "S"]
-    ) -> Float32[Tensor, "n"]:
-        """The mean in units of each tensor, without the fields that only fill words."""
-        mean, word, at = sums.new_empty(bucket.numel), 32 // self.bits, 0
-        factors = unit.nan_to_num(0.0, posinf=0.0)
-        for segment, factor in zip(bucket.segments, factors, strict=True):
+    def _mean_of_sums_(
+        self,
+        bucket: Bucket,
+        sums: Float32[Tensor, "fields"],
+        unit: Float32[Tensor, "S"],
+        mean: Float32[Tensor, "n"],
+    ) -> None:
+        """Writes the mean in units of each tensor, without the fields that only fill words."""
+        word, at = 32 // self.bits, 0
+        for segment, factor in zip(bucket.segments, unit, strict=True):
             own = slice(segment.offset, segment.offset + segment.numel)
             torch.mul(sums[at : at + segment.numel], factor, out=mean[own])
             at += -(-segment.numel // word) * word
-        return mean.div_(self.size)
+        mean.div_(self.size)

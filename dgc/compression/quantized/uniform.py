@@ -9,6 +9,7 @@ Codes: 4 bytes of scale for each block of d elements, then ceil(bits d / 8) byte
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float32, Int64
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split
+from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
 from dgc.kernels import Moments
 
 
@@ -75,8 +76,8 @@ class UniformCompressor(AllGatherCompressor):
         codes, kept = quantizers.uniform_encode(v, blocks, scales, self.levels, self.bits, seed)
         return join(scales, codes), kept
 
-    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
         blocks = self._blocks[bucket.name]
-        scales, fields = split(codes, blocks.numel() - 1)
-        quantizers = kernels.of(total).quantize
-        quantizers.uniform_add_(fields, blocks, scales, self.levels, self.bits, total)
+        scales, fields = split_all(codes, blocks.numel() - 1)
+        quantizers = kernels.of(mean).quantize
+        quantizers.uniform_mean_(fields, blocks, scales, self.levels, self.bits, self.size, mean)

@@ -17,6 +17,8 @@ per block. If an all-gather of the codes costs more than the all-reduce: 24 + 2 
 begins with N = 3 for fp16, N = 5 for bf16, and N = 8 for int8, or earlier if tensors have only a few elements.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
@@ -134,8 +136,10 @@ class DenseValuesCompressor(AllGatherCompressor):
         cast = CastValues(self.values).quantize(v, result=bucket.dtype)
         return cast.view(torch.uint8), v - cast.float()
 
-    def add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
         if self.values == "int8":
-            self._blocks.add_(codes, bucket, total)
-        else:
-            total += codes.view(CastValues(self.values).torch_dtype)
+            return self._blocks.mean_(codes, bucket, mean)
+        mean.zero_()
+        for own in codes:
+            mean += own.view(CastValues(self.values).torch_dtype)
+        mean.div_(self.size)

@@ -4,6 +4,10 @@ v is finite, and bounds divide it into segments, which may be empty. Encoding do
 and returns (codes, residual). The residual is v minus the decoded values, one fp32 subtraction per element. The
 `add_` operations add decoded values to `total`, one fp32 addition per element. Codes are little-endian.
 
+The `mean_` operations overwrite `mean` with that of all ranks, in one call: the sum of what `add_` adds to zeros,
+in the order of ranks, times the factor of the segment, if there are factors, divided by `size`. All of these
+operations are rounded. Codes, and the values per segment that belong to them, are sequences, by rank.
+
 Random numbers are a function of (seed, index of the element), with 0 <= seed < 2**32. Every tier and any number of
 threads give the same, and torch's generators are not used. Without a seed, values are rounded to nearest.
 
@@ -12,6 +16,7 @@ bounds. That tensor must not be changed in place.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -47,6 +52,17 @@ class Quantizers(Protocol):
 
     def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None: ...
 
+    def sign_mean_(
+        self,
+        codes: Sequence[Codes],
+        bounds: Bounds,
+        lows: Sequence[Each],
+        highs: Sequence[Each],
+        factors: Each | None,
+        size: int,
+        mean: Dense,
+    ) -> None: ...
+
     def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
         """Encode 2 bits per element: 11 for v >= t decodes to t, 10 for v <= -t decodes to -t, else 00, zero.
 
@@ -57,6 +73,16 @@ class Quantizers(Protocol):
         ...
 
     def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None: ...
+
+    def tern_mean_(
+        self,
+        codes: Sequence[Codes],
+        bounds: Bounds,
+        thresholds: Sequence[Each],
+        factors: Each | None,
+        size: int,
+        mean: Dense,
+    ) -> None: ...
 
     def uniform_encode(
         self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
@@ -76,6 +102,17 @@ class Quantizers(Protocol):
         self, codes: Codes, bounds: Bounds, scales: Each, levels: int, bits: int, total: Dense
     ) -> None: ...
 
+    def uniform_mean_(
+        self,
+        codes: Sequence[Codes],
+        bounds: Bounds,
+        scales: Sequence[Each],
+        levels: int,
+        bits: int,
+        size: int,
+        mean: Dense,
+    ) -> None: ...
+
     def natural_encode(self, v: Dense, seed: int | None) -> tuple[Codes, Dense]:
         """Encode powers of two: |v| in [2^e, 2^(e+1)) is rounded up with probability |v| / 2^e - 1, else down.
 
@@ -88,11 +125,38 @@ class Quantizers(Protocol):
 
     def natural_add_(self, codes: Codes, total: Dense) -> None: ...
 
+    def natural_mean_(self, codes: Sequence[Codes], size: int, mean: Dense) -> None: ...
+
     def pack(self, levels: UInt8[Tensor, "n"], bits: int) -> Codes:
         """Pack the lowest `bits` (1 .. 8) bits of each element into one stream, least significant first."""
         ...
 
     def unpack(self, codes: Codes, bits: int, n: int) -> UInt8[Tensor, "n"]: ...
+
+    def pack_sums(self, codes: Sequence[Codes], whole: Bounds, width: int, bits: int) -> UInt8[Tensor, "packed"]:
+        """Sum the fields of all ranks' codes as integers, and pack the sums into `bits` bits, at most 8.
+
+        With `width` 2 the fields are those of ternary codes with thresholds of 1, and a sum S over N ranks is sent
+        as N + S. With `width` 1 they are signs, 1 and -1, and it is sent as (N + S) / 2. whole: One segment of all
+        fields, whole words of them.
+        """
+        ...
+
+    def sums_mean_(
+        self,
+        packed: Sequence[Codes],
+        fields: int,
+        width: int,
+        bits: int,
+        bounds: Bounds,
+        factors: Each,
+        mean: Dense,
+    ) -> None:
+        """Overwrite `mean` with S times the factor of the segment, divided by N, both rounded.
+
+        packed: Of N equal shares of all fields, what `pack_sums` returned. fields: Number of fields of a share.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,10 @@
 """Quantizers in plain torch, on any device. The other tiers must match them bit for bit."""
 
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import UInt8
 from torch import Tensor
 
+from dgc.kernels.quantize.one_by_one import OneByOne, places, range_of_each
 from dgc.kernels.quantize.protocol import (
     WORD,
     Bounds,
@@ -22,30 +23,30 @@ MAGNITUDE = 0x7FFFFFFF
 TOP_EXPONENT = 254  # the largest biased exponent of a finite fp32
 
 
-class TorchQuantizers:
+class TorchQuantizers(OneByOne):
     """Implements `dgc.kernels.quantize.protocol.Quantizers`."""
 
     name = "reference"
 
     def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
-        each = _range_of_each(bounds, v.numel())
+        each = range_of_each(bounds, v.numel())
         fields = v > cuts[each]
         codes = _packed(fields, bounds, 1, WORD, highest_first=True)
         return codes, v - torch.where(fields, highs[each], lows[each])
 
     def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
-        each = _range_of_each(bounds, total.numel())
+        each = range_of_each(bounds, total.numel())
         fields = _unpacked(codes, bounds, 1, WORD, highest_first=True, n=total.numel())
         total += torch.where(fields > 0, highs[each], lows[each])
 
     def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
-        t = thresholds_or(torch.inf, thresholds)[_range_of_each(bounds, v.numel())]
+        t = thresholds_or(torch.inf, thresholds)[range_of_each(bounds, v.numel())]
         up, down = v >= t, v <= -t
         codes = _packed(3 * up.byte() + 2 * down.byte(), bounds, 2, WORD, highest_first=True)
         return codes, v - torch.where(up, t, torch.where(down, -t, 0.0))
 
     def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None:
-        t = thresholds_or(0.0, thresholds)[_range_of_each(bounds, total.numel())]
+        t = thresholds_or(0.0, thresholds)[range_of_each(bounds, total.numel())]
         fields = _unpacked(codes, bounds, 2, WORD, highest_first=True, n=total.numel())
         total += torch.where(fields == 3, t, torch.where(fields == 2, -t, 0.0))
 
@@ -53,7 +54,7 @@ class TorchQuantizers:
         self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
     ) -> tuple[Codes, Dense]:
         n = v.numel()
-        each = _range_of_each(bounds, n)
+        each = range_of_each(bounds, n)
         inverses, steps = level_factors(scales, levels, bits)
         r = 0.5 if seed is None else (random_bits(n, seed, v.device) >> 8).float() * 2.0**-24
         level = (v.abs() * inverses[each] + r).clamp(max=levels).floor()
@@ -67,7 +68,7 @@ class TorchQuantizers:
         _, steps = level_factors(scales, levels, bits)
         fields = _unpacked(codes, bounds, bits, 1, n=total.numel())
         level, negative = (fields & 2 ** (bits - 1) - 1).float(), fields >> bits - 1 > 0
-        total += _signed(steps[_range_of_each(bounds, total.numel())] * level, negative)
+        total += _signed(steps[range_of_each(bounds, total.numel())] * level, negative)
 
     def natural_encode(self, v: Dense, seed: int | None) -> tuple[Codes, Dense]:
         n = v.numel()
@@ -103,24 +104,13 @@ def _signed(magnitude: Tensor, negative: Tensor) -> Tensor:
     return torch.where(negative, -magnitude, magnitude)
 
 
-def _range_of_each(bounds: Bounds, n: int) -> Int64[Tensor, "n"]:
-    segments = torch.arange(bounds.numel() - 1, dtype=torch.int64, device=bounds.device)
-    return torch.repeat_interleave(segments, bounds.diff(), output_size=n)
-
-
-def _places(bounds: Bounds, width: int, unit: int, n: int) -> Int64[Tensor, "n"]:
-    """Return the field number of each element. Empty fields count."""
-    first = layout_of(bounds, width, unit).starts * (8 // width) - bounds[:-1]
-    return torch.arange(n, dtype=torch.int64, device=bounds.device) + first[_range_of_each(bounds, n)]
-
-
 def _shifts(width: int, highest_first: bool) -> range:
     return range(8 - width, -1, -width) if highest_first else range(0, 8, width)
 
 
 def _packed(fields: Tensor, bounds: Bounds, width: int, unit: int, highest_first: bool = False) -> Codes:
     stream = fields.new_zeros(layout_of(bounds, width, unit).nbytes, 8 // width, dtype=torch.uint8)
-    stream.view(-1)[_places(bounds, width, unit, fields.numel())] = fields.byte()
+    stream.view(-1)[places(bounds, width, unit, fields.numel())] = fields.byte()
     return _bytes_of(stream, _shifts(width, highest_first))
 
 
@@ -129,7 +119,7 @@ def _unpacked(
 ) -> UInt8[Tensor, "n"]:
     shifts = torch.tensor(_shifts(width, highest_first), dtype=torch.int64, device=codes.device)
     fields = codes[:, None] >> shifts & 2**width - 1
-    return fields.view(-1)[_places(bounds, width, unit, n)].byte()
+    return fields.view(-1)[places(bounds, width, unit, n)].byte()
 
 
 def _bytes_of(fields: UInt8[Tensor, "n each"], shifts: range) -> UInt8[Tensor, "n"]:

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from dgc.kernels.quantize.one_by_one import OneByOne
 from dgc.kernels.quantize.protocol import (
     WORD,
     Bounds,
@@ -36,7 +37,7 @@ from dgc.kernels.triton_tables import Launcher, Tilings
 BLOCK = 1024
 
 
-class TritonQuantizers:
+class TritonQuantizers(OneByOne):
     """Implements `dgc.kernels.quantize.protocol.Quantizers`.
 
     Args:

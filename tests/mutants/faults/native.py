@@ -90,4 +90,25 @@ NATIVE = [
         "sum.largest = next.largest;",
         ["tests/kernels/test_statistics.py::test_moments"],
     ),
+    Fault(
+        "means-of-later-ranks-begin-at-zero",
+        "dgc/kernels/cpp/mean/mean.cpp",
+        "tables + r, count, groups, r == 0, sums);",
+        "tables + r, count, groups, true, sums);",
+        ["tests/kernels/test_quantizers.py::test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other"],
+    ),
+    Fault(
+        "fields-of-a-word-from-the-lowest-bits",
+        "dgc/kernels/cpp/mean/mean_body.h",
+        "(highest_first ? 8 - width - in_byte : in_byte)",
+        "in_byte",
+        ["tests/kernels/test_quantizers.py::test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other"],
+    ),
+    Fault(
+        "sums-of-the-first-share-everywhere",
+        "dgc/kernels/cpp/mean/mean.cpp",
+        "unpack(packed[share] + at",
+        "unpack(packed[0] + at",
+        ["tests/kernels/test_quantizers.py::test_sums_are_sent_as_levels"],
+    ),
 ]

@@ -17,7 +17,6 @@ namespace dgc {
 namespace {
 
 constexpr int64_t region = 8192;  // its sums stay in the nearest caches
-constexpr int64_t large = 1 << 20;  // elements: more than stays in the caches until the optimizer reads it
 constexpr int64_t ahead = 16;  // entries: few of each payload are in one region
 constexpr int64_t worth_a_thread = 65536;
 constexpr int64_t spare = 16;  // the sentinel, and a cache line
@@ -97,7 +96,7 @@ bool mean_of_range(const std::vector<Part>& parts, int64_t begin, int64_t end, f
             __builtin_prefetch(value + ahead);
             next[p] = at;
         }
-        finite &= divide(sums, stop - begin, size, streaming, dense + begin);
+        finite &= divide(sums, stop - begin, 1.0f, size, streaming, dense + begin);
     }
     return finite;
 }

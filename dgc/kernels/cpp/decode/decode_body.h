@@ -43,7 +43,7 @@ inline void end_of_stream() {
 
 // Calls quotient(sum, mean) for each group.
 template <class Quotient>
-bool divide_by(float* sums, int64_t n, float size, bool streaming, float* means, Quotient quotient) {
+bool divide_by(float* sums, int64_t n, float factor, float size, bool streaming, float* means, Quotient quotient) {
     streaming &= reinterpret_cast<uintptr_t>(means) % sizeof(Floats) == 0;
     Words tops = {};
     int64_t i = 0;
@@ -61,28 +61,28 @@ bool divide_by(float* sums, int64_t n, float size, bool streaming, float* means,
     uint32_t top = 0;
     for (int64_t lane = 0; lane < lanes; ++lane) top = std::max(top, tops[lane]);
     for (; i < n; ++i) {
-        means[i] = sums[i] / size;
+        means[i] = sums[i] * factor / size;
         sums[i] = 0.0f;
         top = std::max(top, bits_of(means[i]) & 0x7FFFFFFFu);
     }
     return top < infinity_bits;
 }
 
-bool divide(float* sums, int64_t n, float size, bool streaming, float* means) {
+bool divide(float* sums, int64_t n, float factor, float size, bool streaming, float* means) {
     const bool power_of_two = (bits_of(size) & 0x007FFFFFu) == 0;
     if (power_of_two) {
         // the inverse is exact, so the product has the bits of the quotient
         const float inverse = 1.0f / size;
-        const auto product = [=](const Floats& sum, Floats& mean) { mean = sum * inverse; };
-        return divide_by(sums, n, size, streaming, means, product);
+        const auto product = [=](const Floats& sum, Floats& mean) { mean = sum * factor * inverse; };
+        return divide_by(sums, n, factor, size, streaming, means, product);
     }
-    return divide_by(sums, n, size, streaming, means, [=](const Floats& sum, Floats& mean) {
+    return divide_by(sums, n, factor, size, streaming, means, [=](const Floats& sum, Floats& mean) {
         // most groups of a sparse sum are zero, and a division takes as long as ten products
         uint64_t words[sizeof sum / 8], any = 0;
         __builtin_memcpy(words, &sum, sizeof sum);
         for (uint64_t word : words) any |= word;
         mean = sum;
-        if (any) mean /= size;
+        if (any) mean = sum * factor / size;
     });
 }
 
