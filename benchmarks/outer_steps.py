@@ -22,7 +22,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.convergence import simulate, standard_error
+from benchmarks.convergence.report import standard_error
+from benchmarks.convergence.runs import simulate
 from benchmarks.results import print_json
 from scripts.launch import usable_cores
 
