@@ -96,6 +96,7 @@ def test_trap_02_every_config_and_script_is_complete() -> None:
         "selection": ["configs/cifar/resnet20.py", "configs/dgc/wm5.py"],
         "cosine": ["configs/imagenet/resnet18.py"],
         "sgd": ["configs/numwords/tiny.py"],
+        "pysource/sgd": ["configs/pysource/lstm.py"],
         "tokens400k": ["configs/wmt16/base.py"],
         "topology": ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"],
         **dict.fromkeys(("fp16", "bf16", "int8"), ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"]),
@@ -111,7 +112,8 @@ def test_trap_02_every_config_and_script_is_complete() -> None:
     assert len(experiments) > 10
     for path in experiments:
         by_name = path.parent.name in ("gossip", "imagenet", "numwords", "wmt16") and modifiers.get(path.stem)
-        stack = by_name or modifiers.get(path.parent.name) or []
+        by_path = modifiers.get(f"{path.parent.name}/{path.stem}")
+        stack = by_path or by_name or modifiers.get(path.parent.name) or []
         tree = config(*stack, str(path.relative_to(ROOT)))
         assert isinstance(tree.train.optimize_bn_separately, bool), path
     for script in (ROOT / "scripts").rglob("*.sh"):
