@@ -27,9 +27,16 @@ TOOLS: list[Fault] = [
     Fault(
         "exchanges-of-the-warm-up-are-timed",
         "scripts/advise/candidates.py",
-        "timed = steps[WARMUP:]",
-        "timed = steps",
+        "found = typical(steps[WARMUP:])",
+        "found = typical(steps)",
         ["tests/test_advise.py::test_exchanges_of_the_warm_up_are_not_timed"],
+    ),
+    Fault(
+        "replies-of-a-reduction-grow",
+        "dgc/cost/computing.py",
+        "if kinds and kinds <= REDUCED:",
+        "if kinds and kinds > REDUCED:",
+        ["tests/test_cost.py::test_the_time_of_decoding_is_a_line_of_the_ranks"],
     ),
     Fault(
         "levels-of-the-network-exchanged",
