@@ -43,7 +43,8 @@ def measure(laboratory: Laboratory, seconds: float = 0.5) -> Link:
         receiver.wait(10)
     finally:
         receiver.kill()
-    return Link(**json.loads(done.stdout))
+    found = json.loads(done.stdout)
+    return Link(found["bits_per_second"], found["round_trip"])
 
 
 def ranks_per_host(ranks: int, hosts: int) -> int:

@@ -3,7 +3,8 @@
     python benchmarks/netlab/throughput.py receive PORT
     python benchmarks/netlab/throughput.py send ADDRESS PORT BYTES
 
-The sender prints one line of JSON. Needs nothing but Python's own library, so that it starts at once.
+The sender prints one line of JSON; `start` and `end` are seconds of a clock that all hosts of a laboratory share.
+Needs nothing but Python's own library, so that it starts at once.
 """
 
 import json
@@ -45,8 +46,9 @@ def send(address: str, port: int, nbytes: int) -> None:
         for offset in range(0, nbytes, CHUNK):
             connection.sendall(data[: nbytes - offset])
         connection.recv(1)
-        seconds = time.perf_counter() - start
-    print(json.dumps({"bits_per_second": 8 * nbytes / seconds, "round_trip": min(times)}))
+        end = time.perf_counter()
+    found = {"bits_per_second": 8 * nbytes / (end - start), "round_trip": min(times), "start": start, "end": end}
+    print(json.dumps(found))
 
 
 def _connect(address: str, port: int, patience: float = 10.0) -> socket.socket:

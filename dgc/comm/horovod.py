@@ -74,7 +74,7 @@ def _meet_at_exit() -> None:
     """
     if hasattr(sys, "last_value") or not hvd.is_initialized():
         return
-    handle = hvd.allreduce_async_(torch.zeros(1), name="dgc.exit")
+    handle = hvd.allreduce_async_(torch.zeros(1, dtype=torch.float32), name="dgc.exit")
     end = time.monotonic() + LONGEST_WAIT_AT_EXIT
     while not hvd.poll(handle) and time.monotonic() < end:
         time.sleep(0.001)

@@ -111,7 +111,8 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
     message = Path(name).stem in ("fp16", "bf16", "int8") and "gossip" in name
     before = [CNN, SGP] if message else needs.get(str(Path(name).parent), [CNN])
     variants = {"configs/wmt16/tokens400k.py": "configs/wmt16/base.py",
-                "configs/numwords/sgd.py": "configs/numwords/tiny.py"}  # fmt: skip
+                "configs/numwords/sgd.py": "configs/numwords/tiny.py",
+                "configs/pysource/sgd.py": "configs/pysource/lstm.py"}  # fmt: skip
     before = [variants[name]] if name in variants else before
     tree = load([*before, name])
     for key in ("compression", "gossip", "criterion"):
