@@ -36,7 +36,7 @@ from benchmarks.results import print_json
 from dgc.bucket import Bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import all_reduce_wire_bytes
-from dgc.comm.requests import Conversation
+from dgc.comm.requests import Conversation, next_requests
 from dgc.compression import (
     AtomoCompressor,
     BF16Compressor,
@@ -139,13 +139,13 @@ def timed(conversation: Conversation[Result], clock: Clock) -> Conversation[Resu
 
     def run() -> Generator[Any, Any, Result]:
         start = time.perf_counter()
-        requests = next(conversation)
+        requests = next_requests(conversation)
         clock.encode += time.perf_counter() - start
         while True:
             replies = yield requests
             start = time.perf_counter()
             try:
-                requests = conversation.send(replies)
+                requests = next_requests(conversation, replies)
             except StopIteration as stop:
                 result: Result = stop.value
                 return result

@@ -95,13 +95,14 @@ class Decoding:
     def sparse(self) -> list[SparseResult]:
         """The mean of each bucket."""
         found = [self._together(i).mean(DECODER) for i in range(len(self.gathered))]
-        return [SparseResult(indices, values) for indices, values, _ in found]
+        return [SparseResult(*merged.valid()) for merged, _ in found]
 
     def single(self) -> None:
         for i, bucket in enumerate(self.recording.buckets):
             plan, tier = self.recording.plans[i], kernels.of(bucket.flat)
             parts, _ = self.form.decode(tier.codec, self._rows(i), plan.per_tensor, bucket.numel)
-            SparseResult(*tier.selection.merge_mean(parts, self.ranks, bucket.numel)).write_to(bucket)
+            merged = tier.selection.merge_mean(parts, self.ranks, bucket.numel)
+            SparseResult(*merged.valid()).write_to(bucket)
 
     def floor(self) -> None:
         for bucket, rows in zip(self.recording.buckets, self.gathered, strict=True):

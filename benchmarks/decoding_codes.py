@@ -33,7 +33,7 @@ import dgc.kernels as kernels
 from benchmarks.results import print_json
 from benchmarks.step_overhead import plan_buckets, resnet50_shapes
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, AllToAll
+from dgc.comm.requests import AllGather, AllToAll, next_requests
 from dgc.compression import (
     NaturalCompressor,
     OneBitCompressor,
@@ -127,13 +127,13 @@ class Exchange:
             self.model.fill(bucket)
             start = self.clock()
             conversation = self.compressor.reduce(bucket)
-            requests = next(conversation)
+            requests = next_requests(conversation)
             encoding += self.clock() - start
             for round_ in range(9):
                 replies = self.replies.to(bucket, round_, requests)
                 start = self.clock()
                 try:
-                    requests = conversation.send(replies)
+                    requests = next_requests(conversation, replies)
                 except StopIteration:
                     break
                 finally:

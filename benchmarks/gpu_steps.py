@@ -10,10 +10,10 @@ from torch import Tensor, nn
 import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment, lay_out
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.requests import AllGather, Conversation
+from dgc.comm.requests import AllGather, Conversation, next_requests
 from dgc.compression import DGCCompressor
 from dgc.compression.protocol import Compressor, Result
-from dgc.kernels import SparseVector
+from dgc.kernels import Merged, SparseVector
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import plan_selection
@@ -61,17 +61,17 @@ class Codec:
     def decode(self) -> list[SparseVector]:
         return self.form.decode(self.codec, self.payloads, self.plan.per_tensor, self.numel)[0]
 
-    def merge(self) -> tuple[Tensor, Tensor]:
+    def merge(self) -> Merged:
         return kernels.of(self.parts[0].values).selection.merge_mean(self.parts, len(self.parts), self.numel)
 
 
 def alone(conversation: Conversation[Result]) -> Result:
     """Return the result with one rank: every request is answered at once with its own tensors."""
     try:
-        requests = next(conversation)
+        requests = next_requests(conversation)
         while True:
             replies = [(r.tensor,) if isinstance(r, AllGather) else r.tensor for r in requests]  # type: ignore[union-attr]
-            requests = conversation.send(tuple(replies))
+            requests = next_requests(conversation, tuple(replies))
     except StopIteration as stop:
         result: Result = stop.value
         return result

@@ -32,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from benchmarks.compressors import STEPS_PER_EPOCH, parameters_of
 from benchmarks.results import print_json
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather
+from dgc.comm.requests import AllGather, next_requests
 from dgc.compression import Compressor, FP16Compressor, PowerSGDCompressor
 from dgc.compression.dense import DenseCompressor
 from dgc.optim.exchange.planning import plan_buckets
@@ -60,11 +60,11 @@ class Ours:
         start = time.perf_counter()
         for bucket in self.buckets:
             conversation = self.compressor.reduce(bucket)
-            requests = next(conversation)
+            requests = next_requests(conversation)
             try:
                 while True:
                     replies = [(r.tensor,) if isinstance(r, AllGather) else r.tensor for r in requests]  # type: ignore[union-attr]
-                    requests = conversation.send(tuple(replies))
+                    requests = next_requests(conversation, tuple(replies))
             except StopIteration as stop:
                 assert stop.value.nonfinite is None
         return time.perf_counter() - start

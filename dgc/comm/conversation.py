@@ -6,7 +6,8 @@ from time import perf_counter
 from typing import Any, Generic
 
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import Conversation, Request, T
+from dgc.comm.requests import Conversation, Read, Request, T
+from dgc.comm.staging import HostCopy
 from dgc.comm.transport import Transport
 
 
@@ -14,7 +15,8 @@ class RunningConversation(Generic[T]):
     """One conversation in progress. The constructor launches the first round.
 
     `advance` continues while replies are available and does not block. `finish` blocks. Requests of the ranks are
-    matched by name and round, so a conversation must have the same number of rounds on every rank.
+    matched by name and round, so a conversation must have the same number of rounds on every rank. A `Read` is not
+    a round.
 
     Args:
         name: Name of the conversation, the same on every rank.
@@ -47,6 +49,7 @@ class RunningConversation(Generic[T]):
         self._meter = meter
         self._lanes = lanes
         self._flight: Any = None
+        self._copy: HostCopy | None = None  # of a Read
         self._launched = 0.0
         self._result: T
         self._resume(None)
@@ -57,15 +60,16 @@ class RunningConversation(Generic[T]):
         Args:
             max_rounds: Largest number of rounds that may have been launched afterwards.
         """
-        while not self.done and self.rounds < max_rounds and self._transport.poll(self._flight):
-            self._resume(self._transport.wait(self._flight))
+        while not self.done and self.rounds < max_rounds and self._poll():
+            self._resume(self._wait())
         return self.done
 
     def finish_round(self) -> bool:
-        """Wait for the replies of the current round and continue. Return whether the conversation has ended."""
-        if not self.done:
+        """Continue to the next round, or to the end. Wait where necessary. Return whether it has ended."""
+        rounds = self.rounds
+        while not self.done and self.rounds == rounds:
             start = perf_counter()
-            replies = self._transport.wait(self._flight)
+            replies = self._wait()
             self._meter.add_time("wait", self.name, start, perf_counter())
             self._resume(replies)
         return self.done
@@ -76,10 +80,17 @@ class RunningConversation(Generic[T]):
             pass
         return self._result
 
-    def _resume(self, replies: tuple[Any, ...] | None) -> None:
+    def _poll(self) -> bool:
+        return self._transport.poll(self._flight) if self._copy is None else self._copy.poll()
+
+    def _wait(self) -> Any:
+        return self._transport.wait(self._flight) if self._copy is None else self._copy.wait()
+
+    def _resume(self, replies: Any) -> None:
         start = perf_counter()
-        if replies is not None:
+        if replies is not None and self._copy is None:
             self._meter.trace_message(self.name, self._launched, start)
+        self._copy = None
         try:
             requests = next(self._conversation) if replies is None else self._conversation.send(replies)
         except StopIteration as stop:
@@ -87,7 +98,10 @@ class RunningConversation(Generic[T]):
             self._meter.add_time("decode", self.name, start, perf_counter())
         else:
             self._meter.add_time("compress", self.name, start, perf_counter())
-            self._launch(requests)
+            if isinstance(requests, Read):
+                self._copy = HostCopy(requests.numbers)
+            else:
+                self._launch(requests)
 
     def _launch(self, requests: Sequence[Request]) -> None:
         self._launched = perf_counter()

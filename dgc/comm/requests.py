@@ -1,14 +1,14 @@
 """Requests: the collective operations that an algorithm can use.
 
 An algorithm is a generator. It yields a tuple of requests, is resumed with the replies in the same order, and
-returns its result. It does not depend on the transport.
+returns its result. It does not depend on the transport. It can also yield a `Read` of numbers on its device.
 
 After a request is launched, its tensor belongs to the transport, which may store the reply in it.
 Each request names a group of ranks: `world` is all ranks, `local` the ranks of this machine, and `cross` the ranks
 with this rank's local rank on every machine.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -104,8 +104,50 @@ def as_bytes(tensor: Tensor) -> Tensor:
 Request: TypeAlias = AllReduce | AllGather | AllToAll | ReduceScatter | Broadcast | Exchange
 Reply: TypeAlias = Any  # Tensor, tuple[Tensor, ...] or dict[int, Tensor], depending on the request
 
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Copy numbers from the device to the host. Reply: a list of them.
+
+    No other rank takes part. `RunningConversation.advance` does not wait until the device has computed them.
+    """
+
+    numbers: Tensor
+
+
 T = TypeVar("T")
-Conversation: TypeAlias = Generator[tuple[Request, ...], tuple[Reply, ...], T]
+# replies: a tuple[Reply, ...] to requests, a list to a Read
+Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
+
+
+def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
+    """Return the values of zero-dimensional tensors. Those on a device are read together, by one `Read`."""
+    if not scalars or _is_on_host(scalars[0]):
+        return [int(scalar) for scalar in scalars]
+    known: list[int] = yield Read(torch.stack([scalar.int() for scalar in scalars]))
+    return known
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.is_cpu
+
+
+def next_requests(
+    conversation: Conversation[Any], replies: tuple[Reply, ...] | None = None
+) -> tuple[Request, ...]:
+    """Continue a conversation without a transport, and wait for what it reads.
+
+    Args:
+        conversation: The conversation.
+        replies: Replies to its last requests; None to start it.
+
+    Raises:
+        StopIteration: The conversation has ended. `value` is its result.
+    """
+    requests = conversation.send(replies)
+    while isinstance(requests, Read):
+        requests = conversation.send(requests.numbers.tolist())
+    return requests
 
 
 def between_machines(request: Request) -> Request:

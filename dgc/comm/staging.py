@@ -1,4 +1,5 @@
-"""GPU tensors over a transport that needs host memory, through pinned buffers.
+"""Copies from a GPU to pinned host memory: numbers that an algorithm reads, and all messages over a transport that
+needs host memory.
 
 A message is copied to the host after the work that is already queued on the GPU. It is launched on the inner
 transport when the copy is complete. `poll` checks this without waiting. `wait` first launches all pending
@@ -25,6 +26,39 @@ class Event(Protocol):
     def record(self) -> None: ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
+
+
+class HostCopy:
+    """A copy of numbers to the host, made after the work that is already queued on their device.
+
+    Args:
+        numbers: One-dimensional tensor.
+    """
+
+    def __init__(self, numbers: Tensor):
+        self._event: Event | None = None
+        self._host = numbers
+        if numbers.is_cuda:
+            self._host = pinned_copy(numbers)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def poll(self) -> bool:
+        """Whether `wait` would return without blocking."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[int]:
+        """Block until the copy is complete and return the numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[int] = self._host.tolist()
+        return numbers
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, complete after the work that is queued on the tensor's device."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass(eq=False)
@@ -87,7 +121,7 @@ class StagedTransport:
         if device is None:
             flight = StagedFlight(name, tuple(requests), lane, None, torch.device("cpu"))
         else:
-            copies = tuple(_map_tensors(request, self._to_host) for request in requests)
+            copies = tuple(_map_tensors(request, pinned_copy) for request in requests)
             ready = self._make_event()
             ready.record()
             flight = StagedFlight(name, copies, lane, ready, device)
@@ -118,11 +152,6 @@ class StagedTransport:
             else:
                 flight.inner = self._inner.launch(flight.name, flight.requests, flight.lane)
         self._pending = waiting
-
-    @staticmethod
-    def _to_host(tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return host.copy_(tensor, non_blocking=True)
 
 
 def _tensors(request: Request) -> list[Tensor]:

@@ -15,7 +15,8 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
-from dgc.wire.sealed import seal, unseal
+from dgc.compression.reading import unsealed
+from dgc.wire.sealed import seal
 
 Codes = UInt8[Tensor, "nbytes"]
 
@@ -54,7 +55,7 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
         codes, kept = self.encode(v, bucket)
         (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
         planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
-        parts, nonfinite = unseal(codec, payloads, *planned)
+        parts, nonfinite = yield from unsealed(codec, payloads, *planned)
         mean = place_of_mean(bucket)
         self.mean_(parts, bucket, mean)
         return mean, kept, nonfinite

@@ -103,7 +103,7 @@ class ErrorFeedbackCompressor(ABC):
         if self.error_feedback:
             self._snapshots.replace(self._error, bucket, kept)
         bucket.flat.copy_(mean)
-        return DenseResult(first_nonfinite_message(bucket, nonfinite) or overflow(bucket))
+        return DenseResult(first_nonfinite_message(bucket, nonfinite) or (yield from overflow(bucket)))
 
     def rollback(self, bucket: Bucket) -> None:
         self._snapshots.rollback(bucket)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, Conversation
+from dgc.comm.requests import AllGather, Conversation, read
 from dgc.kernels.selection.reference import first_tensor_nonfinite
 
 
@@ -25,7 +25,8 @@ def check_mean(bucket: Bucket, own: Tensor) -> Conversation[str | None]:
     own: the probe of this rank's gradient before the exchange. The mean is the same on every rank. Therefore
     either all ranks or none take part in the additional round that finds the rank.
     """
-    if bool(probe(bucket.flat).isfinite()):
+    (finite,) = yield from read([probe(bucket.flat).isfinite()])
+    if finite:
         return None
     number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
     if number == 0:
@@ -62,17 +63,19 @@ def number_of(bucket: Bucket, first_nonfinite: int) -> int:
     return bisect_right([s.offset for s in bucket.segments], first_nonfinite)
 
 
-def overflow(bucket: Bucket) -> str | None:
+def overflow(bucket: Bucket) -> Conversation[str | None]:
     """A message if the mean in `bucket.flat` is not finite although every gradient was."""
-    if bool(probe(bucket.flat).isfinite()):
-        return None
+    (finite,) = yield from read([probe(bucket.flat).isfinite()])
+    return None if finite else overflow_message(bucket)
+
+
+def overflow_message(bucket: Bucket) -> str | None:
+    """Same as `overflow`. Reads all elements, and waits for the device."""
     number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
     return nonfinite_message(bucket, number, []) if number else None
 
 
-def sparse_overflow(bucket: Bucket, indices: Tensor, values: Tensor) -> str | None:
-    """Same as `overflow`, for a mean that is zero except for `values` [k] at `indices` [k]."""
-    if bool(probe(values).isfinite()):
-        return None
+def sparse_overflow_message(bucket: Bucket, indices: Tensor, values: Tensor) -> str | None:
+    """Same as `overflow_message`, for a mean that is zero except for `values` [k] at `indices` [k]."""
     bad = indices[values.isfinite().logical_not()].tolist()
     return nonfinite_message(bucket, number_of(bucket, bad[0]), []) if bad else None

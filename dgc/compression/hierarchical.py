@@ -38,6 +38,7 @@ from dgc.comm.requests import (
     AllToAll,
     Broadcast,
     Conversation,
+    Read,
     Reply,
     Request,
     as_bytes,
@@ -80,13 +81,15 @@ class _Conversation:
         self.requests: tuple[Request, ...] = ()
         self.rounds = 0
         self.result: Result | None = None
-        self.resume(None)
 
-    def resume(self, replies: tuple[Reply, ...] | None) -> None:
+    def resume(self, replies: tuple[Reply, ...] | None) -> Conversation[None]:
+        """Continue to the next round, or to the end. `replies`: None at first."""
         if self.result is not None:
             return
         try:
-            requests = next(self._conversation) if replies is None else self._conversation.send(replies)
+            requests = self._conversation.send(replies)  # None starts it
+            while isinstance(requests, Read):
+                requests = self._conversation.send((yield requests))
         except StopIteration as stop:
             self.requests, self.result = (), stop.value
         else:
@@ -183,14 +186,15 @@ class HierarchicalCompressor:
         share, own = self._shares[bucket.name], probe(bucket.flat)
         mean = yield from self._mean_inside(bucket, share)
         between = _Conversation(self._between(share.bucket, mean))
+        yield from between.resume(None)
         for _ in range(share.rounds):
-            between.resume((yield between.requests))
+            yield from between.resume((yield between.requests))
         reports = [[RUNNING, 0]]
         while any(rounds == RUNNING for rounds, _ in reports):
             # equal places on all ranks of a group name equal requests: those of all ranks come first
             shared = self._shared(bucket, share, between)
             replies = yield (*shared, *between.requests)
-            between.resume(replies[len(shared) :])
+            yield from between.resume(replies[len(shared) :])
             gathered, *parts = replies[: len(shared)]
             reports = [report.tolist() for report in gathered]
             for request, part in zip(shared[1:], parts, strict=True):

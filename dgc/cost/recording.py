@@ -13,7 +13,15 @@ import torch
 
 from dgc.bucket import Bucket
 from dgc.comm.meter import cross_wire_bytes, payload_bytes, wire_bytes
-from dgc.comm.requests import AllReduce, AllToAll, Conversation, Exchange, ReduceScatter, Request
+from dgc.comm.requests import (
+    AllReduce,
+    AllToAll,
+    Conversation,
+    Exchange,
+    ReduceScatter,
+    Request,
+    next_requests,
+)
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, conversation_of
 from dgc.cost.alike import AlikeRanks
@@ -104,7 +112,7 @@ class _Recorder:
 
     def run(self, conversation: Conversation[Any], ends: tuple[str, ...], decoded_bytes: int) -> None:
         start = self._now()
-        requests = next(conversation, None)
+        requests = self._next(conversation, None)
         self.encode = self._now() - start
         later = 0.0
         while requests is not None:
@@ -116,12 +124,16 @@ class _Recorder:
                     self.decode = None
                     return
             start = self._now()
-            try:
-                requests = conversation.send(replies)
-            except StopIteration:
-                requests = None
+            requests = self._next(conversation, replies)
             later += self._now() - start
         self.decode = later
+
+    @staticmethod
+    def _next(conversation: Conversation[Any], replies: tuple[Any, ...] | None) -> tuple[Request, ...] | None:
+        try:
+            return next_requests(conversation, replies)
+        except StopIteration:
+            return None
 
     def _message(self, request: Request) -> Message:
         return message_of(request, self._ranks, self._ranks.awaited if isinstance(request, Exchange) else 0)

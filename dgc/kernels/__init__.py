@@ -16,6 +16,7 @@ from dgc.kernels.codec.protocol import Codec as Codec
 from dgc.kernels.lowrank.protocol import LowRank as LowRank
 from dgc.kernels.quantize.protocol import Quantizers as Quantizers
 from dgc.kernels.selection.protocol import Budget as Budget
+from dgc.kernels.selection.protocol import Merged as Merged
 from dgc.kernels.selection.protocol import Moments as Moments
 from dgc.kernels.selection.protocol import PassInputs as PassInputs
 from dgc.kernels.selection.protocol import SelectionKernels as SelectionKernels

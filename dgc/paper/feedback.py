@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.compression.finite import first_nonfinite_message, overflow
+from dgc.compression.finite import first_nonfinite_message, overflow_message
 from dgc.compression.protocol import DenseResult, StatelessCompressor
 
 
@@ -77,4 +77,5 @@ def sparse_sum(indices: Sequence[Tensor], values: Sequence[Tensor], like: Tensor
 def result_of(bucket: Bucket, mean: Float32[Tensor, "n"], bad: Iterable[Tensor]) -> DenseResult:
     """bad: by rank, the second of `gradient_of`."""
     bucket.flat.copy_(mean)
-    return DenseResult(first_nonfinite_message(bucket, [int(number) for number in bad]) or overflow(bucket))
+    nonfinite = first_nonfinite_message(bucket, [int(number) for number in bad])
+    return DenseResult(nonfinite or overflow_message(bucket))

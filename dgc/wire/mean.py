@@ -7,12 +7,13 @@ decoded by `SparseFormat.decode`. Both ways give the same bits and raise the sam
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxtyping import Float32, Int64, UInt8
+from jaxtyping import Float32, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec.mean import WORDS, Decoded, MeanDecoder, Sections
-from dgc.kernels.selection.protocol import Budget
-from dgc.wire.payload import SparseFormat, check_sizes, refuse_invalid
+from dgc.kernels.selection.protocol import Budget, Merged
+from dgc.wire.checks import check_sizes, refuse_invalid
+from dgc.wire.payload import SparseFormat
 
 
 def sections_of(form: SparseFormat, budget: Budget, numel: int) -> Sections | None:
@@ -46,17 +47,15 @@ class Gathered:
     ratio: float
     what: str
 
-    def mean(
-        self, decoder: MeanDecoder
-    ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"], list[int]]:
-        """Return (indices, values, nonfinite): the mean over the ranks, and the numbers of `SparseFormat.decode`.
+    def mean(self, decoder: MeanDecoder) -> tuple[Merged, list[int]]:
+        """Return (mean, nonfinite): the mean over the ranks, and the numbers of `SparseFormat.decode`.
 
         Raises:
             PayloadError: See `SparseFormat.decode`.
         """
         payloads = self._checked()
-        decoded, indices, values = decoder.mean(payloads, self.sections, self.budget.bounds, self.size)
-        return indices, values, self._nonfinite(decoded)
+        decoded, mean = decoder.mean(payloads, self.sections, self.budget.bounds, self.size)
+        return mean, self._nonfinite(decoded)
 
     def mean_into_(self, dense: Float32[Tensor, "n"], decoder: MeanDecoder) -> tuple[bool, list[int]]:
         """Write the mean over the ranks. Returns (whether it is finite, the numbers of `SparseFormat.decode`).

@@ -10,14 +10,13 @@
     then                 values, padded with zeros to a multiple of 8 bytes
 
 The size depends only on the plan. A collective with a size that changes from step to step would miss Horovod's
-response cache every time. Encoding does not wait for the device. Decoding reads from it once.
+response cache every time. Encoding does not wait for the device. A receiver reads from it once, for all checks.
 """
 
 import re
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from zlib import crc32
 
 import torch
@@ -27,70 +26,9 @@ from torch import Tensor
 from dgc.kernels.codec.mean import WORDS
 from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
 from dgc.kernels.selection.protocol import Budget, SparseVector
+from dgc.wire.checks import check_sizes, read_scalars, refuse_invalid
 from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices, PlainSection
 from dgc.wire.values import CastValues, ValueFormat
-
-
-class PayloadError(RuntimeError):
-    """A payload is damaged, or was encoded with other settings."""
-
-
-def check_sizes(payloads: Sequence[UInt8[Tensor, "nbytes"]], nbytes: int, terms: Terms, what: str) -> None:
-    """Check that all payloads have the planned size.
-
-    A rank with other terms plans another size. Some transports then split the gathered bytes into parts of equal
-    size, which are not the ranks' payloads. All payloads before the first differing one have the planned size, so
-    its header is found in the concatenated bytes.
-
-    Raises:
-        PayloadError: A size differs. The message names the rank.
-    """
-    if all(payload.numel() == nbytes for payload in payloads):
-        return
-    whole = torch.cat(list(payloads)).cpu()
-    for rank in range(len(payloads)):
-        header = whole[rank * nbytes :][:HEADER_BYTES].clone()
-        if header.numel() == HEADER_BYTES:
-            refuse_other_terms(rank, header.view(torch.int32).tolist()[4:], terms, what)
-    sizes = [payload.numel() for payload in payloads]
-    rank = next(rank for rank, size in enumerate(sizes) if size != nbytes)
-    raise PayloadError(f"rank {rank} sent {sizes[rank]} bytes instead of the planned {nbytes}")
-
-
-def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str) -> None:
-    """Raise PayloadError if the terms of `rank` differ from this rank's. `words`: the terms in its header."""
-    ratio, form = words
-    own_ratio, own_form = terms.words
-    if ratio != own_ratio:
-        (theirs,) = struct.unpack("<f", struct.pack("<i", ratio))
-        raise PayloadError(
-            f"rank {rank} encoded {what} at compress_ratio {theirs:.6g}, this rank at {terms.ratio:.6g}: call "
-            "begin_epoch(epoch) on every rank, with the same epoch"
-        )
-    if form != own_form:
-        raise PayloadError(
-            f"rank {rank} encoded {what} in another format than this rank: every rank needs the same settings"
-        )
-
-
-def refuse_invalid(
-    words: Sequence[int], ranks: Sequence[int], budget: Budget, numel: int, terms: Terms, what: str
-) -> None:
-    """Raise PayloadError for the first payload that is not valid. words: see `dgc.kernels.codec.mean.Decoded`."""
-    segments = budget.bounds.numel() - 1
-    for i, rank in enumerate(ranks):
-        count, number, *theirs, sealed, indices_valid, values_valid = words[WORDS * i : WORDS * (i + 1)]
-        if not sealed:
-            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
-        refuse_other_terms(rank, theirs, terms, what)
-        if not 0 <= count <= budget.capacity:
-            raise PayloadError(f"rank {rank} sent {count} elements, but the capacity is {budget.capacity}")
-        if not 0 <= number <= segments:
-            raise PayloadError(f"rank {rank} reports tensor {number} of {segments} as non-finite")
-        if not indices_valid:
-            raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
-        if not values_valid:
-            raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +44,31 @@ class Encoded:
     payload: UInt8[Tensor, "nbytes"]
     sent: SparseVector
     own: Float32[Tensor, "capacity"]
+
+
+@dataclass(frozen=True, eq=False)
+class Decoding:
+    """Payloads that are decoded, but not checked: the device need not have finished.
+
+    Attributes:
+        scalars: `WORDS` numbers per payload, for `checked`.
+    """
+
+    scalars: Sequence[Tensor]
+    _selections: list[SparseVector]
+    _check: Callable[[Sequence[int]], None]
+
+    def checked(self, words: Sequence[int]) -> tuple[list[SparseVector], list[int]]:
+        """Return what `SparseFormat.decode` does.
+
+        Args:
+            words: The values of `scalars`.
+
+        Raises:
+            PayloadError: See `SparseFormat.decode`.
+        """
+        self._check(words)
+        return self._selections, list(words[1::WORDS])
 
 
 @dataclass(frozen=True)
@@ -186,7 +149,7 @@ class SparseFormat:
         bounds: Sequence[Int64[Tensor, "bounds"]] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> tuple[list[SparseVector], list[int]]:
-        """Decode the payloads of several ranks.
+        """Decode the payloads of several ranks, and wait until the device has done so.
 
         Args:
             codec: Codec for the payloads' device.
@@ -206,6 +169,21 @@ class SparseFormat:
             PayloadError: A rank encoded with another ratio or format, or a payload has another size, a wrong
                 checksum, or content that `encode` never writes. The message names the rank.
         """
+        decoding = self.decoding(codec, payloads, budget, numel, ratio, what, bounds, ranks)
+        return decoding.checked(read_scalars(decoding.scalars))
+
+    def decoding(
+        self,
+        codec: Codec,
+        payloads: Sequence[UInt8[Tensor, "nbytes"]],
+        budget: Budget,
+        numel: int,
+        ratio: float = 1.0,
+        what: str = "a payload",
+        bounds: Sequence[Int64[Tensor, "bounds"]] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoding:
+        """Same as `decode`, without waiting for the device."""
         layout, terms = self.layout(budget, numel), self.terms(ratio)
         check_sizes(payloads, layout.nbytes, terms, what)
         selections, scalars = [], []
@@ -219,9 +197,8 @@ class SparseFormat:
             values, finite = self.values.decode(codec, section, indices, header, edges)
             selections.append(SparseVector(indices, values, header.count))
             scalars += [header.count, header.number, *header.terms, header.sealed, valid, finite]  # `WORDS`
-        known = read_scalars(scalars)
-        refuse_invalid(known, ranks, budget, numel, terms, what)
-        return selections, known[1::WORDS]
+        check = partial(refuse_invalid, ranks=ranks, budget=budget, numel=numel, terms=terms, what=what)
+        return Decoding(scalars, selections, check)
 
     def layout(self, budget: Budget, numel: int) -> Layout:
         """Return the positions of a payload's sections."""
@@ -248,11 +225,3 @@ class SparseFormat:
         middle = HEADER_BYTES + indices.nbytes
         end = middle + self.values.nbytes(capacity, segments)
         return Layout(indices, slice(HEADER_BYTES, middle), slice(middle, end), -(-end // 8) * 8)
-
-
-def read_scalars(scalars: list[Tensor]) -> list[int]:
-    """Return the values of zero-dimensional tensors. On a GPU one read gets them all, because each read waits."""
-    if not scalars or scalars[0].is_cpu:
-        return [int(scalar) for scalar in scalars]
-    known: list[int] = torch.stack([scalar.int() for scalar in scalars]).tolist()
-    return known

@@ -6,13 +6,14 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
-from dgc.wire.payload import PayloadError, check_sizes, read_scalars, refuse_other_terms
+from dgc.wire.checks import PayloadError, check_sizes, read_scalars, refuse_other_terms
 
 
 def sealed_bytes(nbytes: int) -> int:
@@ -52,7 +53,7 @@ def unseal(
     terms: Terms,
     what: str,
 ) -> tuple[list[UInt8[Tensor, "nbytes"]], list[int]]:
-    """Return the codes of all ranks.
+    """Return the codes of all ranks, and wait until the device has checked them.
 
     Args:
         codec: Codec for the payloads' device.
@@ -69,6 +70,50 @@ def unseal(
     Raises:
         PayloadError: A buffer was not written by `seal`, or with other terms. The message names the rank.
     """
+    opened = open_sealed(codec, payloads, nbytes, segments, terms, what)
+    return opened.checked(read_scalars(opened.scalars))
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """Codes that are not checked: the device need not have finished.
+
+    Attributes:
+        scalars: Five numbers per payload, for `checked`.
+    """
+
+    scalars: Sequence[Tensor]
+    _codes: list[Tensor]
+    _segments: int
+    _terms: Terms
+    _what: str
+
+    def checked(self, words: Sequence[int]) -> tuple[list[UInt8[Tensor, "nbytes"]], list[int]]:
+        """Return what `unseal` does.
+
+        Args:
+            words: The values of `scalars`.
+
+        Raises:
+            PayloadError: See `unseal`.
+        """
+        for rank in range(len(self._codes)):
+            number, sealed, count, *theirs = words[5 * rank : 5 * rank + 5]
+            if not sealed or count or not 0 <= number <= self._segments:
+                raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
+            refuse_other_terms(rank, theirs, self._terms, self._what)
+        return self._codes, list(words[::5])
+
+
+def open_sealed(
+    codec: Codec,
+    payloads: Sequence[UInt8[Tensor, "total"]],
+    nbytes: int,
+    segments: int,
+    terms: Terms,
+    what: str,
+) -> Opened:
+    """Same as `unseal`, without waiting for the device."""
     codes, scalars = [], []
     check_sizes(payloads, sealed_bytes(nbytes), terms, what)
     for payload in payloads:
@@ -76,10 +121,4 @@ def unseal(
         header = codec.unseal(whole)
         codes.append(whole[HEADER_BYTES : HEADER_BYTES + nbytes])
         scalars += [header.number, header.sealed, header.count, *header.terms]
-    known = read_scalars(scalars)
-    for rank in range(len(codes)):
-        number, sealed, count, *theirs = known[5 * rank : 5 * rank + 5]
-        if not sealed or count or not 0 <= number <= segments:
-            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
-        refuse_other_terms(rank, theirs, terms, what)
-    return codes, known[::5]
+    return Opened(scalars, codes, segments, terms, what)

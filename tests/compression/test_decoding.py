@@ -8,6 +8,7 @@ from compression.ranks import Ranks, dense, normal
 
 import dgc.kernels as kernels
 from dgc.bucket import make_bucket
+from dgc.comm.requests import next_requests
 from dgc.compression import DenseResult, DGCCompressor, SparseCompressor, SparseResult
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.kernels import SparseVector
@@ -75,6 +76,8 @@ def test_a_sum_that_overflows_is_named() -> None:
     elements = SparseVector(torch.full((1,), 7, dtype=torch.int32), torch.full((1,), 3e38), one)
     chosen = Chosen(bucket, plan, elements, none, form, memory, size, 0)
     payload = chosen.encode().payload
-    assert chosen.mean_of([payload] * size).nonfinite == (
+    with pytest.raises(StopIteration) as ended:
+        next_requests(chosen.mean_of([payload] * size))
+    assert ended.value.value.nonfinite == (
         "the mean gradient of p overflows the dtype that carries it (no rank has NaN or inf)"
     )

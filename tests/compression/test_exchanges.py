@@ -11,6 +11,7 @@ from compression.ranks import Ranks, normal
 from dgc.bucket import Segment, make_bucket
 from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.comm.meter import all_gather_wire_bytes
+from dgc.comm.requests import next_requests
 from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseCompressor, SparseResult
 from dgc.compression.sparse.exchange.choice import exchange_of
 from dgc.compression.sparse.exchange.regions import BLOCK, divide_into_regions, largest_region
@@ -298,7 +299,7 @@ def first_messages(settings: Any, exchange: Any = "reduce_scatter") -> Any:
         bucket.flat.copy_(normal(bucket.numel, rank))
         compressor.plan(bucket, len(ranks), rank)
         conversations.append(compressor.reduce(bucket))
-    return conversations, [next(conversation)[0] for conversation in conversations]
+    return conversations, [next_requests(conversation)[0] for conversation in conversations]
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,9 @@ def test_merge_mean(kernels: Any) -> None:
             count = 0 if rank == 1 else capacity - rank if capacity > rank else capacity
             order = torch.randperm(n, generator=torch.Generator().manual_seed(rank))
             parts.append(as_selection(order[:count].sort().values, v, capacity))
-        indices, values = kernels.merge_mean(parts, ranks, n)
-        expected = REFERENCE.merge_mean(parts, ranks, n)
+        merged = kernels.merge_mean(parts, ranks, n)
+        (indices, values), expected = merged.valid(), REFERENCE.merge_mean(parts, ranks, n).valid()
+        assert not merged.values[len(values) :].any()
         assert same(indices, expected[0]) and same(values, expected[1]), (ranks, n)
         dense = torch.zeros(n, dtype=torch.float64)
         for part in parts:
@@ -243,8 +244,8 @@ def test_the_order_of_the_parts_is_the_order_of_addition(kernels: Any) -> None:
     def part(value: Any) -> Any:
         return as_selection(torch.tensor([2]), torch.tensor([0, 0, value]), 1)
 
-    assert kernels.merge_mean([part(1e8), part(1.0), part(-1e8)], 1, 3)[1].tolist() == [0.0]
-    assert kernels.merge_mean([part(1e8), part(-1e8), part(1.0)], 1, 3)[1].tolist() == [1.0]
+    assert kernels.merge_mean([part(1e8), part(1.0), part(-1e8)], 1, 3).values.tolist() == [0.0]
+    assert kernels.merge_mean([part(1e8), part(-1e8), part(1.0)], 1, 3).values.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

@@ -9,7 +9,7 @@ from gossip.networks import Trained, on
 from torch import Tensor, nn
 
 from dgc.bucket import make_bucket
-from dgc.comm.requests import AllGather
+from dgc.comm.requests import AllGather, next_requests
 from dgc.compression import SparseCompressor
 from dgc.kernels.codec.reference import TorchCodec
 from dgc.kernels.selection.protocol import SparseVector
@@ -88,7 +88,7 @@ def test_bits_per_element(indices: Any, bits: float) -> None:
     compressor = sparseloco(values=TwoBitValues(), indices=indices)
     compressor.plan(bucket, 2, 0)
     bucket.flat.normal_(generator=torch.Generator().manual_seed(0))
-    (request,) = next(compressor.reduce(bucket))
+    (request,) = next_requests(compressor.reduce(bucket))
     assert isinstance(request, AllGather)
     payload = request.tensor.numel()
     k = bucket.numel // 64

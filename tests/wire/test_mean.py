@@ -41,12 +41,12 @@ def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None)
     """The sparse and the dense mean have the bits of the reference."""
     payloads = [encode(form, selection, budget, numel).payload for selection in selections]
     parts, flags = decode(form, payloads, budget, numel)
-    indices, values = REFERENCE.merge_mean(parts, size or len(payloads), numel)
+    indices, values = REFERENCE.merge_mean(parts, size or len(payloads), numel).valid()
     together, decoder = gathered(form, payloads, budget, numel, size), NativeMeanDecoder()
     assert isinstance(decoder, MeanDecoder)
-    found = together.mean(decoder)
-    assert torch.equal(found[0], indices) and found[2] == flags
-    assert torch.equal(found[1].view(torch.int32), values.view(torch.int32))
+    found, numbers = together.mean(decoder)
+    assert int(found.count) == indices.numel() and torch.equal(found.indices, indices) and numbers == flags
+    assert torch.equal(found.values.view(torch.int32), values.view(torch.int32))
     dense, expected = torch.full((numel,), torch.nan), torch.zeros(numel)
     expected[indices] = values
     assert together.mean_into_(dense, decoder) == (True, flags)
@@ -80,7 +80,7 @@ def test_a_large_bucket_at_any_address(name: Any) -> None:
     with tier(name):
         for size in (3, 4):
             together, decoder = gathered(form, payloads, budget, numel, size), NativeMeanDecoder()
-            indices, values, _ = together.mean(decoder)
+            indices, values = together.mean(decoder)[0].valid()
             expected = torch.zeros(numel).index_put_((indices,), values)
             for offset in (0, 1, 16):
                 memory = torch.full((numel + 17,), torch.nan)
@@ -119,7 +119,7 @@ def test_values_are_added_in_the_order_of_ranks(name: Any) -> None:
         payloads, dense = [encode(form, one, budget, 100).payload for one in sent], torch.ones(100)
         together, decoder = gathered(form, payloads, budget, 100, 1), NativeMeanDecoder()
         together.mean_into_(dense, decoder)
-        return together.mean(decoder)[1].tolist(), dense[70].item()
+        return together.mean(decoder)[0].values.tolist(), dense[70].item()
 
     with tier(name):
         assert mean(1e8, 1.0, -1e8) == ([0.0], 0.0)
@@ -158,12 +158,12 @@ def test_payloads_behind_one_another_at_odd_addresses_and_with_gaps(form: Any) -
     budget = budget_of(13, *BOUNDS, numel)
     made = [selection_of(scattered(numel, 13, s), seed=s) for s in range(3)]
     payloads = torch.stack([encode(form, one, budget, numel).payload for one in made])
-    expected = gathered(form, list(payloads), budget, numel).mean(NativeMeanDecoder())
+    expected, _ = gathered(form, list(payloads), budget, numel).mean(NativeMeanDecoder())
     odd = torch.cat([torch.zeros(3, dtype=torch.uint8), payloads.view(-1)])[3:].chunk(3)
     gaps = payloads.t().contiguous().t().unbind()
     for others in (odd, gaps):
-        found = gathered(form, others, budget, numel).mean(NativeMeanDecoder())
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        found, _ = gathered(form, others, budget, numel).mean(NativeMeanDecoder())
+        assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
 
 
 @some_formats
@@ -194,7 +194,7 @@ def test_changed_payloads_raise_the_errors_of_one_at_a_time(form: Any) -> None:
                     call(NativeMeanDecoder())
                 assert str(raised.value) == str(error)
         else:
-            assert together.mean(NativeMeanDecoder())[2] == flags
+            assert together.mean(NativeMeanDecoder())[1] == flags
     assert 100 < refused < 200
 
 
@@ -202,7 +202,7 @@ def test_the_first_tensor_that_is_not_finite_is_named() -> None:
     form, numel = FORMATS["sign rice"], 5000
     budget = budget_of(4, *BOUNDS, numel)
     payloads = [encode(form, selection_of(scattered(numel, 4)), budget, numel, n).payload for n in (7, numel)]
-    assert gathered(form, payloads, budget, numel).mean(NativeMeanDecoder())[2] == [3, 0]
+    assert gathered(form, payloads, budget, numel).mean(NativeMeanDecoder())[1] == [3, 0]
 
 
 @pytest.mark.usefixtures("no_type_checks")

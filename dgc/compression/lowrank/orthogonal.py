@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float32
 from torch import Tensor
 
-from dgc.wire.payload import read_scalars
+from dgc.wire.checks import read_scalars
 
 Orthogonalization = Literal["auto", "qr", "gram_schmidt", "cholesky_qr"]
 SAFE = 1e-2  # smallest share of a row at which the last two methods are accurate

@@ -146,7 +146,8 @@ class PowerSGDCompressor:
         # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
         R = max((U.shape[1] for U, _ in step.mean), default=1)
         in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)
-        return DenseResult(step.nonfinite or (None if in_range else overflow(bucket)))
+        message = None if in_range else (yield from overflow(bucket))
+        return DenseResult(step.nonfinite or message)
 
     def _residual(self, state: BucketState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
         factors = {"P": state.factors.P, "Q": state.factors.Q}

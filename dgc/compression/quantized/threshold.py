@@ -36,10 +36,11 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation
+from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation, read
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
 from dgc.compression.finite import number_of
-from dgc.wire.sealed import seal, unseal
+from dgc.compression.reading import unsealed
+from dgc.wire.sealed import seal
 
 WIRES = ("auto", "gather", "scatter", "server")
 WORD = 4
@@ -106,7 +107,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             codec, terms = kernels.of(v).codec, self.terms()
             (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
             planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
-            parts, nonfinite = unseal(codec, payloads, *planned)
+            parts, nonfinite = yield from unsealed(codec, payloads, *planned)
             mean = place_of_mean(bucket)
             self._mean_of_codes_(parts, bounds, unit, self.size, mean)
         else:
@@ -172,7 +173,8 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             total = torch.cat([part.clone().view(kind) for part in shares])
             mean = place_of_mean(bucket)
             self._mean_of_sums_(bucket, total.float(), unit, mean)
-        return mean, [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
+        found = yield from read([first.view(()) for first in firsts])
+        return mean, [number_of(bucket, first) for first in found]
 
     @property
     def _sum_bits(self) -> int:

@@ -31,17 +31,18 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.comm.requests import AllGather, AllReduce, Conversation, read
 from dgc.compression.arguments import WHOLE, require
-from dgc.compression.finite import first_nonfinite_message, sparse_overflow
+from dgc.compression.finite import first_nonfinite_message, probe, sparse_overflow_message
 from dgc.compression.protocol import DenseResult, Result, SparseResult
+from dgc.compression.reading import unsealed
 from dgc.compression.sparse.sparse import SparseCompressor, Step
 from dgc.kernels import SparseVector
 from dgc.memory import Memory
 from dgc.selection import Plan
 from dgc.selection.plan import share
 from dgc.wire import CastValues
-from dgc.wire.sealed import seal, unseal
+from dgc.wire.sealed import seal
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ class ChunkCompressor(SparseCompressor):
         header, norms = self._norms(bucket, step)
         headers, sums = yield (AllGather(header), AllReduce(norms, "sum"))
         planned = (0, len(bucket.segments), self.format.terms(step.plan.ratio), f"bucket {bucket.name}")
-        nonfinite = first_nonfinite_message(bucket, unseal(kernels.of(v).codec, headers, *planned)[1])
-        if nonfinite:
-            return DenseResult(nonfinite)  # nothing is sent in a step that every rank drops
+        _, nonfinite = yield from unsealed(kernels.of(v).codec, headers, *planned)
+        if invalid := first_nonfinite_message(bucket, nonfinite):
+            return DenseResult(invalid)  # nothing is sent in a step that every rank drops
         chosen = largest(sums, chunks.sent)
         elements = torch.cat([v[c * chunks.length :][: chunks.length] for c in chosen.tolist()])
         count = elements.numel()
@@ -141,7 +142,8 @@ class ChunkCompressor(SparseCompressor):
         self.memory.sent_(bucket, SparseVector(indices.to(torch.int32), values.float(), number))
         (mean,) = yield (AllReduce(message),)
         means = mean[:count].float()
-        return SparseResult(indices, means, sparse_overflow(bucket, indices, means))
+        (finite,) = yield from read([probe(means).isfinite()])
+        return SparseResult(indices, means, None if finite else sparse_overflow_message(bucket, indices, means))
 
     def _norms(self, bucket: Bucket, step: Step) -> tuple[Tensor, Float32[Tensor, "number"]]:
         """The pass over the gradient. Returns the header, and the L1 norm of every chunk of v."""

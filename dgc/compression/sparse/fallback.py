@@ -31,9 +31,10 @@ from dgc.compression.all_gather import AllGatherCompressor, Codes
 from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor
 from dgc.compression.protocol import Compressor, Result
 from dgc.compression.quantized.blockwise import BlockwiseCompressor
+from dgc.compression.reading import unsealed
 from dgc.memory.clip import Clipping
 from dgc.wire import CastValues, ValueFormat
-from dgc.wire.sealed import seal, unseal
+from dgc.wire.sealed import seal
 
 DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
 BLOCK = 1024
@@ -117,7 +118,7 @@ class DenseValuesCompressor(AllGatherCompressor):
         sent = self._reduced.quantize(v, self.size, bucket.dtype)
         kept = v - sent.float()
         headers, mean = yield (AllGather(header), AllReduce(sent.clone()))  # the reply may overwrite its message
-        _, nonfinite = unseal(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
+        _, nonfinite = yield from unsealed(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
         return mean.float(), kept, nonfinite
 
     @property

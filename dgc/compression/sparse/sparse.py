@@ -35,6 +35,7 @@ from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.compression.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.compression.finite import first_nonfinite_message, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
+from dgc.compression.reading import unsealed
 from dgc.compression.sparse.exchange.choice import exchange_of
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.fallback import make_fallback
@@ -45,7 +46,7 @@ from dgc.memory import Memory
 from dgc.memory.protocol import MomentumCorrection
 from dgc.selection import Plan, Predicted, Selector
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
-from dgc.wire.sealed import seal, sealed_bytes, unseal
+from dgc.wire.sealed import seal, sealed_bytes
 
 MEMORIES = (
     "a dgc.memory.Memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(),"
@@ -170,8 +171,8 @@ class SparseCompressor:
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
         (headers, mean) = yield (AllGather(header), AllReduce(message))
         bucket.flat.copy_(mean)
-        _, nonfinite = unseal(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
-        return DenseResult(first_nonfinite_message(bucket, nonfinite) or overflow(bucket))
+        _, nonfinite = yield from unsealed(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
+        return DenseResult(first_nonfinite_message(bucket, nonfinite) or (yield from overflow(bucket)))
 
     def rollback(self, bucket: Bucket) -> None:
         self.memory.rollback_(bucket)

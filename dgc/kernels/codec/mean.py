@@ -27,6 +27,7 @@ from dgc.kernels.library import (
     pointer_or_none,
     pointers,
 )
+from dgc.kernels.selection.protocol import Merged
 
 WORDS = 7  # per payload: count, number, ratio, form, sealed, indices valid, values valid
 INVALID = -1
@@ -91,8 +92,8 @@ class MeanDecoder(Protocol):
         sections: Sections,
         bounds: Int64[Tensor, "bounds"],
         size: int,
-    ) -> tuple[Decoded, Int64[Tensor, "union"], Float32[Tensor, "union"]]:
-        """Return the mean over `size` ranks as (indices, values), as `merge_mean` does."""
+    ) -> tuple[Decoded, Merged]:
+        """Return the mean over `size` ranks, as `merge_mean` does."""
         ...
 
     def mean_into_(
@@ -124,12 +125,13 @@ class NativeMeanDecoder:
         sections: Sections,
         bounds: Int64[Tensor, "bounds"],
         size: int,
-    ) -> tuple[Decoded, Int64[Tensor, "union"], Float32[Tensor, "union"]]:
+    ) -> tuple[Decoded, Merged]:
         most = len(payloads) * sections.capacity
         indices, values = torch.empty(most, dtype=INT64), torch.empty(most, dtype=FP32)
         words, found = self._decode(payloads, sections, bounds, size, None, indices, values)
         count = max(0, found)
-        return Decoded(words, found != INVALID, True), indices[:count], values[:count]
+        merged = Merged(indices[:count], values[:count], torch.tensor(count, dtype=INT32))
+        return Decoded(words, found != INVALID, True), merged
 
     def mean_into_(
         self,

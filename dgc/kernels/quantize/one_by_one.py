@@ -25,7 +25,7 @@ class OneByOne(Quantizers):
         mean.zero_()
         for code, low, high in zip(codes, lows, highs, strict=True):
             self.sign_add_(code, bounds, low, high, mean)
-        _scale_(mean, bounds, factors, size)
+        self._scale_(mean, bounds, factors, size)
 
     def tern_mean_(
         self,
@@ -39,7 +39,7 @@ class OneByOne(Quantizers):
         mean.zero_()
         for code, own in zip(codes, thresholds, strict=True):
             self.tern_add_(code, bounds, own, mean)
-        _scale_(mean, bounds, factors, size)
+        self._scale_(mean, bounds, factors, size)
 
     def uniform_mean_(
         self,
@@ -54,13 +54,13 @@ class OneByOne(Quantizers):
         mean.zero_()
         for code, own in zip(codes, scales, strict=True):
             self.uniform_add_(code, bounds, own, levels, bits, mean)
-        mean.div_(size)
+        _divide_(mean, size)
 
     def natural_mean_(self, codes: Sequence[Codes], size: int, mean: Dense) -> None:
         mean.zero_()
         for code in codes:
             self.natural_add_(code, mean)
-        mean.div_(size)
+        _divide_(mean, size)
 
     def pack_sums(self, codes: Sequence[Codes], whole: Bounds, width: int, bits: int) -> UInt8[Tensor, "packed"]:
         size, device = len(codes), codes[0].device
@@ -87,7 +87,14 @@ class OneByOne(Quantizers):
         together = torch.cat([self.unpack(own, bits, fields) for own in packed])
         levels = together[places(bounds, width, WORD, n)].float()
         torch.sub(levels if width == 2 else levels * 2, size, out=mean)
-        _scale_(mean, bounds, factors, size)
+        self._scale_(mean, bounds, factors, size)
+
+
+    def _scale_(self, mean: Dense, bounds: Bounds, factors: Each | None, size: int) -> None:
+        """Multiply by the factors of the segments, then divide by `size`."""
+        if factors is not None:
+            mean *= factors[range_of_each(bounds, mean.numel())]
+        _divide_(mean, size)
 
 
 def range_of_each(bounds: Bounds, n: int) -> Int64[Tensor, "n"]:
@@ -102,7 +109,6 @@ def places(bounds: Bounds, width: int, unit: int, n: int) -> Int64[Tensor, "n"]:
     return torch.arange(n, dtype=torch.int64, device=bounds.device) + first[range_of_each(bounds, n)]
 
 
-def _scale_(mean: Dense, bounds: Bounds, factors: Each | None, size: int) -> None:
-    if factors is not None:
-        mean *= factors[range_of_each(bounds, mean.numel())]
-    mean.div_(size)
+def _divide_(mean: Dense, size: int) -> None:
+    # by a tensor: for a number, a GPU multiplies by its inverse
+    mean.div_(torch.full((), size, dtype=torch.float32, device=mean.device))

@@ -1,4 +1,9 @@
-"""Quantizers on GPUs, with the same bits as `TorchQuantizers`: one launch per operation, natural_encode two."""
+"""Quantizers on GPUs, with the same bits as `TorchQuantizers`.
+
+One launch per operation, natural_encode two. A mean takes one for each rank, and one to scale it.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import UInt8
@@ -23,8 +28,10 @@ from dgc.kernels.quantize.triton_codes import (
     natural_encode,
     natural_largest,
     pack,
+    scale,
     sign_add,
     sign_encode,
+    sums,
     tern_add,
     tern_encode,
     uniform_add,
@@ -32,7 +39,7 @@ from dgc.kernels.quantize.triton_codes import (
     unpack,
 )
 from dgc.kernels.selection.triton import INTERPRETED
-from dgc.kernels.triton_tables import Launcher, Tilings
+from dgc.kernels.triton_tables import Launcher, Tilings, on_device
 
 BLOCK = 1024
 
@@ -111,6 +118,26 @@ class TritonQuantizers(OneByOne):
         levels = torch.empty(n, dtype=torch.uint8, device=codes.device)
         self._launch(unpack, codes, _blocks(n), codes, codes.numel(), levels, n, bits, BLOCK)
         return levels
+
+    def sums_mean_(
+        self,
+        packed: Sequence[Codes],
+        fields: int,
+        width: int,
+        bits: int,
+        bounds: Bounds,
+        factors: Each,
+        mean: Dense,
+    ) -> None:
+        size, codes = len(packed), torch.cat(list(packed))
+        ranks = on_device((float(size),), torch.float32, mean.device)
+        shares = (codes, packed[0].numel(), fields, ranks)
+        self._each(sums, mean, bounds, width, WORD, *shares, mean, width, bits)
+        self._scale_(mean, bounds, factors, size)
+
+    def _scale_(self, mean: Dense, bounds: Bounds, factors: Each | None, size: int) -> None:
+        divisor = on_device((float(size),), torch.float32, mean.device)
+        self._each(scale, mean, bounds, 8, 1, factors, divisor, mean, factors is not None)
 
     def _each(
         self, kernel: object, near: Dense, bounds: Bounds, width: int, unit: int, *arguments: object

@@ -143,6 +143,35 @@ def uniform_add(
 
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
+def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.constexpr, TILE: tl.constexpr):
+    """Multiply by the segment's factor if SCALED, then divide by `size`."""
+    s, _, i, live, _ = tile_of(tiles, n_tiles, bounds, starts, 8, TILE)
+    x = tl.load(mean + i, mask=live, other=0.0)
+    if SCALED:
+        x *= tl.load(factors + s)
+    # `/` would be an approximate division on GPUs
+    tl.store(mean + i, tl.math.div_rn(x, tl.zeros_like(x) + tl.load(size)), mask=live)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "fields"])
+@no_type_check
+def sums(
+    tiles, n_tiles, bounds, starts, codes, nbytes, fields, size, total,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Unpack the sums of all ranks' signs or ternary codes. A share has `fields` fields in `nbytes` bytes."""
+    s, _, i, live, _ = tile_of(tiles, n_tiles, bounds, starts, 8, TILE)
+    field = tl.load(starts + s) * (8 // WIDTH) + i - tl.load(bounds + s)
+    place = field % fields * BITS
+    byte, share = place // 8, field // fields * nbytes
+    low = tl.load(codes + share + byte, mask=live, other=0).to(tl.int32)
+    high = tl.load(codes + share + byte + 1, mask=live & (byte + 1 < nbytes), other=0).to(tl.int32)
+    level = ((low | (high << 8)) >> (place % 8).to(tl.int32)) & ((1 << BITS) - 1)
+    tl.store(total + i, (level * (2 // WIDTH)).to(tl.float32) - tl.load(size), mask=live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
 def natural_largest(v, n, largest, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(v + i, mask=i < n, other=0.0).to(tl.int32, bitcast=True) & MAGNITUDE

@@ -27,7 +27,7 @@ from dgc.kernels.library import (
     pointer_or_none,
     pointers,
 )
-from dgc.kernels.selection.protocol import Budget, Moments, PassInputs, SparseVector, Tail, TopKResult
+from dgc.kernels.selection.protocol import Budget, Merged, Moments, PassInputs, SparseVector, Tail, TopKResult
 from dgc.kernels.selection.reference import Reference
 
 PLAIN, NESTEROV, RESIDUAL, NONE = range(4)
@@ -149,9 +149,7 @@ class Native:
         places = (pointer_or_none(u, FP32), pointer(v, FP32))
         self._library.dgc_take(*_entries(sent), *places, torch.get_num_threads())
 
-    def merge_mean(
-        self, parts: Sequence[SparseVector], size: int, numel: int
-    ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
+    def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
         most = sum(part.indices.numel() for part in parts)
         indices, values = torch.empty(most, dtype=INT64), torch.empty(most, dtype=FP32)
         found = self._library.dgc_merge_mean(
@@ -165,7 +163,7 @@ class Native:
             pointer(values, FP32),
             torch.get_num_threads(),
         )
-        return indices[:found], values[:found]
+        return Merged(indices[:found], values[:found], torch.tensor(found, dtype=INT32))
 
     def subtract_at_(
         self,

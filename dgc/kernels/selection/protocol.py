@@ -2,15 +2,15 @@
 
 Only the sums in `moments` and `tail` may differ between tiers, by the rounding of fp64.
 
-Counts and flags stay on the device as zero-dimensional tensors. Only `merge_mean` waits for the device, because
-the length of its result depends on the data. Indices count elements of a bucket's flat buffer, which has fewer
-than 2**31 elements.
+Counts and flags stay on the device as zero-dimensional tensors, so that nothing waits for it. Indices count
+elements of a bucket's flat buffer, which has fewer than 2**31 elements.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float32, Float64, Int32, Int64
 from torch import Tensor
 
@@ -45,6 +45,28 @@ class SparseVector:
     indices: Int32[Tensor, "capacity"]
     values: Float32[Tensor, "capacity"]
     count: Int32[Tensor, ""]
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """A sum of sparse vectors. The first `count` entries are valid. All other values are zero.
+
+    Indices are unique and ascending.
+    """
+
+    indices: Int64[Tensor, "capacity"]
+    values: Float32[Tensor, "capacity"]
+    count: Int32[Tensor, ""]
+
+    @property
+    def vector(self) -> SparseVector:
+        valid = torch.arange(self.indices.numel(), dtype=torch.int32, device=self.indices.device) < self.count
+        return SparseVector(torch.where(valid, self.indices, 0).to(torch.int32), self.values, self.count)
+
+    def valid(self) -> tuple[Int64[Tensor, "count"], Float32[Tensor, "count"]]:
+        """Return the valid entries, as (indices, values). Waits for the device."""
+        count = int(self.count)
+        return self.indices[:count], self.values[:count]
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,12 +201,10 @@ class SelectionKernels(Protocol):
         """Do only the first part of a pass: v[i] = v[i] - value, and u[i] = 0 unless u is None."""
         ...
 
-    def merge_mean(
-        self, parts: Sequence[SparseVector], size: int, numel: int
-    ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
-        """Return the mean over `size` ranks of sparse vectors of `numel` elements, as (indices, values).
+    def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
+        """Return the mean over `size` ranks of sparse vectors of `numel` elements.
 
-        Indices are unique and ascending. The values of one index are added to zero in the order of the parts, then
+        The values of one index are added to zero in the order of the parts, then
         divided by `size`. Every rank that merges the same parts therefore gets the same bits.
         """
         ...

@@ -7,7 +7,16 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.selection.protocol import TOO_LARGE, Budget, Moments, PassInputs, SparseVector, Tail, TopKResult
+from dgc.kernels.selection.protocol import (
+    TOO_LARGE,
+    Budget,
+    Merged,
+    Moments,
+    PassInputs,
+    SparseVector,
+    Tail,
+    TopKResult,
+)
 
 
 class Reference:
@@ -90,9 +99,7 @@ class Reference:
         if u is not None:
             u[indices] = 0
 
-    def merge_mean(
-        self, parts: Sequence[SparseVector], size: int, numel: int
-    ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
+    def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
         entries = [(indices, part.values[:count]) for part in parts for count, indices in [_valid(part)]]
         union, where = torch.unique(torch.cat([i for i, _ in entries]), sorted=True, return_inverse=True)
         total = torch.zeros(union.numel(), dtype=torch.float32, device=union.device)
@@ -101,7 +108,8 @@ class Reference:
             total.index_add_(0, where[start : start + indices.numel()], values)
             start += indices.numel()
         # divide by a tensor: for a number, a GPU multiplies by its inverse
-        return union, total.div_(torch.full_like(total, size))
+        count = torch.full((), union.numel(), dtype=torch.int32, device=union.device)
+        return Merged(union, total.div_(torch.full_like(total, size)), count)
 
     def subtract_at_(
         self,

@@ -3,8 +3,7 @@
 Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
 select 9, accumulate_and_select_ 10, moments 2, tail 2, remove_sent_ 1, merge_mean 3, subtract_at_ 1 per dtype of
 the targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a few of its own (zeros; in
-merge_mean a stable sort and a cumulative sum). Only `merge_mean` waits for the device, because the size of its
-result depends on the data.
+merge_mean a stable sort and a cumulative sum). Nothing waits for the device.
 
 The bits are equal because kernels are compiled without contraction to FMA, which would skip the rounding of a
 product, floats are never added atomically, and division is correctly rounded. Without a GPU the kernels run in
@@ -23,7 +22,7 @@ from torch import Tensor
 from dgc.kernels.selection import triton_passes as passes
 from dgc.kernels.selection import triton_sparse as sparse
 from dgc.kernels.selection import triton_statistics as statistics
-from dgc.kernels.selection.protocol import Budget, Moments, PassInputs, SparseVector, Tail, TopKResult
+from dgc.kernels.selection.protocol import Budget, Merged, Moments, PassInputs, SparseVector, Tail, TopKResult
 from dgc.kernels.selection.reference import predicted_lower_bounds
 from dgc.kernels.selection.triton_select import Candidates, choose, room_for_candidates
 from dgc.kernels.triton_tables import Launcher, Tiling, Tilings, on_device, pointers
@@ -106,15 +105,13 @@ class Triton:
         entries = (sent.indices, sent.values, sent.count)
         self._launch(sparse.take, v, _blocks(sent.values.numel()), *entries, u, v, u is not None, BLOCK)
 
-    def merge_mean(
-        self, parts: Sequence[SparseVector], size: int, numel: int
-    ) -> tuple[Int64[Tensor, "union"], Float32[Tensor, "union"]]:
+    def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
         keys, values = torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts])
         total, device = keys.numel(), keys.device
         indices = torch.empty(total, dtype=torch.int64, device=device)
-        means = torch.empty(total, dtype=torch.float32, device=device)
+        means = torch.zeros(total, dtype=torch.float32, device=device)
         if total == 0:
-            return indices, means
+            return Merged(indices, means, torch.zeros((), dtype=torch.int32, device=device))
         starts = on_device((0, *accumulate(p.indices.numel() for p in parts)), torch.int64, device)
         counts = torch.stack([p.count for p in parts])
         ends = (starts, counts, len(parts), len(parts).bit_length())
@@ -126,8 +123,7 @@ class Triton:
         places = heads.cumsum(0, dtype=torch.int32)
         runs = (keys, order, values, places, total, len(parts), float(size))
         self._launch(sparse.sum_runs, keys, _blocks(total), *runs, indices, means, BLOCK)
-        union = int(places[-1])
-        return indices[:union], means[:union]
+        return Merged(indices, means, places[-1])
 
     def subtract_at_(
         self,

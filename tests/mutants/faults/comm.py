@@ -25,6 +25,20 @@ COMM = [
         ["tests/comm/test_lockstep.py"],
     ),
     Fault(
+        "advance-waits-for-a-device",
+        "dgc/comm/conversation.py",
+        "self._transport.poll(self._flight) if self._copy is None else self._copy.poll()",
+        "self._transport.poll(self._flight) if self._copy is None else True",
+        ["tests/comm/test_reads.py"],
+    ),
+    Fault(
+        "numbers-of-a-device-between-machines-not-read",
+        "dgc/compression/hierarchical.py",
+        "while isinstance(requests, Read):",
+        "if isinstance(requests, Read):",
+        ["tests/laws/test_reads.py"],
+    ),
+    Fault(
         "rounds-of-one-name",
         "dgc/comm/conversation.py",
         'self._transport.launch(f"{self.name}.{self.rounds}", requests, lane)',

@@ -5,21 +5,21 @@ from ..fault import Fault
 WIRE = [
     Fault(
         "checksum-of-a-payload-ignored",
-        "dgc/wire/payload.py",
+        "dgc/wire/checks.py",
         "if not sealed:",
-        "if not (sealed or good):",
+        "if not (sealed or indices_valid):",
         ["tests/wire/test_corruption.py::test_every_flipped_bit_is_noticed"],
     ),
     Fault(
         "non-finite-flag-of-a-payload-ignored",
         "dgc/wire/payload.py",
-        "return selections, known[1::WORDS]",
-        "return selections, [0] * len(selections)",
+        "return self._selections, list(words[1::WORDS])",
+        "return self._selections, [0] * len(self._selections)",
         ["tests/wire/test_payload.py::test_the_first_tensor_that_is_not_finite_is_named"],
     ),
     Fault(
         "format-of-other-ranks-not-compared",
-        "dgc/wire/payload.py",
+        "dgc/wire/checks.py",
         "if form != own_form:",
         "if form != own_form and ratio != own_ratio:",
         ["tests/wire/test_terms.py"],
@@ -27,8 +27,8 @@ WIRE = [
     Fault(
         "checksum-of-sealed-codes-ignored",
         "dgc/wire/sealed.py",
-        "if not sealed or count or not 0 <= number <= segments:",
-        "if count or not 0 <= number <= segments:",
+        "if not sealed or count or not 0 <= number <= self._segments:",
+        "if count or not 0 <= number <= self._segments:",
         ["tests/wire/test_corruption.py", "tests/wire/test_terms.py"],
     ),
     Fault(

@@ -25,4 +25,4 @@ class AllGatherExchange:
         encoded = chosen.encode()
         chosen.memory.sent_(chosen.bucket, encoded.sent)
         (payloads,) = yield (AllGather(encoded.payload),)
-        return chosen.mean_of(payloads)
+        return (yield from chosen.mean_of(payloads))

@@ -41,15 +41,16 @@ import torch
 from torch import Tensor
 
 from dgc.comm.meter import all_gather_wire_bytes
-from dgc.comm.requests import AllGather, Conversation, Exchange
+from dgc.comm.requests import AllGather, Conversation, Exchange, read
 from dgc.compression.protocol import SparseResult
+from dgc.compression.reading import unsealed
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.exchange.regions import BLOCK
-from dgc.compression.sparse.exchange.vectors import largest_of, shared, subtract, vector
+from dgc.compression.sparse.exchange.vectors import largest_of, shared, subtract
 from dgc.kernels import Budget, SparseVector
 from dgc.selection import Plan
 from dgc.wire import SparseFormat
-from dgc.wire.sealed import seal, sealed_bytes, unseal
+from dgc.wire.sealed import seal, sealed_bytes
 
 
 class GTopKExchange:
@@ -94,7 +95,7 @@ class GTopKExchange:
                 message = held.message(power)  # with or without a twin: x is now what the twins receive
                 yield from held.swap(dict.fromkeys(twins, message))
         held.tell_memory()
-        return chosen.mean([held.x], nonfinite)
+        return (yield from chosen.mean([held.x], nonfinite))
 
 
 class _Held:
@@ -124,8 +125,7 @@ class _Held:
     def add(self, lower: SparseVector, upper: SparseVector, members: int) -> None:
         """Set x to the largest elements of the sum of two groups. `members`: of both together."""
         chosen, kernel = self._chosen, self._chosen.kernels.selection
-        # a mean over one rank is the sum
-        total = vector(*kernel.merge_mean([lower, upper], 1, chosen.bucket.numel))
+        total = kernel.merge_mean([lower, upper], 1, chosen.bucket.numel).vector  # over one rank: the sum
         self.x, self._payload = largest_of(kernel, total, self._budget(sums=True).capacity), None
         self._keep(subtract(kernel, total, self.x), members)
 
@@ -139,14 +139,15 @@ class _Held:
         (received,) = yield (Exchange(sends, receives),)
         planned = (budget, bucket.numel, chosen.plan.ratio, chosen.what)
         payloads = [received[r] for r in sources]
-        return chosen.form.decode(chosen.kernels.codec, payloads, *planned, ranks=sources)[0]
+        decoding = chosen.form.decoding(chosen.kernels.codec, payloads, *planned, ranks=sources)
+        return decoding.checked((yield from read(decoding.scalars)))[0]
 
     def tell_memory(self) -> None:
         """Tell the memory what of this rank's elements is in x, the result, and what this rank keeps of them."""
         bucket, memory = self._chosen.bucket, self._chosen.memory
         memory.sent_(bucket, shared(self._own, self.x))
         if self._kept:
-            rest = vector(*self._chosen.kernels.selection.merge_mean(self._kept, 1, bucket.numel))
+            rest = self._chosen.kernels.selection.merge_mean(self._kept, 1, bucket.numel).vector
             memory.returned_(bucket, shared(rest, self.x))
 
     def _budget(self, sums: bool) -> Budget:
@@ -175,4 +176,5 @@ def _all_flags(chosen: Chosen) -> Conversation[list[int]]:
     bounds = plan.per_tensor.bounds
     nothing = torch.empty(0, dtype=torch.uint8, device=chosen.bucket.device)
     (headers,) = yield (AllGather(seal(codec, nothing, chosen.first_nonfinite, bounds, terms)),)
-    return unseal(codec, headers, 0, bounds.numel() - 1, terms, chosen.what)[1]
+    _, nonfinite = yield from unsealed(codec, headers, 0, bounds.numel() - 1, terms, chosen.what)
+    return nonfinite

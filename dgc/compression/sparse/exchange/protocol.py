@@ -9,10 +9,10 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.comm.requests import Conversation
-from dgc.compression.finite import first_nonfinite_message, overflow, sparse_overflow
+from dgc.comm.requests import Conversation, read
+from dgc.compression.finite import first_nonfinite_message, overflow_message, probe, sparse_overflow_message
 from dgc.compression.protocol import DenseResult, Result, SparseResult
-from dgc.kernels import Budget, SparseVector
+from dgc.kernels import Budget, Merged, SparseVector
 from dgc.memory import Memory
 from dgc.selection import Plan
 from dgc.wire import Encoded, SparseFormat
@@ -64,11 +64,12 @@ class Chosen:
         how = (budget or plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio)
         return self.form.encode(self.kernels.codec, self.elements if elements is None else elements, *how)
 
-    def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> SparseResult:
+    def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> Conversation[SparseResult]:
         """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
-        return self._sparse(*self.kernels.selection.merge_mean(parts, self.size, self.bucket.numel), nonfinite)
+        merged = self.kernels.selection.merge_mean(parts, self.size, self.bucket.numel)
+        return (yield from self._result(merged, nonfinite))
 
-    def mean_of(self, payloads: Sequence[Tensor]) -> Result:
+    def mean_of(self, payloads: Sequence[Tensor]) -> Conversation[Result]:
         """The mean of payloads of the whole plan, one from each rank.
 
         It is written into the bucket at once where it is needed there anyway: only a memory with momentum
@@ -77,18 +78,24 @@ class Chosen:
         bucket, planned = self.bucket, (self.plan.per_tensor, self.bucket.numel)
         decoder, sections = self.kernels.decoder, sections_of(self.form, *planned)
         if decoder is None or sections is None:
-            return self.mean(*self.form.decode(self.kernels.codec, payloads, *planned, self.plan.ratio, self.what))
+            decoding = self.form.decoding(self.kernels.codec, payloads, *planned, self.plan.ratio, self.what)
+            return (yield from self.mean(*decoding.checked((yield from read(decoding.scalars)))))
         settings = (self.plan.per_tensor, self.size, self.plan.ratio, self.what)
         gathered = Gathered(payloads, self.form, sections, *settings)
         if self.memory.correction is not None or bucket.dtype != torch.float32:
-            return self._sparse(*gathered.mean(decoder))
+            return (yield from self._result(*gathered.mean(decoder)))
         bucket.release()  # the gradients are accumulated and need no copy
         finite, nonfinite = gathered.mean_into_(bucket.flat, decoder)
         message = first_nonfinite_message(bucket, nonfinite)
-        return DenseResult(message if finite else message or overflow(bucket))
+        return DenseResult(message if finite else message or overflow_message(bucket))
 
-    def _sparse(self, indices: Tensor, values: Tensor, nonfinite: Sequence[int]) -> SparseResult:
-        message = first_nonfinite_message(self.bucket, nonfinite) or sparse_overflow(self.bucket, indices, values)
+    def _result(self, merged: Merged, nonfinite: Sequence[int]) -> Conversation[SparseResult]:
+        # entries that are not valid are zero
+        count, finite = yield from read([merged.count, probe(merged.values).isfinite()])
+        indices, values = merged.indices[:count], merged.values[:count]
+        message = first_nonfinite_message(self.bucket, nonfinite)
+        if not finite and message is None:
+            message = sparse_overflow_message(self.bucket, indices, values)
         return SparseResult(indices, values, message)
 
 

@@ -49,11 +49,11 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from dgc.comm.requests import AllGather, AllToAll, Conversation
+from dgc.comm.requests import AllGather, AllToAll, Conversation, read
 from dgc.compression.protocol import SparseResult
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.exchange.regions import Regions, divide_into_regions, largest_region
-from dgc.compression.sparse.exchange.vectors import largest_of, shared, subtract, vector
+from dgc.compression.sparse.exchange.vectors import largest_of, shared, subtract
 from dgc.kernels import Budget, SparseVector
 from dgc.selection import Plan
 from dgc.wire import Encoded, SparseFormat
@@ -110,22 +110,24 @@ class ReduceScatterExchange:
         splits = tuple(payload.numel() for payload in payloads)
         (received,) = yield (AllToAll(torch.cat(payloads), splits),)
         budget = division.budget(chosen.rank, division.send)
-        parts, nonfinite = form.decode(codec, received, budget, *settings)
+        decoding = form.decoding(codec, received, budget, *settings)
+        parts, nonfinite = decoding.checked((yield from read(decoding.scalars)))
 
         kernel = chosen.kernels.selection
-        total = vector(*kernel.merge_mean(parts, 1, regions.numel))  # a mean over one rank is the sum
+        total = kernel.merge_mean(parts, 1, regions.numel).vector  # a mean over one rank is the sum
         again = largest_of(kernel, total, division.keep)
         finite = torch.full_like(chosen.first_nonfinite, bucket.numel)
         encoded = self._encode(chosen, division, chosen.rank, division.keep, again, finite)
         (payloads,) = yield (AllGather(encoded.payload),)
         budget = division.budget(chosen.rank, division.keep)
-        parts, _ = form.decode(codec, payloads, budget, *settings, bounds=division.bounds)
+        decoding = form.decoding(codec, payloads, budget, *settings, bounds=division.bounds)
+        parts, _ = decoding.checked((yield from read(decoding.scalars)))
         result = regions.join(parts)
         rest = shared(subtract(kernel, total, encoded.sent), encoded.sent)
         indices = regions.index_of(rest.indices.long(), chosen.rank).to(torch.int32)
         chosen.memory.sent_(bucket, shared(sent, result))
         chosen.memory.returned_(bucket, SparseVector(indices, rest.values, rest.count))
-        return chosen.mean([result], nonfinite)
+        return (yield from chosen.mean([result], nonfinite))
 
     def _division(self, chosen: Chosen) -> Division:
         bucket, plan = chosen.bucket, chosen.plan

@@ -1,0 +1,82 @@
+"""Checks of received payloads. Every error names the rank whose payload is not valid."""
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from dgc.kernels.codec.mean import WORDS
+from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
+from dgc.kernels.selection.protocol import Budget
+
+
+class PayloadError(RuntimeError):
+    """A payload is damaged, or was encoded with other settings."""
+
+
+def check_sizes(payloads: Sequence[UInt8[Tensor, "nbytes"]], nbytes: int, terms: Terms, what: str) -> None:
+    """Check that all payloads have the planned size.
+
+    A rank with other terms plans another size. Some transports then split the gathered bytes into parts of equal
+    size, which are not the ranks' payloads. All payloads before the first differing one have the planned size, so
+    its header is found in the concatenated bytes.
+
+    Raises:
+        PayloadError: A size differs. The message names the rank.
+    """
+    if all(payload.numel() == nbytes for payload in payloads):
+        return
+    whole = torch.cat(list(payloads)).cpu()
+    for rank in range(len(payloads)):
+        header = whole[rank * nbytes :][:HEADER_BYTES].clone()
+        if header.numel() == HEADER_BYTES:
+            refuse_other_terms(rank, header.view(torch.int32).tolist()[4:], terms, what)
+    sizes = [payload.numel() for payload in payloads]
+    rank = next(rank for rank, size in enumerate(sizes) if size != nbytes)
+    raise PayloadError(f"rank {rank} sent {sizes[rank]} bytes instead of the planned {nbytes}")
+
+
+def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str) -> None:
+    """Raise PayloadError if the terms of `rank` differ from this rank's. `words`: the terms in its header."""
+    ratio, form = words
+    own_ratio, own_form = terms.words
+    if ratio != own_ratio:
+        (theirs,) = struct.unpack("<f", struct.pack("<i", ratio))
+        raise PayloadError(
+            f"rank {rank} encoded {what} at compress_ratio {theirs:.6g}, this rank at {terms.ratio:.6g}: call "
+            "begin_epoch(epoch) on every rank, with the same epoch"
+        )
+    if form != own_form:
+        raise PayloadError(
+            f"rank {rank} encoded {what} in another format than this rank: every rank needs the same settings"
+        )
+
+
+def refuse_invalid(
+    words: Sequence[int], ranks: Sequence[int], budget: Budget, numel: int, terms: Terms, what: str
+) -> None:
+    """Raise PayloadError for the first payload that is not valid. words: see `dgc.kernels.codec.mean.Decoded`."""
+    segments = budget.bounds.numel() - 1
+    for i, rank in enumerate(ranks):
+        count, number, *theirs, sealed, indices_valid, values_valid = words[WORDS * i : WORDS * (i + 1)]
+        if not sealed:
+            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
+        refuse_other_terms(rank, theirs, terms, what)
+        if not 0 <= count <= budget.capacity:
+            raise PayloadError(f"rank {rank} sent {count} elements, but the capacity is {budget.capacity}")
+        if not 0 <= number <= segments:
+            raise PayloadError(f"rank {rank} reports tensor {number} of {segments} as non-finite")
+        if not indices_valid:
+            raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
+        if not values_valid:
+            raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
+
+
+def read_scalars(scalars: Sequence[Tensor]) -> list[int]:
+    """Return the values of zero-dimensional tensors. On a GPU one read gets them all, because each read waits."""
+    if not scalars or scalars[0].is_cpu:
+        return [int(scalar) for scalar in scalars]
+    known: list[int] = torch.stack([scalar.int() for scalar in scalars]).tolist()
+    return known
