@@ -33,6 +33,7 @@ def main() -> None:
     settings = settings_of_rank()
     names = settings["methods"]
     torch.set_num_threads(settings["threads"])
+    torch.set_flush_denormal(True)  # a batch that is learned by heart has denormal gradients, which are slow
     transport = connected(names)
     methods = {}
     for name in names:

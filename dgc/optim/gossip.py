@@ -124,11 +124,14 @@ class GossipOptimizer(Wrapper):
         named = self._named_values()
         if not named:
             return True
-        largest = torch._foreach_norm([values for _, values in named], float("inf"))
-        is_finite = bool(torch.stack([n.float() for n in largest]).isfinite().all())
-        if not is_finite:
-            self._warn_nonfinite(next(name for name, values in named if not bool(values.isfinite().all())))
-        return is_finite
+        # sums take a tenth of the time of a look at each element, but may overflow
+        sums = torch.stack([values.sum(dtype=torch.float32) for _, values in named])
+        if bool(sums.isfinite().all()):
+            return True
+        first = next((name for name, values in named if not bool(values.isfinite().all())), None)
+        if first is not None:
+            self._warn_nonfinite(first)
+        return first is None
 
     def _named_values(self) -> list[tuple[str, Tensor]]:
         """Return (name, values) of this rank's gradients, without empty ones."""

@@ -34,6 +34,15 @@ def test_a_sparse_gradient_that_is_not_finite_is_dropped_and_named(value: Any) -
         strict.step()
 
 
+def test_finite_gradients_whose_sum_overflows_are_not_dropped() -> None:
+    model = torch.nn.Linear(4, 2, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = optimizer_of(model)
+    model.weight.grad = torch.full((2, 4), 3e38)
+    optimizer.step()
+    assert optimizer.dropped_steps == 0 and not torch.equal(model.weight, before)
+
+
 def test_a_sparse_gradient_of_no_rows_is_finite() -> None:
     model = torch.nn.Embedding(10, 4, sparse=True)
     optimizer = optimizer_of(model)
