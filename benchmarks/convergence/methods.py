@@ -45,6 +45,12 @@ METHODS: dict[str, tuple[str, ...]] = {
     "2bit": ("configs/threshold/2bit.py",),
     "2bit-adaptive": ("configs/threshold/adaptive.py",),
     "onebit-adam": ("configs/adam", "configs/adam/onebit_adam.py"),
+    "dgc-adam": ("configs/adam", "configs/adam/dgc_adam.py"),
+    "dgc-adam-0.1-percent": (
+        "configs/adam",
+        "configs/adam/dgc_adam.py",
+        "--configs.train.compression.compress_ratio=0.001",
+    ),
     "1bit": ("configs/threshold/1bit.py",),
     "signsgd": ("configs/quant/signsgd.py",),
     "signum": ("configs/quant/signum.py",),

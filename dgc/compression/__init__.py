@@ -28,6 +28,7 @@ from dgc.compression.route import Route as Route
 from dgc.compression.route import Rule as Rule
 from dgc.compression.sparse.chunks import ChunkCompressor as ChunkCompressor
 from dgc.compression.sparse.dgc import DGCCompressor as DGCCompressor
+from dgc.compression.sparse.dgc_adam import DGCAdamCompressor as DGCAdamCompressor
 from dgc.compression.sparse.random_k import RandomBlockCompressor as RandomBlockCompressor
 from dgc.compression.sparse.random_k import RandomKCompressor as RandomKCompressor
 from dgc.compression.sparse.sparse import SparseCompressor as SparseCompressor

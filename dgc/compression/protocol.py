@@ -167,6 +167,15 @@ class MomentumOwner(Protocol):
 
 
 @runtime_checkable
+class Preconditioner(MomentumOwner, Protocol):
+    """An optimizer that divides by something that no longer changes once it takes momentum."""
+
+    def preconditioner_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The factor of each element of the parameters, the same on every rank."""
+        ...
+
+
+@runtime_checkable
 class ExchangesMomentum(Protocol):
     """A compressor that needs a MomentumOwner."""
 

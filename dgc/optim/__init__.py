@@ -3,6 +3,7 @@
 from dgc.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
 from dgc.optim.broadcast import broadcast_parameters as broadcast_parameters
 from dgc.optim.compression_state import ErrorStatePart as ErrorStatePart
+from dgc.optim.dgc_adam import DGCAdam as DGCAdam
 from dgc.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from dgc.optim.gossip import GossipOptimizer as GossipOptimizer
 from dgc.optim.onebit_adam import OneBitAdam as OneBitAdam

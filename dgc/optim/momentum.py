@@ -113,7 +113,7 @@ def share_momentum(
     if not isinstance(optimizer, MomentumOwner):
         raise ValueError(
             f"{kind} exchanges the momentum of the optimizer, and {type(optimizer).__name__} does not share its "
-            "own: use dgc.optim.OneBitAdam, or a compressor of gradients, such as DoubleSqueezeCompressor"
+            "own: use dgc.optim.OneBitAdam or DGCAdam, or a compressor of gradients"
         )
     if factor != 1:
         raise ValueError(f"{kind} exchanges means of momentum: use op='average', and a learning rate for it")

@@ -151,8 +151,13 @@ class OneBitAdam(Optimizer):
             v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             if group["steps"] == group["freeze_step"]:
                 v.clamp_(min=group["floor"] * v.sum(dtype=torch.float64).div(max(1, v.numel())).to(v.dtype))
-        c1 = c2 = 1.0
-        if group["bias_correction"]:
-            c1, c2 = 1 - beta1 ** group["steps"], 1 - beta2 ** min(group["steps"], group["freeze_step"])
+        c1, c2 = self._corrections(group)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.addcdiv_(m, v.sqrt().div_(c2**0.5).add_(group["eps"]), value=-group["lr"] / c1)
+
+    def _corrections(self, group: dict[str, Any]) -> tuple[float, float]:
+        """Return c1 and c2 of this step."""
+        if not group["bias_correction"]:
+            return 1.0, 1.0
+        (beta1, beta2), steps = group["betas"], group["steps"]
+        return 1 - beta1**steps, 1 - beta2 ** min(steps, group["freeze_step"])

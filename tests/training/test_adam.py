@@ -72,6 +72,7 @@ def test_what_does_not_stack() -> None:
         (["configs/adam/dgc.py", "configs/dgc/wm0.py"], "train.optimizer is torch.optim.AdamW"),
         (["configs/adam/onebit_adam.py", "configs/quant/qsgd.py"], "train.compression._target_"),
         (["configs/adam/onebit_adam.py", "configs/adam/dgc.py"], "_target_"),
+        (["configs/adam/dgc_adam.py", "configs/quant/qsgd.py"], "train.compression._target_"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(["configs/digits/cnn.py", *stack])

@@ -33,6 +33,7 @@ BEFORE = {
 ALSO = {
     "chunks": ["--configs.train.compression.chunk_size=200"],
     "onebit_adam": ["--configs.train.optimizer.freeze_step=2"],
+    "dgc_adam": ["--configs.train.optimizer.freeze_step=2"],
     "dgc": ["--configs.train.compression.warmup_epochs=0"],
 }
 FILES = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("*.py")) if path.stem != "__init__"]

@@ -21,7 +21,7 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.protocol import MomentumOwner, Result
+from dgc.compression.protocol import MomentumOwner, Preconditioner, Result
 from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
 
 
@@ -47,6 +47,11 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
 
     def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
         """Take momentum and stage from this optimizer. parameters: those of this compressor, by name."""
+        if isinstance(owner, Preconditioner):
+            raise ValueError(
+                f"OneBitAdamCompressor exchanges momentum, and {type(owner).__name__} takes updates in its place: "
+                "use dgc.optim.OneBitAdam"
+            )
         self._owner, self._parameters = owner, dict(parameters)
 
     @property

@@ -4,6 +4,27 @@ from ..fault import Fault
 
 OPTIM = [
     Fault(
+        "preconditioner-of-another-state-kept",
+        "dgc/optim/dgc_adam.py",
+        "if p not in kept or kept[p][0] is not v or kept[p][1] != v._version:",
+        "if p not in kept:",
+        ["tests/optim/test_dgc_adam.py::test_a_saved_state_goes_on_bit_for_bit"],
+    ),
+    Fault(
+        "momentum-of-the-warm-up-lost",
+        "dgc/optim/dgc_adam.py",
+        "value=-lr / c1)",
+        "value=0.0)",
+        ["tests/optim/test_dgc_adam.py::test_every_step_is_that_of_the_formulas"],
+    ),
+    Fault(
+        "updates-of-adam-masked",
+        "dgc/compression/sparse/dgc_adam.py",
+        "DGCSGDMemory(momentum_masking=False)",
+        "DGCSGDMemory()",
+        ["tests/optim/test_dgc_adam.py::test_every_step_is_that_of_the_formulas"],
+    ),
+    Fault(
         "gradients-changed-in-place-not-noticed",
         "dgc/optim/exchange/gradients.py",
         "(p.grad is not final[0] or final[0]._version != final[1])",

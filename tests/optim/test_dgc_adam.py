@@ -1,0 +1,214 @@
+"""DGC with Adam: AdamW in the warm-up, then DGC of preconditioned gradients, and what it refuses."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from optim.nets import alone, dgc, loss_of, net, run, values, wrap
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, DGCAdamCompressor, OneBitAdamCompressor
+from dgc.memory import ResidualMemory
+from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
+from dgc.testing import Fleet
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+WARM_UP, STEPS, SHAPE = 5, 40, (6, 10)
+LR, BETAS, EPS, DECAY = 0.05, (0.8, 0.9), 1e-6, 0.1
+
+
+def adam(model: Any, **options: Any) -> Any:
+    return DGCAdam(model.parameters(), **{"lr": 0.01, "freeze_step": WARM_UP, **options})
+
+
+def wrapped(model: Any, transport: Any, make: Any = adam, **options: Any) -> Any:
+    return wrap(model, transport, make, **{"compression": DGCAdamCompressor(0.2), "bucket_mb": 2e-4, **options})
+
+
+def train(model: Any, optimizer: Any, steps: Any, rank: int = 0, **options: Any) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, rank, **options).backward()
+        optimizer.step()
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def gradient(x: Any, rank: int, step: int) -> Any:
+    """Of a quadratic, with noise. One element has no gradient until some steps after the warm-up."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    g = x - rank + torch.randn(SHAPE, generator=generator) / 4
+    return g.index_fill(0, torch.tensor([0]), 0.0) if step < WARM_UP + 3 else g
+
+
+def by_hand(size: int, ratio: float, correct: bool) -> Any:
+    """The header's formulas, with all ranks in one place."""
+    x, m, v = (torch.zeros(SHAPE) for _ in range(3))
+    us, errors = ([torch.zeros(SHAPE) for _ in range(size)] for _ in range(2))
+    (beta1, beta2), k = BETAS, round(ratio * x.numel())
+    for step in range(STEPS):
+        t, gs = step + 1, [gradient(x, rank, step) for rank in range(size)]
+        c1, c2 = (1 - beta1**t, 1 - beta2 ** min(t, WARM_UP)) if correct else (1.0, 1.0)
+        if t <= WARM_UP:
+            g = sum(gs) / size
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            if t == WARM_UP:
+                v = v.clamp(min=0.01 * v.mean())
+                root = (v / (1 - beta2**WARM_UP if correct else 1.0)).sqrt() + EPS
+            x = x * (1 - LR * DECAY) - LR / c1 * m / ((v / c2).sqrt() + EPS)
+            continue
+        mean = torch.zeros(SHAPE)
+        for rank, g in enumerate(gs):
+            us[rank] = beta1 * us[rank] + g / root
+            errors[rank] = errors[rank] + us[rank]
+            chosen = errors[rank].view(-1).abs().topk(k).indices
+            sent = torch.zeros(x.numel()).index_put((chosen,), errors[rank].view(-1)[chosen]).view(SHAPE)
+            errors[rank], mean = errors[rank] - sent, mean + sent / size
+        m = beta1 * m
+        x = x * (1 - LR * DECAY) - LR / c1 * ((1 - beta1) * mean + m / root)
+    return x
+
+
+def test_every_step_is_that_of_the_formulas() -> None:
+    for size, ratio, correct in ((1, 0.1, True), (3, 0.05, True), (3, 0.1, False), (2, 0.999, True)):
+
+        def body(transport: Any, ratio: Any = ratio, correct: Any = correct) -> Any:
+            p = torch.nn.Parameter(torch.zeros(SHAPE))
+            inner = DGCAdam([p], LR, BETAS, EPS, DECAY, freeze_step=WARM_UP, bias_correction=correct)
+            optimizer = DistributedOptimizer(inner, [("p", p)], DGCAdamCompressor(ratio), transport=transport)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                p.grad = gradient(p.detach(), transport.rank, step)
+                optimizer.step()
+            return p.detach()
+
+        expected = by_hand(size, ratio, correct)
+        with case(size, ratio, correct):
+            found = LockstepWorld(size).run(body)
+            assert all(torch.equal(x, found[0]) for x in found)
+            torch.testing.assert_close(found[0], expected, rtol=0, atol=2e-5)
+            assert float(expected.abs().max()) > 0.1 or size == 1
+
+
+def test_where_everything_is_sent_it_is_adamw_with_a_constant_second_moment() -> None:
+    """Up to rounding: momentum is applied before the mean, and divided first."""
+
+    def ends(make: Any, compression: Any) -> Any:
+        def body(model: Any, transport: Any) -> None:
+            train(model, wrap(model, transport, make, compression=compression()), range(30), transport.rank)
+
+        return values(run(2, body)[0]).values()
+
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": 6}
+    expected = ends(lambda m: OneBitAdam(m.parameters(), **options), DenseCompressor)
+    found = ends(lambda m: DGCAdam(m.parameters(), **options), lambda: DGCAdamCompressor(1.0, vectors="sparse"))
+    for x, y in zip(expected, found, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
+
+
+def test_bytes_and_share_of_both_stages() -> None:
+    def body(model: Any, transport: Any) -> None:
+        compression = DGCAdamCompressor(0.02, int32_indices=True)
+        optimizer = wrapped(model, transport, compression=compression, bucket_mb=25)
+        sent = []
+        for step in range(WARM_UP + 3):
+            before = optimizer.meter.payload_bytes
+            train(model, optimizer, [step], transport.rank)
+            sent.append(optimizer.meter.payload_bytes - before)
+        assert sent[:WARM_UP] == [4 * sum(p.numel() for p in model.parameters())] * WARM_UP
+        assert sent[WARM_UP:] == [sent[-1]] * 3 and sent[-1] < sent[0] / 2
+
+    run(2, body)
+
+
+def test_a_saved_state_goes_on_bit_for_bit() -> None:
+    for saved in (2, WARM_UP, WARM_UP + 3):
+
+        def body(model: Any, transport: Any, saved: Any = saved) -> None:
+            optimizer = wrapped(model, transport)
+            train(model, optimizer, range(saved), transport.rank)
+            state = copy.deepcopy([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()])
+            other = copy.deepcopy(model)
+            again = wrapped(other, transport)
+            train(other, again, range(90, 92 + WARM_UP), transport.rank)  # what it has kept must not stay
+            other.load_state_dict(state[2])
+            again.load_state_dict(state[0])
+            again.load_compression_state_dict(state[1])
+            train(other, again, range(saved, saved + 5), transport.rank)
+            train(model, optimizer, range(saved, saved + 5), transport.rank)
+            assert same(values(model).values(), values(other).values())
+
+        with case(saved):
+            run(2, body)
+
+
+def test_a_dropped_step_never_was() -> None:
+    """The model, the stage and the second moment are as before. What was sent returns."""
+    for steps in (WARM_UP - 1, WARM_UP, WARM_UP + 2):
+
+        def body(model: Any, transport: Any, steps: Any = steps) -> None:
+            optimizer = wrapped(model, transport)
+            train(model, optimizer, range(steps), transport.rank)
+            before, counted = list(values(model).values()), optimizer.param_groups[0]["steps"]
+            optimizer.zero_grad()
+            (loss_of(model, 9, transport.rank) * (float("nan") if transport.rank else 1.0)).backward()
+            optimizer.step()
+            assert optimizer.dropped_steps == 1 and optimizer.param_groups[0]["steps"] == counted == steps
+            assert same(before, values(model).values())
+            train(model, optimizer, range(5), transport.rank)
+            assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+        with pytest.warns(UserWarning, match="rank 1 has NaN"):
+            run(2, body)
+
+
+def test_a_tensor_without_gradients_in_the_warm_up_does_not_move() -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrapped(model, transport, compression=DGCAdamCompressor(0.2, vectors="sparse"))
+        still = copy.deepcopy(model.spare)
+        train(model, optimizer, range(WARM_UP), transport.rank, spare=False)
+        train(model, optimizer, range(WARM_UP, WARM_UP + 5), transport.rank)
+        assert same(still.parameters(), model.spare.parameters())
+
+    run(2, body)
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "AdamW": (lambda m: torch.optim.AdamW(m.parameters()), DGCAdamCompressor(0.1), "use .*DGCAdam"),
+    "OneBitAdam": (
+        lambda m: OneBitAdam(m.parameters(), freeze_step=2),
+        DGCAdamCompressor(0.1),
+        "OneBitAdam does not share its own: use dgc.optim.DGCAdam",
+    ),
+    "1 bit": (adam, OneBitAdamCompressor(), "DGCAdam takes updates in its place: use dgc.optim.OneBitAdam"),
+    "momentum correction": (adam, dgc(), "DGCAdam would apply it again"),
+    "two coefficients": (
+        lambda m: DGCAdam(
+            [
+                {"params": list(m.first.parameters()), "betas": (0.5, 0.9)},
+                {"params": [*m.spare.parameters(), *m.last.parameters()]},
+            ],
+            freeze_step=2,
+        ),
+        DGCAdamCompressor(0.1, vectors="sparse"),
+        r"one beta1 to all parameters, not \[0.5, 0.9\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    make, compression, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        wrapped(net(), alone(), make, compression=compression)
+
+
+def test_a_memory_and_no_optimizer_are_refused() -> None:
+    with pytest.raises(ValueError, match="has a memory of its own"):
+        DGCAdamCompressor(0.1, memory=ResidualMemory())
+    with pytest.raises(ValueError, match="second moment of a dgc.optim.DGCAdam, and has none"):
+        Fleet(lambda: DGCAdamCompressor(0.1), 1)
