@@ -48,7 +48,7 @@ class DDPExchange(CountsEpochs):
         compression: A compressor of `dgc.compression`, or a Route.
         optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which must be
             applied only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none. Also
-            needed by OneBitAdamCompressor, which exchanges the momentum of a `dgc.optim.OneBitAdam`.
+            needed by OneBitAdamCompressor and DGCAdamCompressor, for `dgc.optim.OneBitAdam` and `DGCAdam`.
         bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger. It does not
             depend on DDP's bucket_cap_mb.
         transport: Connects the ranks. None: torch.distributed, on process groups of its own.

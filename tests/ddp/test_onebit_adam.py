@@ -1,4 +1,4 @@
-"""1-bit Adam as a communication hook: the same as in DistributedOptimizer, on one rank."""
+"""1-bit Adam, and DGC for Adam, as a communication hook: the same as in DistributedOptimizer, on one rank."""
 
 import copy
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from optim.nets import alone, loss_of, net, values
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.compression import OneBitAdamCompressor
+from dgc.compression import DGCAdamCompressor, OneBitAdamCompressor
 from dgc.ddp import compress
-from dgc.optim import DistributedOptimizer, OneBitAdam
+from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,20 +22,26 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def adam(model: Any) -> Any:
-    return OneBitAdam(model.parameters(), lr=0.01, freeze_step=3)
+METHODS: dict[str, tuple[Any, Any]] = {
+    "OneBitAdam": (OneBitAdam, OneBitAdamCompressor),
+    "DGCAdam": (DGCAdam, lambda: DGCAdamCompressor(0.2)),
+}
 
 
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.filterwarnings("ignore:.*has NaN or inf")
-def test_the_hook_exchanges_momentum() -> None:
+def test_the_hook_exchanges_momentum(name: str) -> None:
+    make, compression = METHODS[name]
+
+    def adam(model: Any) -> Any:
+        return make(model.parameters(), lr=0.01, freeze_step=3)
+
     model = net()
     other = copy.deepcopy(model)
     wrapped = DistributedDataParallel(model)
     inner = adam(model)
-    exchange = compress(wrapped, OneBitAdamCompressor(), inner, transport=alone())
-    optimizer = DistributedOptimizer(
-        adam(other), other.named_parameters(), OneBitAdamCompressor(), transport=alone()
-    )
+    exchange = compress(wrapped, compression(), inner, transport=alone())
+    optimizer = DistributedOptimizer(adam(other), other.named_parameters(), compression(), transport=alone())
     for step in range(8):
         factor = float("nan") if step in (1, 5) else 1.0
         for m, o in ((wrapped, inner), (other, optimizer)):
