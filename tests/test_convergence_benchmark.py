@@ -37,10 +37,10 @@ def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "methods"),
     [
-        ("digits", ("dense", "dgc", "onebit-adam", "dgc-adam")),
+        ("digits", ("dense", "dgc", "onebit-adam", "zero-one-adam", "dgc-adam")),
         ("numwords", (*LANGUAGE, "sgp", "osgp", "adpsgd")),
-        ("pysource", (*LANGUAGE, "onebit-adam", "dgc-adam", "dgc-adam-0.1-percent")),
-        ("lstm", (*LANGUAGE, "onebit-adam")),
+        ("pysource", (*LANGUAGE, "onebit-adam", "zero-one-adam", "dgc-adam", "dgc-adam-0.1-percent")),
+        ("lstm", (*LANGUAGE, "onebit-adam", "zero-one-adam")),
         ("lstm-sgd", ("dense", "dgc", "dgc-1-percent", "powersgd-1")),
     ],
 )

@@ -152,7 +152,16 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.optim",
         "dgc.optim.exchange",
     ),
-    "dgc.outer.__init__": ("dgc.outer",),
+    "dgc.outer.zero_one_steps": (
+        "dgc.comm",
+        "dgc.compression",
+        "dgc.compression.quantized",
+        "dgc.memory",
+        "dgc.gossip",
+        "dgc.optim",
+        "dgc.outer",
+    ),
+    "dgc.outer.__init__": ("dgc.outer", "dgc.outer.zero_one_steps"),
     "dgc.ddp": (
         "dgc.comm",
         "dgc.comm.torch_distributed",

@@ -45,6 +45,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "2bit": ("configs/threshold/2bit.py",),
     "2bit-adaptive": ("configs/threshold/adaptive.py",),
     "onebit-adam": ("configs/adam", "configs/adam/onebit_adam.py"),
+    "zero-one-adam": ("configs/adam", "configs/adam/zero_one_adam.py"),
     "dgc-adam": ("configs/adam", "configs/adam/dgc_adam.py"),
     "dgc-adam-0.1-percent": (
         "configs/adam",

@@ -21,6 +21,8 @@ WITH_ADAM = {
         "--configs.train.clip_norm=null",
     ),
     "onebit-adam": ("configs/adam/onebit_adam.py", "--configs.train.clip_norm=null"),
+    # without clipping too, to be compared with 1-bit Adam
+    "zero-one-adam": ("configs/adam/zero_one_adam.py", "--configs.train.clip_norm=null"),
 }
 # At the rate of dense training, short runs need a limit of each rank's gradients (section 3.2 of DGC's paper), and
 # one epoch of 420 steps that send 1 %.

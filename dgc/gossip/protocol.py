@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
@@ -21,7 +22,10 @@ class Gossip(Protocol):
     calls `update`.
     """
 
-    compress_ratio: float  # bytes of a message / bytes of the model in fp32
+    @property
+    def compress_ratio(self) -> float:
+        """Bytes of a message / bytes of the model in fp32."""
+        ...
 
     @property
     def is_synchronous(self) -> bool:
@@ -98,6 +102,15 @@ class Asynchronous(Gossip, Protocol):
     @property
     def is_running(self) -> bool:
         """Whether other ranks may send messages to this one: not while it is paused, failed or closed."""
+        ...
+
+
+@runtime_checkable
+class UsesOptimizer(Gossip, Protocol):
+    """A gossip algorithm that works with the state of one kind of optimizer."""
+
+    def use_optimizer(self, optimizer: Optimizer) -> None:
+        """Called once, before `start`, with the wrapped optimizer. Raises ValueError if it is of another kind."""
         ...
 
 

@@ -18,7 +18,7 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel
-from dgc.gossip.protocol import Asynchronous, Gossip, Joinable
+from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
 from dgc.optim.agreement import check_settings, first_difference
 from dgc.optim.options import name_parameters, unique_prefix
 from dgc.optim.wrapper import Wrapper
@@ -78,6 +78,8 @@ class GossipOptimizer(Wrapper):
         _check_agreement(named, self.transport)
         self._names = [name for name, _ in named]
         self.model = FlatModel(named)
+        if isinstance(gossip, UsesOptimizer):
+            gossip.use_optimizer(optimizer)
         gossip.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.gossip")
 
     @property

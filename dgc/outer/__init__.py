@@ -6,3 +6,5 @@ from dgc.outer.optimizers import SlowMo as SlowMo
 from dgc.outer.schedule import OuterSchedule as OuterSchedule
 from dgc.outer.schedule import Ramp as Ramp
 from dgc.outer.steps import OuterSteps as OuterSteps
+from dgc.outer.zero_one_adam import ZeroOneAdam as ZeroOneAdam
+from dgc.outer.zero_one_steps import ZeroOneSteps as ZeroOneSteps

@@ -34,7 +34,8 @@ from dgc.compression import Compressor, DGCCompressor, OneBitAdamCompressor, QSG
 from dgc.gossip import CHOCO, Gossip, HierarchicalGossip
 from dgc.gossip.topology.bipartite import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
-from dgc.optim import OneBitAdam
+from dgc.optim import GossipOptimizer, OneBitAdam
+from dgc.outer import ZeroOneAdam, ZeroOneSteps
 from dgc.testing import LIKE, Fleet, gradients
 
 ROOT = Path(__file__).parents[2]
@@ -197,6 +198,11 @@ def onebit_adam(model: torch.nn.Module, transport: LockstepTransport) -> Any:
     return wrap(model, transport, make, compression=OneBitAdamCompressor())
 
 
+def zero_one_adam(model: torch.nn.Module, transport: LockstepTransport) -> Any:
+    adam = ZeroOneAdam(model.parameters(), lr=0.01)
+    return GossipOptimizer(adam, model.named_parameters(), ZeroOneSteps(2, 1, 1, 2), transport=transport)
+
+
 TRAININGS: dict[str, Callable[[torch.nn.Module, LockstepTransport], Any]] = {
     "dense": wrap,
     "momentum sgd, qsgd": lambda model, t: wrap(model, t, compression=QSGDCompressor(), bucket_mb=1e-4),
@@ -211,6 +217,8 @@ TRAININGS: dict[str, Callable[[torch.nn.Module, LockstepTransport], Any]] = {
     "bf16": lambda model, t: wrap(model.to(torch.bfloat16), t, dgc_sgd, compression=dgc(0.1)),
     "1-bit adam": lambda model, t: onebit_adam(model, t),
     "1-bit adam, bf16": lambda model, t: onebit_adam(model.to(torch.bfloat16), t),
+    "0/1 adam": lambda model, t: zero_one_adam(model, t),
+    "0/1 adam, bf16": lambda model, t: zero_one_adam(model.to(torch.bfloat16), t),
 }
 
 

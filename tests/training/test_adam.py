@@ -1,4 +1,4 @@
-"""train.py with configs/adam: exact resume of 1-bit Adam in both stages, and what does not stack."""
+"""train.py with configs/adam: exact resume of 1-bit Adam and 0/1 Adam in their stages, and what does not stack."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training.test_train import assert_equal, run
 
 from dgc_training.checkpoint.reading import read_tensors
@@ -66,8 +67,31 @@ def test_another_freeze_step_is_another_run(whole: Any, tmp_path: Path) -> None:
         train_in(again, freeze_step=5)
 
 
+def test_zero_one_adam_resumed_between_two_exchanges_ends_bit_identical(tmp_path: Path) -> None:
+    """Step 8 is the third of four local steps."""
+    numbers = {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
+    words = [*SHORT, "--configs.train.check_replicas_every=0"]
+    words += [f"--configs.train.gossip.{name}={number}" for name, number in numbers.items()]
+    stack = [*STACK[:2], "configs/adam/zero_one_adam.py"]
+    whole, again = tmp_path / "run", tmp_path / "again"
+    run(["--run-dir", str(whole), *words], 2, stack)
+    again = part(whole, again, "e0000s00008")
+    own = [read_tensors(again / "checkpoints" / "e0000s00008" / f"rank{rank}.pt") for rank in range(2)]
+    states = [state["compression"]["ZeroOneSteps.0"] for state in own]
+    assert states[0]["local_steps"] == 3
+    assert any(not torch.equal(z, states[1]["z"][name]) for name, z in states[0]["z"].items())
+    run(["--run-dir", str(again), *words], 2, stack)
+    for file in ("shared.pt", "rank0.pt", "rank1.pt"):
+        ends = [read_tensors(folder / "checkpoints" / "e0001" / file) for folder in (whole, again)]
+        for state in ends:
+            state.pop("random", None)  # simulated ranks share it
+        assert_equal(*ends)
+
+
 def test_what_does_not_stack() -> None:
     for stack, message in (
+        (["configs/adam/zero_one_adam.py", "configs/quant/qsgd.py"], "train.compression._target_"),
+        (["configs/adam/zero_one_adam.py", "configs/outer/diloco.py"], "train.gossip._target_"),
         (["configs/dgc/wm0.py", "configs/adam/onebit_adam.py"], "train.dgc"),
         (["configs/adam/dgc.py", "configs/dgc/wm0.py"], "train.optimizer is torch.optim.AdamW"),
         (["configs/adam/onebit_adam.py", "configs/quant/qsgd.py"], "train.compression._target_"),

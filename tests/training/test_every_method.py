@@ -33,6 +33,7 @@ BEFORE = {
 ALSO = {
     "chunks": ["--configs.train.compression.chunk_size=200"],
     "onebit_adam": ["--configs.train.optimizer.freeze_step=2"],
+    "zero_one_adam": ["--configs.train.gossip.var_freeze_step=2", "--configs.train.check_replicas_every=0"],
     "dgc_adam": ["--configs.train.optimizer.freeze_step=2"],
     "dgc": ["--configs.train.compression.warmup_epochs=0"],
 }

@@ -1,0 +1,39 @@
+"""The steps in which 0/1 Adam communicates (Lu et al. 2022, arXiv 2202.06009), as DeepSpeed's options choose them.
+
+    T_v     F = var_freeze_step, kappa = var_update_scaler:
+            k_0 = 0,  k_(j+1) = k_j + 2**(j // kappa),  all k_j < F
+    T_u     every step before F; then the gap H is 1 for local_step_scaler steps, 2 for as many, 4, ..,
+            and at most local_step_clipper
+"""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class ZeroOneSchedule:
+    """The steps of T_v and the gaps of T_u. Steps are counted from 0. The arguments are those of `ZeroOneSteps`.
+
+    Raises:
+        ValueError: if an argument is not a whole number of at least 1.
+    """
+
+    var_freeze_step: int
+    var_update_scaler: int
+    local_step_scaler: int
+    local_step_clipper: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+    def updates_variance(self, t: int) -> bool:
+        """Whether step t is in T_v."""
+        kappa = self.var_update_scaler
+        doublings = (t // kappa + 1).bit_length() - 1  # kappa (2**i - 1) is the first step with gaps of 2**i
+        return t < self.var_freeze_step and (t - kappa * (2**doublings - 1)) % 2**doublings == 0
+
+    def interval(self, t: int) -> int:
+        """H: the gap of T_u in step t."""
+        doublings = max(0, t - self.var_freeze_step) // self.local_step_scaler
+        return min(self.local_step_clipper, 2 ** min(doublings, 62))
