@@ -103,3 +103,11 @@ def test_what_does_not_stack() -> None:
     for name in ("scaled_sign", "onebit", "qsgd"):
         tree = load(["configs/digits/cnn.py", "configs/adam", f"configs/quant/{name}.py"])
         assert tree.train.optimizer._target_ == "torch.optim.AdamW"
+
+
+def test_an_experiment_with_adam_keeps_its_settings() -> None:
+    expected = dict(load(["configs/pysource/gpt.py"]).train.optimizer)
+    assert dict(load(["configs/pysource/gpt.py", "configs/adam"]).train.optimizer) == expected
+    found = dict(load(["configs/pysource/gpt.py", "configs/adam/dgc_adam.py"]).train.optimizer)
+    assert found == {**expected, "_target_": "dgc.optim.DGCAdam", "freeze_step": 100}
+    assert load(["configs/digits/cnn.py", "configs/adam"]).train.optimizer._target_ == "torch.optim.AdamW"
