@@ -41,7 +41,7 @@ WITH_LOCAL_CLIPPING = {
     "dgc-1-percent": (*CLIPPED, "--configs.train.compression.compress_ratio=0.01"),
     "dgc-no-warm-up": CLIPPED,
 }
-# Ratio warm-up counts epochs: an epoch is 25 steps. 400 steps of 4 ranks read most of these characters once.
+# Ratio warm-up counts epochs: an epoch is 25 steps. 1000 steps of 4 ranks read these characters twice.
 SHORT = ("--configs.dataset.characters=1000000", "--configs.task.steps_per_epoch=25")
 
 
@@ -77,10 +77,10 @@ class Task:
 
 
 def characters(*words: str, methods: Mapping[str, tuple[str, ...]] | None = None) -> Task:
-    """A language model of the characters of Python's sources, trained for 400 steps."""
+    """A language model of the characters of Python's sources, trained for 1000 steps."""
     return Task(
         (*words, *SHORT),
-        16,
+        40,
         8,
         metric="bits_per_character/test",
         quality="bits per character",
