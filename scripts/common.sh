@@ -39,7 +39,6 @@ complete_settings() { # sets RANKS and HOSTS, and variables that a single machin
         HOSTS=localhost:$RANKS
         cores=$(nproc)
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > RANKS ? cores / RANKS : 1))}
-        if [ "$RANKS" -gt "$cores" ]; then export OMPI_MCA_mpi_yield_when_idle=1; fi
     fi
     if [ "$(id -u)" = 0 ]; then # as in a container
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

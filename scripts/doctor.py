@@ -200,8 +200,8 @@ def check_surroundings(facts: Facts) -> Iterator[Finding]:
         yield Finding("Open MPI refuses to start for root by default", f"{exports} (make does it)", note=True)
     if horovod and facts.cores < DEMO_RANKS:
         yield Finding(
-            f"{facts.cores} cores: more ranks need mpirun --oversubscribe --mca mpi_yield_when_idle 1",
-            "python -m scripts.launch RANKS train.py ... sets both",
+            f"{facts.cores} cores: more ranks need mpirun --oversubscribe",
+            "python -m scripts.launch RANKS train.py ... sets it",
             note=True,
         )
     threshold = facts.variables.get("HOROVOD_FUSION_THRESHOLD", "0")

@@ -48,7 +48,7 @@ def mpirun(ranks: int, cores: int, words: Sequence[str]) -> list[str]:
     # By default Open MPI binds each rank to one core, so that all threads of a rank would share it.
     options = ["--bind-to", "none"]
     if ranks > cores:
-        options += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+        options += ["--oversubscribe"]
     return ["mpirun", "-np", str(ranks), *options, sys.executable, *words]
 
 

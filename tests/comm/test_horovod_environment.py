@@ -13,7 +13,6 @@ NAMES = (
     "HOROVOD_CYCLE_TIME",
     "OPAL_PREFIX",
     "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
     "OMPI_MCA_mpi_yield_when_idle",
 )
 
@@ -33,7 +32,12 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.horovod
 @pytest.mark.parametrize(
-    ("name", "ours", "theirs"), [("HOROVOD_FUSION_THRESHOLD", "0", "1024"), ("HOROVOD_CYCLE_TIME", "0.2", "5")]
+    ("name", "ours", "theirs"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "0", "1024"),
+        ("HOROVOD_CYCLE_TIME", "0.2", "5"),
+        ("OMPI_MCA_mpi_yield_when_idle", "1", "0"),
+    ],
 )
 def test_what_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch, name: Any, ours: Any, theirs: Any) -> None:
     prepare_environment()
@@ -54,15 +58,6 @@ def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch: pytest.Mon
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
     prepare_environment()
     assert os.environ["OPAL_PREFIX"] == str(tmp_path)
-
-
-@pytest.mark.horovod
-@pytest.mark.parametrize("ranks, yields", [(2, False), (3, True)])
-def test_ranks_that_outnumber_the_cores_yield(monkeypatch: pytest.MonkeyPatch, ranks: Any, yields: Any) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
-    prepare_environment()
-    assert ("OMPI_MCA_mpi_yield_when_idle" in os.environ) is yields
 
 
 def run(program: Any) -> None:
