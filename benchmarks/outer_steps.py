@@ -1,29 +1,29 @@
 """Bits per character against bytes: dense AdamW and outer steps on Python sources, all with the same steps.
 
-    python -m benchmarks.outer_steps --seeds 1 2 3 --runs runs/outer_steps --figure docs/outer.svg
+    python -m benchmarks.outer_steps --seeds 1 2 3 --keep runs/outer_steps --figure docs/outer.svg
 
 Four simulated ranks train a small GPT (`configs/pysource/gpt`) with AdamW. `bits` are bits per character of
 held-out files after the last step, `to dense` is the difference in percent, and +- the standard error of its mean
 over the seeds. `payload` are the bytes that a rank contributes per step, `wire` what it sends for it
 (docs/bytes.md). The last line is JSON.
 
-A finished run in the folder of --runs is not trained again. Without --runs nothing is kept.
+A finished run in the folder of --keep is not trained again. Without --keep nothing is kept.
 """
 
 import argparse
-import json
 import math
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.convergence.report import standard_error
-from benchmarks.convergence.runs import simulate
+from benchmarks.convergence.runs import simulate, summary_of
 from benchmarks.results import print_json
 from scripts.launch import usable_cores
 
@@ -163,16 +163,9 @@ def train_all(args: argparse.Namespace, folder: Path) -> dict[str, list[dict[str
     summaries: dict[str, list[dict[str, Any]]] = {method: [] for method in args.methods}
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         places = [folder / f"{method}-{seed}" for seed, method in runs]
-        ended = [
-            None
-            if (place / "summary.json").exists()
-            else pool.submit(simulate, RANKS, words(args, method, seed, place))
-            for (seed, method), place in zip(runs, places, strict=True)
-        ]
-        for (seed, method), place, run in zip(runs, places, ended, strict=True):
-            if run is not None:
-                run.result()
-            summary = json.loads((place / "summary.json").read_text())
+        arguments = [words(args, method, seed, place) for (seed, method), place in zip(runs, places, strict=True)]
+        ended = pool.map(partial(summary_of, simulate, RANKS), arguments, places)
+        for (seed, method), summary in zip(runs, ended, strict=True):
             summaries[method].append(summary)
             bits, seconds = summary["final"][BITS], summary["seconds"]
             print(f"seed {seed}  {method:<16} {bits:.4f} bits  {seconds:.0f} s", flush=True)
@@ -191,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=64, help="of the GPT; its own is 128")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of 64 characters per rank; its own is 16")
     parser.add_argument("--jobs", type=int, default=usable_cores(), help="runs at a time")
-    parser.add_argument("--runs", type=Path, help="folder of the runs, to keep them")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs; repeat no finished one")
     parser.add_argument("--figure", type=Path, help="an SVG file to draw")
     parser.add_argument("overrides", nargs="*", metavar="--configs.KEY=VALUE", help="for every run, after --")
     args = parser.parse_args(argv)
@@ -203,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     title = f"GPT of width {args.width}, {batch}, {args.steps} steps"
     print(f"{title}, seeds {args.seeds}, python {sys.version.split()[0]}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        found = rows(args.steps, train_all(args, args.runs or Path(scratch)))
+        found = rows(args.steps, train_all(args, args.keep or Path(scratch)))
     print_table(found)
     if args.figure is not None:
         draw(found, title, args.figure)

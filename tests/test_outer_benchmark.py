@@ -2,12 +2,14 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import outer_steps
+from benchmarks.convergence.runs import summary_of
 from dgc_training.config import instantiate, load
 from dgc_training.startup.arguments import parse_arguments
 
@@ -40,11 +42,18 @@ def test_every_method_exchanges_as_often_as_its_row_says(method: str) -> None:
     assert outer_steps.exchanges(method, 2000) == 2000 // algorithm.average_every
 
 
-def test_finished_runs_are_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for method, summary in (("dense-1", run(2.0, DENSE)), ("sign-h4-1", run(2.2, SPARSE))):
-        (tmp_path / method).mkdir()
-        (tmp_path / method / "summary.json").write_text(json.dumps(summary))
-    outer_steps.main(["--methods", "sign-h4", "--seeds", "1", "--runs", str(tmp_path), "--jobs", "1"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
-    assert list(result["methods"]) == ["dense", "sign-h4"]
-    assert result["methods"]["sign-h4"]["to_dense_percent"] == pytest.approx(10)
+def test_finished_runs_are_not_trained_again(tmp_path: Path) -> None:
+    """A run is finished if it has a summary and was started with the same arguments."""
+    place, summaries = tmp_path / "runs/dense-1", iter([run(2.0, DENSE), run(2.2, SPARSE)])
+
+    def train(ranks: int, words: Sequence[str]) -> None:
+        place.mkdir(exist_ok=True)
+        (place / "summary.json").write_text(json.dumps(next(summaries)))
+
+    words = ["--run-dir", str(place), "--configs.seed=1"]
+    assert summary_of(train, 4, words, place) == summary_of(train, 4, words, place) == run(2.0, DENSE)
+    for ranks, others in ((2, words), (4, [*words[:2], "--configs.seed=2"])):
+        with pytest.raises(SystemExit, match="dense-1 has a run with other arguments: remove it"):
+            summary_of(train, ranks, others, place)
+    (place / "summary.json").unlink()
+    assert summary_of(train, 4, words, place) == run(2.2, SPARSE)

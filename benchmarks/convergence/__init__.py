@@ -10,7 +10,8 @@ or exact match in percent, or bits per character, of which fewer are better.
 
 The output has each run, the paired difference to the first method with its standard error, the wire bytes of one
 rank compared with a dense fp32 all-reduce (docs/bytes.md), the seconds of training, and a last line of JSON.
---figure draws quality against bytes, in the format that the file's extension names.
+--figure draws quality against bytes, in the format that the file's extension names. --keep FOLDER keeps the runs:
+the same command, started again, trains only those that are missing.
 
 With --simulate the ranks are threads of one process, which exchange the same messages without Horovod and MPI. One
 run at a time uses each core. Many runs on few cores then take a third of the time, and the seconds of a run are

@@ -1,11 +1,11 @@
 """Command line of `benchmarks.convergence`, which its __init__.py describes."""
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import benchmarks.convergence
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.report import draw, report, rows_of
-from benchmarks.convergence.runs import simulate, start, to_train
+from benchmarks.convergence.runs import simulate, start, summary_of, to_train
 from benchmarks.convergence.tasks import TASKS
 from scripts.launch import usable_cores
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["dense", "dgc"],
                         help="the others are compared with the first")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw quality against bytes")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs; repeat no finished one")
     parser.add_argument("overrides", nargs="*", metavar="--configs.KEY=VALUE", help="for every run, after --")
     args = parser.parse_args(argv)
     if args.simulate and "adpsgd" in args.methods:
@@ -48,19 +49,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     summaries: dict[str, list[dict[str, Any]]] = {method: [] for method in args.methods}
     jobs, train_once = (usable_cores(), simulate) if args.simulate else (1, start)
     with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        places = [Path(scratch, f"{method}-{number}") for number, method in runs]
+        places = [Path(args.keep or scratch, f"{method}-{number}") for number, method in runs]
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "overrides": args.overrides}
         words = [
             to_train(task, method, number, place, **settings)
             for (number, method), place in zip(runs, places, strict=True)
         ]
-        ended = pool.map(train_once, [args.ranks] * len(runs), words)
-        for (number, method), place, _ in zip(runs, places, ended, strict=True):
-            summary = json.loads((place / "summary.json").read_text())
+        ended = pool.map(partial(summary_of, train_once, args.ranks), words, places)
+        for (number, method), summary in zip(runs, ended, strict=True):
             summaries[method].append(summary)
+            also = f"   {task.also[1]} {summary['final'][task.also[0]]:.2f}" if task.also else ""
             print(
                 f"{kind} {number}  {method:<18} {task.quality} {summary['final'][task.metric]:6.{task.decimals}f}"
-                f"{task.unit}   {summary['wire_bytes'] / 1e6:8.2f} MB on the wire per rank   "
+                f"{task.unit}{also}   {summary['wire_bytes'] / 1e6:8.2f} MB on the wire per rank   "
                 f"{summary['seconds']:6.1f} s",
                 flush=True,
             )

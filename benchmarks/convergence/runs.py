@@ -1,10 +1,12 @@
 """Runs of train.py: their arguments, and how they are started."""
 
+import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import train
 from benchmarks.convergence.methods import METHODS
@@ -29,6 +31,28 @@ def simulate(ranks: int, words: Sequence[str]) -> None:
     tree = load(args.configs, overrides)
     with redirect_stdout(StringIO()):
         LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
+
+
+def summary_of(train: Callable[[int, Sequence[str]], None], ranks: int, words: Sequence[str], place: Path) -> Any:
+    """Train with these arguments, unless `place` has the finished run, and return its summary.
+
+    Args:
+        train: `start` or `simulate`.
+        ranks: number of ranks.
+        words: arguments of train.py, with `place` as the directory of the run.
+        place: the directory. The arguments are stored beside it.
+
+    Raises:
+        SystemExit: the directory has a run with other arguments.
+    """
+    record, arguments = Path(f"{place}.json"), [str(ranks), *(word for word in words if word != str(place))]
+    if place.exists() and (not record.exists() or json.loads(record.read_text()) != arguments):
+        raise SystemExit(f"{place} has a run with other arguments: remove it, or keep the runs in another folder")
+    if not (place / "summary.json").exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(arguments))
+        train(ranks, words)
+    return json.loads((place / "summary.json").read_text())
 
 
 def to_train(

@@ -56,6 +56,7 @@ class Task:
         metric: the result that is the quality.
         quality: its name in tables and figures.
         unit: of the quality, in tables.
+        also: a second result, in the lines of runs, with its name.
         lower_is_better: whether a lower quality is better.
         varies: the key of the config by which runs differ.
         runs: number of runs of a method, by default.
@@ -69,6 +70,7 @@ class Task:
     metric: str = "acc/test_top1"
     quality: str = "accuracy"
     unit: str = " %"
+    also: tuple[str, str] | None = None
     lower_is_better: bool = False
     varies: str = "seed"
     runs: int = 3
@@ -100,6 +102,7 @@ TASKS = {
         256,
         metric="translation/test_exact_match",
         quality="exact match",
+        also=("translation/test_char_bleu", "character BLEU"),
         methods=WITH_LOCAL_CLIPPING,
     ),
     "pysource": characters("configs/pysource/gpt.py", methods=WITH_ADAM),

@@ -132,7 +132,9 @@ class Agent:
             "PYTHONPATH": str(REPOSITORY),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        words = ["--configs", "configs/digits/cnn.py", *run.method, *WORDS]
+        files = [word for word in run.method if not word.startswith("--")]
+        settings = [word for word in run.method if word.startswith("--")]
+        words = ["--configs", run.experiment, *files, *WORDS, *settings]
         words += [f"--configs.train.num_epochs={run.epochs}", "--run-dir", str(run.run)]
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
@@ -168,10 +170,18 @@ class ElasticRun:
         directory: for the run and all output.
         epochs: of the run.
         method: the config files after the experiment's, and further arguments of train.py.
+        experiment: the first config file.
     """
 
-    def __init__(self, directory: Path, epochs: int, method: Sequence[str] = DGC) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        epochs: int,
+        method: Sequence[str] = DGC,
+        experiment: str = "configs/digits/cnn.py",
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self.experiment = experiment
         self.directory, self.run, self.epochs, self.method = directory, directory / "run", epochs, method
         self.agents: list[Agent] = []
         self.restarts: list[Restart] = []
