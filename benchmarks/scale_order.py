@@ -4,6 +4,7 @@
     python -m benchmarks.exchange --ranks 4 --methods noop dense fp16 dgc powersgd ... | tail -1 >> measured.jsonl
     python -m benchmarks.scale_order measured.jsonl
 
+Several runs with the same number of ranks are taken together, method by method, by their median.
 All ranks were on one machine, so its memory is their network. Latency, the bandwidth of memory and the times to
 add are fitted to the times of `dense` and `fp16`, which compute next to nothing. The other methods are predicted
 from these: their requests as recorded, and computing as measured here in as many processes at once as there are
@@ -22,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import combinations
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,6 +40,18 @@ APART = 1.15
 
 Work = dict[str, dict[int, tuple[Traffic, Compute]]]
 Times = dict[str, dict[int, float]]
+
+
+def medians(lines: Sequence[Any], names: Iterable[str]) -> Times:
+    """Seconds of an exchange, by method and number of ranks: medians over the runs."""
+    sizes = sorted({line["ranks"] for line in lines})
+    return {
+        name: {
+            size: median(line["methods"][name]["exchange_ms"] / 1e3 for line in lines if line["ranks"] == size)
+            for size in sizes
+        }
+        for name in names
+    }
 
 
 def record_alone(name: str, model: str, ratio: float, sizes: Sequence[int]) -> list[tuple[Traffic, Compute]]:
@@ -109,15 +123,13 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=usable_cores(), help="of the machine that was measured")
     args = parser.parse_args()
     lines = [json.loads(line) for line in args.measured.read_text().splitlines()]
-    if len({(line["model"], line["ratio"]) for line in lines}) != 1 or len(lines) < 2:
+    if len({(line["model"], line["ratio"]) for line in lines}) != 1 or len({line["ranks"] for line in lines}) < 2:
         parser.error("it needs the lines of 2 or more numbers of ranks, with one model and one ratio")
     names = [name for name in lines[0]["methods"] if name != "noop"]
     if "noop" not in lines[0]["methods"] or not set(FITTED) <= set(names):
         parser.error("it needs the methods noop, dense and fp16")
-    noop = {line["ranks"]: line["methods"]["noop"]["exchange_ms"] / 1e3 for line in lines}
-    measured: Times = {
-        name: {line["ranks"]: line["methods"][name]["exchange_ms"] / 1e3 for line in lines} for name in names
-    }
+    measured = medians(lines, ["noop", *names])
+    noop = measured.pop("noop")
     sizes, most = sorted(noop), max(noop)
     settings = (lines[0]["model"], lines[0]["ratio"], sizes)
     with ProcessPoolExecutor(args.cores, get_context("spawn")) as pool:

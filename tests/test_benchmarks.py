@@ -204,6 +204,11 @@ def test_pairs_in_another_order_than_measured_are_found() -> None:
     measured = {"dense": {2: 1.0}, "fp16": {2: 2.0}, "dgc": {2: 3.0}, "sign": {2: 3.1}}
     predicted = {"dense": {2: 9.0}, "fp16": {2: 1.0}, "dgc": {2: 2.0}, "sign": {2: 1.5}}
     # dense and fp16 are fitted, and dgc and sign are less than 15 % apart
+    lines = [
+        {"ranks": 2, "methods": {name: {"exchange_ms": 1e3 * of[2] * noise} for name, of in measured.items()}}
+        for noise in (1.0, 3.0, 0.1)
+    ]
+    assert scale_order.medians(lines, measured) == {name: {2: pytest.approx(of[2])} for name, of in measured.items()}
     assert scale_order.wrong_pairs(measured, predicted) == (4, [(2, "dense", "dgc"), (2, "dense", "sign")])
 
 

@@ -44,9 +44,8 @@ def prepare_environment() -> None:
     """Set environment variables before Horovod starts. Values that the user has set are kept.
 
     OPAL_PREFIX: a process that mpirun did not start cannot find the Open MPI of a Python environment.
-    OMPI_MCA_mpi_yield_when_idle: while Horovod's thread waits for other ranks, it lets the core's other threads run.
-    Otherwise it polls: on 2 cores, 2 ranks that compute with one thread each then take up to twice as long, also
-    when nothing is exchanged. On a core that has nothing else to do, it polls all the same.
+    OMPI_MCA_mpi_yield_when_idle: while Horovod's thread waits for other ranks, the core's other threads run.
+    Otherwise 2 ranks that compute on 2 cores take up to twice as long, also when nothing is exchanged.
     """
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.2")
