@@ -208,7 +208,8 @@ def test_pairs_in_another_order_than_measured_are_found() -> None:
         {"ranks": 2, "methods": {name: {"exchange_ms": 1e3 * of[2] * noise} for name, of in measured.items()}}
         for noise in (1.0, 3.0, 0.1)
     ]
-    assert scale_order.medians(lines, measured) == {name: {2: pytest.approx(of[2])} for name, of in measured.items()}
+    middle = scale_order.medians(lines, measured)
+    assert middle == {name: {2: pytest.approx(of[2])} for name, of in measured.items()}
     assert scale_order.wrong_pairs(measured, predicted) == (4, [(2, "dense", "dgc"), (2, "dense", "sign")])
 
 
