@@ -15,6 +15,8 @@ from benchmarks.netlab.ranks import measure, start
 from benchmarks.results import to_json
 from scripts.launch import environment, mpirun, torchrun, usable_cores
 
+KEEP_TO_ONE_CORE = "keep-to-one-core"
+
 
 def run_ranks(
     module: str,
@@ -43,6 +45,7 @@ def run_ranks(
             status = start(laboratory, ranks, words, launcher)
         else:
             cores = usable_cores()
+            words += [KEEP_TO_ONE_CORE] * (ranks > cores)
             command = mpirun(ranks, cores, words) if launcher == "mpirun" else torchrun(ranks, words)
             variables = environment(ranks, cores, os.geteuid() == 0, os.environ)
             status = subprocess.run(command, env=variables, check=False).returncode
@@ -52,7 +55,14 @@ def run_ranks(
 
 
 def settings_of_rank() -> dict[str, Any]:
-    """What `run_ranks` was given."""
+    """What `run_ranks` was given. With more ranks than cores on one machine, keeps this rank to one core.
+
+    Otherwise some cores would have more ranks than others: threads that poll for messages count for the scheduler.
+    """
+    if KEEP_TO_ONE_CORE in sys.argv[3:]:
+        cores = sorted(os.sched_getaffinity(0))
+        rank = next(int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "RANK") if name in os.environ)
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     return settings
 

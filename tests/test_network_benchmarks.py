@@ -1,13 +1,15 @@
 """What the benchmarks on limited networks compute from their measurements."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.exchange.figure import crossing, draw, read_lines, speed_ups
-from benchmarks.launches import portions
+from benchmarks.launches import KEEP_TO_ONE_CORE, portions, settings_of_rank
 from benchmarks.step_times import add_network, merged
 from benchmarks.time_to_accuracy import reached, summarized
 from dgc.comm.meter import PHASES
@@ -47,6 +49,22 @@ def test_what_is_sent_all_the_time_is_no_part_of_a_method() -> None:
     assert [rows[name]["link_over_meter"] for name in rows] == [None, 1.0, 0.8]
     assert [rows[name]["bound_ms"] for name in rows] == [0.0, 1.0, 0.125]
     assert rows["dgc"]["faster"] == 3.0
+
+
+@pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK"])
+def test_ranks_that_outnumber_the_cores_keep_to_one_each(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "4")
+    kept: list[Any] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *words: kept.append(words))
+    (tmp_path / "settings").write_text('{"a": 1}')
+    for words, then in (((), []), ((KEEP_TO_ONE_CORE,), [(0, {5})])):
+        monkeypatch.setattr(sys, "argv", ["module", str(tmp_path / "settings"), "result", *words])
+        assert settings_of_rank() == {"a": 1} and kept == then
 
 
 def test_methods_are_divided_into_launches() -> None:
