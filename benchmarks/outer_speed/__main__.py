@@ -15,9 +15,9 @@ NAMES = (*DENSE, *OUTER)
 
 
 def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> dict[str, Any]:
-    keys = ("methods", "batch", "threads", "steps", "every", "delay")
+    keys = ("methods", "batch", "threads", "steps", "every", "delay", "launcher")
     settings = {key: getattr(args, key) for key in keys}
-    result: dict[str, Any] = run_ranks("benchmarks.outer_speed.ranks", settings, ranks, laboratory)
+    result: dict[str, Any] = run_ranks("benchmarks.outer_speed.ranks", settings, ranks, laboratory, args.launcher)
     return result
 
 
@@ -26,14 +26,14 @@ def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network:
     if network is not None:
         reached = f"one TCP connection reaches {network['bits_per_second'] / 1e6:.0f} Mbit/s"
         print(f"{network['hosts']} hosts, {network['rate']} each way: {reached}")
-    print(f"{found['parameters']:,} parameters, {ranks} ranks, batch {args.batch} x 64 tokens per rank")
+    print(f"{found['parameters']:,} parameters, {ranks} ranks, {args.launcher}, batch {args.batch} x 64 tokens per rank")
     heads = f"{'method':<12}{'steps':>7}{'tokens/s':>11}{'alone':>9}{'share %':>9}{'drift':>7}{'wire MB/step':>14}"
     print(f"\n{heads}")
     for name, row in found["methods"].items():
         speeds = f"{row['tokens_per_second']:11.1f}{row['alone_tokens_per_second']:9.1f}{100 * row['share']:9.1f}"
         print(f"{name:<12}{row['steps']:7d}{speeds}{row['drift']:7.2f}{row['wire_bytes_per_step'] / 1e6:14.3f}")
-    settings = {"ranks": ranks, "batch": args.batch, "delay": args.delay, "network": network}
-    print_json({"benchmark": "outer_speed", **settings, **found})
+    settings = {"ranks": ranks, "batch": args.batch, "delay": args.delay, "launcher": args.launcher}
+    print_json({"benchmark": "outer_speed", **settings, "network": network, **found})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, help="H of all outer steps, instead of their own")
     parser.add_argument("--delay", type=int, default=5, help="of streaming, at most H divided by its 5 fragments")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="on this machine, without --hosts")
+    parser.add_argument("--launcher", choices=("mpirun", "torchrun"), default="mpirun",
+                        help="mpirun: Horovod and MPI; torchrun: torch.distributed and Gloo")
     parser.add_argument("--hosts", type=int, nargs="+", help="of a laboratory: see docs/netlab.md")
     parser.add_argument("--rate", nargs="+", default=["100mbit"], help="of each host in each direction")
     parser.add_argument("--ranks-per-host", type=int, default=1)

@@ -96,13 +96,21 @@ def measured(name: str, alone: Trainer, settings: dict[str, Any], transport: Tra
     }
 
 
-def main() -> None:
+def connected(launcher: str) -> Transport:
+    if launcher == "torchrun":
+        from dgc.comm import torch_distributed
+
+        return torch_distributed.connect(point_to_point=True)
     from dgc.comm import horovod
 
+    return horovod.connect(point_to_point=True)
+
+
+def main() -> None:
     settings = settings_of_rank()
     torch.set_num_threads(settings["threads"])
     torch.set_flush_denormal(True)  # a batch that is learned by heart has denormal gradients, which are slow
-    transport = horovod.connect(point_to_point=True)
+    transport = connected(settings["launcher"])
     alone = Trainer("alone", settings, transport)
     alone.steps(2)
     rows = {name: measured(name, alone, settings, transport) for name in settings["methods"]}
