@@ -11,6 +11,6 @@ Every rank trains the language model of benchmarks.train_step (27 million parame
 has H steps after H steps that are not measured, so it has each of its exchanges once. Dense methods have --steps
 steps. Before and after each window, --steps steps run without communication: `share` is the speed compared with
 the mean of these two, so that a slow drift of the machine does not count. All methods run in one launch. While
-the ranks compute, messages are moved by Horovod's thread, which polls, or with --launcher torchrun by Gloo's threads,
-which sleep until there is something to do. The output is a table and a line of JSON for each network.
+the ranks compute, Horovod's thread moves the messages, and polls for them. With --launcher torchrun they are moved by
+Gloo's threads, which sleep until there is something to do. The output is a table and a line of JSON for each network.
 """

@@ -26,7 +26,8 @@ def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network:
     if network is not None:
         reached = f"one TCP connection reaches {network['bits_per_second'] / 1e6:.0f} Mbit/s"
         print(f"{network['hosts']} hosts, {network['rate']} each way: {reached}")
-    print(f"{found['parameters']:,} parameters, {ranks} ranks, {args.launcher}, batch {args.batch} x 64 tokens per rank")
+    ranks_and_batch = f"{ranks} ranks under {args.launcher}, batch {args.batch} x 64 tokens per rank"
+    print(f"{found['parameters']:,} parameters, {ranks_and_batch}")
     heads = f"{'method':<12}{'steps':>7}{'tokens/s':>11}{'alone':>9}{'share %':>9}{'drift':>7}{'wire MB/step':>14}"
     print(f"\n{heads}")
     for name, row in found["methods"].items():
