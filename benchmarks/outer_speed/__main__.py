@@ -28,11 +28,11 @@ def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network:
         print(f"{network['hosts']} hosts, {network['rate']} each way: {reached}")
     ranks_and_batch = f"{ranks} ranks under {args.launcher}, batch {args.batch} x 64 tokens per rank"
     print(f"{found['parameters']:,} parameters, {ranks_and_batch}")
-    heads = f"{'method':<12}{'steps':>7}{'tokens/s':>11}{'alone':>9}{'share %':>9}{'drift':>7}{'wire MB/step':>14}"
+    heads = f"{'method':<16}{'steps':>7}{'tokens/s':>11}{'alone':>9}{'share %':>9}{'drift':>7}{'wire MB/step':>14}"
     print(f"\n{heads}")
     for name, row in found["methods"].items():
         speeds = f"{row['tokens_per_second']:11.1f}{row['alone_tokens_per_second']:9.1f}{100 * row['share']:9.1f}"
-        print(f"{name:<12}{row['steps']:7d}{speeds}{row['drift']:7.2f}{row['wire_bytes_per_step'] / 1e6:14.3f}")
+        print(f"{name:<16}{row['steps']:7d}{speeds}{row['drift']:7.2f}{row['wire_bytes_per_step'] / 1e6:14.3f}")
     settings = {"ranks": ranks, "batch": args.batch, "delay": args.delay, "launcher": args.launcher}
     print_json({"benchmark": "outer_speed", **settings, "network": network, **found})
 

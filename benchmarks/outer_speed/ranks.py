@@ -11,6 +11,7 @@ from benchmarks.launches import settings_of_rank, write_result
 from benchmarks.train_step.models import CONTEXT, Work, make
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.compression import DenseCompressor, FP16Compressor, SparseCompressor
+from dgc.compression.protocol import Compressor
 from dgc.memory import ResidualMemory
 from dgc.optim import DistributedOptimizer, GossipOptimizer
 from dgc.outer import Nesterov, OuterSteps
@@ -23,10 +24,16 @@ OUTER: dict[str, Callable[[dict[str, Any]], OuterSteps]] = {
     "sparseloco": lambda settings: OuterSteps(
         settings["every"] or 30, outer=partial(torch.optim.SGD, lr=1.0), compression=sparse()
     ),
-    "streaming": lambda settings: OuterSteps(
-        settings["every"] or 50, outer=Nesterov(), fragment_mb=25.0, delay=settings["delay"], alpha=0.5
-    ),
+    "streaming": lambda settings: streaming(settings),
+    "streaming-fp16": lambda settings: streaming(settings, FP16Compressor()),
 }
+
+
+def streaming(settings: dict[str, Any], compression: Compressor | None = None) -> OuterSteps:
+    every, delay = settings["every"] or 50, settings["delay"]
+    return OuterSteps(
+        every, outer=Nesterov(), compression=compression, fragment_mb=25.0, delay=delay, alpha=0.5
+    )
 
 
 def sparse() -> SparseCompressor:
