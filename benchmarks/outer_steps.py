@@ -63,7 +63,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "sparse16-h15": (*sparse(16), every(15)),
     "powersgd4-h5": ("configs/outer/powersgd.py", every(5)),
     "sign-h4": ("configs/outer/sign.py", every(4)),
-    "sign-h4-momentum": ("configs/outer/sign.py", every(4), *nesterov(1.0, 0.5)),
+    "sign-h15-momentum": ("configs/outer/sign.py", every(15), *nesterov(0.7, 0.6)),
     "2bit-h5": ("configs/outer/twobit.py", every(5)),
     "streaming-2": (*STREAMING, f"{GOSSIP}.delay=2"),
     "streaming-1": (*STREAMING, f"{GOSSIP}.delay=1"),
