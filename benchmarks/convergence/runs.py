@@ -11,6 +11,7 @@ from typing import Any
 import train
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.tasks import Task
+from benchmarks.results import to_json
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
@@ -50,7 +51,7 @@ def summary_of(train: Callable[[int, Sequence[str]], None], ranks: int, words: S
         raise SystemExit(f"{place} has a run with other arguments: remove it, or keep the runs in another folder")
     if not (place / "summary.json").exists():
         place.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(arguments))
+        record.write_text(to_json(arguments))
         train(ranks, words)
     return json.loads((place / "summary.json").read_text())
 
