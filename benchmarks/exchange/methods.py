@@ -19,7 +19,7 @@ from dgc.compression import (
     ScaledSignCompressor,
     ThresholdCompressor,
 )
-from dgc.compression.protocol import Compressor, DenseResult, Result, SparseResult, StatelessCompressor
+from dgc.compression.protocol import Compressor, DenseResult, Result, StatelessCompressor
 from dgc.gossip import DPSGD, SGP, Gossip, HalfPrecisionMessage
 from dgc.kernels import PassInputs
 from dgc.memory import DGCSGDMemory
@@ -46,7 +46,7 @@ class Update(StatelessCompressor):
         u, v = self._state[bucket.name]
         kernels.of(v).selection.accumulate_(PassInputs(bucket.gradients, u, v, 0.9))
         yield from ()
-        return SparseResult(torch.empty(0, dtype=torch.int64), torch.empty(0))
+        return DenseResult()
 
 
 def dgc(ratio: float, **settings: Any) -> Compressor:
