@@ -1,11 +1,11 @@
 """Predicted bytes and seconds of an exchange from 2 to 4096 ranks, by method, with the cost model of dgc/cost/.
 
-    python -m benchmarks.scale --model resnet50 --bandwidth 1.25e8 --latency 50e-6 --draw scale
+    python -m benchmarks.scale --model resnet50 --bandwidth 1.25e8 --latency 50e-6 --draw scale.svg
 
 Bytes are recorded from the code of each method. Computing is measured on this machine, for one rank with 2, 4 and
 8 replies, and a line through the times of decoding is extended to more ranks. The table shows milliseconds of an
-exchange without overlap. --draw writes FILE.png and FILE.svg. The last line of the output is JSON.
-benchmarks/scale_order.py compares predictions with measurements.
+exchange without overlap. --draw writes a figure, in the format that its extension names. The last line of the
+output is JSON. benchmarks/scale_order.py compares predictions with measurements.
 
 A method dgc:SELECTOR is DGC with a selector of benchmarks.selectors. --work has the seconds of forward and
 backward of a rank. A second table, and the figure, then show how many times as much all ranks train as one, as in
@@ -118,7 +118,7 @@ def speed(rows: list[dict[str, float]], work: float) -> list[float]:
 
 
 def draw(found: dict[str, list[dict[str, float]]], title: str, file: Path, work: float | None = None) -> None:
-    """Draw seconds and bytes against ranks, as PNG and SVG. With the seconds of a rank's work, speed and bytes."""
+    """Draw seconds and bytes against ranks. With the seconds of a rank's work, speed and bytes."""
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
@@ -138,9 +138,7 @@ def draw(found: dict[str, list[dict[str, float]]], title: str, file: Path, work:
         axes.spines[["top", "right"]].set_visible(False)
     both[1].legend(fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=9)
-    for kind in ("png", "svg"):
-        metadata = {"Date": None} if kind == "svg" else {}
-        figure.savefig(file.with_suffix(f".{kind}"), dpi=120, metadata=metadata)
+    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else {})
     plt.close(figure)
 
 

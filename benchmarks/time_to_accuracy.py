@@ -1,13 +1,15 @@
 """Accuracy against seconds and bytes of whole runs over a network of limited rate, for several methods.
 
-    python -m benchmarks.time_to_accuracy --hosts 4 --rate 50mbit --draw docs/time_to_accuracy.svg
+    python -m benchmarks.time_to_accuracy --hosts 4 --rate 50mbit --epochs 20 --batch-size 16 --draw FILE.svg
+    python -m benchmarks.time_to_accuracy --task pysource --hosts 4 --rate 50mbit --methods fp16 onebit-adam
 
-Each run is train.py under mpirun in a laboratory (benchmarks/netlab), one rank on each host, with the same steps,
-batches and learning rate for every method. Seconds are those of training, without evaluation. A rank sends the
-bytes. `to reach` are the seconds and bytes after which the accuracy was, for the first time, at most 0.5 points
-below the final accuracy of the first method. With several folds the medians are shown. All ranks share the cores
-of this machine. The output is a table and a last line of JSON. --draw writes a figure, in the format that its
-extension names.
+Each run is train.py under mpirun in a laboratory (benchmarks/netlab), one rank on each host, with the same
+steps, batches and learning rate for every method. A task of benchmarks.convergence without an accuracy has its
+own measure of quality instead. Seconds are those of training, without evaluation. A rank sends the bytes. `to
+reach` are the seconds and bytes after which the accuracy was, for the first time, at most 0.5 points below the
+final accuracy of the first method, or another measure at most 2 % worse. With several folds or seeds the medians
+are shown. All ranks share the cores of this machine. The output is a table and a last line of JSON. --draw
+writes a figure, in the format that its extension names.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import matplotlib
 
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.runs import to_train
-from benchmarks.convergence.tasks import TASKS
+from benchmarks.convergence.tasks import TASKS, Task
 from benchmarks.netlab import Laboratory, LaboratoryError
 from benchmarks.netlab.ranks import measure, start
 from benchmarks.results import print_json
@@ -31,8 +33,9 @@ from scripts.plot import read
 
 SHOWN = ["dense", "fp16", "dgc", "dgc-sign-rice", "powersgd-4", "2bit-adaptive", "scaled-sign", "sgp", "local-sgd"]
 TOLERANCE = 0.5  # points below the final accuracy of the first method
+SHARE = 0.02  # of the final quality of the first method, if it is not an accuracy
 
-Curve = list[tuple[float, float, float]]  # (seconds, bytes, accuracy in %) after each epoch
+Curve = list[tuple[float, float, float]]  # (seconds, bytes, accuracy in % or another quality) after each epoch
 
 
 def trained(args: argparse.Namespace, laboratory: Laboratory, fold: int, method: str) -> Curve:
@@ -54,21 +57,24 @@ def trained(args: argparse.Namespace, laboratory: Laboratory, fold: int, method:
     return [(s, b, 100.0 - y) for s, b, y in zip(error.seconds, error.wire, error.y, strict=True)]
 
 
-def reached(curve: Curve, accuracy: float) -> tuple[float, float] | None:
-    """Seconds and bytes after the first epoch with this accuracy. None: it was not reached."""
-    return next(((seconds, nbytes) for seconds, nbytes, found in curve if found >= accuracy), None)
+def reached(curve: Curve, final: float, task: Task) -> tuple[float, float] | None:
+    """Seconds and bytes after the first epoch that was nearly as good as `final`. None: there is none."""
+    tolerance = TOLERANCE if task.unit else SHARE * final
+    sign = -1 if task.lower_is_better else 1
+    close = ((seconds, nbytes) for seconds, nbytes, found in curve if sign * (found - final) >= -tolerance)
+    return next(close, None)
 
 
-def summarized(curves: dict[str, list[Curve]]) -> dict[str, dict[str, Any]]:
+def summarized(curves: dict[str, list[Curve]], task: Task) -> dict[str, dict[str, Any]]:
     """One row for each method."""
     first = next(iter(curves.values()))
     rows: dict[str, dict[str, Any]] = {}
     for method, of in curves.items():
         ends = [curve[-1] for curve in of]
-        found = [reached(curve, base[-1][2] - TOLERANCE) for curve, base in zip(of, first, strict=True)]
+        found = [reached(curve, base[-1][2], task) for curve, base in zip(of, first, strict=True)]
         known = [pair for pair in found if pair is not None]
         rows[method] = {
-            "accuracy": mean(end[2] for end in ends),
+            "quality": mean(end[2] for end in ends),
             "seconds": median(end[0] for end in ends),
             "wire_bytes": median(end[1] for end in ends),
             "reached": len(known),
@@ -79,19 +85,20 @@ def summarized(curves: dict[str, list[Curve]]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def report(rows: dict[str, dict[str, Any]]) -> None:
-    print(f"\n{'method':<16} {'accuracy %':>10} {'seconds':>8} {'MB sent':>9}", end="")
+def report(rows: dict[str, dict[str, Any]], task: Task) -> None:
+    print(f"\n{'method':<16} {task.quality + task.unit:>18} {'seconds':>8} {'MB sent':>9}", end="")
     print(f"   to reach: {'seconds':>8} {'MB':>8}")
     for method, row in rows.items():
-        line = f"{method:<16} {row['accuracy']:10.2f} {row['seconds']:8.1f} {row['wire_bytes'] / 1e6:9.2f}"
+        line = f"{method:<16} {row['quality']:18.{task.decimals}f} {row['seconds']:8.1f}"
+        line += f" {row['wire_bytes'] / 1e6:9.2f}"
         if row["seconds_to_reach"] is None:
             print(f"{line}   in {row['reached']} of {len(row['curves'])} runs")
         else:
             print(f"{line}             {row['seconds_to_reach']:8.1f} {row['bytes_to_reach'] / 1e6:8.2f}")
 
 
-def draw(rows: dict[str, dict[str, Any]], title: str, file: Path) -> None:
-    """Draw the best accuracy of the first fold so far, against seconds and bytes."""
+def draw(rows: dict[str, dict[str, Any]], task: Task, title: str, file: Path) -> None:
+    """Draw the best quality of the first fold so far, against seconds and bytes."""
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
@@ -100,8 +107,8 @@ def draw(rows: dict[str, dict[str, Any]], title: str, file: Path) -> None:
     colors = plt.get_cmap("tab10")
     for number, (method, row) in enumerate(rows.items()):
         color = "black" if number == 0 else colors(number - 1)
-        seconds, nbytes, accuracy = zip(*row["curves"][0], strict=True)
-        best = list(accumulate(accuracy, max))
+        seconds, nbytes, quality = zip(*row["curves"][0], strict=True)
+        best = list(accumulate(quality, min if task.lower_is_better else max))
         for axes, x in zip(both, (seconds, [b / 1e6 for b in nbytes]), strict=True):
             axes.step(x, best, where="post", color=color, linewidth=1.2, label=method)
     for axes, label in zip(both, ("seconds of training", "MB that a rank has sent"), strict=True):
@@ -109,9 +116,12 @@ def draw(rows: dict[str, dict[str, Any]], title: str, file: Path) -> None:
         axes.set_xlabel(label)
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
-    lowest = min(max(accuracy for *_, accuracy in row["curves"][0]) for row in rows.values())
-    both[0].set_ylim(max(0.0, lowest - 10), 100.5)
-    both[0].set_ylabel("best test accuracy so far, %")
+    found = [[quality for *_, quality in row["curves"][0]] for row in rows.values()]
+    if task.unit:  # percent
+        both[0].set_ylim(max(0.0, min(map(max, found)) - 10), 100.5)
+    else:
+        both[0].set_ylim(min(map(min, found)) * 0.97, max(map(min, found)) * 1.4)
+    both[0].set_ylabel(f"best test {task.quality} so far{',' if task.unit else ''}{task.unit}")
     both[0].legend(fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=9)
     metadata = {"Date": None} if file.suffix == ".svg" else {}
@@ -121,36 +131,38 @@ def draw(rows: dict[str, dict[str, Any]], title: str, file: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    with_accuracy = [name for name, task in TASKS.items() if task.quality == "accuracy"]
-    parser.add_argument("--task", choices=with_accuracy, default="digits")
+    parser.add_argument("--task", choices=TASKS, default="digits")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="50mbit")
-    parser.add_argument("--folds", type=int, default=1, help="folds to run, of 5")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=16, help="per rank")
+    parser.add_argument("--folds", type=int, default=1, help="folds to run, of 5, or seeds")
+    parser.add_argument("--epochs", type=int, help="those of the task by default")
+    parser.add_argument("--batch-size", type=int, help="per rank; that of the task by default")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=SHOWN)
     parser.add_argument("--draw", type=Path, metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="--configs.KEY=VALUE", help="for every run, after --")
     args = parser.parse_args(argv)
+    task = TASKS[args.task]
+    epochs, batch_size = args.epochs or task.epochs, args.batch_size or task.batch_size
     curves: dict[str, list[Curve]] = {method: [] for method in args.methods}
     try:
         with Laboratory(args.hosts, args.rate) as laboratory:
             link = measure(laboratory)
             title = f"{args.task}, {args.hosts} hosts, {link.bits_per_second / 1e6:.0f} Mbit/s each way"
-            print(f"{title}, {args.epochs} epochs of batches of {args.batch_size} per rank", flush=True)
+            print(f"{title}, {epochs} epochs of batches of {batch_size} per rank", flush=True)
             for fold in range(args.folds):
                 for method in args.methods:
                     curves[method].append(trained(args, laboratory, fold, method))
-                    seconds, nbytes, accuracy = curves[method][-1][-1]
-                    print(f"fold {fold}  {method:<16} {accuracy:6.2f} % {seconds:8.1f} s {nbytes / 1e6:9.2f} MB")
+                    seconds, nbytes, quality = curves[method][-1][-1]
+                    shown = f"{quality:8.{task.decimals}f}{task.unit}"
+                    print(f"fold {fold}  {method:<16} {shown} {seconds:8.1f} s {nbytes / 1e6:9.2f} MB")
                     sys.stdout.flush()
     except (LaboratoryError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    rows = summarized(curves)
-    report(rows)
+    rows = summarized(curves, task)
+    report(rows, task)
     if args.draw is not None:
-        draw(rows, title, args.draw)
+        draw(rows, task, title, args.draw)
     settings = {"task": args.task, "hosts": args.hosts, "bits_per_second": link.bits_per_second}
     print_json({"benchmark": "time_to_accuracy", **settings, "methods": rows})
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.convergence.tasks import TASKS
 from benchmarks.exchange.figure import crossing, draw, read_lines, speed_ups
 from benchmarks.launches import KEEP_TO_ONE_CORE, portions, settings_of_rank
 from benchmarks.step_times import add_network, merged
@@ -102,8 +103,11 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
     dense = [(10.0, 100.0, 50.0), (20.0, 200.0, 99.0), (30.0, 300.0, 98.0)]
     fast = [(1.0, 10.0, 97.5), (2.0, 20.0, 97.4), (3.0, 30.0, 97.6)]
     never = [(1.0, 1.0, 10.0), (2.0, 2.0, 97.49)]
-    assert reached(dense, 98.0) == (20.0, 200.0)
-    rows = summarized({"dense": [dense, dense], "fast": [fast, fast], "never": [fast, never]})
+    digits, pysource = TASKS["digits"], TASKS["pysource"]
+    assert reached(dense, 98.5, digits) == (20.0, 200.0)
+    bits = [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
+    assert reached(bits, 2.0, pysource) == (2.0, 20.0) and reached(bits, 1.9, pysource) is None
+    rows = summarized({"dense": [dense, dense], "fast": [fast, fast], "never": [fast, never]}, digits)
     assert (rows["dense"]["seconds_to_reach"], rows["dense"]["bytes_to_reach"]) == (20.0, 200.0)
-    assert [rows["fast"][key] for key in ("seconds_to_reach", "accuracy", "seconds")] == [1.0, 97.6, 3.0]
+    assert [rows["fast"][key] for key in ("seconds_to_reach", "quality", "seconds")] == [1.0, 97.6, 3.0]
     assert (rows["never"]["reached"], rows["never"]["seconds_to_reach"]) == (1, None)
