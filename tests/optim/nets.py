@@ -1,5 +1,6 @@
 """A small model, its data, and N ranks that train it."""
 
+import copy
 import threading
 from typing import Any
 
@@ -62,6 +63,13 @@ def wrap(model: Any, transport: Any, make: Any = momentum_sgd, **options: Any) -
     return DistributedOptimizer(make(model), model.named_parameters(), transport=transport, **options)
 
 
+def train(model: Any, optimizer: Any, steps: Any, rank: int = 0, **options: Any) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, rank, **options).backward()
+        optimizer.step()
+
+
 def values(model: Any) -> Any:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -71,6 +79,10 @@ def assert_same(a: Any, b: Any, *, exactly: bool = False) -> None:
     torch.testing.assert_close(values(a), values(b), rtol=rtol, atol=atol)
 
 
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def run(size: Any, body: Any, models: Any = None) -> Any:
     """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them."""
     models = models or [net() for _ in range(size)]
@@ -78,6 +90,30 @@ def run(size: Any, body: Any, models: Any = None) -> Any:
     for model in models[1:]:
         assert_same(model, models[0], exactly=True)
     return models
+
+
+def check_that_a_saved_state_goes_on(wrapped: Any, saved: int, used: int) -> None:
+    """Train 2 ranks, save after `saved` steps, load into optimizers that made `used` steps, and train both on.
+
+    Args:
+        wrapped: `wrapped(model, transport)` returns the optimizer.
+    """
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrapped(model, transport)
+        train(model, optimizer, range(saved), transport.rank)
+        state = copy.deepcopy([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()])
+        other = copy.deepcopy(model)
+        again = wrapped(other, transport)
+        train(other, again, range(90, 90 + used), transport.rank)  # what it has kept must not stay
+        other.load_state_dict(state[2])
+        again.load_state_dict(state[0])
+        again.load_compression_state_dict(state[1])
+        train(other, again, range(saved, saved + 5), transport.rank)
+        train(model, optimizer, range(saved, saved + 5), transport.rank)
+        assert same(values(model).values(), values(other).values())
+
+    run(2, body)
 
 
 def alone() -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from optim.nets import alone, dgc, loss_of, net, run, values, wrap
+from optim.nets import alone, check_that_a_saved_state_goes_on, dgc, loss_of, net, run, same, train, values, wrap
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, DGCAdamCompressor, OneBitAdamCompressor
@@ -25,17 +25,6 @@ def adam(model: Any, **options: Any) -> Any:
 
 def wrapped(model: Any, transport: Any, make: Any = adam, **options: Any) -> Any:
     return wrap(model, transport, make, **{"compression": DGCAdamCompressor(0.2), "bucket_mb": 2e-4, **options})
-
-
-def train(model: Any, optimizer: Any, steps: Any, rank: int = 0, **options: Any) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step, rank, **options).backward()
-        optimizer.step()
-
-
-def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def gradient(x: Any, rank: int, step: int) -> Any:
@@ -127,23 +116,9 @@ def test_bytes_and_share_of_both_stages() -> None:
 
 def test_a_saved_state_goes_on_bit_for_bit() -> None:
     for saved in (2, WARM_UP, WARM_UP + 3):
-
-        def body(model: Any, transport: Any, saved: Any = saved) -> None:
-            optimizer = wrapped(model, transport)
-            train(model, optimizer, range(saved), transport.rank)
-            state = copy.deepcopy([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()])
-            other = copy.deepcopy(model)
-            again = wrapped(other, transport)
-            train(other, again, range(90, 92 + WARM_UP), transport.rank)  # what it has kept must not stay
-            other.load_state_dict(state[2])
-            again.load_state_dict(state[0])
-            again.load_compression_state_dict(state[1])
-            train(other, again, range(saved, saved + 5), transport.rank)
-            train(model, optimizer, range(saved, saved + 5), transport.rank)
-            assert same(values(model).values(), values(other).values())
-
-        with case(saved):
-            run(2, body)
+        for used in (0, WARM_UP + 2):
+            with case(saved, used):
+                check_that_a_saved_state_goes_on(wrapped, saved, used)
 
 
 def test_a_dropped_step_never_was() -> None:

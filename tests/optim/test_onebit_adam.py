@@ -6,7 +6,19 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from optim.nets import alone, dgc, joint_loss, loss_of, net, run, values, wrap
+from optim.nets import (
+    alone,
+    check_that_a_saved_state_goes_on,
+    dgc,
+    joint_loss,
+    loss_of,
+    net,
+    run,
+    same,
+    train,
+    values,
+    wrap,
+)
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
@@ -35,17 +47,6 @@ def wrapped(model: Any, transport: Any, make: Any = onebit_adam, **options: Any)
 
 def wrap_named(named: Any, adam: Any, transport: Any) -> Any:
     return DistributedOptimizer(adam, named, OneBitAdamCompressor(), transport=transport)
-
-
-def train(model: Any, optimizer: Any, steps: Any, rank: int = 0, **options: Any) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step, rank, **options).backward()
-        optimizer.step()
-
-
-def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def moments(optimizer: Any, name: str) -> Any:
@@ -124,22 +125,9 @@ def test_it_trains_as_adamw_does(options: Any) -> None:
 def test_a_saved_state_goes_on_bit_for_bit() -> None:
     """From a step of either stage, and in the middle of their order."""
     for saved in (2, WARM_UP, WARM_UP + 3):
-
-        def body(model: Any, transport: Any, saved: Any = saved) -> None:
-            optimizer = wrapped(model, transport)
-            train(model, optimizer, range(saved), transport.rank)
-            state = copy.deepcopy([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()])
-            other = copy.deepcopy(model)
-            other.load_state_dict(state[2])
-            again = wrapped(other, transport)
-            again.load_state_dict(state[0])
-            again.load_compression_state_dict(state[1])
-            train(other, again, range(saved, saved + 5), transport.rank)
-            train(model, optimizer, range(saved, saved + 5), transport.rank)
-            assert same(values(model).values(), values(other).values())
-
-        with case(saved):
-            run(2, body)
+        for used in (0, WARM_UP + 2):
+            with case(saved, used):
+                check_that_a_saved_state_goes_on(wrapped, saved, used)
 
 
 def test_a_dropped_step_never_was() -> None:
