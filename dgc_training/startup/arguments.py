@@ -17,27 +17,34 @@ configs/__init__.py is the reference of all keys, with their defaults. Any key c
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class ConfigsParser(argparse.ArgumentParser):
+    """A parser with the option --configs, whose errors are printed by one rank.
+
+    Args:
+        prog: name of the command in its usage.
+        name: name of the command in its errors.
+        description, epilog: texts of its help.
+        files: help of --configs.
+    """
+
+    def __init__(self, prog: str, name: str, description: str, epilog: str, files: str):
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, None, description, epilog, formatter_class=layout, allow_abbrev=False)
+        self._name = name
+        self.add_argument("--configs", nargs="+", action="extend", required=True, metavar="FILE", help=files)
+
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(print_error(f"{self.format_usage()}train.py: {message}"))
+        raise SystemExit(print_error(f"{self.format_usage()}{self._name}: {message}"))
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options and the remaining words (`--configs.train.num_epochs 500`), in order."""
-    parser = _Parser(
-        prog="train.py",
-        allow_abbrev=False,
-        description="Trains the model that a stack of config files describes.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--configs",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="FILE",
-        help="Python or YAML files, stacked left to right",
+    parser = ConfigsParser(
+        "train.py",
+        "train.py",
+        "Trains the model that a stack of config files describes.",
+        _EPILOG,
+        files="Python or YAML files, stacked left to right",
     )
     parser.add_argument(
         "--devices", choices=["auto", "cpu", "gpu"], default="auto", help="auto: a GPU if there is one"

@@ -4,10 +4,9 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from dgc_training.faults.failure import UsageError
-from dgc_training.launcher import print_error
+from dgc_training.startup.arguments import ConfigsParser
 from scripts.advise.methods import NAMES, UNCOMPRESSED
 
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}  # bits per second
@@ -34,27 +33,14 @@ def quantity(text: str, units: dict[str, float], what: str) -> float:
     return value
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SystemExit(print_error(f"{self.format_usage()}advise: {message}"))
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options and the remaining words, which are config overrides, in order."""
-    parser = _Parser(
-        prog="python -m scripts.advise",
-        allow_abbrev=False,
-        description="Predicts which method of compression makes a step fastest on a network, if any does.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--configs",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="FILE",
-        help="the experiment, without files of a method",
+    parser = ConfigsParser(
+        "python -m scripts.advise",
+        "advise",
+        "Predicts which method of compression makes a step fastest on a network, if any does.",
+        EPILOG,
+        files="the experiment, without files of a method",
     )
     parser.add_argument("--hosts", type=int, metavar="N", help="on paper: number of machines")
     parser.add_argument("--rate", metavar="RATE", help="on paper: of a machine's link, such as 1gbit")
