@@ -136,7 +136,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
     with open_run_directory(directory, tree, transport, resume=not args.no_resume):
         latest = checkpoints.find("latest")
         if latest is not None:
-            state.load(checkpoints.load(latest, part=optimizer.part, joinable=optimizer.joinable))
+            state.load(checkpoints.load(latest, part=optimizer.part, island=optimizer.island))
         elif args.run_dir is None and not args.no_resume:
             warn_of_other_run(directory, rank)
         log = Log(directory, state, sync, recorder, tree, task.batches.steps_per_epoch, task.item)
@@ -144,7 +144,8 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
 
         def save(best: bool = False) -> None:
             checkpoint = checkpoint_name(progress.epoch, progress.step)
-            checkpoints.save(checkpoint, state.shared(to_yaml(tree, resolve=False)), state.own(), best)
+            shared = state.shared(to_yaml(tree, resolve=False))
+            checkpoints.save(checkpoint, shared, state.own(), best, optimizer.island)
 
         train(settings, state, sync, task, stepping, log, save)
         log.close()

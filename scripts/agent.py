@@ -1,4 +1,5 @@
-"""torchrun, with a rendezvous that also survives the loss of a machine while the machines start their ranks.
+"""torchrun, with a rendezvous that also survives the loss of a machine while the machines start their ranks, and
+without restarts of ranks that were started with wrong settings.
 
     python -m scripts.agent OPTIONS-OF-TORCHRUN --rdzv-backend persistent ...
 
@@ -8,9 +9,13 @@ loses a rank first. Here they wait until all machines of the round are present. 
 """
 
 import sys
+from collections.abc import Mapping
 
 from torch.distributed import DistStoreError
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -20,9 +25,25 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.launcher import api
 from torch.distributed.run import main
 
 BACKEND = "persistent"
+USAGE_ERROR = 2  # status of a rank that has printed what is wrong with its settings or files
+
+
+def is_usage_error(failures: Mapping[int, ProcessFailure]) -> bool:
+    return any(failure.exitcode == USAGE_ERROR for failure in failures.values())
+
+
+class Agent(LocalElasticAgent):
+    """Ends if a rank's settings are wrong: the rank would print the same error after every restart."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed() and is_usage_error(result.failures):
+            self._remaining_restarts = 0
+        return result
 
 
 class PersistentRendezvous(RendezvousHandler):
@@ -67,8 +88,13 @@ class PersistentRendezvous(RendezvousHandler):
 
 if __name__ == "__main__":
     rendezvous_handler_registry.register(BACKEND, PersistentRendezvous)
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
         main()
+    except ChildFailedError as error:
+        if is_usage_error(error.failures):
+            sys.exit(USAGE_ERROR)
+        raise
     except RendezvousClosedError:
         sys.exit("The run of this RUN_ID has ended on the other machines. Use another RUN_ID for a new run.")
     except SignalException as error:  # the ranks have ended and printed what they saved

@@ -77,12 +77,13 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 if [ -n "${INTERFACE:-}" ]; then export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=${INTERFACE%%,*}; fi
 
-options=(--nproc-per-node "$RANKS" --max-restarts "$RESTARTS")
+# scripts/agent.py is torchrun, except that machines may be lost while ranks are being started, and that ranks whose
+# settings are wrong are not started again.
+command=(python "$root/scripts/agent.py" --nproc-per-node "$RANKS" --max-restarts "$RESTARTS")
 if [ -n "$alone" ]; then
-    command=(torchrun "${options[@]}" --standalone) # on a free port
+    command+=(--standalone) # on a free port
 else
-    # scripts/agent.py is torchrun, except that machines may be lost while ranks are being started.
-    command=(python "$root/scripts/agent.py" "${options[@]}" --nnodes "$MIN_MACHINES:$MAX_MACHINES"
+    command+=(--nnodes "$MIN_MACHINES:$MAX_MACHINES"
         --rdzv-backend persistent --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RUN_ID:-dgc}"
         --rdzv-conf "last_call_timeout=$LAST_CALL,read_timeout=30${RDZV_CONF:+,$RDZV_CONF}")
 fi

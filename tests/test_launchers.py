@@ -126,7 +126,7 @@ def test_errors_of_launchers(script: Any, variables: Any, words: Any, message: A
 def test_torchrun() -> None:
     script = REPOSITORY / "scripts/torchrun.sh"
     alone = shell(script, "--configs", "x", RANKS="2")
-    assert "torchrun --nproc-per-node 2 --max-restarts 10 --standalone " in alone.stdout, alone.stderr
+    assert "agent.py --nproc-per-node 2 --max-restarts 10 --standalone " in alone.stdout, alone.stderr
     host = socket.gethostname()
     several = shell(script, "--configs", "x", HOSTS=f"server0:8,{host}:3", MIN_MACHINES="2", RDZV_CONF="a=1")
     assert "--nproc-per-node 3 --max-restarts 10 --nnodes 2:2 " in several.stdout, several.stderr

@@ -25,7 +25,7 @@ tensors) for gradients and 4 ceil(n/L) for slices. compress_ratio counts only th
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float32
@@ -38,7 +38,7 @@ from dgc.comm.requests import AllGather, AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.gossip.model import FlatModel
 from dgc.gossip.model_slice import ModelSlice
-from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
+from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, Joinable
 from dgc.gossip.pushsum.sgp import SGP
 from dgc.memory.state import check_tensor
 
@@ -50,6 +50,8 @@ class HierarchicalGossip:
 
     Args:
         base (Gossip, optional): synchronous algorithm between machines; default `SGP()`.
+        averages_gradients (bool): whether to average gradients inside a machine. False: they are equal already,
+            as with DistributedDataParallel among the ranks of a machine.
 
     Raises:
         ValueError: if base is asynchronous, or by `start` if the number of ranks differs between machines or the
@@ -64,7 +66,7 @@ class HierarchicalGossip:
     needs_groups = True
     is_synchronous = True
 
-    def __init__(self, base: Gossip | None = None):
+    def __init__(self, base: Gossip | None = None, *, averages_gradients: bool = True):
         base = base or SGP()
         if not base.is_synchronous:
             raise ValueError(
@@ -72,6 +74,7 @@ class HierarchicalGossip:
                 "synchronous algorithm such as SGP"
             )
         self.base, self.compress_ratio = base, base.compress_ratio
+        self.averages_gradients = averages_gradients
         self._in_step = self._is_stale = False
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
@@ -110,7 +113,7 @@ class HierarchicalGossip:
         self._in_step, self._is_stale = False, self._local_size > 1
 
     def _step_with_mean_gradient(self, step: Callable[[], object]) -> None:
-        if self._average_gradients():
+        if not self.averages_gradients or self._average_gradients():
             step()
 
     # --- inside the machine -----------------------------------------------------------------------
@@ -178,6 +181,17 @@ class HierarchicalGossip:
         x = torch.zeros_like(self.model.z)
         x[self._slice] = self.base.biased_parameters() * self._local_size
         return x
+
+    @property
+    def island(self) -> int | None:
+        """The machine, if the algorithm between machines lets islands join."""
+        return self.base.island if isinstance(self.base, Joinable) else None
+
+    def join(self) -> None:
+        if self.island is None:
+            raise ValueError(f"no machine can join in mid-run with {type(self.base).__name__}")
+        cast(Joinable, self.base).join()
+        self._is_stale = self._local_size > 1  # the slices are gathered by all machines at the same moment
 
     def metrics(self) -> dict[str, float]:
         return self.base.metrics()

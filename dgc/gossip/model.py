@@ -9,10 +9,17 @@ from torch import Tensor
 from dgc.bucket import Segment, lay_out
 
 
-class FlatModel:
-    """A model as one flat vector z [n] fp32, which holds all parameters.
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 has sharded, or the tensor itself."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
-    fp32 parameters are views of z. Parameters of other dtypes are rounded copies of z.
+
+class FlatModel:
+    """A model as one flat vector z [n] fp32, which holds all parameters that are not empty.
+
+    fp32 parameters are views of z. Parameters of other dtypes are rounded copies of z. Of a parameter that FSDP2
+    has sharded, z has a copy of this rank's part.
 
     Call `scatter` after a change of z, and `gather` after a change of the parameters.
 
@@ -28,37 +35,43 @@ class FlatModel:
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]]):
-        if not named_parameters:
-            raise ValueError("gossip needs at least one parameter that requires a gradient")
+        with torch.no_grad():
+            parts = [(name, p, local(p)) for name, p in named_parameters]
+            parts = [(name, p, part) for name, p, part in parts if part.numel()]
+        self.parameters = [p for _, p, _ in parts]
+        if not self.parameters:
+            raise ValueError("gossip needs at least one parameter that requires a gradient and has elements")
         devices = sorted({str(p.device) for _, p in named_parameters})
         if len(devices) > 1:
             raise ValueError(f"gossip needs all parameters on one device, not on {', '.join(devices)}")
         for name, p in named_parameters:
             if not p.is_floating_point():
                 raise ValueError(f"gossip averages floating-point numbers, but {name} has dtype {p.dtype}")
-        self.parameters = [p for _, p in named_parameters]
-        self.segments: tuple[Segment, ...] = lay_out(named_parameters)
+        self.segments: tuple[Segment, ...] = lay_out([(name, part) for name, _, part in parts])
         numel = sum(segment.numel for segment in self.segments)
         self.z: Float32[Tensor, "n"] = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
         self._views = [segment.of(self.z) for segment in self.segments]
         with torch.no_grad():
-            for p, view in zip(self.parameters, self._views, strict=True):
-                view.copy_(p)
+            for (_, _, part), view in zip(parts, self._views, strict=True):
+                view.copy_(part)
         self.gather()
 
     @torch.no_grad()
     def gather(self) -> None:
         """Copies parameters that were moved to other memory. Adds changes of parameters of other dtypes to z."""
         for p, view in zip(self.parameters, self._views, strict=True):
-            if p.dtype != view.dtype:
-                view.sub_(view.to(p.dtype)).add_(p)
-            elif p.data_ptr() != view.data_ptr():
-                view.copy_(p)
-                p.data = view
+            part = local(p)
+            if part.dtype != view.dtype:
+                view.sub_(view.to(part.dtype)).add_(part)
+            elif part.data_ptr() != view.data_ptr():
+                view.copy_(part)
+                if part is p:
+                    p.data = view
 
     @torch.no_grad()
     def scatter(self) -> None:
         """Copies z to the parameters that are not views of it."""
         for p, view in zip(self.parameters, self._views, strict=True):
-            if p.data_ptr() != view.data_ptr():
-                p.copy_(view)
+            part = local(p)
+            if part.data_ptr() != view.data_ptr():
+                part.copy_(view)

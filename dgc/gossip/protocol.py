@@ -116,13 +116,19 @@ class UsesOptimizer(Gossip, Protocol):
 
 @runtime_checkable
 class Joinable(Gossip, Protocol):
-    """A gossip algorithm in which ranks may be lost and join while the others keep their states."""
+    """A gossip algorithm in which islands may be lost and join while the others keep their states.
+
+    An island is a rank, or the ranks of a machine that have one model together.
+    """
 
     @property
-    def joinable(self) -> bool:
-        """Whether the algorithm is one with its settings."""
+    def island(self) -> int | None:
+        """The number of this rank's island, after `start`. None: no island can join with these settings."""
         ...
 
     def join(self) -> None:
-        """Continues from the common model and without errors. Call it after loading the state of another rank."""
+        """Continues from the common model and without errors, after the state of another island has been loaded.
+
+        Called on every rank of the island, before the next `begin_step`.
+        """
         ...

@@ -17,7 +17,7 @@ from dgc.comm.connect import default_transport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.gossip.model import FlatModel
+from dgc.gossip.model import FlatModel, local
 from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
 from dgc.optim.agreement import check_settings, first_difference
 from dgc.optim.options import name_parameters, unique_prefix
@@ -76,7 +76,6 @@ class GossipOptimizer(Wrapper):
         named = name_parameters(optimizer, named_parameters)
         check_settings(self.transport, "gossip.settings", nonfinite=nonfinite, gossip=gossip)
         _check_agreement(named, self.transport)
-        self._names = [name for name, _ in named]
         self.model = FlatModel(named)
         if isinstance(gossip, UsesOptimizer):
             gossip.use_optimizer(optimizer)
@@ -113,7 +112,7 @@ class GossipOptimizer(Wrapper):
 
     def _has_finite_gradients(self) -> bool:
         """Whether this rank's gradients are finite. If a GradScaler has scaled them, they are unscaled first."""
-        gradients = [p.grad for p in self.model.parameters if p.grad is not None]
+        gradients = [local(p.grad) for p in self.model.parameters if p.grad is not None]
         if not gradients:
             return True
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -137,8 +136,8 @@ class GossipOptimizer(Wrapper):
 
     def _named_values(self) -> list[tuple[str, Tensor]]:
         """Return (name, values) of this rank's gradients, without empty ones."""
-        named = zip(self._names, self.model.parameters, strict=True)
-        gradients = [(name, p.grad) for name, p in named if p.grad is not None]
+        named = zip(self.model.segments, self.model.parameters, strict=True)
+        gradients = [(segment.name, local(p.grad)) for segment, p in named if p.grad is not None]
         values = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in gradients]
         return [(name, v) for name, v in values if v.numel()]
 
@@ -206,11 +205,11 @@ class GossipOptimizer(Wrapper):
         barrier(self.transport, "gossip.closed")
 
     @property
-    def joinable(self) -> bool:  # type: ignore[override]
-        return isinstance(self.gossip, Joinable) and self.gossip.joinable
+    def island(self) -> int | None:  # type: ignore[override]
+        return self.gossip.island if isinstance(self.gossip, Joinable) else None
 
     def join(self) -> None:
-        if not self.joinable:
+        if self.island is None:
             super().join()
         cast(Joinable, self.gossip).join()
 

@@ -82,13 +82,15 @@ class Wrapper(HasCompression, Optimizer):
         """
         return None
 
-    joinable: bool = False  # whether a rank can `join`, and others keep their states when ranks are lost or join
+    # The number of the ranks with which this one has one model, if such islands can `join`, and keep their states
+    # when others are lost or join. None: they cannot.
+    island: int | None = None
 
     def join(self) -> None:
-        """Continue as a rank that joins or returns, from the state of another rank, which must have been loaded.
+        """Continue as an island that joins or returns, from the state of another one, which must have been loaded.
 
-        The rank begins with the common model, and without error state: what it has not sent is lost, or was
-        another rank's and would be counted twice.
+        It begins with the common model, and without error state: what it has not sent is lost, or was that of
+        another island and would be counted twice. Call it on every rank of the island, before zero_grad().
         """
         raise ValueError(f"no rank can join in mid-run with {self!r}: use `dgc.outer.OuterSteps` without a base")
 

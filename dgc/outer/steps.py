@@ -117,7 +117,7 @@ class OuterSteps:
         return self.base is not None and self.base.needs_groups
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
-        self.model, self.z = model, model.z
+        self.model, self.z, self._rank = model, model.z, transport.rank
         if self.base is not None:
             self.base.start(model, transport, meter, name)
         parts = divide(model.segments, self.fragment_mb)
@@ -199,8 +199,8 @@ class OuterSteps:
             fragment.restart()
 
     @property
-    def joinable(self) -> bool:
-        return self.base is None and self.exchange.joinable
+    def island(self) -> int | None:
+        return self._rank if self.base is None and self.exchange.joinable else None
 
     @torch.no_grad()
     def join(self) -> None:

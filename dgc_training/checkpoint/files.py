@@ -51,7 +51,7 @@ class Loaded:
 
     If it was saved on a different number of ranks, `own` has only "compression": this rank's share of their
     error state. redistributed: whether `own["compression"]` comes from other ranks or machines. islands: which
-    ranks stay, are lost or join, if the optimizer is joinable.
+    ranks stay, are lost or join, if islands can join.
     """
 
     name: str
@@ -75,8 +75,13 @@ class Checkpoints:
         self.transport = transport
         self.keep, self.wait = keep, wait
 
-    def save(self, name: str, shared: dict[str, Any], own: dict[str, Any], best: bool = False) -> None:
-        """Writes a checkpoint and marks it as the latest, and as the best if `best`. Rank 0's `shared` is used."""
+    def save(
+        self, name: str, shared: dict[str, Any], own: dict[str, Any], best: bool = False, island: int | None = None
+    ) -> None:
+        """Writes a checkpoint and marks it as the latest, and as the best if `best`. Rank 0's `shared` is used.
+
+        island: the number of this rank's island, as in `load`.
+        """
         rank, size = self.transport.rank, self.transport.size
         name = broadcast_object(self.transport, self._unused_name(name), name="checkpoint.name")
         folder = self.directory / name
@@ -84,7 +89,7 @@ class Checkpoints:
         own_path, shared_path = folder / f"rank{rank}.pt", folder / "shared.pt"
         write_atomically(own_path, lambda path: torch.save(own, path))
         part = part_of(own)
-        machine = rank if part is None else part["machine"]
+        machine = part["machine"] if part is not None else rank if island is None else island
         written = {own_path.name: fingerprint(own_path)}
         if rank == 0:
             write_atomically(shared_path, lambda path: torch.save(shared, path))
@@ -94,8 +99,9 @@ class Checkpoints:
         if rank == 0:
             files = {file: entry for entries, _ in written_by for file, entry in entries.items()}
             manifest: dict[str, Any] = {"size": size, "files": files}
-            if part is not None:
-                manifest["machines"] = [machine for _, machine in written_by]
+            machines = [machine for _, machine in written_by]
+            if part is not None or machines != list(range(size)):
+                manifest["machines"] = machines
             write_json(folder / "manifest.json", manifest)
             write_json(self.directory / "latest.json", {"checkpoint": name})
             if best:
@@ -182,13 +188,14 @@ class Checkpoints:
         return [(host, found) for host, found, _ in views]
 
     def load(
-        self, name: str, own_part: bool = True, part: ErrorStatePart | None = None, joinable: bool = False
+        self, name: str, own_part: bool = True, part: ErrorStatePart | None = None, island: int | None = None
     ) -> Loaded:
         """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `UsageError`.
 
         own_part=False reads only the shared part, for evaluation on any number of ranks; `own` is then empty.
         part: the part of the error state that the optimizer needs.
-        joinable: whether ranks keep their states while others are lost or join (see `islands.py`).
+        island: the number of this rank's island, if islands keep their states while others are lost or join (see
+        `islands.py`). None: they do not.
         """
         own: dict[str, Any] = {}
         shared, manifest, problem, redistributed, islands = None, None, None, False, None
@@ -201,9 +208,9 @@ class Checkpoints:
             except (ValueError, OSError) as error:
                 manifest, problem = None, f"is damaged: {error}"
         shared, manifest = broadcast_object(self.transport, (shared, manifest), name="checkpoint.shared")
-        if manifest is not None and own_part and joinable:
+        if manifest is not None and own_part and island is not None:
             read = reader(folder, manifest, self.transport.size)
-            own, islands, problem = read_islands(folder, manifest["size"], read, self.transport)
+            own, islands, problem = read_islands(folder, manifest["machines"], island, read, self.transport)
         elif manifest is not None and own_part:
             try:
                 own, redistributed = self._read_own(folder, manifest, part)

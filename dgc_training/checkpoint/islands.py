@@ -1,8 +1,10 @@
-"""The states of ranks that may be lost, join and return, each with a state of its own (`dgc.outer`).
+"""The states of islands that may be lost, join and return, each with a state of its own (`dgc.outer`).
 
-A rank that stays keeps the state that it has saved, unchanged. The state of a rank that is lost is lost too. A
-rank without a state, because it is new or its disk is, joins: it gets the state of another rank, and its optimizer
-leaves out what is that rank's own (`Wrapper.join`). The files need not be on a disk that all machines share.
+An island is a rank, or the ranks of a machine that have one model together. An island that stays keeps the state
+that it has saved, unchanged. The state of an island that is lost is lost too. An island without a state, because
+it is new or its disk is, joins: each of its ranks gets the state of its counterpart in another island, and the
+optimizer leaves out what is that island's own (`Wrapper.join`). The files need not be on a disk that all machines
+share.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,24 +44,39 @@ class Islands:
         return "; ".join(["all others keep their own model and error state", *parts])
 
 
-def assign(readable: Sequence[set[int]], old_size: int) -> Islands:
-    """Choose an old rank for each new rank: its own number if possible, otherwise one that it can read.
+def members(islands: Sequence[int]) -> list[list[int]]:
+    """The ranks of each island, given the island of each rank."""
+    return [[rank for rank, island in enumerate(islands) if island == i] for i in range(max(islands) + 1)]
+
+
+def assign(readable: Sequence[set[int]], old: Sequence[int], new: Sequence[int] | None = None) -> Islands:
+    """Choose an old island for each new one: its own number if possible, otherwise one that its ranks can read.
 
     Args:
         readable: By new rank, the old ranks whose files its machine has.
-        old_size: Number of ranks that saved the checkpoint.
+        old, new: By old and by new rank, the number of its island. None: each rank is one. Islands of one size.
     """
-    continues = [rank if rank in files else None for rank, files in enumerate(readable)]
-    for rank, files in enumerate(readable):
-        free = sorted(files - set(continues))
-        if continues[rank] is None and free:
-            continues[rank] = free[0]
-    return Islands(tuple(continues), old_size)
+    ours = members(range(len(readable)) if new is None else new)
+    theirs = members(old)
+
+    def can_continue(i: int, j: int) -> bool:
+        return all(their in readable[our] for our, their in zip(ours[i], theirs[j], strict=True))
+
+    chosen = [i if i < len(theirs) and can_continue(i, i) else None for i in range(len(ours))]
+    for i in range(len(ours)):
+        free = [j for j in range(len(theirs)) if j not in chosen and can_continue(i, j)]
+        if chosen[i] is None and free:
+            chosen[i] = free[0]
+    continues: list[int | None] = [None] * len(readable)
+    for ranks, j in zip(ours, chosen, strict=True):
+        for place, rank in enumerate(ranks):
+            continues[rank] = None if j is None else theirs[j][place]
+    return Islands(tuple(continues), len(old))
 
 
 def read_islands(
-    folder: Path, old_size: int, read: Callable[[int], dict[str, Any]], transport: Transport
-) -> tuple[dict[str, Any], Islands, str | None]:
+    folder: Path, old: Sequence[int], island: int, read: Callable[[int], dict[str, Any]], transport: Transport
+) -> tuple[dict[str, Any], Islands | None, str | None]:
     """This rank's state, which ranks stay, and why the state cannot be read. Collective.
 
     The state is empty if it cannot be read. That of a rank that joins, or continues one of another number, has
@@ -67,26 +84,44 @@ def read_islands(
 
     Args:
         folder: The checkpoint.
-        old_size: Number of ranks that saved it.
+        old: By old rank, the number of its island.
+        island: The number of this rank's island.
         read: Returns the saved state of an old rank, or raises ValueError or OSError.
         transport: Connects the new ranks.
     """
-    found = {rank for rank in range(old_size) if (folder / f"rank{rank}.pt").exists()}
-    islands = assign(all_gather_object(transport, found, name="checkpoint.readable"), old_size)
-    own: dict[str, Any] = {}
-    problem, old = None, islands.continues[transport.rank]
-    if old is not None:
-        try:
-            own = read(old)
-            if old != transport.rank or old_size != transport.size:
-                own = {"compression": own["compression"]}
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            problem = f"is damaged: {error}"
-    giver = next((rank for rank, old in enumerate(islands.continues) if old is not None), None)
-    if giver is None:
+    found = {rank for rank in range(len(old)) if (folder / f"rank{rank}.pt").exists()}
+    views = all_gather_object(transport, (found, island), name="checkpoint.readable")
+    readable, new = [files for files, _ in views], [its for _, its in views]
+    ours, theirs = members(new), members(old)
+    if {len(ranks) for ranks in ours} != {len(ranks) for ranks in theirs}:
+        sizes = [", ".join(str(len(ranks)) for ranks in islands) for islands in (theirs, ours)]
+        differs = f"was saved by islands of {sizes[0]} ranks and cannot be resumed by islands of {sizes[1]}"
+        return {}, None, f"{differs}: start as many ranks on each machine as before"
+    islands = assign(readable, old, new)
+    own, problem = _read_own(islands, read, transport)
+    givers = next((ranks for ranks in ours if islands.continues[ranks[0]] is not None), None)
+    if givers is None:
         return {}, islands, "is incomplete: no machine has the file of a rank, such as rank0.pt"
     if islands.joined:
-        given = broadcast_object(transport, own.get("compression"), giver, name="checkpoint.given")
-        if transport.rank in islands.joined:
-            own = {"compression": given}
+        place = ours[island].index(transport.rank)
+        for i, giver in enumerate(givers):
+            given = broadcast_object(transport, own.get("compression"), giver, name="checkpoint.given")
+            if transport.rank in islands.joined and i == place:
+                own = {"compression": given}
     return own, islands, problem
+
+
+def _read_own(
+    islands: Islands, read: Callable[[int], dict[str, Any]], transport: Transport
+) -> tuple[dict[str, Any], str | None]:
+    """The state of the old rank that this one continues, and why it cannot be read."""
+    old = islands.continues[transport.rank]
+    if old is None:
+        return {}, None
+    try:
+        own = read(old)
+        if old != transport.rank or islands.old_size != transport.size:
+            own = {"compression": own["compression"]}
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        return {}, f"is damaged: {error}"
+    return own, None

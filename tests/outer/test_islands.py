@@ -16,7 +16,7 @@ from outer.test_outer_steps import COMPRESSIONS, errors, mean, named, recorded, 
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DoubleSqueezeCompressor
-from dgc.gossip import SGP
+from dgc.gossip import SGP, HierarchicalGossip
 from dgc.outer import Nesterov, OuterSteps
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.islands import Islands, assign
@@ -30,12 +30,12 @@ WITH_ERRORS = sorted(set(COMPRESSIONS) - {"dense"})
 
 def save(own: Trained, transport: Any, directory: Path) -> None:
     part = {"compression": copy.deepcopy(own.optimizer.compression_state_dict()), "random": transport.rank}
-    Checkpoints(directory, transport).save("e0001", {}, part)
+    Checkpoints(directory, transport).save("e0001", {}, part, island=own.optimizer.island)
 
 
 def resume(own: Trained, transport: Any, directory: Path) -> Any:
     """As `RunState` does. Returns what was loaded."""
-    loaded = Checkpoints(directory, transport).load("e0001", joinable=own.optimizer.joinable)
+    loaded = Checkpoints(directory, transport).load("e0001", island=own.optimizer.island)
     own.optimizer.load_compression_state_dict(loaded.own["compression"])
     assert loaded.islands is not None
     if transport.rank in loaded.islands.joined:
@@ -125,21 +125,74 @@ def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) ->
     assert all(torch.equal(z[of], z0[of].double()) for of in z0)
 
 
+@pytest.mark.parametrize("new", [2, 3])
+def test_machines_are_lost_and_join(tmp_path: Path, new: int) -> None:
+    """Islands of two ranks. On 3 machines again, machine 1 has lost one of its two files, and returns."""
+
+    def make(transport: Any) -> Trained:
+        return Trained(transport, HierarchicalGossip(OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)))
+
+    def between(own: Trained) -> list[torch.Tensor]:
+        return [error.clone() for error in own.algorithm.errors()]
+
+    def before(transport: Any) -> Any:
+        own = run_on(make(transport), 6)
+        save(own, transport, tmp_path)
+        return between(own), own.z.clone(), own.optimizer.inner.state_dict()["state"]
+
+    def after(transport: Any) -> Any:
+        own = make(transport)
+        islands = resume(own, transport, tmp_path).islands
+        z0 = own.algorithm.base.exchange.state_dict()["z0"]
+        own.optimizer.zero_grad()
+        found = between(own), own.z.clone(), copy.deepcopy(own.optimizer.inner.state_dict()["state"])
+        slices = own.algorithm.base.z.clone(), torch.cat([z0[s.name] for s in own.algorithm.base.model.segments])
+        run_on(own, 2).optimizer.synchronize_messages()
+        return *found, slices, islands, own.z.clone()
+
+    old = LockstepWorld(6, 2).run(before)
+    if new == 3:
+        (tmp_path / "e0001/rank3.pt").unlink()
+    found = LockstepWorld(2 * new, 2).run(after)
+    continues = (0, 1, 2, 3) if new == 2 else (0, 1, None, None, 4, 5)
+    for rank, (unsent, z, state, (part, z0), islands, end) in enumerate(found):
+        assert islands == Islands(continues, 6)
+        own = continues[rank]
+        if own is not None:
+            assert all(torch.equal(a, b) for a, b in zip(unsent, old[own][0], strict=True)) and any(
+                bool(error.any()) for error in unsent
+            )
+            assert torch.equal(z, old[own][1])
+        else:
+            assert not any(bool(error.any()) for error in unsent)
+            assert torch.equal(part, z0)
+        giver = old[rank % 2 if own is None else own][2]
+        assert all(torch.equal(state[i]["momentum_buffer"], giver[i]["momentum_buffer"]) for i in giver)
+        assert torch.equal(z, found[rank // 2 * 2][1]) and torch.equal(end, found[0][5])
+    with pytest.raises(UsageError, match="islands of 2, 2, 2 ranks and cannot be resumed by islands of 1, 1"):
+        LockstepWorld(2, 1).run(lambda transport: resume(make(transport), transport, tmp_path))
+
+
 @pytest.mark.parametrize(
-    ("readable", "old_size", "continues", "lost", "says"),
+    ("readable", "old", "continues", "lost", "says"),
     [
-        ([{0, 1, 2}] * 3, 3, (0, 1, 2), [], "all others keep their own model and error state"),
-        ([{0, 1, 2, 3}] * 3, 4, (0, 1, 2), [3], "old ranks 3 are lost"),
-        ([{0, 1}] * 4, 2, (0, 1, None, None), [], "ranks 2, 3 join"),
+        ([{0, 1, 2}] * 3, "012", (0, 1, 2), [], "all others keep their own model and error state"),
+        ([{0, 1, 2, 3}] * 3, "0123", (0, 1, 2), [3], "old ranks 3 are lost"),
+        ([{0, 1}] * 4, "01", (0, 1, None, None), [], "ranks 2, 3 join"),
         # machines with disks of their own: that of rank 1 is lost, and the ranks after it have new numbers
-        ([{0}, {2}, {3}], 4, (0, 2, 3), [1], "old ranks 1 are lost"),
-        ([set(), {1}, {0, 1}], 3, (None, 1, 0), [2], "ranks 0 join .* old ranks 2 are lost"),
+        ([{0}, {2}, {3}], "0123", (0, 2, 3), [1], "old ranks 1 are lost"),
+        ([set(), {1}, {0, 1}], "012", (None, 1, 0), [2], "ranks 0 join .* old ranks 2 are lost"),
+        # machines of two ranks: the first is lost, the second has another number, and one joins
+        ([{2, 3}, {2, 3}, set(), set()], "0011", (2, 3, None, None), [0, 1], "ranks 2, 3 join .* ranks 0, 1 are"),
+        # one of two files is not enough; ranks were numbered across the machines
+        ([{0, 1}, {0, 1}, {1, 3}, {1, 3}], "0101", (None, None, 1, 3), [0, 2], "ranks 0, 1 join"),
     ],
 )
 def test_which_rank_continues_which(
-    readable: Sequence[set[int]], old_size: int, continues: tuple[int | None, ...], lost: list[int], says: str
+    readable: Sequence[set[int]], old: str, continues: tuple[int | None, ...], lost: list[int], says: str
 ) -> None:
-    islands = assign(readable, old_size)
+    of_two = len(set(old)) < len(old)
+    islands = assign(readable, [int(island) for island in old], [0, 0, 1, 1] if of_two else None)
     assert (islands.continues, islands.lost) == (continues, lost)
     with pytest.raises(ValueError, match=says):
         raise ValueError(str(islands))
@@ -193,12 +246,13 @@ def test_islands_are_lost_and_return(kills: int) -> None:
 
 def test_who_cannot_join() -> None:
     def body(transport: Any) -> None:
-        for algorithm in (OuterSteps(2, SGP()), SGP()):
+        for algorithm in (OuterSteps(2, SGP()), SGP(), HierarchicalGossip(SGP())):
             own = Trained(transport, algorithm)
-            assert not own.optimizer.joinable
+            assert own.optimizer.island is None
             with pytest.raises(ValueError, match="use `dgc.outer.OuterSteps` without a base"):
                 own.optimizer.join()
-        assert not Trained(transport, OuterSteps(2, compression=DoubleSqueezeCompressor())).optimizer.joinable
+        own = Trained(transport, OuterSteps(2, compression=DoubleSqueezeCompressor()))
+        assert own.optimizer.island is None
 
     on(1, body)
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
@@ -31,9 +32,11 @@ from dgc.compression import (
     SparseCompressor,
     ThresholdCompressor,
 )
-from dgc.fsdp import compress, local_mesh
+from dgc.fsdp import ShardedGossipOptimizer, compress, local_mesh
+from dgc.gossip import SGP, HierarchicalGossip
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD
+from dgc.optim import DGCSGD, GossipOptimizer
+from dgc.outer import Nesterov, OuterSteps
 
 Finding = dict[str, Any]
 FEATURES = 7
@@ -392,6 +395,86 @@ def unused_on_one_machine(transport: Any) -> Finding:
     return {"model": digest(whole(model)), "moved": float(((whole(model) - start) != 0).float().mean())}
 
 
+# --- outer steps ----------------------------------------------------------------------------------
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def outer_steps(transport: Any) -> Finding:
+    """Machines are workers of DiLoCo. In the fourth of seven steps one shard of rank 3 has a gradient of NaN."""
+
+    def train_on(own: Any, model: Any, rows: Sequence[Tensor], bad: bool) -> None:
+        for step, batch in enumerate(rows):
+            own.zero_grad()
+            loss_of(model, batch).backward()
+            if bad and step == 3:
+                gradient = model[0].weight.grad
+                (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(float("nan"))
+            own.step()
+
+    def on_machine(machine: Any, steps: int = 7) -> Tensor:
+        """A plain model with the batches of both ranks."""
+        model, ranks = network(), (2 * machine.rank, 2 * machine.rank + 1)
+        own = GossipOptimizer(adam(model), None, OuterSteps(3, outer=Nesterov()), transport=machine)
+        both = [torch.cat(rows) for rows in zip(*(batches(7, rank) for rank in ranks), strict=True)]
+        train_on(own, model, both[:steps], machine.rank == 1)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    inputs, machine = batches(7, transport.rank), transport.rank // 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the dropped step
+        model: Any = shard(network(), local_mesh(transport))
+        own = ShardedGossipOptimizer(adam(model), model, OuterSteps(3, outer=Nesterov()), transport=transport)
+        train_on(own, model, inputs, transport.rank == 3)
+        expected = LockstepWorld(2).run(on_machine)[machine]
+        replica = DistributedDataParallel(network(), process_group=local_mesh(transport).get_group())
+        islands = HierarchicalGossip(OuterSteps(3, outer=Nesterov()), averages_gradients=False)
+        replicas = GossipOptimizer(adam(replica), None, islands, transport=transport)
+        train(replica, replicas, inputs[:3])
+        replicas.synchronize_messages()
+        before = LockstepWorld(2).run(lambda machine: on_machine(machine, 3))[machine]
+    found: Finding = {
+        "difference": float((whole(model) - expected).abs().max()),
+        "ddp": float((torch.cat([p.detach().flatten() for p in replica.parameters()]) - before).abs().max()),
+        "dropped": own.dropped_steps,
+    }
+    with own.consensus():
+        found["mean"] = digest(whole(model))
+    own.close()
+    replicas.close()
+
+    def build(nonfinite: str = "skip") -> tuple[Any, Any]:
+        model = shard(network(), local_mesh(transport))
+        steps = OuterSteps(2, compression=SparseCompressor(0.2, ResidualMemory()))
+        return model, ShardedGossipOptimizer(adam(model), model, steps, transport=transport, nonfinite=nonfinite)
+
+    model, own = build()
+    train(model, own, inputs[:3])
+    state = deepcopy(own.compression_state_dict())
+    train(model, own, inputs[3:6])
+    found |= {"sparse": digest(whole(model)), "error": own.error_norm()}
+    own.close()
+    model, own = build()
+    own.load_compression_state_dict(state)
+    train(model, own, inputs[3:6])
+    found["resumed"] = digest(whole(model))
+    own.close()
+    model, own = build("raise")
+    loss_of(model, inputs[0]).backward()
+    if transport.rank == 0:
+        model[0].weight.grad.to_local().fill_(float("inf"))
+    found["raised"] = told(own.step, RuntimeError)
+    own.grad_scale = torch.ones(())
+    found["scaled"] = told(own.step, ValueError)
+    two_levels = HierarchicalGossip(SGP())
+    found["refused"] = told(
+        lambda: ShardedGossipOptimizer(adam(model), model, two_levels, transport=transport), ValueError
+    )
+    return found
+
+
 def saved_and_loaded(transport: Any, folder: Path) -> Finding:
     """A run that is continued from a checkpoint ends with the bits of the run that saved it."""
     mesh, inputs = local_mesh(transport), batches(8, transport.rank)
@@ -559,6 +642,7 @@ if __name__ == "__main__":
         nonfinite_shard,
         unused_on_one_machine,
         bytes_between_machines,
+        outer_steps,
         refused_models,
         refused_steps,
     )

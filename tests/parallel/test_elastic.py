@@ -9,6 +9,14 @@ from parallel.elastic import CHECKPOINT_EVERY, ElasticRun
 from parallel.processes import send
 
 
+def test_wrong_settings_are_named_once(tmp_path: Path) -> None:
+    """Ranks that would fail in the same way again are not started again."""
+    with ElasticRun(tmp_path, 1, ("configs/dgc/wm5.py", "--configs.train.num_epoch=1")) as run:
+        status = run.start(2).process.wait(60)
+    assert status == 2 and "Traceback" not in run.text()
+    assert run.text().count("unknown key train.num_epoch; closest: num_epochs") == 1
+
+
 @pytest.mark.proof
 @pytest.mark.timeout(300)
 def test_a_rank_and_an_agent_are_killed(tmp_path: Path) -> None:

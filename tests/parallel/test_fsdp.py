@@ -66,6 +66,20 @@ def test_bytes_between_machines(found: list[dict[str, Any]]) -> None:
         assert sparse == [2 * (24 + 12 * top_k + 4 * rows), 2 * 4 * numel, numel]
 
 
+def test_machines_are_workers_of_outer_steps(found: list[dict[str, Any]]) -> None:
+    results = [own["outer_steps"] for own in found]
+    assert max(result[key] for result in results for key in ("difference", "ddp")) < 1e-6
+    assert [result["dropped"] for result in results] == [0, 0, 1, 1]
+    for key in ("mean", "sparse"):
+        assert len({result[key] for result in results}) == 1
+    where = ("the gradient of 0.weight on rank 0 has", "a gradient on another rank of this machine has", "", "")
+    for rank, result in enumerate(results):
+        assert result["resumed"] == result["sparse"] and result["error"] > 0
+        assert where[rank] in result["raised"] and bool(result["raised"]) == (rank < 2)
+        assert "train in bf16, without a GradScaler" in result["scaled"]
+        assert "HierarchicalGossip cannot exchange shards" in result["refused"]
+
+
 def test_a_loaded_run_continues_bit_for_bit(found: list[dict[str, Any]]) -> None:
     for own in found:
         result = own["saved_and_loaded"]

@@ -33,7 +33,7 @@ METHOD = (
     "--configs.train.batch_size=8",
     "--configs.train.warmup_lr_epochs=0",
     "--configs.task.steps_per_epoch=100",
-    "--configs.dataset.characters=200000",
+    "--configs.dataset.characters=300000",
 )
 BITS = "bits_per_character/test"
 
@@ -55,7 +55,7 @@ def check_who_stays(restart: Restart) -> None:
     assert restart.checkpoint is not None
     directory, name = restart.checkpoint.parent, restart.checkpoint.name
     loaded = LockstepWorld(restart.size).run(
-        lambda transport: Checkpoints(directory, transport).load(name, joinable=True)
+        lambda transport: Checkpoints(directory, transport).load(name, island=transport.rank)
     )
     islands = loaded[0].islands
     assert islands is not None

@@ -1,0 +1,120 @@
+"""Outer steps of a sharded model: the ranks of a machine train one model with FSDP2, and machines exchange.
+
+    transport = connect(hierarchical=True)
+    mesh = local_mesh(transport)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = ShardedGossipOptimizer(adam, model, OuterSteps(30, outer=Nesterov()), transport=transport)
+
+Local rank l of a machine has shard l of each parameter. It exchanges the pseudo-gradient of this shard with local
+rank l of the other machines. A machine is thus one worker of the outer steps. Its ranks send at the same time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dgc.comm.conversation import RunningConversation
+from dgc.comm.requests import AllReduce, Conversation
+from dgc.comm.transport import CrossMachineTransport, Transport
+from dgc.compression.protocol import NonFiniteGradientError
+from dgc.fsdp.mesh import machines
+from dgc.fsdp.shards import parameter_groups
+from dgc.gossip.protocol import Gossip
+from dgc.optim.gossip import GossipOptimizer
+
+
+class ShardedGossipOptimizer(GossipOptimizer):
+    """A GossipOptimizer of a model that FSDP2 shards inside each machine. Machines take the place of ranks.
+
+    Create it after `fully_shard` with `local_mesh(transport)`, as above. The loop is that of a GossipOptimizer.
+    All machines must begin with the same parameters.
+
+    Args:
+        optimizer: The optimizer of the sharded parameters.
+        model: The model, on which `fully_shard` was called last.
+        gossip: `dgc.outer.OuterSteps`, or another synchronous algorithm. A compressor that needs a matrix gets
+            this rank's rows of the parameter.
+        transport: Connects all ranks, with groups inside and between machines: `connect(hierarchical=True)`, and
+            `point_to_point=True` for algorithms that send to single neighbours.
+        nonfinite: Response of a machine to NaN or inf in a gradient of any of its ranks. "skip" leaves its model
+            unchanged in this step and increments `dropped_steps`; other machines are not affected. "raise" raises
+            NonFiniteGradientError on all its ranks.
+
+    Raises:
+        ValueError: An argument is invalid, settings or models differ between machines, machines have different
+            numbers of ranks, or the model is sharded in another way.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        gossip: Gossip,
+        *,
+        transport: Transport,
+        nonfinite: str = "skip",
+    ):
+        if not gossip.is_synchronous or gossip.needs_groups:
+            raise ValueError(
+                f"{type(gossip).__name__} cannot exchange shards: use dgc.outer.OuterSteps or another synchronous "
+                "algorithm, without HierarchicalGossip"
+            )
+        parameter_groups(model, machines(transport)[transport.group_rank("cross")])  # checks how it is sharded
+        self._all_ranks = transport
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        super().__init__(optimizer, named, gossip, transport=CrossMachineTransport(transport), nonfinite=nonfinite)
+
+    def _has_finite_gradients(self) -> bool:
+        if getattr(self, "grad_scale", None) is not None:
+            raise ValueError(
+                "a GradScaler has a loss scale for each rank, and the ranks of a machine need one together: train "
+                "in bf16, without a GradScaler"
+            )
+        raised: NonFiniteGradientError | None = None
+        try:
+            is_finite = super()._has_finite_gradients()
+        except NonFiniteGradientError as error:
+            is_finite, raised = False, error
+        conversation = _all_are(is_finite)
+        if RunningConversation("gossip.finite", conversation, self._all_ranks, self.meter).finish():
+            return True
+        if raised is not None:
+            raise raised
+        if self.nonfinite == "raise":
+            raise NonFiniteGradientError("a gradient on another rank of this machine has NaN or inf")
+        self.dropped_steps += is_finite
+        return False
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """Return this rank's shards, algorithm state and optimizer state, without DTensors. Collective."""
+        state = super().compression_state_dict()
+        optimizer = state["optimizer"]
+        plain = {i: {key: _plain(value) for key, value in own.items()} for i, own in optimizer["state"].items()}
+        return {**state, "optimizer": {**optimizer, "state": plain}}
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_compression_state_dict(state)
+        for p, own in self.inner.state.items():
+            for key, value in own.items():
+                if isinstance(value, Tensor) and value.shape == p.to_local().shape and value.dim():
+                    own[key] = DTensor.from_local(
+                        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                    )
+
+
+def _all_are(own: bool) -> Conversation[bool]:
+    """Whether it holds on all ranks of the machine."""
+    (least,) = yield (AllReduce(torch.tensor([float(own)], dtype=torch.float32), "min", group="local"),)
+    return bool(least.item())
+
+
+def _plain(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
