@@ -30,13 +30,14 @@ EPOCHS, SEEDS = 20, 3
 EXPERIMENT = "configs/pysource/gpt.py"
 METHOD = (
     "configs/outer/sparseloco.py",
-    "--configs.train.gossip.average_every=5",
     "--configs.model.width=32",
     "--configs.train.batch_size=8",
     "--configs.train.warmup_lr_epochs=0",
     "--configs.task.steps_per_epoch=100",
     "--configs.dataset.characters=300000",
 )
+OF_RANKS = ("--configs.train.gossip.average_every=5",)
+OF_MACHINES = ("configs/gossip/machines.py", "--configs.train.gossip.base.average_every=5")
 BITS = "bits_per_character/test"
 
 
@@ -68,7 +69,7 @@ def check_who_stays(restart: Restart, island_size: int) -> None:
 
 
 def undisturbed(directory: Path, seed: int) -> float:
-    words = ["--configs", EXPERIMENT, *METHOD, "--run-dir", str(directory), "--devices", "cpu"]
+    words = ["--configs", EXPERIMENT, *METHOD, *OF_RANKS, "--run-dir", str(directory), "--devices", "cpu"]
     words += ["--configs.data.num_threads_per_worker=1"]
     simulate(4, [*words, f"--configs.train.num_epochs={EPOCHS}", f"--configs.seed={seed}"])
     return float(json.loads((directory / "summary.json").read_text())["final"][BITS])
@@ -87,11 +88,11 @@ class Killed:
 
 
 def killed(
-    directory: Path, machines: tuple[int, int], kills: int, epochs: int, *files: str, island_size: int = 1
+    directory: Path, machines: tuple[int, int], kills: int, epochs: int, words: tuple[str, ...], island_size: int
 ) -> Killed:
     """Train on two machines, of which the second is lost and returns. Checks what holds after every restart."""
     draw, done, with_files, size = random.Random(0), 0, 0, sum(machines)
-    with ElasticRun(directory, epochs, (*METHOD, *files), EXPERIMENT) as run:
+    with ElasticRun(directory, epochs, (*METHOD, *words), EXPERIMENT) as run:
         first, second = (run.start(ranks) for ranks in machines)
         while done < kills:
             goes_on = run.wait_for_attempt(len(run.restarts) + 1, timeout=1200)
@@ -120,7 +121,7 @@ def killed(
 
 
 def test_kills_of_one_of_four_islands(tmp_path: Path) -> None:
-    found = killed(tmp_path / "run", (3, 1), 20, EPOCHS)
+    found = killed(tmp_path / "run", (3, 1), 20, EPOCHS, OF_RANKS, island_size=1)
     others = [undisturbed(tmp_path / f"seed{seed}", seed) for seed in range(SEEDS)]
     print(
         f"\n20 kills, {found.with_files} of them with the rank's files; {len(found.restarts)} restarts, "
@@ -132,5 +133,5 @@ def test_kills_of_one_of_four_islands(tmp_path: Path) -> None:
 
 def test_kills_of_one_of_two_machines(tmp_path: Path) -> None:
     """The ranks of a machine average their gradients, and are lost and join together."""
-    found = killed(tmp_path / "run", (2, 2), 6, 6, "configs/gossip/machines.py", island_size=2)
+    found = killed(tmp_path / "run", (2, 2), 6, 6, OF_MACHINES, island_size=2)
     assert "ranks 0, 1 join" in found.text or "ranks 2, 3 join" in found.text
