@@ -97,6 +97,7 @@ def test_trap_02_every_config_and_script_is_complete() -> None:
         "cosine": ["configs/imagenet/resnet18.py"],
         "sgd": ["configs/numwords/tiny.py"],
         "pysource/sgd": ["configs/pysource/lstm.py"],
+        "adam/fp16": ["configs/pysource/gpt.py", "configs/adam/onebit_adam.py"],
         "tokens400k": ["configs/wmt16/base.py"],
         "topology": ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"],
         **dict.fromkeys(("fp16", "bf16", "int8"), ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"]),

@@ -8,6 +8,7 @@ configs.train.optimizer._target_ = OneBitAdam
 configs.train.optimizer.freeze_step = 100  # steps of the warm-up, 15 to 25 % of all and all that warm up lr
 
 configs.train.compression = Config(OneBitAdamCompressor)
+configs.train.compression.gradients = None  # fp32; configs/adam/fp16 halves it
 
 configs.requires["train.optimizer._target_"] = configs.train.optimizer._target_
 configs.requires["train.compression._target_"] = configs.train.compression._target_

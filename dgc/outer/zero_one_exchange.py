@@ -1,4 +1,4 @@
-"""The messages of 0/1 Adam: buffers with one part for each tensor, averaged dense or compressed."""
+"""The messages of 0/1 Adam: buffers with one part for each tensor, averaged as gradients or compressed."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -9,8 +9,7 @@ from torch import Tensor
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.ordered import OrderedConversations
 from dgc.comm.transport import Transport
-from dgc.compression.dense import DenseCompressor
-from dgc.compression.protocol import Result, conversation_of
+from dgc.compression.protocol import Result, StatelessCompressor, conversation_of
 from dgc.compression.route import Route
 from dgc.gossip.model import FlatModel
 from dgc.optim.exchange.planning import compressors_in_order, plan_buckets
@@ -23,6 +22,7 @@ class ZeroOneExchange:
     Args:
         model: The model of this rank.
         route: Chooses the compressors.
+        gradients: Averages gradients.
         bucket_mb: Largest size of a bucket in MB.
         transport: Connects the ranks.
         meter: Counts bytes and seconds.
@@ -36,6 +36,7 @@ class ZeroOneExchange:
         self,
         model: FlatModel,
         route: Route,
+        gradients: StatelessCompressor,
         bucket_mb: float,
         transport: Transport,
         meter: TrafficMeter,
@@ -49,6 +50,7 @@ class ZeroOneExchange:
             plan.compressor.plan(plan.bucket, transport.size, transport.rank)
         self.parts = {s.name: s.of(plan.bucket.flat) for plan in self._planned for s in plan.bucket.segments}
         self.dropped = 0
+        self._gradients = gradients
         self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
         self._warns = transport.rank == 0
 
@@ -56,22 +58,23 @@ class ZeroOneExchange:
         for plan in self._planned:
             plan.bucket.flat.zero_()
 
-    def average(self, dense: bool = False) -> bool:
+    def average(self, are_gradients: bool = False) -> bool:
         """Replace the buffers by their means, and return True. If these are not finite, return False.
 
         Args:
-            dense: Without compression.
+            are_gradients: They hold gradients, which keep no error state, in place of sums of steps.
         """
         for plan in self._planned:
-            name = f"{plan.bucket.name}.dense" if dense else plan.bucket.name  # messages of a name have one size
-            conversation = conversation_of(DenseCompressor() if dense else plan.compressor, plan.bucket)
-            self._conversations.start(name, conversation)
+            name, compressor = plan.bucket.name, plan.compressor
+            if are_gradients:
+                name, compressor = f"{name}.gradients", self._gradients  # messages of a name have one size
+            self._conversations.start(name, conversation_of(compressor, plan.bucket))
         results = self._conversations.finish()
         reason = next((result.nonfinite for result in results if result.nonfinite), None)
         for plan, result in zip(self._planned, results, strict=True):
             if reason is None:
                 result.write_to(plan.bucket)
-            elif not dense:
+            elif not are_gradients:
                 plan.compressor.rollback(plan.bucket)
         if reason is not None:
             self._drop(reason)

@@ -11,7 +11,8 @@ A rank has its own m and x. x' is the model of all ranks after the last exchange
 `ZeroOneSchedule` has the sets T_v and T_u, `ZeroOneAdam` m, v and the step. Local steps begin when v is frozen. A
 step of T_v needs no second exchange: m, u and x remain the same on all ranks.
 
-Payload in bytes: 4 n in a step of T_v, in a step of T_u that of DoubleSqueeze, otherwise nothing. Dense: 4 n.
+Payload in bytes: 4 n in a step of T_v (or that of `gradients`), in a step of T_u that of DoubleSqueeze, otherwise
+nothing. Dense: 4 n.
 
 Differences from the paper: the order within a step is that of DeepSpeed's code. v is updated before it is used, m
 takes the mean gradient in steps of T_v, and x and u take the new m. Where v is zero, nothing moves. Weight decay
@@ -32,7 +33,8 @@ from torch.optim import Optimizer
 
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor
+from dgc.compression.dense import DenseCompressor
+from dgc.compression.protocol import Compressor, StatelessCompressor
 from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
 from dgc.compression.route import Route
 from dgc.gossip.model import FlatModel
@@ -75,6 +77,8 @@ class ZeroOneSteps:
         local_step_clipper (int): largest interval between exchanges in steps, H. 1: no local steps.
         compression (Compressor, Route, optional): exchanges u, without momentum of its own; None is
             DoubleSqueezeCompressor, the exchange of 1-bit Adam.
+        gradients (StatelessCompressor, optional): exchanges the gradients from which the second moment is updated;
+            None sends them in fp32, `FP16Compressor()` in half the bytes.
         bucket_mb (float): largest size of a message's tensors in MB (2**20 bytes of fp32).
 
     Raises:
@@ -96,12 +100,14 @@ class ZeroOneSteps:
         local_step_scaler: int = 1000,
         local_step_clipper: int = 16,
         compression: Compressor | Route | None = None,
+        gradients: StatelessCompressor | None = None,
         *,
         bucket_mb: float = 25.0,
     ):
         self.schedule = ZeroOneSchedule(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
         self.compression = as_route(DoubleSqueezeCompressor() if compression is None else compression)
         check_momentum(self.compression)
+        self.gradients = gradients or DenseCompressor()
         self.bucket_mb = bucket_mb
         self.local_steps = 0  # since the last exchange
         self._compressors: list[Compressor] = [rule.compressor for rule in self.compression.rules]
@@ -127,7 +133,9 @@ class ZeroOneSteps:
         adam, self.model = self.adam, model
         groups = [{key: value for key, value in g.items() if key != "params"} for g in adam.param_groups]
         check_settings(transport, f"{name}.optimizer", param_groups=groups)
-        self.exchange = ZeroOneExchange(model, self.compression, self.bucket_mb, transport, meter, f"{name}.u")
+        self.exchange = ZeroOneExchange(
+            model, self.compression, self.gradients, self.bucket_mb, transport, meter, f"{name}.u"
+        )
         self._compressors = self.exchange.compressors
         group_of = {p: g for g, group in enumerate(adam.param_groups) for p in group["params"]}
         self._z0 = model.z.clone()
@@ -172,7 +180,7 @@ class ZeroOneSteps:
         for tensor in self._tensors:
             if tensor.parameter.grad is not None:
                 tensor.u.copy_(dense(tensor.parameter.grad))
-        is_finite = self.exchange.average(dense=True)
+        is_finite = self.exchange.average(are_gradients=True)
         self.adam.advance(updates_variance=is_finite)
         if is_finite:
             for tensor in self._tensors:

@@ -1,6 +1,7 @@
 """1-bit Adam: AdamW in the warm-up, then momentum in one bit; what it keeps, and what it refuses."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,14 +24,16 @@ from optim.nets import (
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
     DenseCompressor,
+    DGCAdamCompressor,
     DGCCompressor,
     DoubleSqueezeCompressor,
+    FP16Compressor,
     OneBitAdamCompressor,
     Route,
     Rule,
 )
 from dgc.memory import ResidualMemory
-from dgc.optim import DistributedOptimizer, OneBitAdam
+from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
 from dgc.testing import Fleet
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -68,6 +71,36 @@ def test_the_warm_up_is_adamw_bit_for_bit() -> None:
     for steps, equal in ((5, True), (6, False)):
         onebit = trained(steps, lambda m: onebit_adam(m, 5, **settings), OneBitAdamCompressor)
         assert same(trained(steps, adamw, DenseCompressor), onebit) == equal
+
+
+@pytest.mark.parametrize(
+    ("make", "compressor"),
+    [(OneBitAdam, OneBitAdamCompressor), (DGCAdam, partial(DGCAdamCompressor, 0.1, vectors="sparse"))],
+)
+def test_gradients_of_the_warm_up_in_half_the_bytes(make: Any, compressor: Any) -> None:
+    """They are what FP16Compressor gives to AdamW."""
+
+    def trained(make: Any, compression: Any) -> Any:
+        sent = []
+
+        def body(model: Any, transport: Any) -> None:
+            optimizer = wrap(model, transport, make, compression=compression())
+            train(model, optimizer, range(WARM_UP - 1), transport.rank)
+            sent.append(optimizer.meter.payload_bytes)
+
+        return values(run(2, body)[0]).values(), sent[0]
+
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    expected, half = trained(
+        lambda m: torch.optim.AdamW(m.parameters(), foreach=False, **settings), FP16Compressor
+    )
+    for gradients, factor in ((FP16Compressor(), 1), (None, 2)):
+        found, nbytes = trained(
+            lambda m: make(m.parameters(), **settings, freeze_step=WARM_UP),
+            partial(compressor, gradients=gradients),
+        )
+        difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+        assert (difference < 1e-7) == (factor == 1) and nbytes == factor * half
 
 
 def test_then_momentum_travels_in_one_bit_and_the_second_moment_stays() -> None:

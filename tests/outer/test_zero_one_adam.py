@@ -10,7 +10,7 @@ from cases import case
 from gossip.networks import Trained, on
 from optim.nets import alone, net
 
-from dgc.compression import DGCCompressor, OneBitAdamCompressor
+from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DistributedOptimizer, GossipOptimizer
 from dgc.outer import OuterSteps, ZeroOneAdam, ZeroOneSteps
@@ -74,6 +74,17 @@ def test_a_step_sends_the_gradient_or_one_bit_or_nothing() -> None:
     ratios = [ratio for ratio, _ in found]
     assert ratios[:5] == [1.0, 1.0, 1.0, 1 / 32, 1.0]
     assert ratios[5:] == [1 / 32] * 3 + [1 / 64] * 2 + [1 / 96] * 5
+
+
+def test_gradients_of_the_second_moment_in_half_the_bytes() -> None:
+    def body(transport: Any) -> Any:
+        own = Trained(transport, ZeroOneSteps(*NUMBERS, gradients=FP16Compressor()), adam)
+        own.step()
+        gradients = [p.grad for p in own.model.parameters()]
+        return own.optimizer.meter.payload_bytes, same(gradients, [g.half().float() for g in gradients])
+
+    n = 6 * 9 + 9 + 9 * 3 + 3
+    assert on(2, body) == [(2 * n, True)] * 2
 
 
 def test_it_learns_as_adamw_does_and_the_second_moment_stays() -> None:

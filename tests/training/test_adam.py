@@ -97,6 +97,7 @@ def test_what_does_not_stack() -> None:
         (["configs/adam/onebit_adam.py", "configs/quant/qsgd.py"], "train.compression._target_"),
         (["configs/adam/onebit_adam.py", "configs/adam/dgc.py"], "_target_"),
         (["configs/adam/dgc_adam.py", "configs/quant/qsgd.py"], "train.compression._target_"),
+        (["configs/adam/dgc.py", "configs/adam/fp16.py"], "has no steps that send gradients without compression"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(["configs/digits/cnn.py", *stack])

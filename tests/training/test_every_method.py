@@ -28,12 +28,15 @@ BEFORE = {
     "matrices_only": ["configs/quant/qsgd.py"],
     "reduce_scatter": ["configs/dgc/wm0.py", "configs/dgc/int32.py"],
     "gtopk": ["configs/dgc/wm0.py", "configs/dgc/int32.py"],
+    "adam/fp16": ["configs/adam/zero_one_adam.py"],
 }
+ZERO_ONE = ["--configs.train.gossip.var_freeze_step=2", "--configs.train.check_replicas_every=0"]
 # the small model is less than one chunk of the default size, and an epoch has four steps
 ALSO = {
     "chunks": ["--configs.train.compression.chunk_size=200"],
     "onebit_adam": ["--configs.train.optimizer.freeze_step=2"],
-    "zero_one_adam": ["--configs.train.gossip.var_freeze_step=2", "--configs.train.check_replicas_every=0"],
+    "zero_one_adam": ZERO_ONE,
+    "adam/fp16": ZERO_ONE,
     "dgc_adam": ["--configs.train.optimizer.freeze_step=2"],
     "dgc": ["--configs.train.compression.warmup_epochs=0"],
 }
@@ -44,9 +47,10 @@ FILES += [CONFIGS / "dgc/reduce_scatter.py", CONFIGS / "dgc/gtopk.py"]
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 @pytest.mark.usefixtures("no_type_checks")
 def test_it_trains(path: Any, tmp_path: Path) -> None:
-    stack = ["configs/digits/cnn.py", *BEFORE.get(path.stem, []), str(path.relative_to(CONFIGS.parent))]
-    words = ["--configs", *stack]
-    also = ALSO.get(path.parent.name, ALSO.get(path.stem, []))
+    folder, stem = path.parent.name, path.stem
+    before = BEFORE.get(f"{folder}/{stem}", BEFORE.get(stem, []))
+    words = ["--configs", "configs/digits/cnn.py", *before, str(path.relative_to(CONFIGS.parent))]
+    also = ALSO.get(f"{folder}/{stem}", ALSO.get(folder, ALSO.get(stem, [])))
     words += ["--devices", "cpu", *QUICK, *also, "--run-dir", str(tmp_path / "run")]
     args, overrides = parse_arguments(words)
     tree = load(args.configs, overrides)

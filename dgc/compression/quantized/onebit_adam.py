@@ -5,7 +5,8 @@ Algorithm 1). The optimizer is `dgc.optim.OneBitAdam`, which owns the momentum m
     compression    m_i = beta1 m + (1 - beta1) g_i           m: the same on every rank
                    result = DoubleSqueeze of m_i             the next m
 
-Payload of a bucket in bytes: warm-up the gradients in their own dtype; compression that of DoubleSqueeze.
+Payload of a bucket in bytes: warm-up the gradients in their own dtype, or that of `gradients`; compression that of
+DoubleSqueeze.
 
 Differences from the paper: those of DoubleSqueeze. A step that is dropped because of NaN or inf leaves the errors
 of both directions as they were: its gradient is lost, as with uncompressed Adam.
@@ -21,7 +22,7 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.protocol import MomentumOwner, Preconditioner, Result
+from dgc.compression.protocol import MomentumOwner, Preconditioner, Result, StatelessCompressor
 from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
 
 
@@ -32,6 +33,10 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
     It needs `dgc.optim.OneBitAdam` as the optimizer. From step `freeze_step` of that on, .grad is the momentum and
     no longer the gradient: do not clip it.
 
+    Args:
+        gradients (StatelessCompressor, optional): exchanges the gradients of the warm-up; None sends them in their
+            own dtype, `FP16Compressor()` in half the bytes.
+
     Raises:
         ValueError: by `DistributedOptimizer`, if the optimizer is not a OneBitAdam.
 
@@ -40,8 +45,9 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), OneBitAdamCompressor())
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: StatelessCompressor | None = None) -> None:
         super().__init__()
+        self._gradients = gradients or DenseCompressor()
         self._owner: MomentumOwner | None = None
         self._parameters: dict[str, Tensor] = {}
 
@@ -72,7 +78,7 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         assert self._owner is not None
         if self._owner.exchanges_momentum:
             return (yield from super().reduce(bucket))
-        return (yield from DenseCompressor().reduce(bucket))
+        return (yield from self._gradients.reduce(bucket))
 
     def accumulate(self, bucket: Bucket) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
         """v = beta1 m + (1 - beta1) g + e, in a new tensor."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.protocol import MomentumOwner, Preconditioner, Result
+from dgc.compression.protocol import MomentumOwner, Preconditioner, Result, StatelessCompressor
 from dgc.compression.sparse.dgc import DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.memory.protocol import MomentumCorrection
@@ -40,6 +40,8 @@ class DGCAdamCompressor(DGCCompressor):
 
     Args:
         compress_ratio (float): fraction of elements sent; above 1 the factor saved (1000 means 0.001).
+        gradients (StatelessCompressor, optional): exchanges the gradients of the warm-up; None sends them in their
+            own dtype, `FP16Compressor()` in half the bytes.
         options: those of `DGCCompressor`, except `memory`.
 
     Raises:
@@ -51,11 +53,12 @@ class DGCAdamCompressor(DGCCompressor):
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), DGCAdamCompressor(0.01))
     """
 
-    def __init__(self, compress_ratio: float, **options: Any):
+    def __init__(self, compress_ratio: float, gradients: StatelessCompressor | None = None, **options: Any):
         if "memory" in options:
             raise ValueError("DGCAdamCompressor has a memory of its own: leave `memory` out")
         self._memory = DGCSGDMemory(momentum_masking=False)
         super().__init__(compress_ratio, self._memory, **options)
+        self._gradients = gradients or DenseCompressor()
         self._owner: Preconditioner | None = None
         self._parameters: dict[str, Tensor] = {}
 
@@ -88,7 +91,7 @@ class DGCAdamCompressor(DGCCompressor):
         assert self._owner is not None
         if not self._owner.exchanges_momentum:
             self._sent_dense[bucket.name] = bucket.numel
-            return (yield from DenseCompressor().reduce(bucket))
+            return (yield from self._gradients.reduce(bucket))
         flat, parameters = bucket.flat, [self._parameters[s.name] for s in bucket.segments]
         for s, factor in zip(bucket.segments, self._owner.preconditioner_of(parameters), strict=True):
             s.of(flat).mul_(factor)
