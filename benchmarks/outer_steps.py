@@ -1,4 +1,4 @@
-"""Bits per character against bytes: dense AdamW and outer steps on Python sources, all with the same steps.
+"""Bits per character against bytes: dense AdamW, outer steps and 0/1 Adam on Python sources, in equal steps.
 
     python -m benchmarks.outer_steps --seeds 1 2 3 --keep runs/outer_steps --figure docs/outer.svg
 
@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.convergence.report import standard_error
 from benchmarks.convergence.runs import simulate, summary_of
 from benchmarks.results import print_json
+from dgc.outer import ZeroOneSteps
 from scripts.launch import usable_cores
 
 RANKS, EVALUATE_EVERY = 4, 500
@@ -49,6 +50,17 @@ def nesterov(lr: float, momentum: float) -> tuple[str, ...]:
     return f"{outer}._target_=dgc.outer.Nesterov", f"{outer}.outer_lr={lr}", f"{outer}.momentum={momentum}"
 
 
+# The second moment is updated 59 times in 200 steps, in fp16. Then gaps between exchanges double every 100 steps.
+ZERO_ONE = {"var_freeze_step": 200, "var_update_scaler": 16, "local_step_scaler": 100}
+
+
+def zero_one(longest: int) -> tuple[str, ...]:
+    """0/1 Adam with at most `longest` steps between exchanges."""
+    settings = {**ZERO_ONE, "local_step_clipper": longest}
+    files = ("configs/adam/zero_one_adam.py", "configs/adam/fp16.py")
+    return *files, *(f"{GOSSIP}.{name}={value}" for name, value in settings.items())
+
+
 STREAMING = ("configs/outer/streaming.py", every(12), f"{GOSSIP}.fragment_mb=0.11")
 METHODS: dict[str, tuple[str, ...]] = {
     "dense": (),
@@ -67,6 +79,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "2bit-h5": ("configs/outer/twobit.py", every(5)),
     "streaming-2": (*STREAMING, f"{GOSSIP}.delay=2"),
     "streaming-1": (*STREAMING, f"{GOSSIP}.delay=1"),
+    "zero-one-h8": zero_one(8),
+    "zero-one-h16": zero_one(16),
 }
 
 
@@ -89,6 +103,9 @@ def words(args: argparse.Namespace, method: str, seed: int, place: Path) -> list
 
 def exchanges(method: str, steps: int) -> int:
     """Number of exchanges of each element."""
+    if method.startswith("zero-one"):
+        algorithm = ZeroOneSteps(**ZERO_ONE, local_step_clipper=int(method.rpartition("h")[2]))
+        return algorithm.schedule.exchanges(steps)
     found = [word for word in METHODS[method] if word.startswith(every(0)[:-1])]
     return steps // int(found[-1].rpartition("=")[2]) if found else steps
 

@@ -37,3 +37,12 @@ class ZeroOneSchedule:
         """H: the gap of T_u in step t."""
         doublings = max(0, t - self.var_freeze_step) // self.local_step_scaler
         return min(self.local_step_clipper, 2 ** min(doublings, 62))
+
+    def exchanges(self, steps: int) -> int:
+        """Number of exchanges in the first `steps` steps, of gradients or sums."""
+        count = local_steps = 0
+        for t in range(steps):
+            local_steps += 1
+            if self.updates_variance(t) or local_steps >= self.interval(t):
+                count, local_steps = count + 1, 0
+        return count

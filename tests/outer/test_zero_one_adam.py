@@ -14,6 +14,7 @@ from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DistributedOptimizer, GossipOptimizer
 from dgc.outer import OuterSteps, ZeroOneAdam, ZeroOneSteps
+from dgc.outer.zero_one_schedule import ZeroOneSchedule
 from dgc_training.checkpoint.reshard import blend, shares
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -69,6 +70,8 @@ def test_a_step_sends_the_gradient_or_one_bit_or_nothing() -> None:
     sent = [nbytes for _, nbytes in found]
     assert [t for t in range(15) if sent[t] == 4 * n] == [0, 1, 2, 4]
     assert [t for t in range(15) if sent[t] == 0] == [8, 10, 11, 13, 14]
+    counts = [ZeroOneSchedule(*NUMBERS).exchanges(steps) for steps in range(16)]
+    assert counts == [sum(nbytes > 0 for nbytes in sent[:steps]) for steps in range(16)]
     # two chunks of 64 and 29: the larger has 3 pieces of 3, 27, 9 and 25 elements or so, in whole words
     assert {sent[t] for t in (3, 5, 6, 7, 9, 12)} == {sent[3]} and 0 < sent[3] < 4 * n / 2
     ratios = [ratio for ratio, _ in found]
