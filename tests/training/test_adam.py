@@ -61,6 +61,19 @@ def test_resumed_on_another_number_of_ranks(whole: Any, tmp_path: Path) -> None:
     assert math.isfinite(json.loads((again / "summary.json").read_text())["best"]["acc/test_top1"])
 
 
+def test_momentum_is_not_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 steps, the gradients of the first 6 are."""
+    limits, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def recorded(parameters: Any, limit: float) -> Any:
+        limits.append(limit)
+        return clip(parameters, limit)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
+    train_in(tmp_path / "run", "--configs.train.clip_norm=0.5", size=1)
+    assert limits == [0.5] * 6
+
+
 def test_another_freeze_step_is_another_run(whole: Any, tmp_path: Path) -> None:
     again = part(whole, tmp_path, "e0000s00008")
     with pytest.raises(UsageError, match=r"train.optimizer.freeze_step: 6 -> 5"):
