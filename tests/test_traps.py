@@ -99,6 +99,7 @@ def test_trap_02_every_config_and_script_is_complete() -> None:
         "pysource/sgd": ["configs/pysource/lstm.py"],
         "adam/fp16": ["configs/pysource/gpt.py", "configs/adam/onebit_adam.py"],
         "tokens400k": ["configs/wmt16/base.py"],
+        "by_epoch": ["configs/numwords/tiny.py"],
         "topology": ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"],
         **dict.fromkeys(("fp16", "bf16", "int8"), ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"]),
         **dict.fromkeys(

@@ -35,6 +35,8 @@ WITH_LOCAL_CLIPPING = {
     "dgc-1-percent": (*CLIPPED, "--configs.train.compression.compress_ratio=0.01"),
     "dgc-no-warm-up": CLIPPED,
 }
+# The ranks of AD-PSGD have only epochs in common, so it is compared with all-reduce at a rate by epochs.
+BY_EPOCH = {name: ("configs/numwords/by_epoch.py", f"configs/gossip/{name}.py") for name in ("ar", "adpsgd")}
 # Ratio warm-up counts epochs: an epoch is 25 steps. 1000 steps of 4 ranks read these characters twice.
 SHORT = ("--configs.dataset.characters=1000000", "--configs.task.steps_per_epoch=25")
 
@@ -97,7 +99,7 @@ TASKS = {
         metric="translation/test_exact_match",
         quality="exact match",
         also=("translation/test_char_bleu", "character BLEU"),
-        methods=WITH_LOCAL_CLIPPING,
+        methods={**WITH_LOCAL_CLIPPING, **BY_EPOCH},
     ),
     "pysource": characters("configs/pysource/gpt.py", methods=WITH_ADAM),
     "lstm": characters("configs/pysource/lstm.py", methods=WITH_ADAM),
