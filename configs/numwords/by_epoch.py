@@ -1,4 +1,4 @@
-"""A rate by epochs and not by steps, for AD-PSGD, whose ranks have no steps in common. Stack it after the others."""
+"""A rate by epochs, for AD-PSGD, whose ranks have no steps in common. Stack it after the others of this folder."""
 
 import torch
 
