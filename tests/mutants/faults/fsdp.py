@@ -34,6 +34,13 @@ FSDP = [
         PARALLEL,
     ),
     Fault(
+        "one-rank-of-a-machine-drops-a-local-step",
+        "dgc/fsdp/outer.py",
+        '"min", group="local"',
+        '"max", group="local"',
+        PARALLEL,
+    ),
+    Fault(
         "error-state-of-a-dropped-step-stays",
         "dgc/fsdp/exchange.py",
         "planned.compressor.rollback(planned.bucket)",
