@@ -51,7 +51,7 @@ def nesterov(lr: float, momentum: float) -> tuple[str, ...]:
 
 
 # The second moment is updated 59 times in 200 steps, in fp16. Then gaps between exchanges double every 100 steps.
-ZERO_ONE = {"var_freeze_step": 200, "var_update_scaler": 16, "local_step_scaler": 100}
+ZERO_ONE: dict[str, Any] = {"var_freeze_step": 200, "var_update_scaler": 16, "local_step_scaler": 100}
 
 
 def zero_one(longest: int) -> tuple[str, ...]:
