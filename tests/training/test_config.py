@@ -110,10 +110,12 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
     needs = {"configs/digits": [], "configs/selection": [CNN, WM5], "configs/topology": [CNN, SGP]}
     message = Path(name).stem in ("fp16", "bf16", "int8") and "gossip" in name
     before = [CNN, SGP] if message else needs.get(str(Path(name).parent), [CNN])
-    variants = {"configs/wmt16/tokens400k.py": "configs/wmt16/base.py",
-                "configs/numwords/sgd.py": "configs/numwords/tiny.py",
-                "configs/pysource/sgd.py": "configs/pysource/lstm.py"}  # fmt: skip
-    before = [variants[name]] if name in variants else before
+    variants = {"configs/wmt16/tokens400k.py": ["configs/wmt16/base.py"],
+                "configs/numwords/sgd.py": ["configs/numwords/tiny.py"],
+                "configs/numwords/by_epoch.py": ["configs/numwords/tiny.py"],
+                "configs/pysource/sgd.py": ["configs/pysource/lstm.py"],
+                "configs/adam/fp16.py": [CNN, "configs/adam/onebit_adam.py"]}  # fmt: skip
+    before = variants.get(name, before)
     tree = load([*before, name])
     for key in ("compression", "gossip", "criterion"):
         instantiate(tree.train[key])
