@@ -25,10 +25,10 @@ from typing import Any
 from benchmarks.convergence.report import standard_error
 from benchmarks.convergence.runs import simulate, summary_of
 from benchmarks.results import print_json
-from dgc.outer import ZeroOneSteps
+from dgc.outer.zero_one_schedule import ZeroOneSchedule
 from scripts.launch import usable_cores
 
-RANKS, EVALUATE_EVERY = 4, 500
+RANKS, EVALUATE_EVERY = 4, 1000
 BITS = "bits_per_character/test"
 GOSSIP = "--configs.train.gossip"
 SPARSE = f"{GOSSIP}.compression"
@@ -50,37 +50,35 @@ def nesterov(lr: float, momentum: float) -> tuple[str, ...]:
     return f"{outer}._target_=dgc.outer.Nesterov", f"{outer}.outer_lr={lr}", f"{outer}.momentum={momentum}"
 
 
-# The second moment is updated 59 times in 200 steps, in fp16. Then gaps between exchanges double every 100 steps.
-ZERO_ONE: dict[str, Any] = {"var_freeze_step": 200, "var_update_scaler": 16, "local_step_scaler": 100}
-
-
-def zero_one(longest: int) -> tuple[str, ...]:
-    """0/1 Adam with at most `longest` steps between exchanges."""
-    settings = {**ZERO_ONE, "local_step_clipper": longest}
+def zero_one(*, updates: int, longest: int) -> tuple[str, ...]:
+    """0/1 Adam. The gap between updates of the second moment doubles after so many of them, for 200 steps. The gap
+    between exchanges then doubles every 100 steps, up to the longest."""
+    settings = {"var_update_scaler": updates, "local_step_clipper": longest, **ZERO_ONE}
     files = ("configs/adam/zero_one_adam.py", "configs/adam/fp16.py")
     return *files, *(f"{GOSSIP}.{name}={value}" for name, value in settings.items())
 
 
-STREAMING = ("configs/outer/streaming.py", every(12), f"{GOSSIP}.fragment_mb=0.11")
+ZERO_ONE: dict[str, Any] = {"var_freeze_step": 200, "local_step_scaler": 100}
+STREAMING = ("configs/outer/streaming.py", every(10), f"{GOSSIP}.fragment_mb=0.11")
 METHODS: dict[str, tuple[str, ...]] = {
     "dense": (),
-    "local-h5": ("configs/outer/local_sgd.py", every(5)),
-    "diloco-h5": ("configs/outer/diloco.py", every(5)),
-    "diloco-h15": ("configs/outer/diloco.py", every(15)),
-    "diloco-h50": ("configs/outer/diloco.py", every(50)),
-    "sparse4-h5": (*sparse(4), every(5)),
-    "sparse16-h2": (*sparse(16), every(2)),
-    "sparse16-h5": (*sparse(16), every(5)),
-    "sparse64-h5": (*sparse(64), every(5)),
-    "sparse16-h15": (*sparse(16), every(15)),
-    "powersgd4-h5": ("configs/outer/powersgd.py", every(5)),
-    "sign-h4": ("configs/outer/sign.py", every(4)),
-    "sign-h15-momentum": ("configs/outer/sign.py", every(15), *nesterov(0.7, 0.6)),
-    "2bit-h5": ("configs/outer/twobit.py", every(5)),
-    "streaming-2": (*STREAMING, f"{GOSSIP}.delay=2"),
+    "local-h10": ("configs/outer/local_sgd.py", every(10)),
+    "diloco-h10": ("configs/outer/diloco.py", every(10)),
+    "diloco-h20": ("configs/outer/diloco.py", every(20)),
+    "diloco-h40": ("configs/outer/diloco.py", every(40)),
+    "sparse4-h10": (*sparse(4), every(10)),
+    "sparse16-h4": (*sparse(16), every(4)),
+    "sparse16-h10": (*sparse(16), every(10)),
+    "sparse16-h20": (*sparse(16), every(20)),
+    "sparse64-h10": (*sparse(64), every(10)),
+    "powersgd4-h10": ("configs/outer/powersgd.py", every(10)),
+    "sign-h10": ("configs/outer/sign.py", every(10)),
+    "sign-h32-momentum": ("configs/outer/sign.py", every(32), *nesterov(0.7, 0.6)),
+    "2bit-h10": ("configs/outer/twobit.py", every(10)),
     "streaming-1": (*STREAMING, f"{GOSSIP}.delay=1"),
-    "zero-one-h8": zero_one(8),
-    "zero-one-h16": zero_one(16),
+    "streaming-2": (*STREAMING, f"{GOSSIP}.delay=2"),
+    "zero-one-h8": zero_one(updates=4, longest=8),
+    "zero-one-h64": zero_one(updates=1, longest=64),
 }
 
 
@@ -103,11 +101,11 @@ def words(args: argparse.Namespace, method: str, seed: int, place: Path) -> list
 
 def exchanges(method: str, steps: int) -> int:
     """Number of exchanges of each element."""
+    settings = dict(word.removeprefix(f"{GOSSIP}.").split("=") for word in METHODS[method] if "=" in word)
     if method.startswith("zero-one"):
-        algorithm = ZeroOneSteps(**ZERO_ONE, local_step_clipper=int(method.rpartition("h")[2]))
-        return algorithm.schedule.exchanges(steps)
-    found = [word for word in METHODS[method] if word.startswith(every(0)[:-1])]
-    return steps // int(found[-1].rpartition("=")[2]) if found else steps
+        integers = {name: int(settings[name]) for name in ZeroOneSchedule.__dataclass_fields__}
+        return ZeroOneSchedule(**integers).exchanges(steps)
+    return steps // int(settings.get("average_every", 1))
 
 
 def rows(steps: int, summaries: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
@@ -197,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=2000, help=f"a multiple of {EVALUATE_EVERY}")
+    parser.add_argument("--steps", type=int, default=4000, help=f"a multiple of {EVALUATE_EVERY}")
     parser.add_argument("--width", type=int, default=64, help="of the GPT; its own is 128")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of 64 characters per rank; its own is 16")
     parser.add_argument("--jobs", type=int, default=usable_cores(), help="runs at a time")

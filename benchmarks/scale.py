@@ -8,8 +8,8 @@ exchange without overlap. --draw writes a figure, in the format that its extensi
 output is JSON. benchmarks/scale_order.py compares predictions with measurements.
 
 A method dgc:SELECTOR is DGC with a selector of benchmarks.selectors. --work has the seconds of forward and
-backward of a rank. A second table, and the figure, then show how many times as much all ranks train as one, as in
-figures 7 and 8 of the study of LDTE-BS: ranks * work / (work + exchange).
+backward of a rank. A second table then shows how many times as much all ranks train as one, as in figures 7 and 8
+of the study of LDTE-BS: ranks * work / (work + exchange). The figure shows this number divided by the ranks.
 """
 
 import argparse
@@ -118,21 +118,24 @@ def speed(rows: list[dict[str, float]], work: float) -> list[float]:
 
 
 def draw(found: dict[str, list[dict[str, float]]], title: str, file: Path, work: float | None = None) -> None:
-    """Draw seconds and bytes against ranks. With the seconds of a rank's work, speed and bytes."""
+    """Draw seconds and bytes against ranks. With the seconds of a rank's work, speed per rank and bytes."""
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams |= {"svg.hashsalt": "scale", "svg.fonttype": "none", "font.size": 9}
     figure, both = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    first = "exchange, ms" if work is None else "speed / that of one rank"
+    first = "exchange, ms" if work is None else "speed per rank / that of one rank alone"
     for axes, label in zip(both, (first, "bytes that a rank sends"), strict=True):
         for name, rows in found.items():
             y = [row["exchange_ms" if axes is both[0] else "wire_bytes"] for row in rows]
             if axes is both[0] and work is not None:
-                y = speed(rows, work)
+                y = [times / row["ranks"] for times, row in zip(speed(rows, work), rows, strict=True)]
             axes.plot([row["ranks"] for row in rows], y, ".-", label=name, linewidth=1)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        if axes is both[1] or work is None:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0, 1)
         axes.set_xlabel("ranks")
         axes.set_ylabel(label)
         axes.spines[["top", "right"]].set_visible(False)

@@ -24,16 +24,16 @@ def run(bits: float, counts: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_row_is_compared_with_dense_seed_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summaries = {"dense": [run(2.0, DENSE), run(2.5, DENSE)], "sparse64-h5": [run(2.1, SPARSE), run(2.5, SPARSE)]}
-    found = outer_steps.rows(10, summaries)
-    row = found["sparse64-h5"]
+    summaries = {"dense": [run(2.0, DENSE), run(2.5, DENSE)], "sparse64-h10": [run(2.1, SPARSE), run(2.5, SPARSE)]}
+    found = outer_steps.rows(20, summaries)
+    row = found["sparse64-h10"]
     assert row["to_dense_percent"] == pytest.approx(2.5) and row["standard_error"] == pytest.approx(2.5)
-    assert (row["fewer_payload"], row["fewer_wire"], row["payload_per_step"]) == (200, 100, 2)
-    assert (row["exchanges"], found["dense"]["exchanges"]) == (2, 10)
+    assert (row["fewer_payload"], row["fewer_wire"], row["payload_per_step"]) == (200, 100, 1)
+    assert (row["exchanges"], found["dense"]["exchanges"]) == (2, 20)
     outer_steps.print_table(found)
     assert len({len(line) for line in capsys.readouterr().out.splitlines()[1:]}) == 1
     outer_steps.draw(found, "title", tmp_path / "a.svg")
-    assert "sparse64-h5" in (tmp_path / "a.svg").read_text()
+    assert "sparse64-h10" in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize("method", sorted(set(outer_steps.METHODS) - {"dense"}))
