@@ -50,15 +50,9 @@ def nesterov(lr: float, momentum: float) -> tuple[str, ...]:
     return f"{outer}._target_=dgc.outer.Nesterov", f"{outer}.outer_lr={lr}", f"{outer}.momentum={momentum}"
 
 
-def zero_one(*, updates: int, longest: int) -> tuple[str, ...]:
-    """0/1 Adam. The gap between updates of the second moment doubles after so many of them, for 200 steps. The gap
-    between exchanges then doubles every 100 steps, up to the longest."""
-    settings = {"var_update_scaler": updates, "local_step_clipper": longest, **ZERO_ONE}
-    files = ("configs/adam/zero_one_adam.py", "configs/adam/fp16.py")
-    return *files, *(f"{GOSSIP}.{name}={value}" for name, value in settings.items())
-
-
-ZERO_ONE: dict[str, Any] = {"var_freeze_step": 200, "local_step_scaler": 100}
+# The second moment is updated 37 times in 200 steps, in fp16. Then gaps between exchanges double every 50 steps.
+ZERO_ONE = {"var_freeze_step": 200, "var_update_scaler": 8, "local_step_scaler": 50, "local_step_clipper": 10}
+ZERO_ONE_SETTINGS = (f"{GOSSIP}.{name}={value}" for name, value in ZERO_ONE.items())
 STREAMING = ("configs/outer/streaming.py", every(10), f"{GOSSIP}.fragment_mb=0.11")
 METHODS: dict[str, tuple[str, ...]] = {
     "dense": (),
@@ -73,12 +67,11 @@ METHODS: dict[str, tuple[str, ...]] = {
     "sparse64-h10": (*sparse(64), every(10)),
     "powersgd4-h10": ("configs/outer/powersgd.py", every(10)),
     "sign-h10": ("configs/outer/sign.py", every(10)),
-    "sign-h32-momentum": ("configs/outer/sign.py", every(32), *nesterov(0.7, 0.6)),
+    "sign-h32-momentum": ("configs/outer/sign.py", every(32), *nesterov(0.7, 0.8)),
     "2bit-h10": ("configs/outer/twobit.py", every(10)),
     "streaming-1": (*STREAMING, f"{GOSSIP}.delay=1"),
     "streaming-2": (*STREAMING, f"{GOSSIP}.delay=2"),
-    "zero-one-h8": zero_one(updates=4, longest=8),
-    "zero-one-h64": zero_one(updates=1, longest=64),
+    "zero-one-h10": ("configs/adam/zero_one_adam.py", "configs/adam/fp16.py", *ZERO_ONE_SETTINGS),
 }
 
 
@@ -101,11 +94,10 @@ def words(args: argparse.Namespace, method: str, seed: int, place: Path) -> list
 
 def exchanges(method: str, steps: int) -> int:
     """Number of exchanges of each element."""
-    settings = dict(word.removeprefix(f"{GOSSIP}.").split("=") for word in METHODS[method] if "=" in word)
     if method.startswith("zero-one"):
-        integers = {name: int(settings[name]) for name in ZeroOneSchedule.__dataclass_fields__}
-        return ZeroOneSchedule(**integers).exchanges(steps)
-    return steps // int(settings.get("average_every", 1))
+        return ZeroOneSchedule(**ZERO_ONE).exchanges(steps)
+    found = [word for word in METHODS[method] if word.startswith(every(0)[:-1])]
+    return steps // int(found[-1].rpartition("=")[2]) if found else steps
 
 
 def rows(steps: int, summaries: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
