@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.convergence.report import standard_error
 from benchmarks.convergence.runs import simulate, summary_of
 from benchmarks.results import print_json
-from dgc.outer.zero_one_schedule import ZeroOneSchedule
+from dgc.outer import ZeroOneSteps
 from scripts.launch import usable_cores
 
 RANKS, EVALUATE_EVERY = 4, 1000
@@ -51,7 +51,12 @@ def nesterov(lr: float, momentum: float) -> tuple[str, ...]:
 
 
 # The second moment is updated 37 times in 200 steps, in fp16. Then gaps between exchanges double every 50 steps.
-ZERO_ONE = {"var_freeze_step": 200, "var_update_scaler": 8, "local_step_scaler": 50, "local_step_clipper": 10}
+ZERO_ONE: dict[str, Any] = {
+    "var_freeze_step": 200,
+    "var_update_scaler": 8,
+    "local_step_scaler": 50,
+    "local_step_clipper": 10,
+}
 ZERO_ONE_SETTINGS = (f"{GOSSIP}.{name}={value}" for name, value in ZERO_ONE.items())
 STREAMING = ("configs/outer/streaming.py", every(10), f"{GOSSIP}.fragment_mb=0.11")
 METHODS: dict[str, tuple[str, ...]] = {
@@ -95,7 +100,7 @@ def words(args: argparse.Namespace, method: str, seed: int, place: Path) -> list
 def exchanges(method: str, steps: int) -> int:
     """Number of exchanges of each element."""
     if method.startswith("zero-one"):
-        return ZeroOneSchedule(**ZERO_ONE).exchanges(steps)
+        return ZeroOneSteps(**ZERO_ONE).schedule.exchanges(steps)
     found = [word for word in METHODS[method] if word.startswith(every(0)[:-1])]
     return steps // int(found[-1].rpartition("=")[2]) if found else steps
 
