@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks import outer_steps
 from benchmarks.convergence.runs import summary_of
+from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import FP16Compressor
+from dgc.optim import GossipOptimizer
 from dgc.outer import ZeroOneSteps
 from dgc_training.config import instantiate, load
 from dgc_training.startup.arguments import parse_arguments
@@ -37,10 +39,13 @@ def test_a_row_is_compared_with_dense_seed_by_seed(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("method", sorted(set(outer_steps.METHODS) - {"dense"}))
-def test_every_method_exchanges_as_often_as_its_row_says(method: str) -> None:
+def test_every_method_starts_and_exchanges_as_often_as_its_row_says(method: str) -> None:
     args = argparse.Namespace(width=64, batch_size=8, steps=2000, overrides=[])
     parsed, overrides = parse_arguments(outer_steps.words(args, method, 1, Path("run")))
-    algorithm = instantiate(load(parsed.configs, overrides).train.gossip)
+    tree = load(parsed.configs, overrides)
+    algorithm, model = instantiate(tree.train.gossip), instantiate(tree.model)
+    optimizer = instantiate(tree.train.optimizer, model.parameters())
+    GossipOptimizer(optimizer, model.named_parameters(), algorithm, transport=LockstepWorld(1).transports[0])
     if isinstance(algorithm, ZeroOneSteps):
         assert outer_steps.exchanges(method, 2000) == algorithm.schedule.exchanges(2000)
         assert isinstance(algorithm.gradients, FP16Compressor)
