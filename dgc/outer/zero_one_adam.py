@@ -12,7 +12,7 @@ With the learning rate gamma and weight decay lambda, in one step of a rank:
 Differences from the paper: those of `dgc.optim.OneBitAdam`: bias corrections, decoupled weight decay, and `floor`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class ZeroOneAdam(Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
