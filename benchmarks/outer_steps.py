@@ -57,7 +57,7 @@ ZERO_ONE: dict[str, Any] = {
     "local_step_scaler": 50,
     "local_step_clipper": 10,
 }
-ZERO_ONE_SETTINGS = (f"{GOSSIP}.{name}={value}" for name, value in ZERO_ONE.items())
+ZERO_ONE_SETTINGS = tuple(f"{GOSSIP}.{name}={value}" for name, value in ZERO_ONE.items())
 STREAMING = ("configs/outer/streaming.py", every(10), f"{GOSSIP}.fragment_mb=0.13")
 METHODS: dict[str, tuple[str, ...]] = {
     "dense": (),

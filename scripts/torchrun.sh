@@ -5,9 +5,9 @@
 #   RANKS=4 scripts/torchrun.sh --configs configs/digits/cnn.py          # this machine alone
 #   LAUNCH=torchrun sbatch --nodes 4 --ntasks-per-node 8 scripts/slurm.sh --configs ...   # every machine of a job
 #
-# If a rank ends with an error or is killed, torchrun starts all ranks again. If a machine is lost, the others go on
-# without it. A machine that is started later joins. The ranks resume from the last checkpoint, which all machines
-# must see at the same place. See docs/elastic.md.
+# If a rank is killed or ends with an error, torchrun starts all ranks again, unless the error is one of settings or
+# files (status 2). If a machine is lost, the others go on without it. A machine that is started later joins. The
+# ranks resume from the last checkpoint, which all machines must see at the same place. See docs/elastic.md.
 #
 #   HOSTS         machines and the ranks on each; the same text on every machine. Default: this machine
 #   RANKS         ranks on this machine. Default: its number in HOSTS

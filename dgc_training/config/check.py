@@ -72,7 +72,7 @@ class Check:
             if key not in raw:
                 self._report(at, f"removes {at}; set keys one by one, or to null")
             elif known is None:
-                self._report(at, self._unknown(at, keys or (), raw.get("_target_")))
+                self._report(at, self._unknown(at, keys or (), raw))
             elif value is None and key in section and known.default is None and known.wanted(None):
                 self._missing.append(at)
                 self._wrong.add(at)
@@ -89,6 +89,13 @@ class Check:
         except OmegaConfBaseException:  # a formula without a value, which is reported
             pass
         return None
+
+    def _takes(self, value: Any, keyword: str) -> bool:
+        """Whether a value is a constructor that takes this keyword."""
+        try:
+            return isinstance(value, dict) and keyword in (keywords(import_target(str(value["_target_"]))) or ())
+        except (ConfigError, KeyError):
+            return False
 
     def _check_value(self, node: Any, key: Any, raw: Any, path: str, accepted: Key, near: str = "") -> None:
         """Checks one value and those below it. `key` is its key or its index in `node`."""
@@ -128,14 +135,16 @@ class Check:
             return f"there is no key {missing[1]!r}{''.join(near[:1])}"
         return "it refers back to itself, or is too long" if "ecursi" in reason else reason
 
-    def _unknown(self, path: str, keys: Iterable[str], target: str | None) -> str:
-        """The message for a key that its section or its constructor does not have."""
+    def _unknown(self, path: str, keys: Iterable[str], raw: dict[str, Any]) -> str:
+        """The message for a key that its section or its constructor, the node `raw`, does not have."""
         above, _, key = path.rpartition(".")
         near = closest(key, (name for name in keys if name not in SPECIAL))
-        if target is None:
+        if (target := raw.get("_target_")) is None:
             elsewhere = "" if "closest" in near else ", ".join(similar(key, self.stack.tree, without=path))
             return f"unknown key {path}{f'; there is {elsewhere}' if elsewhere else near}"
-        message = f"{path}: {target} takes no keyword {key!r}{near}"
+        inner = [f"{above}.{name}.{key}" for name, value in raw.items() if self._takes(value, key)]
+        hint = f"; there is {', '.join(inner)}" if inner else near
+        message = f"{path}: {target} takes no keyword {key!r}{hint}"
         # Shipped folders that set another constructor there, except experiments, which set all the rest as well.
         bases = {file.parent.name: file.read_text() for file in sorted(ROOT_BASE.parent.glob("*/__init__.py"))}
         wanted = [name for name, text in bases.items() if f"configs.{above} = Config(" in text]

@@ -155,6 +155,17 @@ def test_unknown_keys_on_the_command_line() -> None:
         assert message.startswith(f"command line, --configs.{words.split()[0]}: ") and meant in message, message
 
 
+def test_a_keyword_of_an_inner_constructor_is_found() -> None:
+    dgc = (CNN, "configs/dgc/wm5.py")
+    machines = (CNN, "configs/outer/diloco.py", "configs/gossip/machines.py")
+    for files, key, meant in (
+        (dgc, "train.compression.momentum", "train.compression.memory.momentum"),
+        (machines, "train.gossip.average_every", "train.gossip.base.average_every"),
+    ):
+        message = refusal(*files, words=f"--configs.{key} 0.5")
+        assert f"takes no keyword {key.rpartition('.')[2]!r}; there is {meant}" in message, message
+
+
 def test_unknown_keys_in_files(file: Path) -> None:
     file.write_text("train:\n  num_epoch: 5\n")
     assert refusal(CNN, file) == "mine.yaml: unknown key train.num_epoch; closest: num_epochs"
