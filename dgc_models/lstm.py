@@ -3,6 +3,7 @@
 Press and Wolf 2017, arXiv 1608.05859: the output layer uses the weights of the embedding.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, zeros
 
@@ -14,6 +15,8 @@ class LSTM(nn.Module):
 
     Input: tokens int64 [n, t], and the state that an earlier call has returned; None: zeros. Output: logits
     [n, t, vocabulary_size], and the state after the last token (h and c, each [layers, n, width]).
+
+    Under autocast on a CPU without bf16 instructions, the LSTM layers run in fp32: PyTorch has no others there.
 
     Args:
         vocabulary_size: number of tokens.
@@ -43,5 +46,10 @@ class LSTM(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        hidden, state = self.lstm(self.dropout(self.embedding(tokens)), state)
+        embedded = self.dropout(self.embedding(tokens))
+        if embedded.is_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            with torch.autocast("cpu", enabled=False):
+                hidden, state = self.lstm(embedded, state)
+        else:
+            hidden, state = self.lstm(embedded, state)
         return F.linear(self.dropout(hidden), self.embedding.weight, self.bias), state
