@@ -35,8 +35,8 @@ def check_training(end: dict[str, Any]) -> None:
 
 @pytest.mark.horovod
 def test_with_horovod(tmp_path: Path) -> None:
-    methods = [f"train_horovod.py {method} 5" for method in ("dgc", "powersgd", "2bit")]
-    found = ends(mpirun, tmp_path, *methods, "train_gossip.py 5")
+    methods = [f"train_horovod.py {method} 6" for method in ("dgc", "powersgd", "2bit")]
+    found = ends(mpirun, tmp_path, *methods, "train_gossip.py 6")
     for end in found:
         check_training(end)
     assert len({end["state"] for end in found}) == 4
