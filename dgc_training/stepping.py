@@ -85,7 +85,7 @@ class Stepping:
 
     def step(self) -> None:
         """Call after the backward passes of a step. Collective."""
-        if self.clip_norm is None or getattr(self.optimizer, "exchanges_momentum", False):
+        if self.clip_norm is None or getattr(self.optimizer, "receives_momentum", False):
             self._step()
         elif self.averages_gradients:
             self.optimizer.synchronize()

@@ -10,7 +10,7 @@ configs.train.gossip.var_freeze_step = 100  # the second moment stays from then 
 configs.train.gossip.var_update_scaler = 16  # updates of it until the interval between them doubles
 configs.train.gossip.local_step_scaler = 100  # steps until the interval between exchanges doubles
 configs.train.gossip.local_step_clipper = 4  # largest interval between exchanges, in steps
-configs.train.gossip.gradients = None  # those of which the second moment is: fp32; configs/adam/fp16 halves it
+configs.train.gossip.gradients = None  # those that update the second moment: fp32; configs/adam/fp16 halves it
 
 configs.requires["train.optimizer._target_"] = configs.train.optimizer._target_
 configs.requires["train.gossip._target_"] = configs.train.gossip._target_

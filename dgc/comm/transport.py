@@ -65,13 +65,13 @@ class CrossMachineTransport:
     """A transport between the ranks of one local rank, one on each machine. They are its world.
 
     Args:
-        inner: Connects all ranks, with groups between machines.
+        inner: Connects all ranks, with groups between machines. They share its lanes.
     """
 
     local_rank, local_size = 0, 1
 
     def __init__(self, inner: Transport):
-        self._inner = inner
+        self.inner = inner
         self.rank, self.size = inner.group_rank("cross"), inner.group_size("cross")
         self.point_to_point = inner.point_to_point
 
@@ -82,13 +82,13 @@ class CrossMachineTransport:
         return self.rank
 
     def open_lane(self, lane: str) -> None:
-        self._inner.open_lane(lane)
+        self.inner.open_lane(lane)
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
-        return self._inner.launch(name, [between_machines(request) for request in requests], lane)
+        return self.inner.launch(name, [between_machines(request) for request in requests], lane)
 
     def poll(self, flight: Any) -> bool:
-        return self._inner.poll(flight)
+        return self.inner.poll(flight)
 
     def wait(self, flight: Any) -> tuple[Reply, ...]:
-        return self._inner.wait(flight)
+        return self.inner.wait(flight)

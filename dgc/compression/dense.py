@@ -53,6 +53,21 @@ class BF16Compressor(StatelessCompressor):
         return DenseResult((yield from check_mean(bucket, own)))
 
 
+def for_gradients(compressor: StatelessCompressor | None) -> StatelessCompressor:
+    """The compressor of gradients that keep no error state; None is a DenseCompressor.
+
+    Raises:
+        ValueError: if it is not a StatelessCompressor.
+    """
+    if compressor is None:
+        return DenseCompressor()
+    if not isinstance(compressor, StatelessCompressor):
+        raise ValueError(
+            f"gradients must be a compressor without state, such as FP16Compressor(), and not {compressor!r}"
+        )
+    return compressor
+
+
 WITHOUT_SETTINGS = (DenseCompressor, FP16Compressor, BF16Compressor)
 
 

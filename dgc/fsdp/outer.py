@@ -12,11 +12,13 @@ Local rank l of a machine has shard l of each parameter. It exchanges the pseudo
 rank l of the other machines. A machine is thus one worker of the outer steps. Its ranks send at the same time.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dgc.comm.conversation import RunningConversation
@@ -24,8 +26,9 @@ from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.fsdp.mesh import machines
-from dgc.fsdp.shards import parameter_groups
-from dgc.gossip.protocol import Gossip
+from dgc.fsdp.shards import parameter_groups, sharded_like
+from dgc.gossip.model import local
+from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.gossip import GossipOptimizer
 
 
@@ -38,8 +41,8 @@ class ShardedGossipOptimizer(GossipOptimizer):
     Args:
         optimizer: The optimizer of the sharded parameters.
         model: The model, on which `fully_shard` was called last.
-        gossip: `dgc.outer.OuterSteps`, or another synchronous algorithm. A compressor that needs a matrix gets
-            this rank's rows of the parameter.
+        gossip: `dgc.outer.OuterSteps`, or another synchronous algorithm, but not `ZeroOneSteps`. A compressor that
+            needs a matrix gets this rank's rows of the parameter.
         transport: Connects all ranks, with groups inside and between machines: `connect(hierarchical=True)`, and
             `point_to_point=True` for algorithms that send to single neighbours.
         nonfinite: Response of a machine to NaN or inf in a gradient of any of its ranks. "skip" leaves its model
@@ -47,9 +50,11 @@ class ShardedGossipOptimizer(GossipOptimizer):
             NonFiniteGradientError on all its ranks.
 
     Raises:
-        ValueError: An argument is invalid, settings or models differ between machines, machines have different
+        ValueError: An argument is invalid, settings or models differ between ranks, machines have different
             numbers of ranks, or the model is sharded in another way.
     """
+
+    _worker = "machine"
 
     def __init__(
         self,
@@ -60,15 +65,40 @@ class ShardedGossipOptimizer(GossipOptimizer):
         transport: Transport,
         nonfinite: str = "skip",
     ):
-        if not gossip.is_synchronous or gossip.needs_groups:
+        if not gossip.is_synchronous or gossip.needs_groups or isinstance(gossip, UsesOptimizer):
             raise ValueError(
                 f"{type(gossip).__name__} cannot exchange shards: use dgc.outer.OuterSteps or another synchronous "
                 "algorithm, without HierarchicalGossip"
             )
         parameter_groups(model, machines(transport)[transport.group_rank("cross")])  # checks how it is sharded
-        self._all_ranks = transport
+        self._every_rank, self._modules = transport, [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         super().__init__(optimizer, named, gossip, transport=CrossMachineTransport(transport), nonfinite=nonfinite)
+
+    @property
+    def _all_ranks(self) -> Transport:
+        return self._every_rank
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._forget_unsharded()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        self._forget_unsharded()
+        try:
+            with super().consensus():
+                yield
+        finally:
+            self._forget_unsharded()
+
+    def _forget_unsharded(self) -> None:
+        """Let the next forward pass gather parameters again, after a change of the shards.
+
+        FSDP2 keeps the gathered parameters of the outermost module after a forward pass.
+        """
+        for module in self._modules:
+            module.reshard()
 
     def _has_finite_gradients(self) -> bool:
         if getattr(self, "grad_scale", None) is not None:
@@ -97,24 +127,22 @@ class ShardedGossipOptimizer(GossipOptimizer):
         """Return this rank's shards, algorithm state and optimizer state, without DTensors. Collective."""
         state = super().compression_state_dict()
         optimizer = state["optimizer"]
-        plain = {i: {key: _plain(value) for key, value in own.items()} for i, own in optimizer["state"].items()}
+        plain = {
+            i: {key: local(value) if isinstance(value, Tensor) else value for key, value in own.items()}
+            for i, own in optimizer["state"].items()
+        }
         return {**state, "optimizer": {**optimizer, "state": plain}}
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         super().load_compression_state_dict(state)
+        self._forget_unsharded()
         for p, own in self.inner.state.items():
             for key, value in own.items():
                 if isinstance(value, Tensor) and value.shape == p.to_local().shape and value.dim():
-                    own[key] = DTensor.from_local(
-                        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-                    )
+                    own[key] = sharded_like(p, value)
 
 
 def _all_are(own: bool) -> Conversation[bool]:
     """Whether it holds on all ranks of the machine."""
     (least,) = yield (AllReduce(torch.tensor([float(own)], dtype=torch.float32), "min", group="local"),)
     return bool(least.item())
-
-
-def _plain(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value

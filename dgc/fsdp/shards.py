@@ -154,13 +154,15 @@ def add_gradient(p: Tensor, gradient: Tensor) -> None:
     """Add a gradient of this rank's rows to .grad of a parameter."""
     assert isinstance(p, DTensor)
     if p.grad is None:  # no backward pass has used the parameter's group yet
-        local = gradient.to(p.to_local().device, copy=True)
-        p.grad = DTensor.from_local(
-            local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
+        p.grad = sharded_like(p, gradient.to(p.to_local().device, copy=True))
     else:
         local = _local(p.grad)
         local.add_(gradient.to(local.device))
+
+
+def sharded_like(p: DTensor, own: Tensor) -> DTensor:
+    """Return the DTensor that is sharded as `p`, from this rank's part of it."""
+    return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGroup]:
@@ -182,7 +184,7 @@ def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGr
     if missing:
         raise ValueError(
             f"{len(missing)} trainable parameters are not sharded, such as {missing[0]}: call "
-            "fully_shard(model, mesh=local_mesh(transport)) on the whole model before dgc.fsdp.compress"
+            "fully_shard(model, mesh=local_mesh(transport)) on the whole model first"
         )
     used = [group for group in reversed(groups) if group.parameters]
     if not used:

@@ -4,7 +4,8 @@ node).
 
 All ranks of a machine have the same model z and optimizer. On every rank:
 
-    g = mean of the gradients of the machine's ranks              one all-reduce inside the machine
+    g = mean of the gradients of the machine's ranks              one all-reduce inside the machine, or that of
+                                                                  DDP (averages_gradients=False)
     z = z - lr O(g)                                               for the direction O of any optimizer
     base on slice l of z, with local rank l on other machines     any synchronous algorithm of `dgc.gossip`
                                                                   except PowerGossip: slices have no matrices
@@ -20,12 +21,14 @@ Differences from the paper: There, one rank of a machine communicates for all an
 others before each forward pass. Here, a machine drops a step if any of its ranks has a gradient with NaN or inf.
 
 Payload per step and rank in bytes: that of the base for n/L elements, and inside the machine 4 (n + number of
-tensors) for gradients and 4 ceil(n/L) for slices. compress_ratio counts only the data between machines.
+tensors) for gradients, unless DDP averages them, and 4 ceil(n/L) for slices. compress_ratio counts only the data
+between machines.
 """
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from jaxtyping import Float32
@@ -34,7 +37,7 @@ from torch import Tensor
 from dgc.comm.collectives import find_machine_rank
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.comm.requests import AllGather, AllReduce, Conversation, as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.gossip.model import FlatModel
 from dgc.gossip.model_slice import ModelSlice
@@ -51,11 +54,12 @@ class HierarchicalGossip:
     Args:
         base (Gossip, optional): synchronous algorithm between machines; default `SGP()`.
         averages_gradients (bool): whether to average gradients inside a machine. False: they are equal already,
-            as with DistributedDataParallel among the ranks of a machine.
+            as with DistributedDataParallel among the ranks of a machine. The first step checks that.
 
     Raises:
-        ValueError: if base is asynchronous, or by `start` if the number of ranks differs between machines or the
-            model has fewer elements than a machine has ranks.
+        ValueError: if base is asynchronous, by `start` if the number of ranks differs between machines or the
+            model has fewer elements than a machine has ranks, or by the first step if gradients differ inside a
+            machine and are not averaged.
 
     Example:
         >>> transport = connect(hierarchical=True, point_to_point=True)
@@ -76,6 +80,7 @@ class HierarchicalGossip:
         self.base, self.compress_ratio = base, base.compress_ratio
         self.averages_gradients = averages_gradients
         self._in_step = self._is_stale = False
+        self._must_compare = not averages_gradients
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         self.name, self.model, self._transport, self._meter = name, model, transport, meter
@@ -113,6 +118,8 @@ class HierarchicalGossip:
         self._in_step, self._is_stale = False, self._local_size > 1
 
     def _step_with_mean_gradient(self, step: Callable[[], object]) -> None:
+        if self._must_compare and self._local_size > 1:
+            self._compare_gradients()
         if not self.averages_gradients or self._average_gradients():
             step()
 
@@ -120,6 +127,19 @@ class HierarchicalGossip:
 
     def _run_locally(self, label: str, conversation: Conversation[Tensor]) -> Tensor:
         return RunningConversation(f"{self.name}.{label}", conversation, self._transport, self._meter).finish()
+
+    def _compare_gradients(self) -> None:
+        digest = 0
+        for p in self.model.parameters:
+            if p.grad is not None:
+                digest = crc32(as_bytes(p.grad.to_dense().cpu().contiguous()).numpy().tobytes(), digest)
+        own = torch.tensor([digest, -digest], dtype=torch.int64)
+        if self._run_locally("digest", _largest(own)).tolist() != own.tolist():
+            raise ValueError(
+                "the ranks of a machine have different gradients, and averages_gradients=False: wrap the model in "
+                "DistributedDataParallel with the ranks of the machine as its process_group, or leave it True"
+            )
+        self._must_compare = False
 
     @torch.no_grad()
     def _average_gradients(self) -> bool:
@@ -221,3 +241,9 @@ class HierarchicalGossip:
         self.base.load_state_dict(state["base"])
         self.model.scatter()
         self._in_step = self._is_stale = False
+
+
+def _largest(own: Tensor) -> Conversation[Tensor]:
+    """The largest values of the ranks of a machine."""
+    (largest,) = yield (AllReduce(own, "max", group="local"),)
+    return largest

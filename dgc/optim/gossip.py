@@ -54,6 +54,7 @@ class GossipOptimizer(Wrapper):
     """
 
     _step_supports_amp_scaling = True  # GradScaler then leaves the check for inf to step()
+    _worker = "rank"  # what has one model, for messages
 
     def __init__(
         self,
@@ -74,12 +75,17 @@ class GossipOptimizer(Wrapper):
         self.dropped_steps = 0
         self.consensus_distance = float("nan")
         named = name_parameters(optimizer, named_parameters)
-        check_settings(self.transport, "gossip.settings", nonfinite=nonfinite, gossip=gossip)
-        _check_agreement(named, self.transport)
+        check_settings(self._all_ranks, "gossip.settings", nonfinite=nonfinite, gossip=gossip)
+        _check_agreement(named, self._all_ranks)
         self.model = FlatModel(named)
         if isinstance(gossip, UsesOptimizer):
             gossip.use_optimizer(optimizer)
         gossip.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.gossip")
+
+    @property
+    def _all_ranks(self) -> Transport:
+        """Connects all ranks of the run, by whose numbers messages name them."""
+        return self.transport
 
     @property
     def max_step_lag(self) -> int | None:  # type: ignore[override]
@@ -143,14 +149,14 @@ class GossipOptimizer(Wrapper):
 
     def _warn_nonfinite(self, name: str) -> None:
         """Count a dropped step and warn once, or raise, by `nonfinite`."""
-        reason = f"the gradient of {name} on rank {self.transport.rank} has NaN or inf"
+        reason = f"the gradient of {name} on rank {self._all_ranks.rank} has NaN or inf"
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(reason)
         self.dropped_steps += 1
         if self.dropped_steps == 1:
             warnings.warn(
-                f"{reason}: this rank drops its step. Further dropped steps are only counted, in dropped_steps; "
-                "nonfinite='raise' raises an error instead",
+                f"{reason}: this {self._worker} drops its step. Further dropped steps are only counted, in "
+                "dropped_steps; nonfinite='raise' raises an error instead",
                 stacklevel=4,
             )
 
@@ -176,8 +182,8 @@ class GossipOptimizer(Wrapper):
         self.gossip.flush()
         z = self.model.z
         mean = all_reduce(self.transport, self.gossip.biased_parameters(), "mean", "consensus")
-        local = z.clone()
-        self.consensus_distance = float((local - mean).norm())
+        own = z.clone()
+        self.consensus_distance = float((own - mean).norm())
         with torch.no_grad():
             z.copy_(mean)
         self.model.scatter()
@@ -185,7 +191,7 @@ class GossipOptimizer(Wrapper):
             yield
         finally:
             with torch.no_grad():
-                z.copy_(local)
+                z.copy_(own)
             self.model.scatter()
 
     def metrics(self) -> dict[str, float]:

@@ -106,6 +106,11 @@ class OneBitAdam(Optimizer):
         group = self.param_groups[0]
         return bool(group["steps"] >= group["freeze_step"])
 
+    @property
+    def receives_momentum(self) -> bool:
+        """Whether .grad is not a gradient in the next step, but what `receive_momentum_of` says."""
+        return self.exchanges_momentum and bool(self._receives_momentum)
+
     def momentum_of(self, parameters: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
         """Return beta1 and the momentum of each parameter. It is zero before a parameter's first step."""
         betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}

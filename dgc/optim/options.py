@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.bucket import named_pairs
-from dgc.comm.transport import Transport
+from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import CastCompressor, DenseCompressor
 from dgc.compression.protocol import Compressor, StatelessCompressor, uses_point_to_point
 from dgc.compression.route import Route, Rule
@@ -109,6 +109,8 @@ def reduction_factor(op: Any, size: int) -> int:
 
 def unique_prefix(transport: Transport) -> str:
     """Return a name prefix, unique on this transport. All ranks must create their optimizers in the same order."""
+    if isinstance(transport, CrossMachineTransport):
+        return unique_prefix(transport.inner)
     _optimizers_of[transport] = number = _optimizers_of.get(transport, -1) + 1
     return f"dgc{number}"
 

@@ -82,8 +82,8 @@ class Wrapper(HasCompression, Optimizer):
         """
         return None
 
-    # The number of the ranks with which this one has one model, if such islands can `join`, and keep their states
-    # when others are lost or join. None: they cannot.
+    # The index of this rank's island, if islands can be lost and `join`. None: they cannot. The ranks of an island
+    # share one model.
     island: int | None = None
 
     def join(self) -> None:
@@ -92,7 +92,7 @@ class Wrapper(HasCompression, Optimizer):
         It begins with the common model, and without error state: what it has not sent is lost, or was that of
         another island and would be counted twice. Call it on every rank of the island, before zero_grad().
         """
-        raise ValueError(f"no rank can join in mid-run with {self!r}: use `dgc.outer.OuterSteps` without a base")
+        raise ValueError(f"no island can join in mid-run with {self!r}: use `dgc.outer.OuterSteps` without a base")
 
     def close(self) -> None:
         """Release the parameters and the connection to the other ranks. Collective."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.ordered import OrderedConversations
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Result
+from dgc.compression.protocol import Compressor, Result
 from dgc.optim.exchange.planning import compressors_in_order
 from dgc.optim.options import register_compressors
 from dgc.outer.fragment import Fragment
@@ -177,11 +177,6 @@ class OuterExchange:
 
     # --- ranks that join --------------------------------------------------------------------------
 
-    @property
-    def joinable(self) -> bool:
-        """Whether every compressor has its error state on the rank whose gradients it is of."""
-        return not any(SERVER_ERRORS in compressor.state_dict() for compressor in self.compressors)
-
     def join(self) -> None:
         """Forget the error state of the rank whose state was loaded, and continue from z0."""
         for compressor in self.compressors:
@@ -196,6 +191,11 @@ class OuterExchange:
 
     def _named(self) -> list[tuple[str, Any]]:
         return [(f"{type(c).__name__}.{i}", c) for i, c in enumerate(self.compressors)]
+
+
+def keeps_own_errors(compressor: Compressor) -> bool:
+    """Whether the compressor has its error state on the rank whose pseudo-gradients it is of."""
+    return SERVER_ERRORS not in compressor.state_dict()
 
 
 def without_errors(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from dgc.gossip.protocol import Gossip
 from dgc.memory.state import check_tensor
 from dgc.optim.options import as_route
 from dgc.outer.arguments import check_arguments, check_momentum, check_schedule
-from dgc.outer.exchange import EXCHANGE_STATE, OuterExchange
+from dgc.outer.exchange import EXCHANGE_STATE, OuterExchange, keeps_own_errors
 from dgc.outer.fragment import Fragment, divide
 from dgc.outer.optimizers import OuterOptimizer, average
 from dgc.outer.schedule import OuterSchedule
@@ -104,6 +104,7 @@ class OuterSteps:
         self.compression = as_route(compression)
         check_momentum(self.compression)
         self.steps = 0
+        self.island: int | None = None  # set by `start`
         self._compressors: list[Compressor] = [rule.compressor for rule in self.compression.rules]
         self.compress_ratio = self._ratio()
 
@@ -117,7 +118,7 @@ class OuterSteps:
         return self.base is not None and self.base.needs_groups
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
-        self.model, self.z, self._rank = model, model.z, transport.rank
+        self.model, self.z = model, model.z
         if self.base is not None:
             self.base.start(model, transport, meter, name)
         parts = divide(model.segments, self.fragment_mb)
@@ -130,6 +131,10 @@ class OuterSteps:
         self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
         self._compressors = self.exchange.compressors
         self.compress_ratio = self._ratio()
+        # by the rules, because the ranks of a machine may have other tensors, and so other compressors
+        chosen = [rule.compressor for rule in self.compression.rules]
+        can_join = self.base is None and all(keeps_own_errors(c) and keeps_own_errors(c.fallback) for c in chosen)
+        self.island = transport.rank if can_join else None
 
     def begin_epoch(self, epoch: int) -> None:
         if self.base is not None:
@@ -197,10 +202,6 @@ class OuterSteps:
             self.base.restart()
         for fragment in self.exchange.fragments:
             fragment.restart()
-
-    @property
-    def island(self) -> int | None:
-        return self._rank if self.base is None and self.exchange.joinable else None
 
     @torch.no_grad()
     def join(self) -> None:

@@ -124,7 +124,7 @@ class ZeroOneAdam(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
+                if p.grad is not None and p.numel():
                     self._update(p, p.grad, self._buffers[p], group)
         return loss
 

@@ -62,7 +62,7 @@ class ZeroOneExchange:
         """Replace the buffers by their means, and return True. If these are not finite, return False.
 
         Args:
-            are_gradients: They hold gradients, which keep no error state, in place of sums of steps.
+            are_gradients: The buffers hold gradients, to be sent by `gradients` without error state.
         """
         for plan in self._planned:
             name, compressor = plan.bucket.name, plan.compressor

@@ -38,11 +38,15 @@ class ZeroOneSchedule:
         doublings = max(0, t - self.var_freeze_step) // self.local_step_scaler
         return min(self.local_step_clipper, 2 ** min(doublings, 62))
 
+    def exchanges_sum(self, t: int, local_steps: int) -> bool:
+        """Whether step t, the `local_steps`-th since the last exchange, ends with an exchange: it is in T_u."""
+        return local_steps >= self.interval(t)
+
     def exchanges(self, steps: int) -> int:
         """Number of exchanges in the first `steps` steps, of gradients or sums."""
         count = local_steps = 0
         for t in range(steps):
             local_steps += 1
-            if self.updates_variance(t) or local_steps >= self.interval(t):
+            if self.updates_variance(t) or self.exchanges_sum(t, local_steps):
                 count, local_steps = count + 1, 0
         return count

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.dense import DenseCompressor
+from dgc.compression.dense import for_gradients
 from dgc.compression.protocol import Compressor, StatelessCompressor
 from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
 from dgc.compression.route import Route
@@ -107,7 +107,7 @@ class ZeroOneSteps:
         self.schedule = ZeroOneSchedule(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
         self.compression = as_route(DoubleSqueezeCompressor() if compression is None else compression)
         check_momentum(self.compression)
-        self.gradients = gradients or DenseCompressor()
+        self.gradients = for_gradients(gradients)
         self.bucket_mb = bucket_mb
         self.local_steps = 0  # since the last exchange
         self._compressors: list[Compressor] = [rule.compressor for rule in self.compression.rules]
@@ -172,7 +172,7 @@ class ZeroOneSteps:
         step()
         self.model.gather()
         self.local_steps += 1
-        if self.local_steps >= self.schedule.interval(t):
+        if self.schedule.exchanges_sum(t, self.local_steps):
             self._synchronize()
 
     def _update_variance(self) -> None:

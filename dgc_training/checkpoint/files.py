@@ -89,19 +89,19 @@ class Checkpoints:
         own_path, shared_path = folder / f"rank{rank}.pt", folder / "shared.pt"
         write_atomically(own_path, lambda path: torch.save(own, path))
         part = part_of(own)
-        machine = part["machine"] if part is not None else rank if island is None else island
+        group = part["machine"] if part is not None else rank if island is None else island
         written = {own_path.name: fingerprint(own_path)}
         if rank == 0:
             write_atomically(shared_path, lambda path: torch.save(shared, path))
             written[shared_path.name] = fingerprint(shared_path)
         # This is also a barrier: all ranks have written their parts when the names below are written.
-        written_by = all_gather_object(self.transport, (written, machine), name="checkpoint.files")
+        written_by = all_gather_object(self.transport, (written, group), name="checkpoint.files")
         if rank == 0:
             files = {file: entry for entries, _ in written_by for file, entry in entries.items()}
             manifest: dict[str, Any] = {"size": size, "files": files}
-            machines = [machine for _, machine in written_by]
-            if part is not None or machines != list(range(size)):
-                manifest["machines"] = machines
+            groups = [group for _, group in written_by]
+            if part is not None or groups != list(range(size)):
+                manifest["machines"] = groups
             write_json(folder / "manifest.json", manifest)
             write_json(self.directory / "latest.json", {"checkpoint": name})
             if best:

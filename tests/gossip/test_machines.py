@@ -12,7 +12,9 @@ from gossip.networks import Trained
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import TrafficMeter
+from dgc.comm.transport import CrossMachineTransport
 from dgc.gossip import ADPSGD, CHOCO, DPSGD, OSGP, SGP, HierarchicalGossip, Int8Message
+from dgc.optim.options import unique_prefix
 from dgc.outer import OuterSteps, SlowMo
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -235,6 +237,19 @@ def test_parameters_of_half_precision() -> None:
     found = LockstepWorld(4, 2).run(body)
     assert all(last < 0.5 * first for first, last, _ in found)
     assert torch.equal(found[0][2], found[1][2]) and torch.equal(found[2][2], found[3][2])
+
+
+def test_optimizers_between_machines_have_names_of_their_own() -> None:
+    def prefixes(transport: Any) -> list[str]:
+        transports = [*(CrossMachineTransport(transport) for _ in range(2)), transport]
+        return [unique_prefix(t) for t in transports]
+
+    assert LockstepWorld(2, 1).run(prefixes) == [["dgc0", "dgc1", "dgc2"]] * 2
+
+
+def test_gradients_that_nobody_averages_are_refused() -> None:
+    with pytest.raises(ValueError, match="the ranks of a machine have different gradients"):
+        LockstepWorld(4, 2).run(lambda t: Trained(t, HierarchicalGossip(SGP(), averages_gradients=False)).step())
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -34,6 +34,7 @@ from dgc.compression import (
 )
 from dgc.memory import ResidualMemory
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
+from dgc.outer import ZeroOneSteps
 from dgc.testing import Fleet
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -237,7 +238,9 @@ def test_other_compressors_send_gradients_to_it() -> None:
 
     def body(model: Any, transport: Any) -> None:
         optimizer = wrapped(model, transport, compression=route_of[transport.rank])
+        assert not optimizer.receives_momentum
         train(model, optimizer, range(WARM_UP + 2), transport.rank)
+        assert optimizer.receives_momentum
         before = {p: optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}
         train(model, optimizer, [7], transport.rank)
         for p in model.parameters():
@@ -286,6 +289,7 @@ def test_alone_it_is_adamw_with_a_constant_second_moment() -> None:
     model = net()
     optimizer = onebit_adam(model)
     train(model, optimizer, range(WARM_UP))
+    assert optimizer.exchanges_momentum and not optimizer.receives_momentum
     m, v = moments(optimizer, "exp_avg"), moments(optimizer, "exp_avg_sq")
     train(model, optimizer, [WARM_UP])
     expected = [a.lerp(p.grad, 1 - 0.9) for a, p in zip(m, model.parameters(), strict=True)]
@@ -324,6 +328,14 @@ def test_what_does_not_fit_is_refused(name: Any) -> None:
 def test_wrong_arguments(options: Any, words: Any) -> None:
     with pytest.raises(ValueError, match=words):
         onebit_adam(net(), **options)
+
+
+def test_gradients_need_a_compressor_without_state() -> None:
+    wrong: tuple[Any, ...] = (FP16Compressor, OneBitAdamCompressor())
+    for given in wrong:
+        for make in (OneBitAdamCompressor, partial(DGCAdamCompressor, 0.01), partial(ZeroOneSteps, 1)):
+            with pytest.raises(ValueError, match="gradients must be a compressor without state"):
+                make(gradients=given)
 
 
 def test_all_groups_freeze_together() -> None:

@@ -15,7 +15,7 @@ from outer.test_outer_steps import COMPRESSIONS, errors, mean, named, recorded, 
 
 import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DoubleSqueezeCompressor
+from dgc.compression import DenseCompressor, DoubleSqueezeCompressor, Route, Rule
 from dgc.gossip import SGP, HierarchicalGossip
 from dgc.outer import Nesterov, OuterSteps
 from dgc_training.checkpoint.files import Checkpoints
@@ -255,6 +255,16 @@ def test_who_cannot_join() -> None:
         assert own.optimizer.island is None
 
     on(1, body)
+
+    def on_machines(transport: Any) -> Any:
+        """Only the first slice has tensors of the rule."""
+        route = Route([Rule(DoubleSqueezeCompressor(), name="0.weight"), Rule(DenseCompressor())])
+        own = Trained(transport, HierarchicalGossip(OuterSteps(2, compression=route)))
+        return own.optimizer.island, [type(c) for c in own.algorithm.base.exchange.compressors]
+
+    found = LockstepWorld(4, 2).run(on_machines)
+    assert [island for island, _ in found] == [None] * 4
+    assert found[0][1] != found[1][1]
 
 
 def test_a_run_of_the_trainer_goes_on(tmp_path: Path) -> None:

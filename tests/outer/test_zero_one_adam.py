@@ -186,6 +186,19 @@ def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> No
     assert torch.equal(first, second) and bool(first.any())
 
 
+def test_a_parameter_without_elements_is_left_out() -> None:
+    model = torch.nn.ModuleList([net(), torch.nn.ParameterList([torch.zeros(0, 3)])])
+    optimizer = GossipOptimizer(
+        adam(model.parameters()), model.named_parameters(), ZeroOneSteps(1), transport=alone()
+    )
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.cat([p.flatten() for p in model.parameters()]).sum().backward()
+        optimizer.step()
+    assert all(bool((p != old).all()) for p, old in zip(model.parameters(), before, strict=True))
+
+
 def test_parameters_of_half_precision() -> None:
     dtype = torch.bfloat16
 

@@ -68,7 +68,10 @@ def test_bytes_between_machines(found: list[dict[str, Any]]) -> None:
 
 def test_machines_are_workers_of_outer_steps(found: list[dict[str, Any]]) -> None:
     results = [own["outer_steps"] for own in found]
-    assert max(result[key] for result in results for key in ("difference", "ddp")) < 1e-6
+    assert max(result[key] for result in results for key in ("difference", "ddp", "evaluated")) < 1e-6
+    assert all(result["restored"] for result in results)
+    assert [len(result["warned"]) for result in results] == [0, 0, 0, 1]
+    assert "0.weight on rank 3 has NaN or inf: this machine drops its step" in results[3]["warned"][0]
     assert [result["dropped"] for result in results] == [0, 0, 1, 1]
     for key in ("mean", "sparse"):
         assert len({result[key] for result in results}) == 1
@@ -77,7 +80,9 @@ def test_machines_are_workers_of_outer_steps(found: list[dict[str, Any]]) -> Non
         assert result["resumed"] == result["sparse"] and result["error"] > 0
         assert where[rank] in result["raised"] and bool(result["raised"]) == (rank < 2)
         assert "train in bf16, without a GradScaler" in result["scaled"]
-        assert "HierarchicalGossip cannot exchange shards" in result["refused"]
+        assert "HierarchicalGossip cannot exchange shards" in result["HierarchicalGossip"]
+        assert "ZeroOneSteps cannot exchange shards" in result["ZeroOneSteps"]
+        assert "average_every is 2 on rank 0 and 3 on rank 3" in result["OuterSteps"]
 
 
 def test_a_loaded_run_continues_bit_for_bit(found: list[dict[str, Any]]) -> None:

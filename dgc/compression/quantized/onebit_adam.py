@@ -21,7 +21,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.compression.dense import DenseCompressor
+from dgc.compression.dense import for_gradients
 from dgc.compression.protocol import MomentumOwner, Preconditioner, Result, StatelessCompressor
 from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
 
@@ -38,7 +38,8 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
             own dtype, `FP16Compressor()` in half the bytes.
 
     Raises:
-        ValueError: by `DistributedOptimizer`, if the optimizer is not a OneBitAdam.
+        ValueError: if `gradients` is a compressor with state, or by `DistributedOptimizer`, if the optimizer is
+            not a OneBitAdam.
 
     Example:
         >>> optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=1000)
@@ -47,7 +48,7 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
 
     def __init__(self, gradients: StatelessCompressor | None = None) -> None:
         super().__init__()
-        self._gradients = gradients or DenseCompressor()
+        self._gradients = for_gradients(gradients)
         self._owner: MomentumOwner | None = None
         self._parameters: dict[str, Tensor] = {}
 

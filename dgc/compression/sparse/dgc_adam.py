@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.compression.dense import DenseCompressor
+from dgc.compression.dense import for_gradients
 from dgc.compression.protocol import MomentumOwner, Preconditioner, Result, StatelessCompressor
 from dgc.compression.sparse.dgc import DGCCompressor
 from dgc.memory import DGCSGDMemory
@@ -58,7 +58,7 @@ class DGCAdamCompressor(DGCCompressor):
             raise ValueError("DGCAdamCompressor has a memory of its own: leave `memory` out")
         self._memory = DGCSGDMemory(momentum_masking=False)
         super().__init__(compress_ratio, self._memory, **options)
-        self._gradients = gradients or DenseCompressor()
+        self._gradients = for_gradients(gradients)
         self._owner: Preconditioner | None = None
         self._parameters: dict[str, Tensor] = {}
 

@@ -200,8 +200,8 @@ OPTIM = [
     Fault(
         "mean-of-the-models-kept-after-evaluation",
         "dgc/optim/gossip.py",
-        "local = z.clone()",
-        "local = z",
+        "own = z.clone()",
+        "own = z",
         ["tests/training/test_gossip.py::test_ranks_save_their_models_and_the_mean"],
     ),
 ]

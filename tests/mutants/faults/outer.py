@@ -139,8 +139,8 @@ OUTER = [
     Fault(
         "gradients-of-the-second-moment-in-fp32",
         "dgc/outer/zero_one_steps.py",
-        "self.gradients = gradients or DenseCompressor()",
-        "self.gradients = DenseCompressor()",
+        "self.gradients = for_gradients(gradients)",
+        "self.gradients = for_gradients(None)",
         ["tests/outer/test_zero_one_adam.py::test_gradients_of_the_second_moment_in_half_the_bytes"],
     ),
     Fault(

@@ -230,7 +230,7 @@ TRAINING = [
     Fault(
         "momentum-is-clipped",
         "dgc_training/stepping.py",
-        'if self.clip_norm is None or getattr(self.optimizer, "exchanges_momentum", False):',
+        'if self.clip_norm is None or getattr(self.optimizer, "receives_momentum", False):',
         "if self.clip_norm is None:",
         ["tests/training/test_adam.py::test_momentum_is_not_clipped"],
     ),
