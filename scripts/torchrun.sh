@@ -3,7 +3,7 @@
 #
 #   HOSTS=server0:8,server1:8 scripts/torchrun.sh --configs configs/imagenet/resnet50.py configs/dgc/wm0.py
 #   RANKS=4 scripts/torchrun.sh --configs configs/digits/cnn.py          # this machine alone
-#   LAUNCH=torchrun sbatch --nodes 4 --ntasks-per-node 8 scripts/slurm.sh --configs ...   # every machine of a job
+#   ELASTIC=1 sbatch --no-kill --nodes 4 --ntasks-per-node 8 scripts/slurm.sh --configs ...   # every machine of a job
 #
 # If a rank is killed or ends with an error, torchrun starts all ranks again, unless the error is one of settings or
 # files (status 2). If a machine is lost, the others go on without it. A machine that is started later joins. The
