@@ -202,6 +202,11 @@ class HierarchicalGossip:
         x[self._slice] = self.base.biased_parameters() * self._local_size
         return x
 
+    def bias(self) -> Tensor:
+        factor = torch.zeros_like(self.model.z)
+        factor[self._slice] = self.base.bias() * self._local_size
+        return factor
+
     @property
     def island(self) -> int | None:
         """The machine, if the algorithm between machines lets islands join."""

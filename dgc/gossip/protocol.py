@@ -72,6 +72,13 @@ class Gossip(Protocol):
         """
         ...
 
+    def bias(self) -> float | Tensor:
+        """The factor between the parameters and `biased_parameters`, after `flush`: w of push-sum, or 1.
+
+        [n] if elements differ. Its mean over ranks is 1.
+        """
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Values of the last step for logs: weight, staleness."""
         ...

@@ -25,6 +25,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from dgc.comm.collectives import all_gather_object, all_reduce
 from dgc.comm.requests import as_bytes
@@ -39,6 +40,22 @@ ABSENT = "missing"
 def describe(**settings: object) -> dict[str, str]:
     """Return a text for each setting and each of its parts, by path. Paths begin with the keywords."""
     return {path: text for name, value in settings.items() for path, text in _walk(value, name, ())}
+
+
+def check_equal(tensor: Tensor, transport: Transport, name: str, what: str, cure: str) -> None:
+    """Raise ValueError on every rank if a tensor has other values on another rank. Collective.
+
+    Args:
+        tensor: Contiguous.
+        transport: Connects the ranks.
+        name: Name of the messages.
+        what, cure: The tensor, and what to do, for the message.
+    """
+    digest = crc32(as_bytes(tensor.detach().cpu()).numpy().data)
+    digests = all_gather_object(transport, digest, name)
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise ValueError(f"rank {rank} has another {what} than rank 0: {cure}")
 
 
 def check_settings(transport: Transport, name: str, **settings: object) -> None:

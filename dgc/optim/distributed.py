@@ -30,6 +30,7 @@ from dgc.optim.momentum import MomentumCheck
 from dgc.optim.options import (
     as_route,
     check_arguments,
+    check_no_unfrozen,
     check_nonfinite,
     name_parameters,
     reduction_factor,
@@ -203,7 +204,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         If that optimizer accepts sparse updates, .grad of a compressed parameter has the local gradient
         afterwards. Call synchronize() first if you need the average.
         """
-        self.exchange.check_no_unfrozen(self.param_groups)
+        check_no_unfrozen(self.param_groups, self.exchange, "DistributedOptimizer")
         self._momentum.check(self.inner)
         loss = None
         if closure is not None:

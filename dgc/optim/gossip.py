@@ -20,7 +20,7 @@ from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel, local
 from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
 from dgc.optim.agreement import check_settings, first_difference
-from dgc.optim.options import name_parameters, unique_prefix
+from dgc.optim.options import check_no_unfrozen, name_parameters, unique_prefix
 from dgc.optim.wrapper import Wrapper
 
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
@@ -77,7 +77,7 @@ class GossipOptimizer(Wrapper):
         named = name_parameters(optimizer, named_parameters)
         check_settings(self._all_ranks, "gossip.settings", nonfinite=nonfinite, gossip=gossip)
         _check_agreement(named, self._all_ranks)
-        self.model = FlatModel(named)
+        self.model, self._trained = FlatModel(named), {p for _, p in named}
         if isinstance(gossip, UsesOptimizer):
             gossip.use_optimizer(optimizer)
         gossip.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.gossip")
@@ -104,6 +104,7 @@ class GossipOptimizer(Wrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
         self.meter.count_dense(self.model.z.numel(), self.transport.size)
         step = self.inner.step if self._has_finite_gradients() else _no_step
         self._timed("step", lambda: self.gossip.update(step, float(self.param_groups[0]["lr"])))

@@ -1,7 +1,7 @@
 """Checks and conversions of DistributedOptimizer's arguments."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -95,6 +95,23 @@ def as_route(compression: Any) -> Route:
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
         return Route([Rule(CastCompressor(compression))])
     raise ValueError(f"compression must be a compressor, a Route or a Horovod compression, not {compression!r}")
+
+
+def check_no_unfrozen(param_groups: Sequence[dict[str, Any]], known: Container[Tensor], wrapper: str) -> None:
+    """Raise ValueError for a trainable parameter that is not known: each rank would train it alone.
+
+    Args:
+        param_groups: Those of the wrapped optimizer.
+        known: The parameters that were trainable when it was wrapped.
+        wrapper: Name of the class that wraps it.
+    """
+    for g, group in enumerate(param_groups):
+        for i, p in enumerate(group["params"]):
+            if p.requires_grad and p not in known:
+                raise ValueError(
+                    f"parameter {i} of group {g}, of shape {tuple(p.shape)}, requires a gradient now but did "
+                    f"not when {wrapper} was built: close() it and wrap the optimizer again"
+                )
 
 
 def reduction_factor(op: Any, size: int) -> int:

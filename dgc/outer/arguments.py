@@ -1,7 +1,15 @@
 """Checks of the arguments of `OuterSteps`."""
 
+from collections.abc import Iterable
+
+from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.gossip.protocol import Gossip
+
+COMMON_START = (
+    "call dgc.optim.broadcast_parameters(model.state_dict()) before GossipOptimizer, because ranks exchange only "
+    "changes"
+)
 
 
 def check_arguments(
@@ -37,6 +45,11 @@ def check_arguments(
         raise ValueError(f"delay must be 0 steps or more, not {delay}")
     if not 0 <= alpha < 1:
         raise ValueError(f"alpha must be in [0, 1): at 1 a rank would never take over a mean. It is {alpha}")
+    if alpha == 0 and delay == average_every:
+        raise ValueError(
+            f"delay={delay} is all of average_every={average_every} steps, and with alpha=0 what a rank learns "
+            "in these steps is dropped: use a shorter delay, or alpha=0.5"
+        )
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps must be 0 steps or more, not {warmup_steps}")
     if base is not None and (fragment_mb is not None or delay or alpha):
@@ -53,6 +66,17 @@ def check_momentum(route: Route) -> None:
             raise ValueError(
                 f"{type(rule.compressor).__name__} applies momentum to pseudo-gradients, and the outer optimizer "
                 "does too: give it memory=ResidualMemory()"
+            )
+
+
+def check_alpha(alpha: float, compressors: Iterable[Compressor]) -> None:
+    """Raise ValueError if what a compressor keeps for later would stay in the model as well, and be sent twice."""
+    for compressor in compressors:
+        if alpha and any(True for _ in compressor.errors()):
+            raise ValueError(
+                f"alpha={alpha} keeps a share of the rank's own model, and {type(compressor).__name__} sends "
+                "later what it has not sent of it, which would count twice: use alpha=0, or a compressor without "
+                "error state such as FP16Compressor()"
             )
 
 

@@ -79,19 +79,25 @@ class OuterExchange:
         return self._flight is not None and step >= self._flight.due
 
     def begin(
-        self, numbers: Sequence[int], x: Tensor, due: int, lr: float | None, outer_factor: float | None = None
+        self,
+        numbers: Sequence[int],
+        x: Tensor,
+        bias: float | Tensor,
+        due: int,
+        lr: float | None,
+        outer_factor: float | None = None,
     ) -> None:
-        """Begin the exchange of the pseudo-gradients z0 - x of some fragments.
+        """Begin the exchange of the pseudo-gradients of some fragments.
 
         Args:
             numbers: The fragments.
-            x: [n] model, or biased model, of this rank.
+            x, bias: See `Fragment.begin`.
             due, lr, outer_factor: See `Flight`.
         """
         assert self._flight is None, "the exchange before has not been used"
         self._flight = Flight(list(numbers), due, lr, outer_factor=outer_factor)
         for fragment in self._in_flight():
-            for name, conversation in fragment.begin(x):
+            for name, conversation in fragment.begin(x, bias):
                 self._conversations.start(name, conversation)
 
     def _in_flight(self) -> list[Fragment]:

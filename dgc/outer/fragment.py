@@ -73,14 +73,16 @@ class Fragment:
         for segment, z0, _ in self._tensors:
             z0.copy_(segment.of(self.model.z))
 
-    def begin(self, x: Tensor) -> Iterator[tuple[str, Conversation[Result]]]:
-        """Store z0 - x, the pseudo-gradient, in the buckets. Returns (name, conversation) for each bucket.
+    def begin(self, x: Tensor, bias: float | Tensor = 1.0) -> Iterator[tuple[str, Conversation[Result]]]:
+        """Store bias z0 - x, the pseudo-gradient, in the buckets. Returns (name, conversation) for each bucket.
 
         Args:
             x: [n] model, or biased model, of this rank.
+            bias: The factor between the model and x, one number or [n].
         """
         for segment, z0, difference in self._tensors:
-            torch.sub(z0, segment.of(x), out=difference)
+            factor = segment.of(bias) if isinstance(bias, Tensor) else bias
+            torch.sub(z0 * factor, segment.of(x), out=difference)
         for plan in self.planned:
             yield plan.bucket.name, conversation_of(plan.compressor, plan.bucket)
 

@@ -27,7 +27,8 @@ class SlowMo:
 
     Args:
         beta (float): slow momentum, in [0, 1).
-        alpha (float): slow learning rate, positive. 1 equals the learning rate of the wrapped optimizer.
+        alpha (float): slow learning rate, positive. 1 equals the learning rate of the wrapped optimizer, which
+            must be the same on all ranks in the step of an exchange.
 
     Raises:
         ValueError: if an argument is out of range.

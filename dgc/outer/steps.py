@@ -6,7 +6,8 @@ al. 2025, arXiv 2508.15706).
 
 z is the model of a rank, and z0 that of all ranks after the last exchange. Every H steps
 
-    d  = z0 - z                    pseudo-gradient of a rank, of H steps of any optimizer, or of gossip (`base`)
+    d  = z0 - z                    pseudo-gradient of a rank, of H steps of any optimizer, or of gossip (`base`);
+                                   w (z0 - z) with the weight w of push-sum
     D  = mean over ranks of C(d)   by any compressor C, which keeps what it does not send in its error state
     z0 = outer(z0, D)              outer optimizer; z0 - D is the mean of the models
     z  = alpha z + (1 - alpha) z0
@@ -38,8 +39,9 @@ from dgc.compression.route import Route
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
 from dgc.memory.state import check_tensor
+from dgc.optim.agreement import check_equal
 from dgc.optim.options import as_route
-from dgc.outer.arguments import check_arguments, check_momentum, check_schedule
+from dgc.outer.arguments import COMMON_START, check_alpha, check_arguments, check_momentum, check_schedule
 from dgc.outer.exchange import EXCHANGE_STATE, OuterExchange, keeps_own_errors
 from dgc.outer.fragment import Fragment, divide
 from dgc.outer.optimizers import OuterOptimizer, average
@@ -62,8 +64,9 @@ class OuterSteps:
         fragment_mb (float, optional): largest size of a fragment in MB (2**20 bytes of fp32), unless a tensor is
             larger. None: the model is one fragment.
         delay (int): steps between the beginning of an exchange and the use of its result, at most H divided by
-            the number of fragments.
-        alpha (float): share of this rank's own model that it keeps after an exchange, in [0, 1).
+            the number of fragments. With alpha 0 what a rank has learned in these steps is dropped.
+        alpha (float): share of this rank's own model that it keeps after an exchange, in [0, 1). Only 0 for a
+            compressor with error state, because a share of what is not sent would stay in the model, too.
         warmup_steps (int): first steps, each of which ends with the mean of all models, without the outer
             optimizer (post-local SGD).
         bucket_mb (float): largest size of a message's tensors in MB.
@@ -72,8 +75,9 @@ class OuterSteps:
 
     Raises:
         ValueError: if an argument is out of range, base is asynchronous, or by `start` if the model has more
-            fragments than `average_every` and `delay` allow, or the outer optimizer has no learning rate for
-            `outer_schedule`.
+            fragments than `average_every` and `delay` allow, the outer optimizer has no learning rate for
+            `outer_schedule`, `alpha` is not 0 and a compressor keeps an error state, or the ranks begin with
+            different models.
 
     Example:
         >>> diloco = OuterSteps(average_every=500, outer=Nesterov())
@@ -123,6 +127,7 @@ class OuterSteps:
             self.base.start(model, transport, meter, name)
         parts = divide(model.segments, self.fragment_mb)
         check_schedule(len(parts), self.average_every, self.delay)
+        check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
         how = (self.compression, self.outer or average, self.bucket_mb)
         fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]
         if self.outer_schedule is not None:
@@ -130,6 +135,7 @@ class OuterSteps:
                 fragment.check_learning_rate()
         self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
         self._compressors = self.exchange.compressors
+        check_alpha(self.alpha, self._compressors)
         self.compress_ratio = self._ratio()
         # by the rules, because the ranks of a machine may have other tensors, and so other compressors
         chosen = [rule.compressor for rule in self.compression.rules]
@@ -177,7 +183,7 @@ class OuterSteps:
         x = self.z if self.base is None else self.base.biased_parameters()
         delay = 0 if is_warmup else self.delay
         factor = None if self.outer_schedule is None else float(self.outer_schedule(self.steps))
-        self.exchange.begin(due, x, self.steps + delay, None if is_warmup else lr, factor)
+        self.exchange.begin(due, x, self.bias(), self.steps + delay, None if is_warmup else lr, factor)
         if delay == 0:
             self._land()
 
@@ -216,6 +222,9 @@ class OuterSteps:
 
     def biased_parameters(self) -> Tensor:
         return self.z.clone() if self.base is None else self.base.biased_parameters()
+
+    def bias(self) -> float | Tensor:
+        return 1.0 if self.base is None else self.base.bias()
 
     def metrics(self) -> dict[str, float]:
         own = {"dropped_outer_steps": float(self.exchange.dropped)}

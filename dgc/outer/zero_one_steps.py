@@ -39,9 +39,9 @@ from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
 from dgc.compression.route import Route
 from dgc.gossip.model import FlatModel
 from dgc.memory.state import check_tensor
-from dgc.optim.agreement import check_settings
+from dgc.optim.agreement import check_equal, check_settings
 from dgc.optim.options import as_route
-from dgc.outer.arguments import check_momentum
+from dgc.outer.arguments import COMMON_START, check_momentum
 from dgc.outer.zero_one_adam import ZeroOneAdam, dense
 from dgc.outer.zero_one_exchange import ZeroOneExchange
 from dgc.outer.zero_one_schedule import ZeroOneSchedule
@@ -83,7 +83,7 @@ class ZeroOneSteps:
 
     Raises:
         ValueError: if an argument is out of range, or by GossipOptimizer if its optimizer is not a ZeroOneAdam or
-            differs between ranks.
+            differs between ranks, or if the model does.
 
     Example:
         >>> steps = ZeroOneSteps(var_freeze_step=1000, local_step_scaler=2000)
@@ -138,6 +138,7 @@ class ZeroOneSteps:
         )
         self._compressors = self.exchange.compressors
         group_of = {p: g for g, group in enumerate(adam.param_groups) for p in group["params"]}
+        check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
         self._z0 = model.z.clone()
         self._tensors = [
             _Tensor(s.name, p, group_of[p], s.of(model.z), s.of(self._z0), self.exchange.parts[s.name])
@@ -234,6 +235,9 @@ class ZeroOneSteps:
 
     def biased_parameters(self) -> Tensor:
         return self.model.z.clone()
+
+    def bias(self) -> float:
+        return 1.0
 
     def metrics(self) -> dict[str, float]:
         interval = self.schedule.interval(self.adam.steps)

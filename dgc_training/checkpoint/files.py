@@ -106,8 +106,9 @@ class Checkpoints:
             write_json(self.directory / "latest.json", {"checkpoint": name})
             if best:
                 write_json(self.directory / "best.json", {"checkpoint": name})
-        barrier(self.transport, name="checkpoint.named")
-        self._prune()
+        # Other machines may have neither names nor manifests, so rank 0 decides.
+        kept = broadcast_object(self.transport, self._kept() if rank == 0 else None, name="checkpoint.kept")
+        self._remove_others(kept)
         # No rank may begin the next checkpoint while another one still removes old folders.
         barrier(self.transport, name="checkpoint.pruned")
 
@@ -123,17 +124,18 @@ class Checkpoints:
             free = f"{name}-{number}"
         return free
 
-    def _prune(self) -> None:
-        """Removes all but the last `keep`, the latest and the best. One rank per machine does this."""
-        if self.transport.local_rank != 0:
-            return
-        kept = {self._read_name("latest"), self._read_name("best")}
-        folders = sorted((path for path in self.directory.iterdir() if path.is_dir()), key=_sort_key)
-        complete = [path for path in folders if (path / "manifest.json").exists()] or folders
-        kept.update(path.name for path in complete[-self.keep :])
-        for folder in folders:
-            if folder.name not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
+    def _kept(self) -> set[str | None]:
+        """Names of the last `keep` checkpoints, the latest and the best."""
+        complete = sorted((path.parent for path in self.directory.glob("*/manifest.json")), key=_sort_key)
+        last = {path.name for path in complete[-self.keep :]}
+        return {self._read_name("latest"), self._read_name("best"), *last}
+
+    def _remove_others(self, kept: set[str | None]) -> None:
+        """Removes all checkpoints but those of these names. One rank per machine does this."""
+        if self.transport.local_rank == 0:
+            for folder in self.directory.iterdir():
+                if folder.is_dir() and folder.name not in kept:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _read_name(self, which: str) -> str | None:
         try:
@@ -210,7 +212,7 @@ class Checkpoints:
         shared, manifest = broadcast_object(self.transport, (shared, manifest), name="checkpoint.shared")
         if manifest is not None and own_part and island is not None:
             read = reader(folder, manifest, self.transport.size)
-            own, islands, problem = read_islands(folder, manifest["machines"], island, read, self.transport)
+            own, islands, problem = read_islands(folder, manifest, island, read, self.transport)
         elif manifest is not None and own_part:
             try:
                 own, redistributed = self._read_own(folder, manifest, part)

@@ -7,12 +7,13 @@ optimizer leaves out what is that island's own (`Wrapper.join`). The files need 
 share.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dgc.comm import Transport, all_gather_object, broadcast_object
+from dgc_training.checkpoint.reading import fingerprint
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,41 @@ class Islands:
         parts = [f"ranks {joined} join with the common model and without error state"] if joined else []
         parts += [f"the models and error states of the old ranks {lost} are lost"] if lost else []
         return "; ".join(["all others keep their own model and error state", *parts])
+
+
+@dataclass(frozen=True)
+class Files:
+    """Which files of old ranks a machine has.
+
+    A checkpoint may have the name of an earlier one, which a run had left behind when it resumed from a checkpoint
+    before it. A machine that was not there then has files of the earlier one.
+
+    Attributes:
+        found: Old ranks whose files exist.
+        valid: Those that are known to be the ones of the manifest.
+        stale: Those that are known to be others.
+    """
+
+    found: set[int]
+    valid: set[int]
+    stale: set[int]
+
+    @staticmethod
+    def of(folder: Path, manifest: Mapping[str, Any], rank: int) -> "Files":
+        """Look at the folder. All files are compared only where that of `rank` is not valid, as it takes long."""
+        names = {old: folder / f"rank{old}.pt" for old in range(manifest["size"])}
+        found = {old for old, path in names.items() if path.exists()}
+
+        def matches(old: int) -> bool:
+            try:
+                return fingerprint(names[old]) == manifest["files"][names[old].name]
+            except OSError:
+                return False
+
+        if rank in found and matches(rank):
+            return Files(found, {rank}, set())
+        valid = {old for old in found if matches(old)}
+        return Files(found, valid, found - valid)
 
 
 def members(islands: Sequence[int]) -> list[list[int]]:
@@ -75,7 +111,11 @@ def assign(readable: Sequence[set[int]], old: Sequence[int], new: Sequence[int] 
 
 
 def read_islands(
-    folder: Path, old: Sequence[int], island: int, read: Callable[[int], dict[str, Any]], transport: Transport
+    folder: Path,
+    manifest: Mapping[str, Any],
+    island: int,
+    read: Callable[[int], dict[str, Any]],
+    transport: Transport,
 ) -> tuple[dict[str, Any], Islands | None, str | None]:
     """This rank's state, which ranks stay, and why the state cannot be read. Collective.
 
@@ -84,14 +124,18 @@ def read_islands(
 
     Args:
         folder: The checkpoint.
-        old: By old rank, the number of its island.
+        manifest: See `read_manifest`.
         island: The number of this rank's island.
         read: Returns the saved state of an old rank, or raises ValueError or OSError.
         transport: Connects the new ranks.
     """
-    found = {rank for rank in range(len(old)) if (folder / f"rank{rank}.pt").exists()}
-    views = all_gather_object(transport, (found, island), name="checkpoint.readable")
-    readable, new = [files for files, _ in views], [its for _, its in views]
+    old: Sequence[int] = manifest["machines"]
+    files = Files.of(folder, manifest, transport.rank)
+    views = all_gather_object(transport, (files, island), name="checkpoint.readable")
+    valid = {rank for files, _ in views for rank in files.valid}
+    # A file that is damaged, and valid on no machine, counts as found, so that reading it ends the run.
+    readable = [files.found - (files.stale & valid) for files, _ in views]
+    new = [its for _, its in views]
     ours, theirs = members(new), members(old)
     if {len(ranks) for ranks in ours} != {len(ranks) for ranks in theirs}:
         sizes = [", ".join(str(len(ranks)) for ranks in islands) for islands in (theirs, ours)]

@@ -158,15 +158,17 @@ class RunState:
         self._load_model(shared)
         with loading("shared.pt"):
             self.optimizer.load_state_dict(shared["optimizer"])
+        with loading(own_file):
+            self.optimizer.load_compression_state_dict(own["compression"])
+            if islands is not None and self.transport.rank in islands.joined:
+                self.optimizer.join()
+        with loading("shared.pt"):
+            # after a rank's own optimizer state, whose rates are for the old number of ranks as well
             self.schedule.load_state_dict(shared["schedule"])
             if self.scaler is not None:
                 self.scaler.load_state_dict(shared["scaler"])
         for name, value in shared["progress"].items():
             setattr(self.progress, name, value)
-        with loading(own_file):
-            self.optimizer.load_compression_state_dict(own["compression"])
-            if islands is not None and self.transport.rank in islands.joined:
-                self.optimizer.join()
         if islands is not None and (islands.joined or islands.lost) and self.transport.rank == 0:
             warnings.warn(f"checkpoint {loaded.name} of {loaded.size} ranks: {islands}.", stacklevel=2)
         if loaded.redistributed and self.transport.rank == 0:
@@ -198,7 +200,8 @@ class RunState:
     def _continue_without_own_file(self, loaded: Loaded) -> None:
         """Continues at the same fraction of the epoch. Batch norm begins from the mean over the old ranks."""
         size, progress = self.transport.size, self.progress
-        progress.step = min(progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)
+        if size != loaded.size:  # otherwise the step is that of the ranks with a file of their own
+            progress.step = min(progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)
         if self.csv is not None:
             self.csv.begin_at(progress.epoch, progress.step, progress.training_seconds)
         if self.schedule.counts_steps and size != loaded.size and self.transport.rank == 0:

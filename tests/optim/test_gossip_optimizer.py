@@ -61,3 +61,14 @@ def test_an_empty_parameter_beside_others() -> None:
     (model[0].sum() + model[1].sum() * float("nan")).backward()
     with pytest.warns(UserWarning, match="the gradient of 1 on rank 0"):
         optimizer.step()
+
+
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused() -> None:
+    """Each rank would train it alone."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    optimizer = optimizer_of(model)
+    model[0].requires_grad_(True)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="requires a gradient now but did not when GossipOptimizer was built"):
+        optimizer.step()

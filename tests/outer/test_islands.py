@@ -3,6 +3,8 @@
 import copy
 import json
 import random
+import shutil
+import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from dgc_training.checkpoint.islands import Islands, assign
 from dgc_training.config import load
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.arguments import parse_arguments
+from dgc_training.synchronization import Synchronization
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 WITH_ERRORS = sorted(set(COMPRESSIONS) - {"dense"})
@@ -267,23 +270,80 @@ def test_who_cannot_join() -> None:
     assert found[0][1] != found[1][1]
 
 
+def test_a_file_of_an_earlier_checkpoint_of_the_same_name_is_not_taken(tmp_path: Path) -> None:
+    """Rank 1 was lost, rank 2 came to the same step as rank 1, and rank 1 returns with its old disk."""
+    old_disk, others = tmp_path / "old", tmp_path / "others"
+
+    def body(transport: Any, steps: int, disk: Path) -> Any:
+        own = run_on(Trained(transport, OuterSteps(2, compression=top_k())), steps)
+        save(own, transport, disk)
+        return own.z.clone()
+
+    on(3, partial(body, steps=1, disk=old_disk))
+    expected = on(2, partial(body, steps=3, disk=others))
+
+    def resumed(transport: Any) -> Any:
+        disk = tmp_path / f"disk{transport.rank}"
+        shutil.copytree(old_disk if transport.rank == 1 else others, disk)
+        for rank in {0, 1} - {{0: 0, 2: 1}.get(transport.rank, 1)}:
+            (disk / f"e0001/rank{rank}.pt").unlink()
+        own = Trained(transport, OuterSteps(2, compression=top_k()))
+        return resume(own, transport, disk).islands.continues, own.z.clone()
+
+    found = on(3, resumed)
+    assert found[0][0] == (0, None, 1)
+    assert torch.equal(found[0][1], expected[0]) and torch.equal(found[2][1], expected[1])
+
+
+def test_machines_with_disks_of_their_own_keep_the_checkpoint_that_was_just_written(tmp_path: Path) -> None:
+    """After a run has grown, its steps have lower numbers. Only rank 0 has names and manifests."""
+
+    def body(transport: Any, names: Sequence[str]) -> None:
+        for name in names:
+            Checkpoints(tmp_path / f"disk{transport.rank}", transport).save(name, {}, {"compression": {}})
+
+    LockstepWorld(2, 1).run(partial(body, names=["e0000s00500", "e0000s00550", "e0000s00600"]))
+    LockstepWorld(3, 1).run(partial(body, names=["e0000s00410"]))
+    assert all((tmp_path / f"disk{rank}/e0000s00410/rank{rank}.pt").exists() for rank in range(3))
+
+
+def run_trainer(tmp_path: Path, ranks: int, *words: str) -> None:
+    quick = ["--configs.model.width=8", "--configs.train.batch_size=180", "--configs.train.num_epochs=1"]
+    quick += ["--configs.data.num_threads_per_worker=1", "--configs.train.checkpoint_every=3", "--devices", "cpu"]
+    files = ["configs/digits/cnn.py", *(word for word in words if word.endswith(".py"))]
+    settings = [*quick, *(word for word in words if not word.endswith(".py"))]
+    args, overrides = parse_arguments(["--configs", *files, "--run-dir", str(tmp_path / "run"), *settings])
+    tree = load(args.configs, overrides)
+    LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
+
+
+def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["configs/outer/local_sgd.py", "--configs.train.num_epochs=2"]
+    steps = {"taken": 0}
+
+    def end_step(own: Any) -> None:
+        steps["taken"] += 1
+        own.stop_signal = signal.SIGTERM if steps["taken"] > 2 * 3 else None  # both ranks, after the fourth step
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Synchronization, "end_step", end_step)
+        run_trainer(tmp_path, 2, *words)
+    (tmp_path / "run/checkpoints/e0000s00004/rank1.pt").unlink()
+    with pytest.warns(UserWarning, match="ranks 1 join"):
+        run_trainer(tmp_path, 2, *words)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 2
+
+
 def test_a_run_of_the_trainer_goes_on(tmp_path: Path) -> None:
     """On more ranks, with one file lost."""
-
-    def run(ranks: int) -> None:
-        words = ["--configs", "configs/digits/cnn.py", "configs/outer/sparseloco.py", "--devices", "cpu"]
-        words += ["--run-dir", str(tmp_path / "run"), "--configs.train.gossip.average_every=2"]
-        words += ["--configs.model.width=8", "--configs.train.batch_size=180", "--configs.train.num_epochs=1"]
-        words += ["--configs.data.num_threads_per_worker=1", "--configs.train.checkpoint_every=3"]
-        args, overrides = parse_arguments(words)
-        tree = load(args.configs, overrides)
-        LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
-
-    run(2)
+    words = ["configs/outer/sparseloco.py", "--configs.train.gossip.average_every=2"]
+    run_trainer(tmp_path, 2, *words)
     checkpoints = tmp_path / "run/checkpoints"
     (checkpoints / "latest.json").write_text(json.dumps({"checkpoint": "e0000s00003"}))
     (checkpoints / "e0000s00003/rank1.pt").unlink()
     with pytest.warns(UserWarning, match="ranks 1, 2 join .*; the models and error states .* 1 are lost"):
-        run(3)
+        run_trainer(tmp_path, 3, *words)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["ranks"] == 3 and summary["epochs"] == 1

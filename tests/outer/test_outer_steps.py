@@ -21,8 +21,9 @@ from dgc.compression import (
     ScaledSignCompressor,
     SparseCompressor,
 )
-from dgc.gossip import ADPSGD, OSGP, HierarchicalGossip
+from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
 from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import GossipOptimizer
 from dgc.outer import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.wire import RiceIndices, TwoBitValues
 from dgc_training.checkpoint.reshard import blend, shares
@@ -245,7 +246,8 @@ def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
 @pytest.mark.parametrize("stop", [3, 4, 5, 7])
 def test_a_state_saved_in_flight_goes_on_bit_for_bit(stop: int) -> None:
     def make() -> OuterSteps:
-        return OuterSteps(6, None, Nesterov(), top_k(), **IN_TWO_PARTS, delay=2, alpha=0.5)
+        how: Any = {"compression": None, "alpha": 0.5} if stop == 4 else {"compression": top_k()}
+        return OuterSteps(6, outer=Nesterov(), **IN_TWO_PARTS, delay=2, **how)
 
     def body(transport: Any, resumes: bool) -> Any:
         own = Trained(transport, make())
@@ -373,6 +375,8 @@ def test_islands_average_gradients_inside_and_exchange_between() -> None:
         (lambda: OuterSteps(2, fragment_mb=0), "fragment_mb must be positive"),
         (lambda: OuterSteps(2, delay=-1), "delay must be 0 steps or more"),
         (lambda: OuterSteps(2, alpha=1.0), r"alpha must be in \[0, 1\)"),
+        (lambda: OuterSteps(2, delay=2), "with alpha=0 what a rank learns in these steps is dropped"),
+        (lambda: OuterSteps(2, compression=by_dimension(), alpha=0.5), "PowerSGDCompressor sends later what it"),
         (lambda: OuterSteps(2, warmup_steps=-1), "warmup_steps must be 0 steps or more"),
         (lambda: OuterSteps(2, OSGP(), delay=1), "OSGP mixes whole models"),
         (lambda: OuterSteps(2, compression=DGCCompressor(0.1, DGCSGDMemory())), r"memory=ResidualMemory\(\)"),
@@ -384,6 +388,31 @@ def test_islands_average_gradients_inside_and_exchange_between() -> None:
 def test_what_cannot_be_is_refused(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         on(1, lambda transport: Trained(transport, make()))
+
+
+def test_models_that_differ_at_the_start_are_refused() -> None:
+    """Ranks exchange changes only, so that their models would differ for ever."""
+
+    def body(transport: Any) -> None:
+        torch.manual_seed(transport.rank)
+        model = torch.nn.Linear(2, 2)
+        GossipOptimizer(adam(list(model.parameters())), None, OuterSteps(2), transport=transport)
+
+    with pytest.raises(ValueError, match="rank 1 has another model at the start than rank 0: call .*broadcast"):
+        on(2, body)
+
+
+@pytest.mark.parametrize("base", [lambda: SGP(star), lambda: HierarchicalGossip(SGP())])
+def test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes(base: Any) -> None:
+    """Compressors would otherwise send differences as large as the weights."""
+
+    def body(transport: Any) -> Any:
+        own = Trained(transport, OuterSteps(4, base(), compression=ScaledSignCompressor()))
+        losses = [own.step() for _ in range(80)]
+        return losses[0], losses[-1]
+
+    found = LockstepWorld(4, 2).run(body)
+    assert mean([last for _, last in found]) < 0.2 * mean([first for first, _ in found])
 
 
 def test_a_compressor_of_another_optimizer_is_refused() -> None:

@@ -161,6 +161,24 @@ def test_ranks_save_their_models_and_the_mean(tmp_path: Path) -> None:
     assert not torch.equal(*momenta)
 
 
+def test_the_learning_rate_follows_the_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's own optimizer state has the rate for the old number."""
+    words = ["--configs.train.scheduler=null", "--configs.train.warmup_lr_epochs=0"]
+    words += ["--configs.train.optimizer.lr=0.01"]
+    killed(monkeypatch, [SGP], tmp_path / "run", *words)
+    with pytest.warns(UserWarning, match="saved by 2 ranks and is resumed by 3"):
+        run([SGP], tmp_path / "run", *words, *EVERY_3, size=3)
+    rates = [group["lr"] for part in saved(tmp_path / "run") for group in groups_in(part)]
+    assert len(rates) == 3 and all(rate == pytest.approx(3 * 0.01) for rate in rates)
+
+
+def groups_in(state: Any) -> list[Any]:
+    """The parameter groups of all optimizers in a state."""
+    if not isinstance(state, dict):
+        return []
+    return state.get("param_groups", []) + [group for value in state.values() for group in groups_in(value)]
+
+
 @pytest.mark.parametrize("way", [SGP, OSGP])
 def test_resuming_on_another_number_of_ranks(way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, [way], tmp_path / "run")

@@ -177,6 +177,9 @@ class ADPSGD:
     def biased_parameters(self) -> Tensor:
         return self._protocol.x.to(self._z.device, copy=True)
 
+    def bias(self) -> float:
+        return 1.0
+
     def metrics(self) -> dict[str, float]:
         return {"averagings": float(self.averagings)}
 

@@ -128,6 +128,9 @@ class DifferenceGossip(ABC):
         assert self._conversation is None, "flush() must be called first"
         return self.z.clone()
 
+    def bias(self) -> float:
+        return 1.0
+
     def metrics(self) -> dict[str, float]:
         return {"weight": 1.0, "staleness": 0.0}
 

@@ -68,6 +68,9 @@ class WeightedModel:
             x += share.x
         return x
 
+    def bias(self) -> float:
+        return self.w + sum(share.w for share in (self._received or {}).values())
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "z": self.z.clone(),

@@ -86,7 +86,7 @@ class GradientExchange:
         self._conversations.clear()
         self._final_gradients: dict[Tensor, tuple[Tensor, int]] = {}  # complete gradients and their versions
 
-    def __contains__(self, p: Tensor) -> bool:
+    def __contains__(self, p: object) -> bool:
         return p in self._slots
 
     @property
@@ -188,16 +188,6 @@ class GradientExchange:
                 plan.attach()
         self._reset()
         self.averaged = False
-
-    def check_no_unfrozen(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Raise ValueError for a trainable parameter outside all buckets, which would get only local gradients."""
-        for g, group in enumerate(param_groups):
-            for i, p in enumerate(group["params"]):
-                if p.requires_grad and p not in self:
-                    raise ValueError(
-                        f"parameter {i} of group {g}, of shape {tuple(p.shape)}, requires a gradient now but did "
-                        "not when DistributedOptimizer was built: close() it and wrap the optimizer again"
-                    )
 
     def is_state_initialisation(self) -> bool:
         """Whether hvd.broadcast_optimizer_state called step() on zero gradients to create optimizer state.

@@ -4,6 +4,13 @@ from ..fault import Fault
 
 OPTIM = [
     Fault(
+        "unfrozen-parameters-train-alone",
+        "dgc/optim/gossip.py",
+        "        check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)\n",
+        "",
+        ["tests/optim/test_gossip_optimizer.py::test_a_parameter_that_is_unfrozen_after_wrapping_is_refused"],
+    ),
+    Fault(
         "preconditioner-of-another-state-kept",
         "dgc/optim/dgc_adam.py",
         "if p not in kept or kept[p][0] is not v or kept[p][1] != v._version:",

@@ -4,6 +4,20 @@ from ..fault import Fault
 
 OUTER = [
     Fault(
+        "pseudo-gradient-without-the-weight",
+        "dgc/outer/fragment.py",
+        "torch.sub(z0 * factor, segment.of(x), out=difference)",
+        "torch.sub(z0, segment.of(x), out=difference)",
+        ["tests/outer/test_outer_steps.py::test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes"],
+    ),
+    Fault(
+        "different-models-at-the-start",
+        "dgc/outer/steps.py",
+        'check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)',
+        "pass",
+        ["tests/outer/test_outer_steps.py::test_models_that_differ_at_the_start_are_refused"],
+    ),
+    Fault(
         "average-one-step-late",
         "dgc/outer/steps.py",
         "(self.steps - i * H // count) % H == 0",
@@ -27,8 +41,8 @@ OUTER = [
     Fault(
         "pseudo-gradient-of-the-other-sign",
         "dgc/outer/fragment.py",
-        "torch.sub(z0, segment.of(x), out=difference)",
-        "torch.sub(segment.of(x), z0, out=difference)",
+        "torch.sub(z0 * factor, segment.of(x), out=difference)",
+        "torch.sub(segment.of(x), z0 * factor, out=difference)",
         ["tests/outer/test_outer_steps.py::test_diloco_by_hand"],
     ),
     Fault(

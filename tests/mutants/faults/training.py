@@ -214,6 +214,38 @@ TRAINING = [
         ["tests/training/test_train.py::test_ranks_draw_different_random_numbers"],
     ),
     Fault(
+        "rates-of-the-old-ranks-in-gossip",
+        "dgc_training/checkpoint/state.py",
+        "            self.schedule.load_state_dict(shared[\"schedule\"])\n",
+        "            self.schedule.load_state_dict(shared[\"schedule\"])\n"
+        "            self.optimizer.load_compression_state_dict(own[\"compression\"])\n",
+        ["tests/training/test_gossip.py::test_the_learning_rate_follows_the_number_of_ranks"],
+    ),
+    Fault(
+        "who-joins-takes-one-more-step",
+        "dgc_training/checkpoint/state.py",
+        "if size != loaded.size:  #",
+        "if True:  #",
+        ["tests/outer/test_islands.py::test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none"],
+    ),
+    Fault(
+        "file-of-an-earlier-checkpoint-of-that-name",
+        "dgc_training/checkpoint/islands.py",
+        "files.found - (files.stale & valid)",
+        "files.found",
+        ["tests/outer/test_islands.py::test_a_file_of_an_earlier_checkpoint_of_the_same_name_is_not_taken"],
+    ),
+    Fault(
+        "every-machine-decides-what-is-kept",
+        "dgc_training/checkpoint/files.py",
+        "self._remove_others(kept)",
+        "self._remove_others({p.name for p in sorted(self.directory.iterdir(), key=_sort_key)[-3:]})",
+        [
+            "tests/outer/test_islands.py"
+            "::test_machines_with_disks_of_their_own_keep_the_checkpoint_that_was_just_written"
+        ],
+    ),
+    Fault(
         "best-checkpoint-not-marked",
         "train.py",
         "save(best)",
