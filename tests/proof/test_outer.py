@@ -11,7 +11,9 @@ import json
 import random
 import re
 import signal
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import stdev
 
@@ -24,9 +26,11 @@ from benchmarks.convergence.runs import simulate
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.reading import read_tensors
+from scripts.launch import usable_cores
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
-EPOCHS, SEEDS = 20, 3
+EPOCHS, SEEDS = 60, 3
+BETWEEN_KILLS = (2.0, 5.0)  # seconds of training: kills are spread over the run
 EXPERIMENT = "configs/pysource/gpt.py"
 METHOD = (
     "configs/outer/sparseloco.py",
@@ -97,7 +101,7 @@ def killed(
         while done < kills:
             goes_on = run.wait_for_attempt(len(run.restarts) + 1, timeout=1200)
             assert goes_on, f"the run ended after {done} kills:\n{run.text()}"
-            run.wait(draw.uniform(0.3, 1.0))
+            run.wait(draw.uniform(*BETWEEN_KILLS))
             if run.restarts[-1].size < size:
                 second = run.start(machines[1])
             elif ranks := [*first.ranks(), *second.ranks()]:
@@ -122,7 +126,8 @@ def killed(
 
 def test_kills_of_one_of_four_islands(tmp_path: Path) -> None:
     found = killed(tmp_path / "run", (3, 1), 20, EPOCHS, OF_RANKS, island_size=1)
-    others = [undisturbed(tmp_path / f"seed{seed}", seed) for seed in range(SEEDS)]
+    with ProcessPoolExecutor(usable_cores(), get_context("spawn")) as pool:
+        others = list(pool.map(undisturbed, [tmp_path / f"seed{seed}" for seed in range(SEEDS)], range(SEEDS)))
     print(
         f"\n20 kills, {found.with_files} of them with the rank's files; {len(found.restarts)} restarts, "
         f"{found.joined} with a rank that joins, {found.lost} with one that is lost; {found.bits:.4f} bits per "
