@@ -209,6 +209,7 @@ class Schedule:
         return {
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "size": self.size,
+            "steps_per_epoch": self.steps_per_epoch,
             "epoch": self.epoch,
         }
 

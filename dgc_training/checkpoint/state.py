@@ -199,14 +199,15 @@ class RunState:
 
     def _continue_without_own_file(self, loaded: Loaded) -> None:
         """Continues at the same fraction of the epoch. Batch norm begins from the mean over the old ranks."""
-        size, progress = self.transport.size, self.progress
-        if size != loaded.size:  # otherwise the step is that of the ranks with a file of their own
-            progress.step = min(progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)
+        progress, steps = self.progress, self.schedule.steps_per_epoch
+        is_other = steps != loaded.shared["schedule"]["steps_per_epoch"]
+        if is_other:  # task.steps_per_epoch fixes the number for any number of ranks
+            progress.step = min(progress.step * loaded.size // self.transport.size, steps - 1)
         if self.csv is not None:
             self.csv.begin_at(progress.epoch, progress.step, progress.training_seconds)
-        if self.schedule.counts_steps and size != loaded.size and self.transport.rank == 0:
+        if self.schedule.counts_steps and is_other and self.transport.rank == 0:
             warnings.warn(
                 "train.schedule_lr_per_epoch is False: the scheduler counts steps, and an epoch has another "
-                f"number of them now, {self.schedule.steps_per_epoch}. It continues at the same step.",
+                f"number of them now, {steps}. It continues at the same step.",
                 stacklevel=2,
             )

@@ -21,6 +21,7 @@ from dgc_training.meters import BitsPerToken, Perplexity, TokenLoss
 from dgc_training.schedule import warmup_cosine
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.setup import require_complete
+from dgc_training.stepping import Stepping
 from dgc_training.tasks.tokens import IGNORED, EvaluationRows, TokenStreams, Windows
 
 CPU = torch.device("cpu")
@@ -268,6 +269,25 @@ def test_a_run_resumes_on_another_number_of_ranks(wikitext: Path, tmp_path: Path
     with pytest.warns(UserWarning, match="was saved by 2 ranks and is resumed by 3"):
         run(wikitext, tmp_path / "run", size=3)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 2
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_epoch_of_a_fixed_number_of_steps_goes_on_at_the_same_step(
+    size: int, wikitext: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(wikitext, tmp_path / "run")
+    (tmp_path / "run/checkpoints/latest.json").write_text(json.dumps({"checkpoint": "e0001s00002"}))
+    taken: list[int] = []
+    step = Stepping.step
+
+    def counted(stepping: Stepping) -> None:
+        taken.append(stepping.optimizer.transport.rank)
+        step(stepping)
+
+    monkeypatch.setattr(Stepping, "step", counted)
+    with pytest.warns(UserWarning, match=f"was saved by 2 ranks and is resumed by {size}"):
+        run(wikitext, tmp_path / "run", size=size)
+    assert taken.count(0) == 3
 
 
 @pytest.mark.parametrize(
