@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.convergence.__main__ import main
 from benchmarks.convergence.report import draw, report, rows_of
-from benchmarks.convergence.runs import simulate, to_train
+from benchmarks.convergence.runs import simulate, summary_of, to_train
 from benchmarks.convergence.tasks import TASKS, Task
-from dgc_training.config import load
+from dgc_training.config import ConfigError, load
 from dgc_training.startup.arguments import parse_arguments
 
 LANGUAGE = ("dense", "dgc", "dgc-1-percent", "powersgd-4", "2bit-adaptive")
@@ -32,6 +32,31 @@ def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
     assert first["final"] == again["final"] and first["ranks"] == 2 and first["samples"] > 1000
     assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_wire_bytes"] / 4
     assert trained("other", "--configs.seed=7")["final"] != first["final"]
+
+
+def test_a_config_that_train_refuses_is_not_simulated(tmp_path: Path) -> None:
+    words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=r"train\.clip_norm limits averages"):
+        simulate(1, [*words, "--devices", "cpu", "--configs.train.clip_norm=1.0"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_path: Path) -> None:
+    taken = []
+
+    def simulated(ranks: int, words: Any) -> None:
+        taken.append(words)
+        (tmp_path / "kept").mkdir()
+        (tmp_path / "kept" / "summary.json").write_text('{"seconds": 1}')
+
+    def started(ranks: int, words: Any) -> None:
+        raise AssertionError("the kept run would be replaced")
+
+    for _ in range(2):
+        assert summary_of(simulated, 2, ["--a"], tmp_path / "kept") == {"seconds": 1} and taken == [["--a"]]
+    for train, ranks, words in ((started, 2, ["--a"]), (simulated, 3, ["--a"]), (simulated, 2, ["--b"])):
+        with pytest.raises(SystemExit, match="has a run of the other mode or with other arguments"):
+            summary_of(train, ranks, words, tmp_path / "kept")
 
 
 @pytest.mark.parametrize(

@@ -132,11 +132,14 @@ def test_more_beams_find_no_worse_targets() -> None:
 
 
 class ByLength:
-    """Stands in for a model: fixed probabilities of (1, END) at each length, whatever the tokens are."""
+    """Stands in for a model: fixed probabilities of (1, END) at each length, whatever the tokens are.
+
+    Those of a length may be a list, of one pair for each row.
+    """
 
     padding = 0
 
-    def __init__(self, *probabilities: tuple[float, float]) -> None:
+    def __init__(self, *probabilities: Any) -> None:
         self.probabilities = probabilities
 
     def encode(self, source: Tensor) -> Any:
@@ -158,6 +161,47 @@ def test_the_search_goes_on_while_a_longer_target_may_be_better() -> None:
     assert beam_search(model, source, length_penalty=0.6, **options) == [[]]
     assert beam_search(model, source, length_penalty=5.0, **options) == [[1]]
     assert math.log(0.4) / (7 / 6) ** 5 > math.log(0.6) > math.log(0.4) / (7 / 6) ** 0.6
+
+
+def test_the_search_ends_when_no_sentence_can_have_a_better_target_within_its_limit() -> None:
+    """The second sentence has a target of probability 1. The first has reached its limit, 1, or no target of 2
+    tokens can be better than its best one: 3 could, but are too many for it."""
+    source = torch.tensor([[5], [5]])
+    cases: Any = [((0.9, 0.1), [1, 5], 5.0, [[1], []]), ((0.4, 0.6), [2, 3], 3.0, [[], []])]
+    for first, limits, length_penalty, with_the_larger_limit in cases:
+        for given, calls, expected in ((limits, 1, [[], []]), (limits[1], 2, with_the_larger_limit)):
+            model: Any = ByLength([first, (0.0, 1.0)], *[(0.0, 1.0)] * 4)
+            options: Any = {"begin": BEGIN, "end": END, "beams": 1, "length_penalty": length_penalty}
+            found = beam_search(model, source, max_length=given, **options)
+            assert (model.length, found) == (calls, expected)
+
+
+@pytest.mark.parametrize("search", [greedy, beam_search])
+def test_every_sentence_has_its_own_limit(search: Any) -> None:
+    limits, lengths = [1, 9, 4, 2, 7], set()
+    for seed in range(5):
+        model, source = small(9, seed=seed), torch.randint(4, 9, (5, 6))
+        options = {"begin": BEGIN, "end": END} | ({"length_penalty": 2.0} if search is beam_search else {})
+        alone = [
+            search(model, sentence[None], max_length=limit, **options)[0]
+            for sentence, limit in zip(source, limits, strict=True)
+        ]
+        for given in (limits, torch.tensor(limits)):
+            assert search(model, source, max_length=given, **options) == alone
+        assert search(model, source[:0], max_length=[], **options) == []
+        lengths |= set(map(len, alone))
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("search", [greedy, beam_search])
+def test_tokens_beyond_the_vocabulary_are_in_no_target(search: Any) -> None:
+    options, chosen = {"begin": BEGIN, "end": END, "max_length": 8}, set()
+    for seed in range(4):
+        model, source = small(9, seed=seed), torch.randint(4, 6, (5, 6))
+        chosen |= set(sum(search(model, source, **options), []))
+        found = search(model, source, vocabulary=6, **options)
+        assert any(found) and max(sum(found, [])) < 6
+    assert max(chosen) >= 6
 
 
 def test_greedy_takes_the_most_probable_token_each_time() -> None:

@@ -1,6 +1,7 @@
 """Parallel text: its files, its vocabulary, its cache; number words; batches of equally many tokens."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,14 @@ def test_the_same_text_gives_the_same_vocabulary() -> None:
 
 def test_empty_and_long_training_pairs_are_left_out(folder: Path) -> None:
     write(folder, "train", [*TRAIN, ("", "nothing"), ("Haus " * 40, "house")])
-    data = read(folder, max_length=30)
+    warning = r"train\.de: 2 of the 6 training pairs \(33\.3 %\) are left out, .*dataset\.max_length, 30; raise it"
+    with pytest.warns(UserWarning, match=warning):
+        data = read(folder, max_length=30)
     assert len(data["train"]) == 4 and data["train"].pairs_left_out == 2
+    for left_out in (1, 2):  # of 101 pairs: up to 1 % is usual
+        write(folder, "train", [*TRAIN * 25, ("", "nothing")][left_out - 1 :] + [("", "x")] * (left_out - 1))
+        with pytest.warns(UserWarning) if left_out == 2 else nullcontext():
+            assert read(folder, max_length=30)["train"].pairs_left_out == left_out
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -217,6 +224,22 @@ def test_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "test.en": "black & white\none\n",
         "test.de": "schwarz & weiß\n\n",
     }
+    for name, text in (("src.de", "falsch"), ("ref.en", "wrong")):  # as the official set of 2014 has them
+        (tmp_path / f"news-deen-{name}.sgm").write_text(sgml.format(text, text), encoding="utf-8")
+    for name in ("src.en", "ref.de"):
+        (tmp_path / f"news-{name}.sgm").rename(tmp_path / f"news-deen-{name}.sgm")
+    for direction, expected in ((("en", "de"), "one\n"), (("de", "en"), "wrong\n")):
+        new = tmp_path / "-".join(direction)
+        source, target = direction
+        wmt16.main([*words[:-1], str(new), "--source", source, "--target", target])
+        assert (new / "test.en").read_text(encoding="utf-8").endswith(expected)
+    assert (tmp_path / "en-de" / "test.de").read_text(encoding="utf-8") == texts["test.de"]
+    assert (tmp_path / "de-en" / "test.de").read_text(encoding="utf-8") == "falsch\nfalsch\n"
+    (tmp_path / "news-fren-src.en.sgm").write_text(sgml.format("x", "x"), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        wmt16.main([*words[:-1], f"{tmp_path}/new"])
+    assert "news-deen-src.en.sgm, " in capsys.readouterr().err
+    (tmp_path / "news-fren-src.en.sgm").unlink()
     for more, message in (([], "exists already"), (["--root", f"{tmp_path}/new", "--val", "c"], "there is none")):
         with pytest.raises(SystemExit) as stop:
             wmt16.main([*words, *more])

@@ -15,6 +15,7 @@ from benchmarks.results import to_json
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.setup import require_complete
 from scripts.launch import prepare
 
 
@@ -30,6 +31,7 @@ def simulate(ranks: int, words: Sequence[str]) -> None:
     """Run train.py with these arguments, with its ranks in this process."""
     args, overrides = parse_arguments(words)
     tree = load(args.configs, overrides)
+    require_complete(tree, "cpu")
     with redirect_stdout(StringIO()):
         LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
 
@@ -41,14 +43,19 @@ def summary_of(train: Callable[[int, Sequence[str]], None], ranks: int, words: S
         train: `start` or `simulate`.
         ranks: number of ranks.
         words: arguments of train.py, with `place` as the directory of the run.
-        place: the directory. The arguments are stored beside it.
+        place: the directory. The mode and the arguments are stored beside it.
 
     Raises:
-        SystemExit: the directory has a run with other arguments.
+        SystemExit: the directory has a run of the other mode or with other arguments.
     """
-    record, arguments = Path(f"{place}.json"), [str(ranks), *(word for word in words if word != str(place))]
+    # Seconds of simulated ranks are not those of processes, so a run is only good for its own mode.
+    arguments = [train.__name__, str(ranks), *(word for word in words if word != str(place))]
+    record = Path(f"{place}.json")
     if place.exists() and (not record.exists() or json.loads(record.read_text()) != arguments):
-        raise SystemExit(f"{place} has a run with other arguments: remove it, or keep the runs in another folder")
+        raise SystemExit(
+            f"{place} has a run of the other mode or with other arguments: remove it, or keep the runs in another "
+            "folder"
+        )
     if not (place / "summary.json").exists():
         place.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(to_json(arguments))

@@ -29,7 +29,7 @@ configs.train.num_batches_per_step = 1
 
 configs.train.criterion = Config(torch.nn.CrossEntropyLoss, ignore_index=PADDING, label_smoothing=0.1)
 configs.train.meters = None
-configs.train.metric = "translation/test_bleu"
+configs.train.metric = "translation/val_bleu"  # without files of val: test_bleu, or null
 
 configs.train.optimizer = Config(torch.optim.Adam)
 # For one rank and one batch: 8 ranks train at 5e-4, with any number of batches per step.

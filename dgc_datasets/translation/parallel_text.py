@@ -8,6 +8,7 @@ anew. Vocabularies are equal on all machines that have the same text and version
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -28,6 +29,8 @@ SPLITS = ("train", "val", "test")
 VOCABULARY_LINES = 2_000_000
 ENCODED_AT_ONCE = 100_000
 VOCABULARY_FILE = "vocabulary.model"
+# Some long or empty lines are in every corpus. More of them than this share are worth a look.
+USUALLY_LEFT_OUT = 0.01
 
 
 class SentencePairs(Dataset[tuple[Tensor, Tensor]]):
@@ -65,7 +68,8 @@ class ParallelText(dict[str, SentencePairs]):
         source: the ending of the source files.
         target: the ending of the target files.
         vocabulary_size: tokens of the vocabulary, which both languages share.
-        max_length: the most tokens of a sentence, END included. Longer training pairs are left out.
+        max_length: the most tokens of a sentence, END included. Longer training pairs are left out, with a
+            warning if they and the empty ones are more than 1 % of all.
         character_coverage: share of the text whose characters are in the vocabulary. Rare others are unknown.
 
     Attributes:
@@ -121,7 +125,15 @@ class ParallelText(dict[str, SentencePairs]):
                 raise ValueError(
                     f"{files[split][0]} has no sentence of at most {max_length} tokens; raise dataset.max_length"
                 )
-            self[split] = SentencePairs(first, second, chosen)
+            self[split] = pairs = SentencePairs(first, second, chosen)
+            share = pairs.pairs_left_out / len(first)
+            if share > USUALLY_LEFT_OUT:
+                warnings.warn(
+                    f"{files[split][0]}: {pairs.pairs_left_out} of the {len(first)} training pairs "
+                    f"({100 * share:.1f} %) are left out, since a sentence is empty or has more tokens than "
+                    f"dataset.max_length, {max_length}; raise it, or correct the files.",
+                    stacklevel=2,
+                )
 
     def texts(self, split: str) -> tuple[list[str], list[str]]:
         """The lines of the source file and of the target file of a split; not those of the items of 'train'."""

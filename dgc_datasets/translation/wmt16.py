@@ -4,8 +4,10 @@
         --train europarl-v7.de-en commoncrawl.de-en news-commentary-v11.de-en
 
 Every name is the beginning of two file names: europarl-v7.de-en.en and europarl-v7.de-en.de. A file may also be
-SGML, as the test sets are: newstest2014-deen-src.en.sgm has the beginning newstest2014-deen, of which the script
-finds the files *.en.sgm and *.de.sgm. Nothing is downloaded: the files are those of https://statmt.org/wmt16.
+SGML, as the test sets are. Of the beginning newstest2014 the script takes newstest2014*-src.en.sgm and
+newstest2014*-ref.de.sgm: the official set has both languages as source and as reference. Where no name has -src or
+-ref, it takes newstest2014*.en.sgm and newstest2014*.de.sgm. Nothing is downloaded: the files are those of
+https://statmt.org/wmt16.
 
 Training pairs are left out if a side is empty or has more than `--max-words` words, or if one side has more than
 `--max-ratio` times as many words as the other. Test pairs are never left out.
@@ -23,12 +25,19 @@ from dgc_datasets.translation.parallel_text import lines
 SEGMENT = re.compile(r"<seg[^>]*>(.*?)</seg>", re.S | re.I)
 
 
-def find_text(beginning: str, language: str) -> Path:
-    """The text or SGML file of one language. Raises ValueError if there is not exactly one."""
+def find_text(beginning: str, language: str, part: str) -> Path:
+    """The text or SGML file of one language. Raises ValueError if there is not exactly one.
+
+    Args:
+        beginning: of the file's name.
+        language: its ending.
+        part: "src" or "ref", which the name of an SGML file may have.
+    """
     path = Path(beginning).expanduser()
     found = [path.with_name(f"{path.name}.{language}")]
     if not found[0].is_file():
-        found = sorted(path.parent.glob(f"{path.name}*.{language}.sgm"))
+        found = sorted(path.parent.glob(f"{path.name}*-{part}.{language}.sgm"))
+        found = found or sorted(path.parent.glob(f"{path.name}*.{language}.sgm"))
     if len(found) != 1:
         several = f" are several: {', '.join(map(str, found))}" if found else " is none"
         raise ValueError(
@@ -49,7 +58,7 @@ def sentences(file: Path) -> Iterator[str]:
 def pairs(beginnings: Sequence[str], languages: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The pairs of all files, in order. Raises ValueError if two files have not the same number of sentences."""
     for beginning in beginnings:
-        first, second = (find_text(beginning, language) for language in languages)
+        first, second = map(find_text, (beginning, beginning), languages, ("src", "ref"))
         try:
             yield from zip(sentences(first), sentences(second), strict=True)
         except ValueError as error:

@@ -20,7 +20,8 @@ class LanguageModel(Task):
     Without `carry_state` the stream is cut into windows of `context` tokens, which are shuffled as the samples of
     `Classification` are. With it, batches are contiguous (truncated back-propagation through time): the model
     takes (tokens, state) and returns (logits, state), and its state is carried from batch to batch and saved in
-    checkpoints. Evaluation continues rows in the same way; a model without state sees no token before its window.
+    checkpoints. It is zero again where the text does not go on, as `TokenStreams` says. Evaluation continues rows
+    in the same way; a model without state sees no token before its window.
 
     Args:
         setup: its data set is a mapping from split to int64 [n]. `train.batch_size` counts rows.

@@ -48,6 +48,10 @@ class TokenStreams:
     The stream is divided into rows of equal length, one for each row of each rank's batch. What is left at its end
     is dropped. An epoch continues the one before. After their last chunk the rows begin again.
 
+    A rank of an asynchronous run takes more or fewer steps in an epoch than `steps_per_epoch`, and the next epoch
+    begins at its own place all the same. The chunk there continues nothing, so it has `begins`. The first chunk
+    after a resume has not: its state is that of the checkpoint.
+
     Args:
         tokens: int64 [n], equal on every rank.
         context: tokens of a row in one backward pass.
@@ -83,6 +87,7 @@ class TokenStreams:
         first = rank * batch_size
         rows = [tokens[row * length : (row + 1) * length + 1] for row in range(first, first + batch_size)]
         self.rows = torch.stack(rows)
+        self.last: int | None = None  # number of the chunk before; None: there is none in this process
 
     def epoch(
         self, epoch: int, start: int = 0, more_steps: Callable[[], bool] | None = None
@@ -97,7 +102,9 @@ class TokenStreams:
     def _chunk(self, number: int) -> TokenBatch:
         first = number * self.context
         chunk = self.rows[:, first : first + self.context + 1].to(self.device)
-        return TokenBatch(chunk[:, :-1], chunk[:, 1:], number == 0)
+        continues = number > 0 and (self.last is None or number == self.last + 1)
+        self.last = number
+        return TokenBatch(chunk[:, :-1], chunk[:, 1:], not continues)
 
 
 class EvaluationRows:

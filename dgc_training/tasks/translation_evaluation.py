@@ -6,6 +6,9 @@ Results of a split, for example test:
     translation/test_bleu          BLEU, with sacrebleu's tokens
     translation/test_char_bleu     BLEU of characters, for languages that write long words
     translation/test_nll           mean negative log-likelihood of a reference's token, without label smoothing
+
+A translation has at most 2 * n + 10 tokens for a source of n tokens, and at most the model's `max_length`. Each
+sentence has its own limit, so that no result depends on the batches, which change with the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -106,15 +109,18 @@ class TranslationEvaluation:
 
     def _translate(self, model: Transformer, source: Tensor) -> list[list[int]]:
         # Twice as long as the source is enough for any pair of languages, and 10 more for short sentences.
-        longest = min(2 * source.size(1) + 10, model.max_length)
+        limits = (2 * (source != PADDING).sum(1) + 10).clamp(max=model.max_length)
+        # A model may have more tokens than the vocabulary, which cannot decode them.
+        vocabulary = len(self.dataset.vocabulary)
         if self.beams == 1:
-            return greedy(model, source, begin=BEGIN, end=END, max_length=longest)
+            return greedy(model, source, begin=BEGIN, end=END, max_length=limits, vocabulary=vocabulary)
         return beam_search(
             model,
             source,
             begin=BEGIN,
             end=END,
-            max_length=longest,
+            max_length=limits,
+            vocabulary=vocabulary,
             beams=self.beams,
             length_penalty=self.length_penalty,
         )

@@ -32,7 +32,8 @@ def bleu_of(sums: Sequence[float]) -> float:
 
     whole = [int(value) for value in sums]
     matches, ngrams, (length, reference_length) = whole[:NGRAMS], whole[NGRAMS:-2], whole[-2:]
-    score: Any = BLEU.compute_bleu(matches, ngrams, length, reference_length)
+    # compute_bleu has another default than BLEU(): none.
+    score: Any = BLEU.compute_bleu(matches, ngrams, length, reference_length, smooth_method="exp")
     return float(score.score)
 
 

@@ -116,6 +116,28 @@ def test_streams_are_contiguous_and_resume_anywhere(passes: int) -> None:
         TokenStreams(tokens, 500, 3, rank=0, size=2, device=CPU)
 
 
+def test_a_state_goes_on_only_where_the_text_does() -> None:
+    """A rank of an asynchronous run takes 7, 13 and 10 steps of epochs of 10. The text has 33 steps."""
+    for passes in (1, 2):
+        batches = TokenStreams(
+            torch.arange(167 * passes), 5, 1, passes, rank=0, size=1, device=CPU, steps_per_epoch=10
+        )
+        assert batches.steps == 33
+        begins: list[Any] = []
+        before: Any = None
+        for epoch, taken in enumerate((7, 13, 10, 10)):
+            for step, chunks in batches.epoch(epoch, more_steps=partial(next, iter([True] * taken), False)):
+                for chunk in chunks:
+                    follows = before is not None and torch.equal(chunk.inputs[:, :1], before.targets[:, -1:])
+                    assert chunk.begins is not follows
+                    begins += [(epoch, step)] * chunk.begins
+                    before = chunk
+        assert begins == [(0, 0), (1, 0), (2, 0), (3, 3)]
+        resumed = TokenStreams(torch.arange(500), 5, 1, passes, rank=0, size=1, device=CPU, steps_per_epoch=10)
+        found = [chunk.begins for _, chunks in resumed.epoch(1, 4) for chunk in chunks]
+        assert found == [False] * 6 * passes, "the state of the first chunk is that of the checkpoint"
+
+
 def test_windows_cover_the_stream_once() -> None:
     windows = Windows(torch.arange(101), 10)
     items = [windows[n] for n in range(len(windows))]

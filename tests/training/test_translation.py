@@ -114,9 +114,21 @@ def test_sums_over_ranks_give_the_bleu_of_all_sentences() -> None:
     assert all(value != value for value in parts[2].results().values()), "NaN if nothing was counted"
 
 
-def model(data: NumberWords) -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(len(data.vocabulary), width=16, heads=2, hidden=16, layers=1, padding=PADDING)
+def test_bleu_is_smoothed_as_sacrebleu_does_by_default() -> None:
+    """No four words match, and in the second pair no three."""
+    references = ["one hundred and two thousand", "seven hundred and eleven"]
+    few, fewer = ["one hundred and ten thousand", "seven hundred or nine"], ["two one", "one and and eleven"]
+    for translations in (few, fewer):
+        quality = TranslationQuality()
+        quality.update(translations, references)
+        expected = BLEU(force=True).corpus_score(translations, [references])
+        assert expected.counts[3] == 0 and expected.score > 0
+        assert quality.results()["bleu"] == pytest.approx(expected.score)
+
+
+def model(data: NumberWords, extra: int = 0, seed: int = 0) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(len(data.vocabulary) + extra, width=16, heads=2, hidden=16, layers=1, padding=PADDING)
 
 
 def evaluate(data: NumberWords, size: int, **options: Any) -> tuple[dict[str, float], dict[str, str]]:
@@ -136,8 +148,9 @@ def test_each_sentence_counts_once_over_uneven_shares(data: NumberWords) -> None
     results, texts = evaluate(data, 1)
     own, references = model(data).eval(), data.texts("test")[1]
     source, target = collate([data["test"][index] for index in range(37)])
-    longest = 2 * source.size(1) + 10
-    expected = data.vocabulary.decode(greedy(own, source, begin=2, end=3, max_length=longest))
+    limits = 2 * (source != PADDING).sum(1) + 10
+    options: Any = {"begin": 2, "end": 3, "max_length": limits}
+    expected = data.vocabulary.decode(greedy(own, source, **options))
     exact = sum(a == b for a, b in zip(expected, references, strict=True)) / 37
     assert results["translation/test_exact_match"] == pytest.approx(100 * exact)
     loss = torch.nn.CrossEntropyLoss(ignore_index=PADDING)
@@ -150,6 +163,41 @@ def test_each_sentence_counts_once_over_uneven_shares(data: NumberWords) -> None
         assert other.keys() == results.keys() and len(other_texts["translations/test"].splitlines()) == 2 + 8
         rows = [text["translations/test"].splitlines() for text in (texts, other_texts)]
         assert [row.split(" | ")[:2] for row in rows[0]] == [row.split(" | ")[:2] for row in rows[1]]
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_translations_do_not_depend_on_the_other_sentences_of_a_batch(data: NumberWords, beams: int) -> None:
+    """An end is improbable here, and longer targets are preferred: the limits of length decide."""
+    options: Any = {"max_tokens": 80, "beams": beams, "length_penalty": 3.0}
+    evaluation = TranslationEvaluation(data, LockstepWorld(1).transports[0], CPU, **options)
+    order = data["test"].lengths.argsort()
+    short, long = ([data["test"][int(index)] for index in part] for part in (order[:5], order[-5:]))
+    seen = set()
+    for seed in range(3):
+        own = model(data, seed=seed).eval()
+        with torch.no_grad():
+            own.embedding.weight.mul_(3)
+        together = evaluation._translate(own, collate([*short, *long])[0])
+        assert evaluation._translate(own, collate(short)[0]) == together[:5]
+        assert [evaluation._translate(own, collate([pair])[0])[0] for pair in short] == together[:5]
+        limits = [2 * len(source) + 10 for source, _ in short]
+        seen |= {limit - len(found) for limit, found in zip(limits, together[:5], strict=True)}
+        assert min(seen) >= 0
+    assert min(seen) <= 1, "some targets are as long as their limits"
+    own.max_length = max(map(len, together)) - 1
+    assert max(map(len, evaluation._translate(own, collate(long)[0]))) <= own.max_length
+
+
+def test_a_larger_vocabulary_of_the_model_does_not_reach_the_translations(data: NumberWords) -> None:
+    """A vocabulary rounded up has tokens without a text. They are the most probable ones here."""
+    own = model(data, extra=2)
+    with torch.no_grad():
+        own.embedding.weight[-2:] = torch.randn(16) * torch.tensor([[9.0], [-9.0]])
+    for beams in (1, 2):
+        evaluation = TranslationEvaluation(data, LockstepWorld(1).transports[0], CPU, max_tokens=80, beams=beams)
+        assert evaluation(own).keys() == set(evaluation.names)
+        found = evaluation._translate(own.eval(), collate([data["test"][0]])[0])
+        assert max(found[0], default=0) < len(data.vocabulary)
 
 
 def test_beam_search_is_used(data: NumberWords) -> None:
@@ -266,6 +314,7 @@ def test_the_documented_sizes(name: str) -> None:
 def test_the_settings_of_wmt16() -> None:
     for files, passes in ((["big"], 1), (["base", "tokens400k"], 16)):
         settings = load([f"configs/wmt16/{name}" for name in files]).train
+        assert settings.metric == "translation/val_bleu", "the test split chooses no checkpoint"
         assert (settings.num_batches_per_step, settings.batch_size) == (passes, 3500)
         assert settings.optimizer.lr * 8 * passes == pytest.approx(5e-4)
         assert (list(settings.optimizer.betas), settings.criterion.label_smoothing) == ([0.9, 0.98], 0.1)

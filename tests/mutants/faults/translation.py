@@ -21,7 +21,7 @@ TRANSLATION = [
     Fault(
         "beam-search-ends-too-early",
         "dgc_models/decoding.py",
-        "sums[:, 0] / penalty(max_length)",
+        "sums[:, 0] / penalty_at_limit",
         "sums[:, 0] / penalty(length)",
         ["tests/test_transformer.py::test_the_search_goes_on_while_a_longer_target_may_be_better"],
     ),
