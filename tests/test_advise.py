@@ -2,6 +2,9 @@
 
 import json
 import pickle
+import re
+from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +13,18 @@ import torch
 from cases import case
 
 from dgc.comm import AllGather, Request
+from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Group
 from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
 from dgc.cost.caches import last_level_cache
-from dgc_training.config import load
+from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
+from dgc_training.startup.build import wrap_optimizer
 from scripts.advise.__main__ import main
 from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
-from scripts.advise.arguments import RATES, TIMES, quantity
+from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
 from scripts.advise.candidates import Candidate, compute_of, measure_candidate
+from scripts.advise.cluster import cluster_on_paper, describe
 from scripts.advise.collectives import (
     SIZES,
     Sample,
@@ -30,8 +36,9 @@ from scripts.advise.collectives import (
     time_collectives,
 )
 from scripts.advise.drawing import describe_crossings, draw, human_rate
-from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method
-from scripts.advise.verification import chosen, format_verification, order
+from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method, unfit
+from scripts.advise.optimizers import build_inner
+from scripts.advise.verification import chosen, format_verification, order, verify
 from scripts.advise.workload import measure_workload, under_autocast
 
 NETWORK = Network(latency=0.0, bandwidth=1e8)
@@ -175,6 +182,68 @@ def test_gossip_sends_a_model_to_one_neighbour(no_type_checks: None) -> None:
     assert all(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
 
 
+def test_a_machine_sends_what_its_ranks_send(no_type_checks: None) -> None:
+    """2 machines of 8 ranks: ranks have other shares of the model, and SGP's peers depend on rank and round."""
+    workload = measure_workload(load([CNN]), torch.device("cpu"), AlikeRanks(1), None, 1)
+    for name in ("dgc", "sign", "sgp"):
+        with case(name):
+            (method,) = (method for method in METHODS if method.name == name)
+            tree = load([CNN, *method.files])
+
+            def sent(transport: Any, tree: Any = tree) -> list[float]:
+                model = deepcopy(workload.model)
+                inner = build_inner(tree.train, model, workload.gradients[0])
+                optimizer = wrap_optimizer(inner, model, tree.train, transport)
+                optimizer.begin_epoch(tree.train.num_epochs - 1)
+                found = []
+                for _ in range(5):  # after the first step, the 4 rounds of a graph of 16 ranks
+                    optimizer.zero_grad()
+                    parts = [(p * workload.gradients[0][n]).sum() for n, p in model.named_parameters()]
+                    torch.stack(parts).sum().backward()
+                    optimizer.step()
+                    found.append(optimizer.meter.cross_wire_bytes)
+                optimizer.zero_grad()
+                optimizer.close()
+                return [after - before for before, after in pairwise(found)]
+
+            ranks = LockstepWorld(16, 8).run(sent)[8:]
+            of_a_machine = [sum(step) for step in zip(*ranks, strict=True)]
+            assert len({tuple(of) for of in ranks}) > 1
+            found = measure_candidate(method, tree, workload, 16, 8, 1)
+            predicted = found.predict(Network(0.0, 1e6, 8)).machine_wire_bytes
+            assert predicted == pytest.approx(sum(of_a_machine) / 4)
+
+
+def test_methods_with_dense_steps_at_first_are_predicted_after_these(no_type_checks: None) -> None:
+    base = "configs/pysource/gpt.py"
+    workload = measure_workload(load([base]), torch.device("cpu"), AlikeRanks(1), None, 1)
+    before = [p.detach().clone() for p in workload.model.parameters()]
+    elements = sum(p.numel() for p in workload.model.parameters())
+    for name, bits in (("onebit-adam", 1.3), ("dgc-adam", 2.0)):  # of 4 ranks, per element; headers and vectors
+        with case(name):
+            (method,) = (method for method in METHODS if method.name == name)
+            found = measure_candidate(method, load([base, *method.files]), workload, 4, 1, 1)
+            assert elements / 64 < found.traffic.total("payload") < elements * bits / 8 * 2
+    assert all(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
+
+
+def test_what_fails_with_adam_is_not_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_checks: None
+) -> None:
+    """With Adam methods for it are compared in place of those that docs/language.md advises against."""
+    file = tmp_path / "advice.json"
+    given = ["--methods", "fp16", "2bit", "sign", "onebit-adam", "dgc-adam", "--json", str(file)]
+    network = ["--hosts", "4", "--rate", "10mbit", "--repeats", "1", "--devices", "cpu"]
+    assert main(["--configs", "configs/pysource/gpt.py", *network, *given]) == 0
+    out, result = capsys.readouterr().out, json.loads(file.read_text())
+    assert set(result["methods"]) == {"fp16", "onebit-adam", "dgc-adam"}
+    assert result["advice"]["method"] in ("onebit-adam", "dgc-adam")
+    assert "2bit                left out: with torch.optim.AdamW, its updates differ in size" in out
+    assert set(result["left_out"]) == {"sign", "2bit"}
+    reasons = {of.name: unfit(of, "torch.optim.SGD") for of in METHODS}
+    assert {name for name, reason in reasons.items() if reason} == {"onebit-adam", "dgc-adam"}
+
+
 def test_exchanges_of_the_warm_up_are_not_timed() -> None:
     steps = [Traffic(2, 1, (), 9.0, 9.0)] * 4 + [Traffic(2, 1, (), 0.1 * i, 0.2 * i) for i in (1, 5, 3)]
     found = compute_of(steps)
@@ -194,9 +263,7 @@ def test_the_crossing_point_is_printed_and_drawn(tmp_path: Path) -> None:
     plain = candidate("fp16", 10**7)
     methods = [candidate("a", 10**6, 1.0), candidate("b", 10**6), candidate("c", 10**8)]
     line = describe_crossings(methods, plain, NETWORK, work)
-    assert line == (
-        "Faster than fp16, from 10 Mbit/s to 100 Gbit/s: a below 72 Mbit/s, b at all rates, c never"
-    )
+    assert line == ("Faster than fp16, from 10 Mbit/s to 100 Gbit/s: a below 72 Mbit/s, b at all rates, c never")
     for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         file = tmp_path / f"figure{suffix}"
         draw(methods, plain, NETWORK, work, "a title", file)
@@ -262,6 +329,9 @@ def test_an_experiment_that_cannot_be_built_is_refused(
         (words(rate="0gbit"), "bandwidth must be above 0"),
         (words("--latency", "1"), "--latency is '1'"),
         (words("--hosts", "1"), "one rank exchanges nothing"),
+        (words("--hosts", "1", "--ranks-per-host", "2"), "no message leaves the machine: leave out --rate;"),
+        (words("--inner-rate", "1tbit"), "add --ranks-per-host of 2 or more"),
+        (words("--inner-rate", "0bit", "--ranks-per-host", "2"), "inner_bandwidth must be above 0"),
         (words("--hosts", "0"), "--hosts is 0"),
         (words("--verify", "3"), "--verify needs the ranks"),
         (words("--repeats", "0"), "--repeats is 0"),
@@ -282,6 +352,60 @@ def test_bad_input_is_one_message(given: list[str], message: str, capsys: pytest
     captured: Any = capsys.readouterr()
     assert captured.err.startswith("advise: ") and message in captured.err
     assert "Traceback" not in captured.err and captured.out == ""
+
+
+def test_the_network_on_paper() -> None:
+    """The rate inside a machine is assumed where there is one, and the only one of a single machine."""
+    cases = {
+        "--hosts 2 --rate 1gbit": "2 machines of 1 rank: 1e+09 bit/s and 50 us between machines, as given",
+        "--hosts 2 --rate 1gbit --ranks-per-host 8": (
+            "2 machines of 8 ranks: 1e+09 bit/s and 50 us between machines, as given; "
+            "8e+10 bit/s between the ranks of a machine, assumed (--inner-rate)"
+        ),
+        "--hosts 1 --ranks-per-host 4 --inner-rate 2tbit": (
+            "1 machine of 4 ranks: 2e+12 bit/s between the ranks of a machine, as given"
+        ),
+    }
+    for given, line in cases.items():
+        with case(given):
+            args, _ = parse_arguments(["--configs", CNN, *given.split()])
+            check_arguments(args, 1)
+            assert describe(cluster_on_paper(args)) == line
+    assert cluster_on_paper(args).network.inner_bandwidth == 2.5e11
+
+
+def test_ranks_of_a_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On paper one process stands for each of them, with its share of the cores."""
+    seen, before = [], torch.get_num_threads()
+
+    def measured(*given: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("scripts.advise.__main__.measure_workload", measured)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
+    threads = ["--configs.data.num_threads_per_worker", "8", "--configs.data.num_workers", "0"]
+    try:
+        for ranks in ("1", "2", "12"):
+            assert main(words("--ranks-per-host", ranks, *threads)) == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [6, 3, 1] and "enough" in capsys.readouterr().err
+
+
+def test_a_busy_machine_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_type_checks: None
+) -> None:
+    monkeypatch.setattr("scripts.advise.cluster.usable_cores", lambda: 2)
+    line = "note       load average 2.1 on 2 cores: other programs run here, so computing is measured too long"
+    for load_average, printed in ((2.1, True), (1.0, False)):
+        with case(load_average):
+            monkeypatch.setattr("os.getloadavg", lambda of=load_average: (of, 0.0, 0.0))
+            assert main(words("--methods", "dense")) == 0
+            network, after = re.findall(r"^network .*\n(.*)$", capsys.readouterr().out, re.M), ""
+            assert network == [line if printed else after]
 
 
 def test_a_launcher_measures_the_network(
@@ -393,6 +517,22 @@ def test_the_best_methods_are_verified_beside_the_best_without_compression() -> 
     assert (right, apart, wrong) == (12, 13, [("fp16", "c")])
     text = format_verification(rows, Work(0.1, 0.1), measured)
     assert "c was measured slower than fp16, and predicted faster" in text
+
+
+def test_on_a_gpu_steps_are_verified_without_the_update(
+    monkeypatch: pytest.MonkeyPatch, no_type_checks: None
+) -> None:
+    """The meter has the host's time of an update, which ends long before the device's."""
+
+    def update(*given: Any, **more: Any) -> None:
+        raise AssertionError("the parameters are updated")
+
+    workload = measure_workload(load([CNN]), torch.device("cpu"), AlikeRanks(1), None, 1)
+    monkeypatch.setattr("torch.optim.SGD.step", update)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    rows = tabulate([candidate("dense", 80)], NETWORK, Work(0.1, 0.1))
+    measured = verify(rows, lambda row: load([CNN]), workload, FirstRank(2), torch.device("cuda"), 1)
+    assert set(measured) == {"work", "dense"}
 
 
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,11 +11,25 @@ import torch
 from cases import case
 from laws.test_laws import TABLE, Row
 
-from dgc.bucket import Bucket
+from dgc.bucket import Bucket, make_bucket
+from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.requests import AllGather, AllReduce, Conversation, Exchange
-from dgc.compression import Compressor, DenseCompressor, DGCCompressor
-from dgc.compression.protocol import DenseResult, Result, StatelessCompressor, uses_point_to_point
+from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange
+from dgc.compression import (
+    Compressor,
+    DenseCompressor,
+    DGCCompressor,
+    PowerSGDCompressor,
+    ScaledSignCompressor,
+)
+from dgc.compression.hierarchical import HierarchicalCompressor
+from dgc.compression.protocol import (
+    DenseResult,
+    Result,
+    StatelessCompressor,
+    conversation_of,
+    uses_point_to_point,
+)
 from dgc.cost import (
     BucketWork,
     Compute,
@@ -21,6 +37,7 @@ from dgc.cost import (
     Network,
     Traffic,
     fit_computing,
+    machine_of,
     overlapped,
     predict,
     record,
@@ -243,6 +260,100 @@ def test_groups_are_those_of_the_meter() -> None:
     traffic = record(lambda size, rank: [(bucket, Groups())], 6, 3)
     assert traffic.total("wire") == pytest.approx(world.meters[-1].wire_bytes)
     assert traffic.total("cross") == pytest.approx(world.meters[-1].cross_wire_bytes)
+
+
+class Trees(StatelessCompressor):
+    """Broadcasts a tensor from each rank in turn."""
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        yield tuple(Broadcast(torch.empty(12_500_000, dtype=torch.uint8), root) for root in range(8))
+        return DenseResult()
+
+
+def test_a_broadcast_from_another_rank_takes_as_long_as_an_own_one() -> None:
+    """8 broadcasts of 12.5 MB at 10 GB/s, of which 7 have another root than the recorded rank."""
+    bucket = Fleet(DenseCompressor, 1, LIKE).buckets[0]
+    traffic = record(lambda size, rank: [(bucket, Trees())], 8)
+    network = Network(latency=0.0, bandwidth=10e9)
+    found = predict(traffic, network, Compute())
+    assert traffic.total("payload") == 12_500_000  # that of the meter: what this rank contributes
+    assert found.communication == pytest.approx(8 * 2 * 7 / 8 * 12.5e6 / 10e9)
+
+
+# like those of VGG-16: one tensor has three quarters of all elements
+UNEQUAL = [torch.zeros(shape) for shape in ((128, 196), (4096,), (16, 16, 3, 3), (128, 32), (100,))]
+
+
+def on_two_levels(make: Callable[[], Compressor], buckets: Sequence[Sequence[torch.Tensor]], rank: int) -> Any:
+    """Buckets of one of 16 ranks, with their compressor."""
+    compressor = HierarchicalCompressor(make(), MachineRank(rank // 8, 2, rank % 8, 8))
+    found = []
+    for name, like in zip("ab", buckets, strict=False):
+        bucket = make_bucket(name, [(f"{name}.{i}", tensor) for i, tensor in enumerate(like)])
+        compressor.plan(bucket, 16, rank)
+        found.append((bucket, compressor))
+    return found
+
+
+def of_rank(plan: Callable[[int], Any], size: int, rank: int) -> Any:
+    return plan(rank)
+
+
+def fill_(planned: Sequence[tuple[Bucket, Compressor]], step: int) -> None:
+    for bucket, _ in planned:
+        generator = torch.Generator().manual_seed(step)
+        bucket.flat.copy_(torch.randn(bucket.numel, generator=generator))
+
+
+def test_a_machine_sends_what_all_its_ranks_send(no_type_checks: None) -> None:
+    """2 machines of 8 ranks. Shares of local ranks differ, some are empty, and not all have as many rounds."""
+    methods: dict[str, Callable[[], Compressor]] = {
+        "dgc": lambda: DGCCompressor(0.01, ResidualMemory()),
+        "sign": ScaledSignCompressor,
+        "powersgd": lambda: PowerSGDCompressor(rank=2),
+    }
+    layouts = [[UNEQUAL, UNEQUAL[2:3]], [UNEQUAL[:1]]]
+    for (name, make), buckets in product(methods.items(), layouts):
+        with case(name, len(buckets)):
+            plan = partial(on_two_levels, make, buckets)
+            world, ranks = LockstepWorld(16, 8), [plan(rank) for rank in range(16)]
+            for step in range(2):  # the first has more rounds
+                for meter in world.meters:
+                    meter.cross_wire_bytes, meter.local_size = 0, 8
+                for planned in ranks:
+                    fill_(planned, step)
+                for number in range(len(buckets)):
+                    conversations = [conversation_of(of[number][1], of[number][0]) for of in ranks]
+                    world.converse(f"bucket.{number}", conversations)
+            sent = sum(meter.cross_wire_bytes for meter in world.meters[8:])
+            own = {meter.cross_wire_bytes for meter in world.meters[8:]}
+            traffic = record_steps(partial(of_rank, plan), 16, 8, 2, fill_)[-1]
+            assert traffic.machine_bytes == pytest.approx(sent) and len(own) > 1
+            network = Network(0.0, 1e6, 8, 0.0, 1e12)
+            found = predict(traffic, network, Compute())
+            assert found.machine_wire_bytes == pytest.approx(sent)
+            assert found.communication >= sent / 1e6
+
+
+def test_ranks_of_a_machine_are_joined_round_by_round() -> None:
+    """The slowest rank's computing counts, and what its ranks send between machines at the same time is added."""
+    inside = message("AllToAll", 2, 100, 50.0, inner=2)
+    first, second = message("AllReduce", 4, 8, 12.0), message("AllReduce", 4, 4, 6.0)
+    last = message("AllGather", 2, 16, 16.0, inner=2)
+    one = Traffic(8, 2, ((inside, first, second, last),), 1.0, 5.0)
+    other = Traffic(8, 2, ((replace(inside, awaited=70), second, replace(last, wire=18.0)),), 2.0, 4.0)
+    for ranks in ([one, other], [other, one]):
+        (joined,), found = machine_of(ranks).buckets, machine_of(ranks)
+        assert (found.encode, found.decode) == (2.0, 5.0)
+        assert [of.kind for of in joined] == ["AllToAll", "AllReduce", "AllReduce", "AllGather"]
+        assert [of.wire for of in joined] == [50.0, 12.0, 6.0, 18.0] and joined[0].awaited == 70
+        assert [of.leaving(2) for of in joined] == [0.0, 18.0, 6.0, 0.0]
+        network = Network(0.0, 1.0, 2, 0.0, 1e9)
+        assert joined[1].seconds(network, 2) == pytest.approx(18.0)  # both share the card
+    assert machine_of([one, replace(other, decode=None)]).decode is None
+    # the rank with the largest share of an all-to-all receives more than any sends
+    received = replace(inside, awaited=70).seconds(Network(0.0, 1.0, 2, 0.0, 1.0), 2)
+    assert received == pytest.approx(70.0)
 
 
 class Listener(StatelessCompressor):

@@ -3,6 +3,7 @@
 from dgc.cost.alike import AlikeRanks as AlikeRanks
 from dgc.cost.computing import fit_computing as fit_computing
 from dgc.cost.computing import typical as typical
+from dgc.cost.machine import machine_of as machine_of
 from dgc.cost.model import Compute as Compute
 from dgc.cost.model import Message as Message
 from dgc.cost.model import Prediction as Prediction

@@ -16,7 +16,8 @@ Collective Communication Operations in MPICH, sections 4 and 5.)
 Two levels: a group that spans machines has log2 of its ranks per machine, rounded up, of its l steps inside them.
 The bytes of one rank are those of the meter: `cross_wire_bytes` leave the machine, the rest stay inside it. The
 ranks of a machine share its network card, so the slowest of three resources counts: the card (bytes of all ranks
-between machines), the link of one rank inside the machine, and the memory of the machine (bytes of all its ranks).
+between machines; ranks may differ), the link of one rank inside the machine, and the memory of the machine (bytes
+of all its ranks).
 
 Differences from the paper: The number of steps of all-gather and reduce-scatter is that of powers of two.
 Requests of a round, and the rounds of all buckets, follow each other on one network. `Prediction.step` has them
@@ -45,7 +46,9 @@ class Message:
         cross: Those of them that leave the machine.
         half: Whether 16-bit floating-point numbers are added.
         peers: Other ranks that it sends a message of its own.
-        awaited: Bytes of an exchange that it waits for; without a message of its own, those of another rank.
+        awaited: Bytes that it waits for in a broadcast, an all-to-all or an exchange; in an exchange without a
+            message of its own, those of another rank.
+        machine: Bytes that all ranks of the machine send to others. None: each sends as many as this one.
     """
 
     kind: str
@@ -57,6 +60,11 @@ class Message:
     half: bool
     peers: int
     awaited: int = 0
+    machine: float | None = None
+
+    def leaving(self, local_size: int) -> float:
+        """Bytes that all ranks of a machine send to others."""
+        return local_size * self.cross if self.machine is None else self.machine
 
     def seconds(self, network: Network, local_size: int) -> float:
         """Time of the request alone on the network."""
@@ -77,9 +85,10 @@ class Message:
             case "ReduceScatter":
                 return latency + moved + added
             case "Broadcast":
-                tree = latency + self._transfer(network, local_size, sum(steps) * self.payload)
+                whole = max(self.payload, self.awaited)  # only the root contributes
+                tree = latency + self._transfer(network, local_size, sum(steps) * whole)
                 turns = (self.inner - 1) * network.inner_latency + (self.size - self.inner) * network.latency
-                shared = 2 * self.payload * (self.size - 1) / self.size
+                shared = 2 * whole * (self.size - 1) / self.size
                 return min(tree, latency + turns + self._transfer(network, local_size, shared))
             case _:
                 peers = max(self.peers, 1)
@@ -88,16 +97,17 @@ class Message:
                 return turns + max(moved, self._transfer(network, local_size, self.awaited))
 
     def _transfer(self, network: Network, local_size: int, nbytes: float) -> float:
-        """Seconds in which every rank of a machine sends `nbytes`, in the same parts as `wire`."""
+        """Seconds in which this rank sends `nbytes`, and the others in proportion, in the same parts as `wire`."""
         away = self.cross / self.wire if self.wire else float(self.size > self.inner)
-        cross, inner = nbytes * away, nbytes * (1 - away)
+        card = nbytes * (self.leaving(local_size) / self.wire if self.wire else local_size * away)
+        inner = nbytes * (1 - away)
         shared = local_size * inner / network.machine_bandwidth
-        return max(local_size * cross / network.bandwidth, inner / network.inner_bandwidth, shared)
+        return max(card / network.bandwidth, inner / network.inner_bandwidth, shared)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one exchange, and how long it computes.
+    """What one rank sends in one exchange, and how long it computes. `machine_of` joins ranks that differ.
 
     Attributes:
         size: Number of ranks.
@@ -125,6 +135,11 @@ class Traffic:
         """The sum over all messages of `payload`, `wire` or `cross`."""
         return sum(getattr(message, column) for bucket in self.buckets for message in bucket)
 
+    @property
+    def machine_bytes(self) -> float:
+        """Bytes that all ranks of a machine send to others."""
+        return sum(message.leaving(self.local_size) for bucket in self.buckets for message in bucket)
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -140,7 +155,11 @@ class Compute:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes and seconds of one rank in one exchange, and the part of the bytes that leaves its machine."""
+    """Bytes and seconds of one rank in one exchange.
+
+    `cross_wire_bytes` is the part of its bytes that leaves the machine, `machine_wire_bytes` that of all ranks of
+    the machine together.
+    """
 
     payload_bytes: float
     wire_bytes: float
@@ -148,6 +167,7 @@ class Prediction:
     communication: float
     compute: float
     buckets: tuple[BucketWork, ...] = ()
+    machine_wire_bytes: float = 0.0
 
     @property
     def exchange(self) -> float:
@@ -201,7 +221,7 @@ def predict(
     payload, wire, cross = (traffic.total(column) for column in ("payload", "wire", "cross"))
     communication = sum(sum(bucket.messages) for bucket in work)
     computing = compute.seconds(traffic.size) * slowdown
-    return Prediction(payload, wire, cross, communication, computing, tuple(work))
+    return Prediction(payload, wire, cross, communication, computing, tuple(work), traffic.machine_bytes)
 
 
 def _steps(size: int) -> int:

@@ -2,7 +2,7 @@
 
 The conversation of the last rank gets replies as if every rank sent what this one sends (`AlikeRanks`). One
 process can thus record what a rank of 4096 sends: replies are not copied, and of many ranks the last all-gather is
-not decoded.
+not decoded. If ranks of a machine differ, each of the last machine's is recorded, one after another.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from dgc.bucket import Bucket
-from dgc.comm.meter import cross_wire_bytes, payload_bytes, wire_bytes
+from dgc.comm.meter import cross_wire_bytes, nbytes, payload_bytes, wire_bytes
 from dgc.comm.requests import (
     AllReduce,
     AllToAll,
+    Broadcast,
     Conversation,
     Exchange,
     ReduceScatter,
@@ -25,6 +26,7 @@ from dgc.comm.requests import (
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, conversation_of
 from dgc.cost.alike import AlikeRanks
+from dgc.cost.machine import are_alike, machine_of
 from dgc.cost.model import Message, Traffic
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -36,14 +38,14 @@ Refill = Callable[[Planned, int], None]
 
 
 def record(plan: Plan, size: int, local_size: int = 1, decoded_bytes: int = 2**24) -> Traffic:
-    """Record what the last of `size` ranks sends in one exchange.
+    """Record what the last of `size` ranks sends in one exchange, and the others of its machine if they differ.
 
     A conversation on more than 8 machines is ended at an all-gather if on 4 machines it made the same requests, of
     which this was the last: the replies grow with the number of ranks.
 
     Args:
         plan: Given the number of ranks and the rank, returns the buckets, with gradients, and their compressors.
-            It is called once or twice and must make new compressors each time.
+            It is called once or twice for each recorded rank, and must make new compressors each time.
         size: Number of ranks. For a compressor that sends from rank to rank, a power of two.
         local_size: Ranks of each machine. It must divide `size`.
         decoded_bytes: Largest size of the replies to such an all-gather that are decoded nevertheless.
@@ -79,10 +81,25 @@ def record_steps(
     """
     if steps < 1 or (steps > 1 and refill is None):
         raise ValueError(f"record_steps: {steps} steps need a function `refill` that sets the gradients of each")
-    ranks = AlikeRanks(size, local_size)
+
+    def record_rank(local_rank: int) -> list[Traffic]:
+        return _record_rank(plan, AlikeRanks(size, local_size, local_rank), steps, refill, decoded_bytes)
+
+    last = record_rank(local_size - 1)
+    if are_alike(last[-1]):
+        return last
+    others = [record_rank(local_rank) for local_rank in range(local_size - 1)]
+    return [machine_of(ranks) for ranks in zip(*others, last, strict=True)]
+
+
+def _record_rank(
+    plan: Plan, ranks: AlikeRanks, steps: int, refill: Refill | None, decoded_bytes: int
+) -> list[Traffic]:
+    size, local_size = ranks.size, ranks.local_size
     ends: list[tuple[str, ...]] | None = None
     if size > 2 * REFERENCE_SIZE * local_size:
-        reference = record_steps(plan, REFERENCE_SIZE * local_size, local_size, steps, refill)[-1]
+        fewer = AlikeRanks(REFERENCE_SIZE * local_size, local_size, ranks.local_rank)
+        reference = _record_rank(plan, fewer, steps, refill, decoded_bytes)[-1]
         ends = [tuple(message.kind for message in bucket) for bucket in reference.buckets]
     planned = plan(size, ranks.rank)
     found = []
@@ -102,7 +119,7 @@ def record_steps(
 
 
 class _Recorder:
-    """The messages of one conversation of the last rank, and its seconds. `decode`: None if it was ended early."""
+    """The messages of one conversation of a rank, and its seconds. `decode`: None if it was ended early."""
 
     def __init__(self, ranks: AlikeRanks, bucket: Bucket):
         self.messages: list[Message] = []
@@ -156,7 +173,10 @@ def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
     inner = 1 if request.group == "cross" else local
     payload, peers = payload_bytes(request, rank), 0
     half = isinstance(request, AllReduce | ReduceScatter) and request.tensor.dtype in HALVES
+    if isinstance(request, Broadcast):
+        awaited = nbytes(request.tensor)
     if isinstance(request, AllToAll):
+        awaited = (sum(request.expected) - request.expected[rank]) * request.tensor.element_size()
         peers = sum(n > 0 for to, n in enumerate(request.splits) if to != rank)
     if isinstance(request, Exchange):
         peers = sum(to != rank for to in request.sends)

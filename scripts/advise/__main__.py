@@ -10,13 +10,12 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
 from dgc.comm import Transport
 from dgc.comm.connect import choose_transport, connect
-from dgc.cost import AlikeRanks, Network
+from dgc.cost import AlikeRanks
 from dgc.launch import LaunchError
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError, end_process, ending_all_ranks
@@ -26,36 +25,22 @@ from dgc_training.startup.agreement import check_agreement
 from dgc_training.startup.build import config_errors
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
 from scripts.advise.advice import Advice, Row, Work, advise, as_fast, as_json, format_table, tabulate
-from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
+from scripts.advise.arguments import check_arguments, parse_arguments
 from scripts.advise.candidates import measure_all
+from scripts.advise.cluster import (
+    Cluster,
+    cluster_on_paper,
+    describe,
+    describe_load,
+    load_average,
+)
 from scripts.advise.collectives import measure_network
 from scripts.advise.drawing import describe_crossings, draw
-from scripts.advise.methods import METHODS, UNCOMPRESSED, Method
+from scripts.advise.methods import METHODS, UNCOMPRESSED, Method, unfit
 from scripts.advise.verification import chosen, format_verification, verify
 from scripts.advise.workload import measure_workload
 
-LATENCY = "50us"
 WARNING = "Not predicted: accuracy, and how many steps a method needs. See docs/methods.md and docs/results.md."
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The ranks and their network.
-
-    Attributes:
-        transport: Connects the ranks; `AlikeRanks` on paper.
-        network: Its latencies and bandwidths.
-        misfit: Median factor between the network's times and the measured ones. None on paper.
-    """
-
-    transport: Transport
-    network: Network
-    misfit: float | None = None
-
-    @property
-    def prints(self) -> bool:
-        """Whether this process prints the result."""
-        return self.misfit is None or self.transport.rank == 0
 
 
 def main(
@@ -71,13 +56,14 @@ def main(
         leave: ends this process with an exit status after an error under a launcher. All ranks end with it.
     """
     args, overrides = parse_arguments(argv)
+    busy = load_average()
     try:
         tree = load(args.configs, overrides)
         check_arguments(args, launched_size())
         check_experiment(tree)
         require_complete(tree, args.devices)
         if launched_size() == 1:
-            study(args, tree, overrides, cluster_on_paper(args))
+            study(args, tree, overrides, cluster_on_paper(args), busy)
             return 0
         with config_errors():
             choice = choose_transport(tree.train.transport)
@@ -89,7 +75,7 @@ def main(
         device = prepare_device(tree, args.devices, transport)
         check_agreement(tree, device, transport)
         network, factor = measure_network(transport, device, args.repeats)
-        study(args, tree, overrides, Cluster(transport, network, factor))
+        study(args, tree, overrides, Cluster(transport, network, factor), busy)
     return 0
 
 
@@ -101,33 +87,31 @@ def check_experiment(tree: DictConfig) -> None:
         raise UsageError(f"--configs is the experiment alone, without files of a method, but {what}")
 
 
-def cluster_on_paper(args: Namespace) -> Cluster:
-    """The cluster that the options describe. Inside a machine: the defaults of `Network`."""
-    latency = quantity(args.latency or LATENCY, TIMES, "--latency")
-    rate = quantity(args.rate, RATES, "--rate")
-    local_size = args.ranks_per_host or 1
-    try:
-        network = Network(latency, rate / 8, local_size)
-    except ValueError as error:
-        raise UsageError(f"--rate {args.rate}, --latency {args.latency or LATENCY}: {error}") from error
-    return Cluster(AlikeRanks(args.hosts * local_size, local_size), network)
+def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: Cluster, busy: float) -> None:
+    """Measures what one rank does, predicts all methods, and prints the result. Collective.
 
-
-def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: Cluster) -> None:
-    """Measures what one rank does, predicts all methods, and prints the result. Collective."""
+    Args:
+        args: The options.
+        tree: The config of the experiment.
+        overrides: Words of the command line that changed it.
+        cluster: The ranks.
+        busy: Load average of this machine before the measurements.
+    """
     transport, network = cluster.transport, cluster.network
     device = prepare_device(tree, args.devices, transport)
     with config_errors():
         kernels = choose_kernels(tree.train.kernels, device)
-    on_paper = cluster.misfit is None
-    alone = AlikeRanks(1) if on_paper else transport  # on paper this rank has all of the data
+    alone = AlikeRanks(1) if cluster.on_paper else transport  # on paper this rank has all of the data
     workload = measure_workload(tree, device, alone, args.input_shape, args.repeats).slowest(transport)
 
     def load_tree(method: Method | Row) -> DictConfig:
         return load([*args.configs, *method.files], overrides)
 
-    candidates, refused = measure_all(
-        [method for method in METHODS if args.methods is None or method.name in args.methods],
+    asked = [method for method in METHODS if args.methods is None or method.name in args.methods]
+    reasons = {method.name: unfit(method, tree.train.optimizer._target_) for method in asked}
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    candidates, unbuilt = measure_all(
+        [method for method in asked if method.name not in refused],
         load_tree,
         workload,
         transport,
@@ -135,7 +119,8 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         print_progress if cluster.prints else lambda *of: None,
     )
     if not any(candidate.method.name in UNCOMPRESSED for candidate in candidates):
-        raise UsageError(f"the experiment cannot be built: {'; '.join(refused.values())}")
+        raise UsageError(f"the experiment cannot be built: {'; '.join(unbuilt.values())}")
+    refused |= unbuilt
     work = Work(workload.forward, workload.backward)
     rows = tabulate(candidates, network, work)
     advice = advise(rows, work)
@@ -147,8 +132,7 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
     if cluster.prints:
         print(f"model      {parameters:,} parameters on {device.type}, {kernels}; inputs: {workload.inputs}")
         print(f"work       forward {1e3 * work.forward:.1f} ms, backward {1e3 * work.backward:.1f} ms, measured")
-        print(f"network    {describe(cluster)}\n")
-        print(format_table(rows))
+        print("\n".join([f"network    {describe(cluster)}", *describe_load(busy), "", format_table(rows)]))
         for name, reason in refused.items():
             print(f"{name:<19} left out: {reason}")
         print(f"\n{sentence(advice, rows, args.configs)}\n{WARNING}")
@@ -170,17 +154,6 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
 
 def print_progress(name: str, number: int, count: int) -> None:
     print(f"advise: measuring {name} ({number} of {count})", file=sys.stderr, flush=True)
-
-
-def describe(cluster: Cluster) -> str:
-    """The network in one line."""
-    network, local = cluster.network, cluster.transport.local_size
-    machines = f"{plural(cluster.transport.size // local, 'machine')} of {plural(local, 'rank')}"
-    rate, delay = f"{network.bandwidth * 8:.3g} bit/s", f"{1e6 * network.latency:.3g} us"
-    if cluster.misfit is None:
-        return f"{machines}: {rate} and {delay} between machines, as given"
-    where = "between its ranks" if local == cluster.transport.size else "between machines"
-    return f"{machines}: {rate} and {delay} {where}, fitted to times of collectives within {cluster.misfit:.2f}x"
 
 
 def sentence(advice: Advice, rows: Sequence[Row], configs: Sequence[str]) -> str:

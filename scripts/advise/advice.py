@@ -16,12 +16,13 @@ HIDDEN = 0.8  # share of the messages behind backward above which the network is
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. Times are in seconds, bytes are those that one rank sends."""
+    """A line of the table. Times are in seconds, bytes are those that one rank sends, or all of a machine."""
 
     name: str
     files: tuple[str, ...]
     wire_bytes: float
     cross_wire_bytes: float
+    machine_wire_bytes: float
     exchange: float
     communication: float
     step: float
@@ -57,6 +58,7 @@ def tabulate(candidates: Sequence[Candidate], network: Network, work: Work) -> l
             candidate.method.files,
             prediction.wire_bytes,
             prediction.cross_wire_bytes,
+            prediction.machine_wire_bytes,
             prediction.exchange,
             prediction.communication,
             steps[name],

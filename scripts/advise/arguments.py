@@ -47,6 +47,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="on paper: default 1")
     parser.add_argument("--latency", metavar="TIME", help="on paper: of a message between machines; default 50us")
     parser.add_argument(
+        "--inner-rate", metavar="RATE", help="on paper: of a rank inside its machine; default 80gbit"
+    )
+    parser.add_argument(
         "--input-shape",
         nargs="+",
         type=int,
@@ -75,11 +78,11 @@ def check_arguments(args: argparse.Namespace, ranks: int) -> None:
         args: the options.
         ranks: number of ranks that the launcher started; 1 without a launcher.
     """
-    paper = {name: getattr(args, name) for name in ("hosts", "rate", "ranks_per_host", "latency")}
+    paper = {name: getattr(args, name) for name in ("hosts", "rate", "ranks_per_host", "latency", "inner_rate")}
     given = [f"--{name.replace('_', '-')}" for name, value in paper.items() if value is not None]
     if ranks > 1 and given:
         raise UsageError(f"under a launcher the network is measured: leave out {', '.join(given)}")
-    if ranks == 1 and (args.hosts is None or args.rate is None):
+    if ranks == 1 and (args.hosts is None or (args.rate is None and args.hosts != 1)):
         raise UsageError(
             "there is no network: start the advisor on several ranks (mpirun, horovodrun, torchrun), or describe "
             "one with --hosts and --rate"
@@ -94,6 +97,14 @@ def check_arguments(args: argparse.Namespace, ranks: int) -> None:
         raise UsageError("--verify needs the ranks: start the advisor with mpirun, horovodrun or torchrun")
     if ranks == 1 and args.hosts * (args.ranks_per_host or 1) < 2:
         raise UsageError("one rank exchanges nothing: --hosts or --ranks-per-host must be 2 or more")
+    unused = [name for name in ("--rate", "--latency") if name in given]
+    if ranks == 1 and args.hosts == 1 and unused:
+        raise UsageError(
+            f"with --hosts 1 no message leaves the machine: leave out {', '.join(unused)}; the rate between its "
+            "ranks is --inner-rate"
+        )
+    if ranks == 1 and args.inner_rate is not None and (args.ranks_per_host or 1) == 1:
+        raise UsageError("--inner-rate is that between ranks of one machine: add --ranks-per-host of 2 or more")
     if args.input_shape is not None and min(args.input_shape) < 1:
         raise UsageError(f"--input-shape is {args.input_shape}; every length must be at least 1")
     if args.methods is not None and not set(args.methods) & set(UNCOMPRESSED):

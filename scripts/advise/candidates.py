@@ -3,6 +3,7 @@
 The optimizer is built as by train.py, on `AlikeRanks`: with its buckets, its fallbacks and, where the config and
 the machines have two levels, with these. Several exchanges come first, so that the error state is that of
 training. Before each measured one, other data pushes everything out of the caches, as forward and backward do.
+On two levels, every rank of a machine has another share of the model: the slowest counts, and the bytes of all.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +28,10 @@ from dgc.cost import (
 from dgc.cost.caches import cache_evictor
 from dgc.cost.recording import Planned
 from dgc_training.config import ConfigError
-from dgc_training.startup.build import build, config_errors, wrap_optimizer
-from dgc_training.startup.parameters import parameter_groups
+from dgc_training.startup.build import config_errors, wrap_optimizer
 from scripts.advise.gossip import record_gossip
 from scripts.advise.methods import Method
+from scripts.advise.optimizers import build_inner
 from scripts.advise.workload import Workload
 
 MEASURED = (2, 4, 8)  # machines whose replies are decoded to measure computing
@@ -60,7 +61,7 @@ class Candidate:
 def measure_candidate(
     method: Method, tree: DictConfig, workload: Workload, size: int, local_size: int, repeats: int
 ) -> Candidate:
-    """Records and measures a method as the last of `size` ranks.
+    """Records and measures a method as the ranks of the last machine, one after another if they differ.
 
     Args:
         method: The row of the table.
@@ -82,8 +83,9 @@ def measure_candidate(
 
     def plan(ranks: int, rank: int) -> Planned:
         nonlocal ready, fill
-        inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
-        optimizer = wrap_optimizer(inner, model, settings, AlikeRanks(ranks, local_size))
+        inner = build_inner(settings, model, workload.gradients[0])
+        alike = AlikeRanks(ranks, local_size, rank % local_size)
+        optimizer = wrap_optimizer(inner, model, settings, alike)
         optimizer.begin_epoch(settings.num_epochs - 1)  # after a warm-up of the ratio
         planned = optimizer.exchange.planned
         optimizer.close()

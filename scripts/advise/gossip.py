@@ -2,10 +2,14 @@
 
 The optimizer is built as by train.py and takes steps on `AlikeRanks`, with a copy of the model. A message is sent
 after the update of the parameters and awaited before the next forward pass, so it does not overlap with backward.
+
+All ranks send messages of one size. Which of them leave the machine depends on the rank and on the round of the
+graph: a message has the mean over the ranks of the machine and over the rounds.
 """
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -13,8 +17,9 @@ from omegaconf import DictConfig
 from dgc.comm import Request
 from dgc.cost import AlikeRanks, Message, Traffic, message_of
 from dgc.cost.caches import cache_evictor
-from dgc_training.startup.build import build, config_errors, wrap_optimizer
-from dgc_training.startup.parameters import parameter_groups
+from dgc.optim import GossipOptimizer, Wrapper
+from dgc_training.startup.build import config_errors, wrap_optimizer
+from scripts.advise.optimizers import build_inner
 from scripts.advise.workload import Workload
 
 
@@ -47,9 +52,10 @@ def record_gossip(tree: DictConfig, workload: Workload, size: int, local_size: i
     model, ranks, found = deepcopy(workload.model), RecordingRanks(size, local_size), []
     evict = cache_evictor()
     with config_errors():
-        inner = build(tree.train.optimizer, parameter_groups(model, tree.train.optimize_bn_separately))
+        inner = build_inner(tree.train, model, workload.gradients[0])
         optimizer = wrap_optimizer(inner, model, tree.train, ranks)
         optimizer.begin_epoch(tree.train.num_epochs - 1)
+        share = leaving_share(optimizer, size, local_size)
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         for step in range(steps):
             gradients = workload.gradients[step % len(workload.gradients)]
@@ -63,6 +69,17 @@ def record_gossip(tree: DictConfig, workload: Workload, size: int, local_size: i
             optimizer.zero_grad()  # receives what the step has sent for
             spent = {phase: seconds - before[phase] for phase, seconds in optimizer.meter.seconds.items()}
             encode, decode = spent["compress"], spent["decode"] + spent["wait"]
-            found.append(Traffic(size, local_size, (tuple(ranks.messages),), encode, decode, (elements,)))
+            sent = tuple(of if share is None else replace(of, cross=share * of.wire) for of in ranks.messages)
+            found.append(Traffic(size, local_size, (sent,), encode, decode, (elements,)))
         optimizer.close()
     return found
+
+
+def leaving_share(optimizer: Wrapper, size: int, local_size: int) -> float | None:
+    """The share of a machine's messages that leave it, over all rounds of the graph. None: there is no graph."""
+    topology = getattr(optimizer.gossip, "topology", None) if isinstance(optimizer, GossipOptimizer) else None
+    if topology is None:
+        return None
+    ranks = range(size - local_size, size)
+    peers = [peer for t in range(topology.period) for rank in ranks for peer in topology.out_peers(rank, t)]
+    return sum(peer not in ranks for peer in peers) / len(peers)

@@ -2,8 +2,9 @@
 
 Each method has a copy of the model and an optimizer as train.py makes it. In every round each of them takes one
 step, so that other load on the machines and the network meets all alike. The time of a step is that of the slowest
-rank, without the update of the parameters, as the median over the rounds after a warm-up. Forward and backward
-alone are measured in the same rounds: where they differ from the prediction, the load has changed since.
+rank, without the update of the parameters, as the median over the rounds after a warm-up: its time is subtracted,
+and on a GPU it is left out. Forward and backward alone are measured in the same rounds: where they differ from the
+prediction, the load has changed since.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +20,10 @@ from torch import nn
 
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.optim import Wrapper
-from dgc_training.startup.build import build, config_errors, wrap_optimizer
-from dgc_training.startup.parameters import parameter_groups
+from dgc_training.startup.build import config_errors, wrap_optimizer
 from scripts.advise.advice import Row, Work
 from scripts.advise.methods import GOSSIP, UNCOMPRESSED
+from scripts.advise.optimizers import build_inner
 from scripts.advise.workload import LossOf, Passes, Workload
 
 MOST = 3  # methods that are verified beside the best one without compression
@@ -41,6 +42,10 @@ def chosen(rows: Sequence[Row], every: bool = False) -> list[Row]:
     plain = next(row for row in ordered if row.name in UNCOMPRESSED)
     best = [plain, *[row for row in ordered if row.name not in UNCOMPRESSED][:MOST]]
     return best + [row for row in ordered if row not in best] if every else best
+
+
+def no_update(**sparse: object) -> None:
+    """In place of the optimizer's step. Gradients and error state go on as before."""
 
 
 @dataclass
@@ -93,8 +98,10 @@ def verify(
         for row in rows:
             tree = load_tree(row)
             model, settings = deepcopy(workload.model), tree.train
-            inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
+            inner = build_inner(settings, model, workload.gradients[0])
             optimizer = wrap_optimizer(inner, model, settings, transport)
+            if device.type == "cuda":  # the meter has the host's time of an update, not the device's
+                inner.step = no_update  # type: ignore[method-assign, assignment]
             optimizer.begin_epoch(settings.num_epochs - 1)
             runners[row.name] = Runner(model, workload.loss, optimizer)
         times: dict[str, list[float]] = {name: [] for name in runners}
