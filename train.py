@@ -155,7 +155,10 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
             log.print(f"Stopped by {sync.stop_signal.name}: saved {saved}. The same command resumes from it.")
             return EXIT_SAVED
         if rank == 0:
-            summary = summarize(name, progress, ranks=size, metric=settings.metric, item=task.item)
+            metric, lower = settings.metric, task.lower_is_better
+            summary = summarize(
+                name, progress, ranks=size, metric=metric, item=task.item, lower_is_better=lower
+            )
             write_summary(directory, summary)
     return 0
 

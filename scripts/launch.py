@@ -37,6 +37,9 @@ def environment(ranks: int, cores: int, root: bool, inherited: Mapping[str, str]
     # The path is not resolved, since the python of an environment is a symbolic link.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    if ranks > cores:
+        # Open MPI would do so only for more ranks than slots
+        env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if root:
         for name in ROOT_VARIABLES:
             env.setdefault(name, "1")
@@ -46,7 +49,8 @@ def environment(ranks: int, cores: int, root: bool, inherited: Mapping[str, str]
 def mpirun(ranks: int, cores: int, words: Sequence[str]) -> list[str]:
     """The command: `mpirun` with its options, this interpreter, and `words` (a script and its arguments)."""
     # By default Open MPI binds each rank to one core, so that all threads of a rank would share it.
-    options = ["--bind-to", "none"]
+    # By default it also has one slot for each physical core, which can be fewer than `cores`.
+    options = ["-H", f"localhost:{ranks}", "--bind-to", "none"]
     if ranks > cores:
         options += ["--oversubscribe"]
     return ["mpirun", "-np", str(ranks), *options, sys.executable, *words]

@@ -67,9 +67,9 @@ def draw_figures(runs: Sequence[ReportedRun]) -> list[Drawn]:
     }
     with matplotlib.rc_context(STYLE):
         drawn = {
-            "epochs": accuracy_figure(runs, "epochs"),
-            "bytes": accuracy_figure(runs, "bytes"),
-            "time": accuracy_figure(runs, "time"),
+            "epochs": quality_figure(runs, "epochs"),
+            "bytes": quality_figure(runs, "bytes"),
+            "time": quality_figure(runs, "time"),
             "loss": loss_figure(runs),
             "traffic": traffic_figure(runs),
             "phases": phases_figure(runs),
@@ -107,10 +107,10 @@ def log_axis(axis: Axis, formatter: Formatter | str, most: float) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def accuracy_figure(runs: Sequence[ReportedRun], against: str) -> Figure | None:
+def quality_figure(runs: Sequence[ReportedRun], against: str) -> Figure | None:
     """The metric after each epoch. against: "epochs", "bytes" of one rank, or "time" in training steps."""
     figure, axes = new_figure()
-    longest = max((run.run.validation_error.seconds[-1] for run in runs if run.run and run.accuracy), default=0.0)
+    longest = max((run.run.validation_error.seconds[-1] for run in runs if run.run and run.quality), default=0.0)
     length, unit = time_unit(longest)
     empty = True
     for number, run in enumerate(runs):
@@ -120,14 +120,14 @@ def accuracy_figure(runs: Sequence[ReportedRun], against: str) -> Figure | None:
         x: Iterable[float] = range(1, len(curve.y) + 1)
         if against != "epochs":
             x = curve.wire if against == "bytes" else [seconds / length for seconds in curve.seconds]
-        points = [(a, b) for a, b in zip(x, run.accuracy, strict=True) if a > 0]
+        points = [(a, b) for a, b in zip(x, run.quality, strict=True) if a > 0]
         if points:
             colour, line = look(number)
-            at, accuracy = zip(*points, strict=True)
-            draw_line(axes, at, accuracy, line, color=colour, marker="o")
+            at, quality = zip(*points, strict=True)
+            draw_line(axes, at, quality, line, color=colour, marker="o")
             empty = False
     labels = {"epochs": "epochs", "bytes": "bytes sent by one rank", "time": f"training time ({unit})"}
-    axes.set(xlabel=labels[against], ylabel="%")
+    axes.set(xlabel=labels[against], ylabel=common_unit(runs))
     if against == "bytes":
         axes.set_xscale("log")
         log_axis(axes.xaxis, EngFormatter("B"), most=1.5)
@@ -135,6 +135,12 @@ def accuracy_figure(runs: Sequence[ReportedRun], against: str) -> Figure | None:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=against == "epochs"))
     return None if empty else figure
+
+
+def common_unit(runs: Sequence[ReportedRun]) -> str:
+    """The unit of the metrics; "" if they have none, or not the same."""
+    units = {run.unit for run in runs}
+    return units.pop() if len(units) == 1 else ""
 
 
 def loss_figure(runs: Sequence[ReportedRun]) -> Figure | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from dgc_training.logging.formatting import human_bytes
-from scripts.report_figures import VARIABLES, draw_figures, look
+from scripts.report_figures import VARIABLES, common_unit, draw_figures, look
 from scripts.report_runs import ABSENT_TEXT, PHASES, ReportedRun, differing_settings
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -63,7 +63,7 @@ def notes(runs: Sequence[ReportedRun], settings: Sequence[tuple[str, list[str]]]
     if unlike := [key for key, _ in settings if key.split(".")[0] in ("dataset", "model")]:
         found.append(f"The runs have different models or data ({', '.join(unlike)}): do not compare their curves.")
     if len({run.metric for run in runs if run.run}) > 1:
-        found.append("The runs have different metrics (train.metric): do not compare their accuracies.")
+        found.append("The runs have different metrics (train.metric): do not compare them.")
     return found
 
 
@@ -71,8 +71,8 @@ def results_table(runs: Sequence[ReportedRun]) -> str:
     columns: list[Column] = [
         ("ranks", lambda run: str(run.run.ranks) if run.run else ABSENT_TEXT, None),
         ("epochs", epochs, None),
-        ("final", lambda run: number(run.final), lambda run: run.final),
-        ("best (epoch)", best, lambda run: run.best[0] if run.best else None),
+        ("final", lambda run: number(run.final), lambda run: goodness(run, run.final)),
+        ("best (epoch)", best, lambda run: goodness(run, run.best and run.best[0])),
         ("bytes per step", bytes_per_step, lambda run: -last(run.traffic.wire)),
         ("bytes in total", total_bytes, lambda run: -(run.wire_bytes or float("nan"))),
         ("time", lambda run: seconds(run.seconds), lambda run: -(run.seconds or float("nan"))),
@@ -80,19 +80,28 @@ def results_table(runs: Sequence[ReportedRun]) -> str:
     ]
     if any(run.summary.get("dropped_steps") for run in runs):
         columns.append(("dropped steps", lambda run: str(run.summary.get("dropped_steps", ABSENT_TEXT)), None))
-    metric = " / ".join(dict.fromkeys(run.metric for run in runs))
+    metrics = dict.fromkeys(run.metric for run in runs)
+    metric = " / ".join(metrics)
+    unit = f" ({unit})" if (unit := common_unit(runs)) else ""
+    of_metric = ("final", "best (epoch)")
     head = "".join(
-        f"<th>{escape(metric)},<br>{title} (%)</th>" if title in ("final", "best (epoch)") else f"<th>{title}</th>"
+        f"<th>{escape(metric)},<br>{title}{unit}</th>" if title in of_metric else f"<th>{title}</th>"
         for title, _, _ in columns
     )
     rows = []
     for i, run in enumerate(runs):
         cells = ""
-        for _, cell, rank in columns:
-            strong = rank is not None and is_best(run, runs, rank)
+        for title, cell, rank in columns:
+            comparable = title not in of_metric or len(metrics) == 1
+            strong = rank is not None and comparable and is_best(run, runs, rank)
             cells += f"<td>{f'<b>{cell(run)}</b>' if strong else cell(run)}</td>"
         rows.append(f"<tr><th>{swatch(i)}{escape(run.name)}</th>{cells}</tr>")
     return f"<table><thead><tr><th>run</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def goodness(run: ReportedRun, value: float | None) -> float | None:
+    """A value of the metric, with the sign with which more is better."""
+    return -value if value is not None and run.lower_is_better else value
 
 
 def is_best(run: ReportedRun, runs: Sequence[ReportedRun], rank: Callable[[ReportedRun], float | None]) -> bool:

@@ -13,6 +13,7 @@ import yaml
 
 from dgc_training.errors import ConfigError
 from dgc_training.logging.changed_settings import written
+from dgc_training.logging.metric import is_lower_better, metric_of, unit_of
 from scripts.plot import read, split_label
 from scripts.plot_events import LAST, load_events
 from scripts.plot_figures import names
@@ -58,16 +59,24 @@ class ReportedRun:
 
     @property
     def metric(self) -> str:
-        return str((self.config.get("train") or {}).get("metric") or "top-1 accuracy")
+        return metric_of(self.config, self.summary)
 
     @property
-    def accuracy(self) -> list[float]:
-        """The metric after each epoch, in %."""
+    def lower_is_better(self) -> bool:
+        return is_lower_better(self.config, self.summary)
+
+    @property
+    def unit(self) -> str:
+        return unit_of(self.config, self.summary)
+
+    @property
+    def quality(self) -> list[float]:
+        """The metric after each epoch."""
         return [100.0 - y for y in self.run.validation_error.y] if self.run else []
 
     @property
     def epochs(self) -> int:
-        return int(self.summary.get("epochs", len(self.accuracy)))
+        return int(self.summary.get("epochs", len(self.quality)))
 
     @property
     def planned_epochs(self) -> int | None:
@@ -76,14 +85,15 @@ class ReportedRun:
     @property
     def final(self) -> float | None:
         known = self.summary.get("final") or {}
-        return known.get(self.metric, self.accuracy[-1] if self.accuracy else None)
+        return known.get(self.metric, self.quality[-1] if self.quality else None)
 
     @property
     def best(self) -> tuple[float, int] | None:
         """The best value of the metric, and its epoch, counted from 1."""
         if (known := self.summary.get("best") or {}) and self.metric in known:
             return known[self.metric], self.summary["best_epoch"]
-        return max(((y, epoch) for epoch, y in enumerate(self.accuracy, 1)), key=lambda p: p[0], default=None)
+        choose = min if self.lower_is_better else max
+        return choose(((y, epoch) for epoch, y in enumerate(self.quality, 1)), key=lambda p: p[0], default=None)
 
     @property
     def seconds(self) -> float | None:

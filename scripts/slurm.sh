@@ -24,12 +24,33 @@
 set -euo pipefail
 die() { printf 'slurm.sh: %s\n' "$*" >&2; exit 2; }
 
+tasks_of_machines() { # tasks_of_machines NUMBER: the tasks of each of the machines, one per line
+    local part i found=() each=${SLURM_TASKS_PER_NODE:-}
+    if [ -z "$each" ]; then # set by srun and sbatch, but not by everything that imitates them
+        part=${SLURM_NTASKS_PER_NODE:-$((${SLURM_NTASKS:-$1} / $1))}
+        [ $((part * $1)) = "${SLURM_NTASKS:-$((part * $1))}" ] ||
+            die "SLURM_NTASKS is $SLURM_NTASKS, which is no multiple of the $1 machines: set --ntasks-per-node"
+        each="$part(x$1)"
+    fi
+    for part in ${each//,/ }; do # 8(x2),7 -> 8 8 7
+        [[ $part =~ ^([0-9]+)(\(x([0-9]+)\))?$ ]] ||
+            die "SLURM_TASKS_PER_NODE is $each; it must have the form 8(x2),7"
+        for ((i = 0; i < ${BASH_REMATCH[3]:-1}; i++)); do found+=("${BASH_REMATCH[1]}"); done
+    done
+    [ ${#found[@]} = "$1" ] || die "SLURM_TASKS_PER_NODE is $each, but there are $1 machines"
+    printf '%s\n' "${found[@]}"
+}
+
 if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
     # SLURM runs a copy of this file, so its own path is not that of the repository.
     cd "${SLURM_SUBMIT_DIR:-.}"
     [ -f scripts/mpirun.sh ] || die "submit the job from the repository's root, not from $PWD"
-    ranks=${SLURM_NTASKS_PER_NODE:-$((${SLURM_NTASKS:-1} / ${SLURM_JOB_NUM_NODES:-1}))}
-    HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/:$ranks/" | paste -sd,)
+    machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    tasks=$(tasks_of_machines "$(wc -l <<<"$machines")") || exit
+    HOSTS=$(paste -d: <(echo "$machines") <(echo "$tasks") | paste -sd,)
+    ranks=$(sort -u <<<"$tasks") # of each machine
+    [ "$(wc -l <<<"$ranks")" = 1 ] || [ -z "${ELASTIC:-}" ] ||
+        die "ELASTIC=1 needs as many tasks on each machine as on the others, not $HOSTS: set --ntasks-per-node"
 elif [ -n "${DRY_RUN:-}" ]; then
     cd "$(dirname "${BASH_SOURCE[0]}")/.."
     HOSTS=${HOSTS:-node1:${RANKS:-1}}

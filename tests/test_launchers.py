@@ -15,6 +15,7 @@ from dgc.launch import LAUNCHERS
 from dgc_training.config import load
 from dgc_training.config.layers import REPOSITORY
 from dgc_training.launcher import launched_rank, launched_size
+from scripts.launch import environment, mpirun
 
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))
 SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun", "mpirun", "slurm", "torchrun")]
@@ -272,3 +273,19 @@ def test_rank_under_a_real_launcher(launch: Any) -> None:
     )
     found = sorted(line[line.index("rank") :] for line in done.stdout.splitlines() if "rank" in line)
     assert found == [f"rank {rank} 3" for rank in range(3)], done.stdout + done.stderr
+
+
+@pytest.mark.horovod
+def test_as_many_ranks_start_as_are_asked_for_whatever_open_mpi_takes_for_slots() -> None:
+    """By default it has a slot for each physical core, but usable cores are hardware threads."""
+    program = "import os; value = os.environ.get('OMPI_MCA_mpi_yield_when_idle', '')\n"
+    program += "os.write(1, f'yields: {value}\\n'.encode())"
+    for ranks, cores in ((2, 64), (4, 64), (4, 2)):
+        command = mpirun(ranks, cores, ["-c", program])
+        variables = environment(ranks, cores, os.geteuid() == 0, os.environ)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        started = [line for line in done.stdout.splitlines() if line.startswith("yields: ")]
+        assert done.returncode == 0 and len(started) == ranks, done.stdout + done.stderr
+        # Open MPI's own choice compares ranks with slots
+        assert ranks <= cores or set(started) == {"yields: 1"}, "more ranks than cores"
+    assert environment(4, 2, False, {"OMPI_MCA_mpi_yield_when_idle": "0"})["OMPI_MCA_mpi_yield_when_idle"] == "0"

@@ -1,16 +1,23 @@
 """Rates, delays and refusals of the network laboratory. tests/parallel/test_netlab.py makes hosts."""
 
+import fcntl
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.netlab import Laboratory, LaboratoryError
+from benchmarks.netlab import Laboratory, LaboratoryError, locks
 from benchmarks.netlab import laboratory as module
-from benchmarks.netlab.laboratory import cores_of
-from benchmarks.netlab.ranks import ranks_per_host
+from benchmarks.netlab.laboratory import cores_of, remove_leftovers
+from benchmarks.netlab.ranks import measure, ranks_per_host
 from benchmarks.netlab.rates import parse_latency, parse_rate
+from benchmarks.netlab.sigterm import RaisedSigterm
 
 
 def test_rates_and_delays() -> None:
@@ -68,3 +75,94 @@ def test_the_command_line_prints_one_message() -> None:
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("netlab: 'fast' is not a rate")
     assert done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    laboratory = Laboratory(2, "1gbit")
+    monkeypatch.setattr(laboratory, "inside", lambda host, command: ["true"])
+    traceback = "Traceback (most recent call last):\n  ...\nOSError: [Errno 113] No route to host\n"
+
+    def late(*words: Any, **more: Any) -> Any:
+        raise subprocess.TimeoutExpired("send", 70.0)
+
+    def failed(*words: Any, **more: Any) -> Any:
+        return subprocess.CompletedProcess("send", 1, "", traceback)
+
+    for run, reason in ((late, "no answer in 70 s"), (failed, "No route to host")):
+        monkeypatch.setattr(laboratory, "run", run)
+        with pytest.raises(LaboratoryError, match=f"could not be measured: .*{reason}\nFrames probably") as caught:
+            measure(laboratory)
+        assert "Traceback" not in str(caught.value)
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """The processes whose laboratories are removed. The locks are in tmp_path."""
+    found: list[int] = []
+    monkeypatch.setattr(module, "LOCKS", tmp_path)
+    monkeypatch.setattr(module, "remove", found.append)
+    return found
+
+
+def test_laboratories_that_start_and_end_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, removed: list[int]
+) -> None:
+    (tmp_path / "7").write_text("")
+    (tmp_path / "8").symlink_to(tmp_path / "vanished")  # as if removed before it is opened
+    remove_leftovers()
+    assert removed == [7]
+
+    # the process ends its laboratory and makes another one before its old file is locked here
+    real = fcntl.flock
+
+    def flock(file: Any, how: int) -> None:
+        (tmp_path / "7").unlink()
+        (tmp_path / "7").write_text("")
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    remove_leftovers()
+    monkeypatch.setattr(fcntl, "flock", real)
+    assert removed == [7], "a laboratory in use"
+
+    # another process looks at the file for a moment, or removes it
+    path = tmp_path / "9"
+    other = locks.lock(path)
+    assert other is not None
+
+    def let_go() -> None:
+        time.sleep(0.2)
+        path.unlink()
+        other.close()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    own = locks.lock(path)
+    thread.join()
+    assert own is not None and os.path.samestat(os.fstat(own.fileno()), path.stat())
+    monkeypatch.setattr(locks, "PAUSE", 0.001)
+    assert locks.lock(path) is None and locks.try_lock(path) is None
+    own.close()
+
+
+def test_sigterm_waits_while_hosts_are_removed_and_the_default_handler_returns() -> None:
+    raised = RaisedSigterm()
+    raised.install()
+    with pytest.raises(SystemExit, match="143"):
+        signal.raise_signal(signal.SIGTERM)
+    raised.hold()
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        raised.restore()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    thread = threading.Thread(target=raised.install)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the user's own
+        raised.install()
+        raised.restore()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.exchange.figure import crossing, draw, read_lines, speed_ups
+from benchmarks.exchange.methods import GOSSIP
 from benchmarks.launches import KEEP_TO_ONE_CORE, portions, settings_of_rank
 from benchmarks.step_times import add_network, merged
 from benchmarks.time_to_accuracy import reached, summarized
+from benchmarks.train_step.methods import make
+from benchmarks.train_step.models import Work
 from dgc.comm.meter import PHASES
+from dgc.cost import AlikeRanks
 
 
 def step(whole: float, update: float, wire: float, link: float) -> dict[str, float]:
@@ -111,3 +116,34 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
     assert (rows["dense"]["seconds_to_reach"], rows["dense"]["bytes_to_reach"]) == (20.0, 200.0)
     assert [rows["fast"][key] for key in ("seconds_to_reach", "quality", "seconds")] == [1.0, 97.6, 3.0]
     assert (rows["never"]["reached"], rows["never"]["seconds_to_reach"]) == (1, None)
+
+
+class SlowRanks(AlikeRanks):
+    """Messages of neighbours arrive only when they are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.flights = 0
+
+    def launch(self, name: str, requests: Any, lane: str = "") -> Any:
+        self.flights += 1
+        return super().launch(name, requests, lane)
+
+    def poll(self, flight: Any) -> bool:
+        return False
+
+    def wait(self, flight: Any) -> Any:
+        self.flights -= 1
+        return super().wait(flight)
+
+
+def test_a_step_of_gossip_ends_when_its_messages_have_arrived() -> None:
+    """Otherwise they arrive while the next method is measured, and the wait for them is not timed."""
+    for name in GOSSIP:
+        transport = SlowRanks()
+        model = torch.nn.Linear(8, 8)
+        method = make(name, Work(model, lambda wrapped: wrapped(torch.ones(1, 8)).sum()), 0.1, transport)
+        for _ in range(3):
+            sent = method.meter.wire_bytes
+            method.step()
+            assert transport.flights == 0 and method.meter.wire_bytes > sent, name

@@ -14,8 +14,11 @@ import yaml
 
 import train
 from dgc.comm.lockstep import LockstepWorld
+from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
 from dgc_training.logging.formatting import human_bytes
+from dgc_training.logging.metric import is_lower_better, metric_of, unit_of
+from dgc_training.logging.summary import summarize
 from dgc_training.startup.arguments import parse_arguments
 from scripts.plot_runs import PlotError
 from scripts.report import main
@@ -73,6 +76,7 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     rows = {row[0]: row[1:] for row in Table(text).rows}
     for name, directory in (("plain", "dense"), ("DGC", "dgc")):
         summary = json.loads((runs[directory] / "summary.json").read_text())
+        assert summary["lower_is_better"] is False
         ranks, epochs, final, best, _, _, _, rate = rows[name]
         assert (ranks, epochs) == ("2", "2") and float(rate.replace(",", "")) > 0
         assert final == f"{summary['final']['acc/test_top1']:.2f}"
@@ -87,7 +91,7 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     bold = re.findall("<b>([^<]*)", text)
     assert human_bytes(dgc["wire_bytes"]) in bold and human_bytes(dense["wire_bytes"]) not in bold
     assert re.findall(r'<figure class="[^"]*" id="(\w+)">', text) == FIGURES
-    assert "unfinished" not in text
+    assert "unfinished" not in text and "acc/test_top1,<br>final (%)</th>" in text
 
 
 def test_many_runs(runs: dict[str, Path]) -> None:
@@ -104,8 +108,8 @@ def test_many_runs(runs: dict[str, Path]) -> None:
 def test_the_curves_and_times_of_a_run(runs: dict[str, Path]) -> None:
     (run,) = read_reported([str(runs["dgc"])])
     summary = run.summary
-    assert len(run.accuracy) == 2
-    assert run.accuracy[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
+    assert len(run.quality) == 2
+    assert run.quality[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
     assert run.traffic.steps[-1] == 16
     assert run.seconds is not None and 0 < run.seconds < summary["seconds"]
     assert list(run.phases) == list(PHASES) and min(run.phases.values()) >= 0
@@ -212,11 +216,94 @@ def test_a_run_with_csv_files_only(runs: dict[str, Path], tmp_path: Path) -> Non
     preamble = ["BEGIN-TRAINING", "World-Size,1", "Num-DLWorkers,0", "Batch-Size,8", head]
     (directory / "csv" / "out_r0_n1.csv").write_text("\n".join([*preamble, *rows]) + "\n")
     (run,) = read_reported([f"old={directory}"])
-    assert run.accuracy == [55.0] and run.traffic.wire == [100.0, 300.0] and run.dense_wire_bytes is None
+    assert run.quality == [55.0] and run.traffic.wire == [100.0, 300.0] and run.dense_wire_bytes is None
     assert run.phases == dict.fromkeys(PHASES, 0.0) | {"data": 1.0, "wait": 0.5, "other": 0.5}
     text = page([run])
     row = next(row for row in Table(text).rows if row[0] == "old")
     assert row[1:] == ["1", "1", "55.00", "55.00 (1)", "300 B", "400 B", "4 s", "4"]
+
+
+def bits(directory: Path, name: str, values: list[float], old: bool, **summary: Any) -> Path:
+    """The directory of a run that has reached these bits per character. old: its config has no meter."""
+    run = directory / name
+    (run / "csv").mkdir(parents=True)
+    head = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"
+    rows = [f"{e},0,2,1,2,3,50,-1,100,0,{2 * e + 2}\n{e},-1,2,1,2,2,60,{value},0,0,{2 * e + 2}"
+            for e, value in enumerate(values)]  # fmt: skip
+    preamble = ["BEGIN-TRAINING", "World-Size,1", "Num-DLWorkers,0", "Batch-Size,8", head]
+    (run / "csv" / "out_r0_n1.csv").write_text("\n".join([*preamble, *rows]) + "\n")
+    meters = {"bits_per_character/{}": {"_target_": "dgc_training.meters.BitsPerToken"}}
+    tree = {"metric": BITS, "num_epochs": 5, "compression": {"_target_": "dgc.compression.DenseCompressor"}}
+    (run / "config.yaml").write_text(yaml.safe_dump({"train": {**tree, "meters": {} if old else meters}}))
+    if summary:
+        (run / "summary.json").write_text(json.dumps({"metric": BITS, "epochs": len(values), **summary}))
+    return run
+
+
+BITS = "bits_per_character/test"
+
+
+def test_fewer_bits_are_better(tmp_path: Path) -> None:
+    """Also in the summaries of earlier versions, which do not have the direction, and without a summary."""
+    curves = {"good": [2.5, 1.7, 1.8], "bad": [3.9, 3.45, 3.5], "unfinished": [4.0, 2.6, 3.0]}
+    for old in (False, True):
+        words = []
+        for name, values in curves.items():
+            place = tmp_path / str(old)
+            reached = {"final": {BITS: values[-1]}, "best": {BITS: min(values)}, "best_epoch": 2}
+            direction = {} if old else {"lower_is_better": True}
+            summary = {} if name == "unfinished" else {**reached, **direction}
+            words.append(f"{name}={bits(place, name, values, old, **summary)}")
+        text = page(read_reported(words))
+        found = Table(text).rows
+        assert found[0][3:5] == [f"{BITS},final", f"{BITS},best (epoch)"]
+        assert [row[3:5] for row in found[1:4]] == [
+            ["1.80", "1.70 (2)"], ["3.50", "3.45 (2)"], ["3.00", "2.60 (2)"]
+        ]  # fmt: skip
+        bold = re.findall("<b>([^<]*)", text)
+        assert bold == ["1.80", "1.70 (2)"], bold
+        assert not re.search(r">%<|\(%\)", text), "no percentage"
+    runs = read_reported(words)
+    for run, metric, value in zip(runs, (BITS, "acc/test_top1", BITS), (1.7, 90.0, 2.6), strict=True):
+        run.config["train"]["metric"] = metric
+        run.summary |= {"final": {metric: value}, "best": {metric: value}} if run.summary else {}
+    text = page(runs)
+    assert "different metrics" in text and "<b>" not in text
+
+
+def test_a_run_that_is_chosen_by_its_loss(tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(
+        "from dgc_training.config import Config, configs\nfrom dgc_training.meters import TokenLoss\n"
+        "configs.train.meters = {'mine/{}': Config(TokenLoss)}\nconfigs.train.metric = 'mine/test'\n"
+    )
+    words = ["--configs", "configs/digits/cnn.py", str(tmp_path / "loss.py"), "--devices", "cpu"]
+    words += ["--run-dir", str(tmp_path / "run"), "--configs.train.num_epochs=1", "--configs.model.width=8"]
+    args, overrides = parse_arguments(words)
+    LockstepWorld(1).run(partial(train.run, args, load(args.configs, overrides)))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["lower_is_better"] is True
+    (tmp_path / "run" / "summary.json").unlink()
+    (run,) = read_reported([str(tmp_path / "run")])
+    assert run.lower_is_better and not run.unit
+
+
+def test_the_direction_and_the_unit_of_a_metric() -> None:
+    progress = TrainingProgress()
+    assert summarize("a", progress, ranks=1, metric=BITS, lower_is_better=True)["lower_is_better"] is True
+    own = {"_target_": "dgc_training.meters.TopKClassMeter"}
+    for name, meters, summary, lower, unit in (
+        ("acc/test_top1", {"acc/{}_top1": own}, {}, False, "%"),
+        ("mine/test", {"other/{}": own}, {}, False, ""),
+        ("mine/test", {"mine/{}": own}, {}, False, "%"),
+        ("mine/test", {"mine/{}": own}, {"lower_is_better": True}, True, "%"),
+        ("mine/test", {"mine/{}": {"_target_": "dgc_training.meters.Perplexity"}}, {}, True, ""),
+        ("loss/test", {"loss/{}": {"_target_": "absent.Meter"}}, {}, True, ""),
+        ("translation/test_nll", None, {}, True, ""),
+        ("translation/test_bleu", None, {}, False, ""),
+        ("translation/test_exact_match", None, {}, False, "%"),
+    ):
+        config = {"train": {"metric": name, "meters": meters}}
+        assert (is_lower_better(config, summary), unit_of(config, summary)) == (lower, unit), (name, meters)
+    assert (is_lower_better({}, {}), unit_of({}, {}), metric_of({}, {})) == (False, "%", "top-1 accuracy")
 
 
 def test_errors(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,32 @@ def test_the_command(tmp_path: Path, words: Any) -> None:
     assert wrong.returncode == 2 and "repository's root" in wrong.stderr
 
 
+def test_ranks_of_uneven_allocations(tmp_path: Path) -> None:
+    copy, environment = job(tmp_path, DRY_RUN="1")
+    machines = {"MACHINES": "a b c d", "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "30"}
+    uneven = "-np 30 -H a:8\\,b:8\\,c:7\\,d:7 "
+    for variables, expected in (
+        ({"SLURM_TASKS_PER_NODE": "8(x2),7(x2)"}, uneven),
+        # here 8 is the most that a machine gets
+        ({"SLURM_TASKS_PER_NODE": "8(x2),7(x2)", "SLURM_NTASKS_PER_NODE": "8"}, uneven),
+        ({"SLURM_TASKS_PER_NODE": "9,7(x3)"}, "-np 30 -H a:9\\,b:7\\,c:7\\,d:7 "),
+        ({"SLURM_TASKS_PER_NODE": "8(x4)", "SLURM_NTASKS": ""}, "-np 32 -H a:8\\,b:8\\,c:8\\,d:8 "),
+        ({"SLURM_NTASKS": "8"}, "-np 8 -H a:2\\,b:2\\,c:2\\,d:2 "),
+        ({"SLURM_NTASKS": ""}, "-np 4 -H a:1\\,b:1\\,c:1\\,d:1 "),
+        ({"ELASTIC": "1", "SLURM_TASKS_PER_NODE": "8(x4)"}, "--nproc-per-node 8 "),
+        ({}, "SLURM_NTASKS is 30, which is no multiple of the 4 machines: "),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),7"}, "SLURM_TASKS_PER_NODE is 8(x2),7, but there are 4 machines"),
+        ({"SLURM_TASKS_PER_NODE": "8(y2),7"}, "SLURM_TASKS_PER_NODE is 8(y2),7; it must have the form 8(x2),7"),
+        ({"ELASTIC": "1", "SLURM_TASKS_PER_NODE": "8(x2),7(x2)"}, "ELASTIC=1 needs as many tasks on each machine"),
+    ):
+        given = {**environment, **machines, **variables}
+        done = subprocess.run(["bash", copy, "--configs", "a.py"], env=given, capture_output=True, text=True)
+        refused = expected[0] != "-"
+        assert done.returncode == (2 if refused else 0), (variables, done.stdout, done.stderr)
+        assert expected in (done.stderr if refused else done.stdout), (variables, done.stdout, done.stderr)
+        assert not (refused and done.stdout), variables
+
+
 def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
     _, environment = job(tmp_path)
     outside = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}

@@ -1,7 +1,6 @@
 """Command line of the laboratory: `python -m benchmarks.netlab --help`."""
 
 import argparse
-import signal
 import sys
 
 from benchmarks.netlab.laboratory import Laboratory, LaboratoryError
@@ -24,8 +23,6 @@ def main() -> int:
     args = parser.parse_args()
     words = args.command[1:] if args.command[0] in ("python", "python3") else args.command
     ranks = args.ranks or args.hosts
-    # as an exception, so that the hosts are removed
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         ranks_per_host(ranks, args.hosts)
         with Laboratory(args.hosts, args.rate, args.latency) as laboratory:

@@ -3,16 +3,18 @@
 Names on the machine, for a laboratory of process 4711:
 
     /run/dgc-netlab/4711      a file that the process keeps locked as long as the laboratory exists
-    dgclab4711-0              the network namespace of host 0
-    dgclab4711                the bridge
-    dgl4711-0                 the end at the bridge of the link of host 0; the other end is `lab0` in host 0
+    dgclab4711-0              the network namespace of host 0, with its end of the link, `lab0`
+    dgclab4711-bridge         that of the bridge, with the other ends of the links, `host0`, `host1`, ...
+
+The bridge has a namespace of its own, because firewall rules of the machine may drop the frames of its bridges
+(br_netfilter, as with Docker).
 
 The lock ends with the process, also after SIGKILL. The next laboratory removes everything whose lock is free. It
 ends the processes of those hosts first. Several laboratories can exist at the same time, since the bridges are not
 connected and the machine itself has no address in their network.
 """
 
-import fcntl
+import json
 import os
 import shutil
 import signal
@@ -22,12 +24,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO
 
+from benchmarks.netlab.locks import lock, try_lock
 from benchmarks.netlab.rates import parse_latency, parse_rate
+from benchmarks.netlab.sigterm import RaisedSigterm
 
 LOCKS = Path("/run/dgc-netlab")
-PREFIX, LINK = "dgclab", "dgl"
+PREFIX = "dgclab"
+BRIDGE, LINK = "bridge", "host"  # inside the bridge's namespace
 INTERFACE = "lab0"
 NETWORK = "198.18.0.0/24"  # of the range for benchmarks, RFC 2544
 MAX_HOSTS = 64
@@ -37,7 +42,7 @@ PACKETS = 16384, 65536  # bytes, limits of the size of the largest packet
 
 
 class LaboratoryError(RuntimeError):
-    """The laboratory cannot be made here. The message says why, and what helps."""
+    """The laboratory cannot be made here, or does not work. The message says why, and what helps."""
 
 
 def address(host: int) -> str:
@@ -47,6 +52,9 @@ def address(host: int) -> str:
 
 class Laboratory:
     """Hosts with links of a limited rate. A context manager: the hosts exist inside of it.
+
+    In the main thread SIGTERM raises SystemExit inside of it, so that the hosts are removed, unless the program
+    has set a handler.
 
     Args:
         hosts: Number of hosts, 2 to 64.
@@ -69,17 +77,17 @@ class Laboratory:
         self.hosts, self.bits_per_second = hosts, parse_rate(rate)
         self.latency = parse_latency(latency) if latency is not None else 0.0
         self.name = f"{PREFIX}{os.getpid()}"
-        self._lock: Any = None
+        self.switch = f"{self.name}-{BRIDGE}"
+        self._lock: IO[str] | None = None
+        self._sigterm = RaisedSigterm()
 
     def __enter__(self) -> "Laboratory":
         check_machine()
         remove_leftovers()
-        LOCKS.mkdir(exist_ok=True)
-        self._lock = open(LOCKS / str(os.getpid()), "w")  # noqa: SIM115  (stays open as long as the hosts exist)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LaboratoryError("this process has a laboratory already: leave that one first") from None
+        self._lock = lock(LOCKS / str(os.getpid()))
+        if self._lock is None:
+            raise LaboratoryError("this process has a laboratory already: leave that one first")
+        self._sigterm.install()
         try:
             self._create()
         except BaseException:
@@ -90,22 +98,29 @@ class Laboratory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        remove(os.getpid())
-        self._lock.close()
+        self._sigterm.hold()
+        try:
+            remove(os.getpid())
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+            self._sigterm.restore()
 
     def _create(self) -> None:
-        _ip("link", "add", self.name, "type", "bridge")
-        _ip("link", "set", self.name, "up")
+        _ip("netns", "add", self.switch)
+        switch = ("-n", self.switch)
+        _ip(*switch, "link", "add", BRIDGE, "type", "bridge")
+        _ip(*switch, "link", "set", BRIDGE, "up")
         for host in range(self.hosts):
-            space, link = self.namespace(host), f"{LINK}{os.getpid()}-{host}"
+            space, link = self.namespace(host), f"{LINK}{host}"
             _ip("netns", "add", space)
-            _ip("link", "add", link, "type", "veth", "peer", "name", INTERFACE, "netns", space)
-            _ip("link", "set", link, "master", self.name, "up")
+            _ip(*switch, "link", "add", link, "type", "veth", "peer", "name", INTERFACE, "netns", space)
+            _ip(*switch, "link", "set", link, "master", BRIDGE, "up")
             _ip("-n", space, "address", "add", f"{address(host)}/24", "dev", INTERFACE)
             _ip("-n", space, "link", "set", "lo", "up")
             _ip("-n", space, "link", "set", INTERFACE, "up", "gso_max_size", str(self._packet))
             self._choose_congestion_control(space)
-            self._limit(["tc"], link)
+            self._limit(["tc", *switch], link)
             self._limit(["tc", "-n", space], INTERFACE, self.latency)
 
     def _choose_congestion_control(self, space: str) -> None:
@@ -158,17 +173,18 @@ class Laboratory:
 
     def counters(self) -> list[dict[str, int]]:
         """Bytes and packets that each host has sent and received, with their Ethernet, IP and TCP headers."""
-        return [self._counters(host) for host in range(self.hosts)]
-
-    def _counters(self, host: int) -> dict[str, int]:
-        path = f"/sys/class/net/{LINK}{os.getpid()}-{host}/statistics"
+        listed = json.loads(_ip("-n", self.switch, "-s", "-j", "link"))
+        links = {link["ifname"]: link["stats64"] for link in listed}
         # what the bridge's end receives, the host has sent
         pairs = {"sent": "rx", "received": "tx"}
-        return {
-            f"{what}_{unit}": int(Path(path, f"{own}_{unit}").read_text())
-            for what, own in pairs.items()
-            for unit in ("bytes", "packets")
-        }
+        return [
+            {
+                f"{what}_{unit}": int(links[f"{LINK}{host}"][own][unit])
+                for what, own in pairs.items()
+                for unit in ("bytes", "packets")
+            }
+            for host in range(self.hosts)
+        ]
 
 
 def cores_of(host: int, hosts: int, cores: Sequence[int]) -> Sequence[int]:
@@ -197,12 +213,9 @@ def check_machine() -> None:
 def remove_leftovers() -> None:
     """Remove the laboratories of processes that have ended."""
     for path in LOCKS.glob("*") if LOCKS.exists() else ():
-        with open(path) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            remove(int(path.name))
+        if (file := try_lock(path)) is not None:
+            with file:
+                remove(int(path.name))
 
 
 def remove(pid: int) -> None:
@@ -210,11 +223,7 @@ def remove(pid: int) -> None:
     spaces = [name for name in _namespaces() if name.rpartition("-")[0] == f"{PREFIX}{pid}"]
     for space in spaces:
         _end_processes(space)
-        _ip("netns", "delete", space)  # ends its link as well
-    # a link outlives its namespace for a moment, and one whose other end was never moved has none
-    links = [path.name for path in Path("/sys/class/net").glob(f"{LINK}{pid}-*")]
-    for link in [*links, f"{PREFIX}{pid}"]:
-        subprocess.run(["ip", "link", "delete", link], capture_output=True, check=False)
+        _ip("netns", "delete", space)  # with its links
     (LOCKS / str(pid)).unlink(missing_ok=True)
 
 

@@ -10,11 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.netlab.laboratory import INTERFACE, NETWORK, Laboratory, address
+from benchmarks.netlab.laboratory import INTERFACE, NETWORK, Laboratory, LaboratoryError, address
 from scripts.launch import environment, usable_cores
 
 PORT = 29500
 LAUNCHERS = ("mpirun", "torchrun")
+PATIENCE = 60.0  # seconds that a link may take to answer
+UNMEASURED = "the link from host 0 to host 1 could not be measured: "
+CAUSE = (
+    "Frames probably do not pass the bridge, for example by the rules of a container or of a security program, or "
+    "the machine is too busy to answer"
+)
 
 
 @dataclass
@@ -31,18 +37,26 @@ class Link:
 
 
 def measure(laboratory: Laboratory, seconds: float = 0.5) -> Link:
-    """Measure the link from host 0 to host 1, for about `seconds` at the rate that is set."""
+    """Measure the link from host 0 to host 1, for about `seconds` at the rate that is set.
+
+    Raises:
+        LaboratoryError: Nothing arrives.
+    """
     program = str(Path(__file__).with_name("throughput.py"))
     nbytes = max(1 << 18, int(laboratory.bits_per_second / 8 * seconds))
     receiver = subprocess.Popen(laboratory.inside(1, [sys.executable, program, "receive", str(PORT)]))
     try:
         words = [sys.executable, program, "send", address(1), str(PORT), str(nbytes)]
-        done = laboratory.run(words, timeout=60 + 20 * seconds)
+        done = laboratory.run(words, timeout=PATIENCE + 20 * seconds)
         if done.returncode:
-            raise RuntimeError(f"the link could not be measured: {done.stderr}")
+            reason = (done.stderr.strip() or "no reason is known").splitlines()[-1]
+            raise LaboratoryError(f"{UNMEASURED}{reason}\n{CAUSE}")
         receiver.wait(10)
+    except subprocess.TimeoutExpired as expired:
+        raise LaboratoryError(f"{UNMEASURED}no answer in {expired.timeout:.0f} s\n{CAUSE}") from None
     finally:
         receiver.kill()
+        receiver.wait()
     found = json.loads(done.stdout)
     return Link(found["bits_per_second"], found["round_trip"])
 

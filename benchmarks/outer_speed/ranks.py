@@ -18,6 +18,7 @@ from dgc.outer import Nesterov, OuterSteps
 from dgc.selection import TopKPerChunk
 from dgc.wire import RiceIndices, TwoBitValues
 
+FRAGMENT_MB = 25.0  # of streaming
 DENSE = {"dense": DenseCompressor, "fp16": FP16Compressor}
 OUTER: dict[str, Callable[[dict[str, Any]], OuterSteps]] = {
     "diloco": lambda settings: OuterSteps(settings["every"] or 50, outer=Nesterov()),
@@ -32,7 +33,7 @@ OUTER: dict[str, Callable[[dict[str, Any]], OuterSteps]] = {
 def streaming(settings: dict[str, Any], compression: Compressor | None = None) -> OuterSteps:
     every, delay = settings["every"] or 50, settings["delay"]
     return OuterSteps(
-        every, outer=Nesterov(), compression=compression, fragment_mb=25.0, delay=delay, alpha=0.5
+        every, outer=Nesterov(), compression=compression, fragment_mb=FRAGMENT_MB, delay=delay, alpha=0.5
     )
 
 
@@ -43,20 +44,26 @@ def sparse() -> SparseCompressor:
 
 
 class Trainer:
-    """One method with a model of its own. window: steps of a measurement; 0 if no exchange takes several steps."""
+    """One method with a model of its own.
+
+    Attributes:
+        window: Steps of a measurement.
+        before: Steps before it, after which no exchange is in flight.
+    """
 
     def __init__(self, name: str, settings: dict[str, Any], transport: Transport):
         self.work: Work = make("lm", settings["batch"], 0, transport.rank)
         named = list(self.work.model.named_parameters())
         self.inner = torch.optim.AdamW([p for _, p in named], lr=1e-4)
         self.optimizer: Any = self.inner
-        self.window = 0
+        self.window = self.before = settings["steps"]
         if name in DENSE:
             self.optimizer = DistributedOptimizer(self.inner, named, DENSE[name](), transport=transport)
         elif name in OUTER:
             steps = OUTER[name](settings)
             self.optimizer = GossipOptimizer(self.inner, named, steps, transport=transport)
-            self.window = steps.average_every
+            # the exchange of the first fragment begins in the last of H steps, and ends `delay` steps later
+            self.window, self.before = steps.average_every, steps.average_every + steps.delay
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -64,29 +71,35 @@ class Trainer:
             self.work.loss(self.work.model).backward()
             self.optimizer.step()
 
+    def finish(self) -> None:
+        """Wait for what is in flight, if an exchange begins in the step in which the one before it ends."""
+        if self.optimizer is not self.inner:
+            self.optimizer.synchronize_messages()
+
     def bytes(self) -> float:
         return 0.0 if self.optimizer is self.inner else float(self.optimizer.meter.wire_bytes)
 
     def close(self) -> None:
         if self.optimizer is not self.inner:
-            self.optimizer.synchronize_messages()
             self.optimizer.close()
 
 
 def seconds_per_step(trainer: Trainer, count: int, transport: Transport) -> float:
-    """Seconds of a step of the slowest rank, as the mean over `count` steps."""
+    """Seconds of a step of the slowest rank, as the mean over `count` steps and all that they exchange."""
     barrier(transport)
     start = perf_counter()
     trainer.steps(count)
+    trainer.finish()
     return max(all_gather_object(transport, perf_counter() - start)) / count
 
 
 def measured(name: str, alone: Trainer, settings: dict[str, Any], transport: Transport) -> dict[str, float]:
     """A row of the table."""
     trainer = Trainer(name, settings, transport)
-    trainer.steps(trainer.window or settings["steps"])
+    trainer.steps(trainer.before)
+    trainer.finish()
     before = seconds_per_step(alone, settings["steps"], transport)
-    count, sent = trainer.window or settings["steps"], trainer.bytes()
+    count, sent = trainer.window, trainer.bytes()
     own = seconds_per_step(trainer, count, transport)
     sent = trainer.bytes() - sent
     after = seconds_per_step(alone, settings["steps"], transport)

@@ -36,13 +36,21 @@ class Method:
 
     Attributes:
         meter: Its "step" phase is the update of the parameters, or with Horovod's optimizer all of `step()`.
+        finish: Waits for what `optimizer.step()` has only begun.
     """
 
     def __init__(
-        self, work: Work, module: nn.Module, optimizer: Optimizer, meter: TrafficMeter, *, counts_step: bool
+        self,
+        work: Work,
+        module: nn.Module,
+        optimizer: Optimizer,
+        meter: TrafficMeter,
+        *,
+        counts_step: bool,
+        finish: Callable[[], None] | None = None,
     ):
         self.work, self.module, self.optimizer, self.meter = work, module, optimizer, meter
-        self._counts_step = counts_step
+        self.finish, self._counts_step = finish, counts_step
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -51,6 +59,8 @@ class Method:
         self.optimizer.step()
         if self._counts_step:
             self.meter.seconds["step"] += perf_counter() - start
+        if self.finish is not None:
+            self.finish()
 
 
 def make(name: str, work: Work, ratio: float, transport: Transport) -> Method:
@@ -66,7 +76,9 @@ def make(name: str, work: Work, ratio: float, transport: Transport) -> Method:
         return Method(work, work.model, ours, ours.meter, counts_step=False)
     if name in GOSSIP:
         gossip = GossipOptimizer(sgd, named, GOSSIP[name](), transport=transport)
-        return Method(work, work.model, gossip, gossip.meter, counts_step=False)
+        # the next zero_grad would wait otherwise, during the turn of another method
+        finish = gossip.synchronize_messages
+        return Method(work, work.model, gossip, gossip.meter, counts_step=False, finish=finish)
     import horovod.torch as hvd
 
     compression = hvd.Compression.fp16 if name.endswith("fp16") else hvd.Compression.none

@@ -9,9 +9,15 @@ from dgc_training.logging.formatting import against_dense, human_bytes, result_t
 
 
 def summarize(
-    name: str, progress: TrainingProgress, *, ranks: int, metric: str | None, item: str = "sample"
+    name: str,
+    progress: TrainingProgress,
+    *,
+    ranks: int,
+    metric: str | None,
+    item: str = "sample",
+    lower_is_better: bool = False,
 ) -> dict[str, Any]:
-    """The contents of summary.json. item: what was counted: "sample" or "token".
+    """The contents of summary.json. item: what was counted: "sample" or "token". lower_is_better: of the metric.
 
     Bytes are those of one rank over the whole run, as defined in docs/bytes.md. wire_over_dense is
     wire_bytes / dense_wire_bytes, or None if a single process sends nothing.
@@ -25,6 +31,7 @@ def summarize(
         "seconds": progress.seconds,
         f"{item}s_per_second": progress.samples / progress.seconds if progress.seconds else None,
         "metric": metric,
+        "lower_is_better": lower_is_better,
         "best": progress.best,
         "best_epoch": progress.best_epoch,
         "final": progress.latest,

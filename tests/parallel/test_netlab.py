@@ -16,6 +16,7 @@ from parallel.ranks import REPOSITORY
 
 from benchmarks.netlab import Laboratory, LaboratoryError
 from benchmarks.netlab.laboratory import LINK, LOCKS, address, check_machine
+from benchmarks.netlab.ranks import measure
 
 THROUGHPUT = str(REPOSITORY / "benchmarks/netlab/throughput.py")
 NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
@@ -36,10 +37,10 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(impossible()), r
 
 
 def exists(pid: int) -> tuple[int, int, bool]:
-    """How many namespaces and links of a laboratory there are, and whether it has a lock."""
+    """How many namespaces of a laboratory and links on the machine itself there are, and whether it has a lock."""
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     links = [path.name for path in Path("/sys/class/net").iterdir()]
-    names = re.findall(rf"dgclab{pid}-\d+", spaces), re.findall(rf"{LINK}{pid}-|dgclab{pid}\b", " ".join(links))
+    names = re.findall(rf"dgclab{pid}-\w+", spaces), [name for name in links if re.fullmatch(rf"{LINK}\d+", name)]
     return len(names[0]), len(names[1]), (LOCKS / str(pid)).exists()
 
 
@@ -59,7 +60,7 @@ def throughput(laboratory: Laboratory, pairs: list[tuple[int, int]], nbytes: int
 def test_links_are_limited_in_both_directions_and_counted() -> None:
     nbytes = 8 * 2**20
     with Laboratory(3, "100mbit") as laboratory:
-        assert exists(os.getpid()) == (3, 4, True)
+        assert exists(os.getpid()) == (4, 0, True)
         alone = throughput(laboratory, [(0, 1)], nbytes)
         before = laboratory.counters()
         to_one = throughput(laboratory, [(0, 2), (1, 2)], nbytes)
@@ -112,14 +113,14 @@ def test_what_a_killed_laboratory_leaves_is_removed_by_the_next() -> None:
         killed = subprocess.Popen([*NETLAB, *words], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         assert killed.stdout is not None and "Mbit/s" in killed.stdout.readline()
         time.sleep(0.5)
-        assert exists(killed.pid) == (2, 3, True)
+        assert exists(killed.pid) == (3, 0, True)
         killed.send_signal(signal.SIGKILL)
         killed.wait()  # its ranks keep its output open
-        assert exists(killed.pid) == (2, 3, True)
+        assert exists(killed.pid) == (3, 0, True)
         script = "from benchmarks.netlab import Laboratory\nwith Laboratory(2, '1gbit'): pass"
         subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=60)
         assert exists(killed.pid) == (0, 0, False)
-        assert exists(os.getpid()) == (2, 3, True), "a laboratory that is in use"
+        assert exists(os.getpid()) == (3, 0, True), "a laboratory that is in use"
         assert killed.stdout.read() == "", "its ranks have ended"
         killed.stdout.close()
     assert exists(os.getpid()) == (0, 0, False)
@@ -133,3 +134,36 @@ def test_an_error_inside_removes_the_hosts() -> None:
     with pytest.raises(KeyError, match="of the user"):
         fail()
     assert exists(os.getpid()) == (0, 0, False)
+
+
+def test_sigterm_removes_the_hosts_and_ends_what_runs_in_them() -> None:
+    script = """
+from benchmarks.netlab import Laboratory
+with Laboratory(2, "1gbit") as laboratory:
+    laboratory.run(["sh", "-c", "sleep 600; true"], host=1)
+"""
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 60
+        pids: list[str] = []
+        while len(pids) < 2 and time.monotonic() < end:  # sh and sleep
+            inside = ["ip", "netns", "pids", f"dgclab{process.pid}-1"]
+            pids = subprocess.run(inside, capture_output=True, text=True, check=False).stdout.split()
+            time.sleep(0.05)
+        assert len(pids) == 2 and exists(process.pid) == (3, 0, True)
+        process.send_signal(signal.SIGTERM)
+        errors = process.communicate(timeout=60)[1]
+        assert process.returncode == 128 + signal.SIGTERM, errors
+    assert exists(process.pid) == (0, 0, False)
+    commands = [Path(f"/proc/{pid}/cmdline") for pid in pids]
+    assert not any(command.exists() and command.read_bytes() for command in commands)
+
+
+def test_frames_that_do_not_arrive_are_one_message() -> None:
+    with Laboratory(2, "1gbit") as laboratory:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        down = ["ip", "-n", laboratory.switch, "link", "set", f"{LINK}1", "down"]
+        subprocess.run(down, check=True)
+        with pytest.raises(LaboratoryError, match="from host 0 to host 1 could not be measured.*\nFrames prob"):
+            measure(laboratory)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
