@@ -34,7 +34,7 @@ EPOCHS, SEEDS = 40, 3
 BETWEEN_KILLS, UNTIL_RETURN = (2.0, 4.0), (0.3, 1.0)
 EXPERIMENT = "configs/pysource/gpt.py"
 METHOD = (
-    "configs/outer/sparseloco.py",
+    "configs/outer/sign.py",
     "--configs.model.width=32",
     "--configs.train.batch_size=8",
     "--configs.train.warmup_lr_epochs=0",
