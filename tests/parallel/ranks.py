@@ -47,7 +47,8 @@ def two_machines(ranks: int, words: list[str], timeout: float = 300) -> subproce
         agent.chmod(0o755)
         options = f"-H machine0:{ranks // 2},machine1:{ranks // 2} --mca plm_rsh_agent {agent} --mca pml ob1"
         options += " --mca btl tcp,self --mca btl_tcp_if_include lo"
-        return _run([command[0], *options.split(), *command[1:]], environment, timeout)
+        this = command.index("-H")  # the machines take the place of localhost
+        return _run([command[0], *options.split(), *command[1:this], *command[this + 2 :]], environment, timeout)
 
 
 def two_gloo_machines(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
