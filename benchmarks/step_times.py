@@ -61,6 +61,7 @@ def add_network(
     key: str,
     idle: Callable[[str], str],
     opponents: Sequence[str],
+    per_step: Sequence[str] = (),
 ) -> None:
     """Add to each row what depends on the network.
 
@@ -71,12 +72,14 @@ def add_network(
         idle: Given a method, returns the one beside it that exchanges nothing. What the interface sends with that
             one, for as long as the method takes, is taken off its bytes.
         opponents: `faster` is the time of the fastest of these over that of the method.
+        per_step: Methods that exchange nothing and send the same bytes in every step, however long it takes.
     """
     sent = {name: (row["link_bytes"], row["until_ms"]) for name, row in rows.items()}
     times = [rows[name][key] for name in opponents if name in rows]
     for name, row in rows.items():
         nbytes, milliseconds = sent.get(idle(name), (0.0, 1.0))
-        row["idle_bytes"] = min(nbytes / milliseconds * row["until_ms"], row["link_bytes"])
+        times_longer = 1.0 if idle(name) in per_step else row["until_ms"] / milliseconds
+        row["idle_bytes"] = min(nbytes * times_longer, row["link_bytes"])
         row["link_bytes"] -= row["idle_bytes"]
         row["link_over_meter"] = row["link_bytes"] / row["machine_bytes"] if row["machine_bytes"] else None
         row["bound_ms"] = 1e3 * 8 * row["machine_bytes"] / network["bits_per_second"]

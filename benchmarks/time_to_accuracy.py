@@ -53,8 +53,8 @@ def trained(args: argparse.Namespace, laboratory: Laboratory, fold: int, method:
         status = start(laboratory, args.hosts, ["train.py", *words])
         if status:
             raise SystemExit(f"train.py {' '.join(words)}: status {status}")
-        error = read(str(Path(scratch, "run"))).validation_error
-    return [(s, b, 100.0 - y) for s, b, y in zip(error.seconds, error.wire, error.y, strict=True)]
+        found = read(str(Path(scratch, "run"))).validation
+    return list(zip(found.seconds, found.wire, found.y, strict=True))
 
 
 def reached(curve: Curve, final: float, task: Task) -> tuple[float, float] | None:

@@ -1,15 +1,16 @@
-"""Plots runs: error, accuracy against bytes, scaling and loss, as PNG and SVG.
+"""Plots runs: error, metric against bytes, scaling and loss, as PNG and SVG.
 
     python -m scripts.plot 'runs/[imagenet.resnet50+gossip.sgp].np8' runs/imagenet.resnet50.np8
     python -m scripts.plot --out figures 'SGP, 10 Gbit/s=runs/a' 'SGP, 100 Gbit/s=runs/b'
 
-    error      top-1 training and validation error after each epoch, against time and against iterations
-    bytes      top-1 validation accuracy after each epoch, against the wire bytes of one rank (docs/bytes.md)
+    error      training and validation error after each epoch, against time and against iterations
+    bytes      the metric (train.metric) after each epoch, against the wire bytes of one rank (docs/bytes.md)
     scaling    average time per iteration and samples per second, against the number of ranks
     loss       training loss against optimizer steps
 
-A run with CSV logs (train.csv=True) is read from these. Any other run is read from its TensorBoard files, which
-have no training error. The label of a run is its algorithm (from its config.yaml), or the text before "=". Runs
+The error is 100 % less an accuracy. Any other metric is drawn as it is, without that of training. A run with CSV
+logs (train.csv=True) is read from these. Any other run is read from its TensorBoard files, which have no training
+error. The label of a run is its algorithm (from its config.yaml), or the text before "=". Runs
 with the same label on different numbers of ranks form one line of `scaling`. Time is that of all training steps,
 without validation.
 """

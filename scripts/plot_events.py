@@ -5,7 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from scripts.plot_runs import Curve, NotBegun, Run, algorithm, read_config
+from dgc_training.logging.metric import unit_of
+from scripts.plot_runs import Curve, NotBegun, Run, algorithm, read_config, setting_of
 
 SETTINGS = "_hparams_/session_start_info"
 # The tag that is written last at every point. A killed run's last point may lack it, and is then left out.
@@ -31,7 +32,7 @@ def load_events(directory: Path) -> Any:
 def read_events(directory: Path, label: str | None = None) -> Run:
     """Reads the run of a directory. label: None uses the algorithm from its config.yaml.
 
-    The run has no training error, since TensorBoard files have only the training loss.
+    The run has no accuracy in training, since TensorBoard files have only the training loss.
     """
     events = load_events(directory)
     tags = events.Tags()["scalars"]
@@ -42,26 +43,29 @@ def read_events(directory: Path, label: str | None = None) -> Run:
         for tag in ("train/steps", "time/elapsed", "bytes/wire")
     )
 
-    def curve(tag: str, top: float, sign: float) -> Curve:
+    def curve(tag: str) -> Curve:
         drawn = Curve()
         for point in events.Scalars(tag) if tag in tags else ():
             if point.step > samples[-1]:
                 break
             i = bisect_right(samples, point.step) - 1
-            drawn.add(steps[i], seconds[i], wire[i], top + sign * point.value)
+            drawn.add(steps[i], seconds[i], wire[i], point.value)
         return drawn
 
     config = read_config(directory / "config.yaml")
+    metric = str(settings["train.metric"])
     return Run(
         directory=directory,
         label=label if label is not None else algorithm(config, directory),
         ranks=int(settings["ranks"]),
         batch=int(settings["train.batch_size"] * settings["train.num_batches_per_step"]),
         seconds_per_step=seconds[-1] / steps[-1],
-        training_error=Curve(),
-        validation_error=curve(str(settings["train.metric"]), 100.0, -1.0),
-        loss=curve("train/loss", 0.0, 1.0),
-        setting={key: config.get(key) for key in ("dataset", "model")} if config else {},
+        metric=metric,
+        unit=unit_of(config, {"metric": metric}),
+        training=Curve(),
+        validation=curve(metric),
+        loss=curve("train/loss"),
+        setting=setting_of(config),
     )
 
 

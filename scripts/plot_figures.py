@@ -1,4 +1,4 @@
-"""The figures of `scripts.plot`: error against time and iterations, accuracy against bytes, scaling, loss against
+"""The figures of `scripts.plot`: error against time and iterations, metric against bytes, scaling, loss against
 steps. In all figures the colour shows the method, and the marker or the line style shows the number of ranks.
 """
 
@@ -105,9 +105,18 @@ def time_unit(longest: float) -> tuple[float, str]:
     return 1.0, "seconds"
 
 
+def metric_label(run: Run) -> str:
+    """The metric with its unit."""
+    name = "top-1 accuracy" if run.is_top1 else run.metric
+    return f"{name} (%)" if run.unit else name
+
+
 def error_figure(runs: Sequence[Run]) -> Figure | None:
-    """Error after each epoch, against time and against iterations; None if no run has completed an epoch."""
-    curves = [curve for run in runs for curve in (run.training_error, run.validation_error)]
+    """Error after each epoch, against time and against iterations; None if no run has completed an epoch.
+
+    The error is 100 % less an accuracy. Any other metric is drawn as it is.
+    """
+    curves = [curve for run in runs for curve in (run.training, run.validation)]
     if not any(curve.y for curve in curves):
         return None
     drawn, (by_time, by_step) = figure(10, 2)
@@ -115,38 +124,42 @@ def error_figure(runs: Sequence[Run]) -> Figure | None:
     handles: list[Any] = []
     drawn_as = zip(runs, names(runs), colours(methods(runs)), of_ranks(runs, MARKERS), strict=True)
     for run, name, colour, marker in drawn_as:
-        for curve, line, fill in ((run.training_error, "--", "none"), (run.validation_error, "-", "full")):
+        for curve, line, fill in ((run.training, "--", "none"), (run.validation, "-", "full")):
+            error = [100 - y for y in curve.y] if run.unit else curve.y
             for axes, x in ((by_time, [s / seconds for s in curve.seconds]), (by_step, curve.steps)):
-                draw_line(axes, x, curve.y, line, color=colour, marker=marker, fillstyle=fill, alpha=0.9)
+                draw_line(axes, x, error, line, color=colour, marker=marker, fillstyle=fill, alpha=0.9)
         handles.append(Line2D([], [], color=colour, marker=marker, label=name))
     handles.append(Line2D([], [], color="0.4", linestyle="-", label="validation"))
-    if any(run.training_error.y for run in runs):
+    if any(run.training.y for run in runs):
         handles.append(Line2D([], [], color="0.4", linestyle="--", label="training"))
-    by_time.set(xlabel=f"training time ({unit})", ylabel="top-1 error (%)")
-    by_step.set(xlabel="iterations", ylabel="top-1 error (%)")
+    label = metric_label(runs[0])
+    if runs[0].unit:
+        label = "top-1 error (%)" if runs[0].is_top1 else f"100 % - {label}"
+    by_time.set(xlabel=f"training time ({unit})", ylabel=label)
+    by_step.set(xlabel="iterations", ylabel=label)
     for axes in (by_time, by_step):
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        if runs[0].unit:
+            axes.set_ylim(bottom=0)
     legend(drawn, handles)
     return drawn
 
 
 def bytes_figure(runs: Sequence[Run]) -> Figure | None:
-    """Accuracy after each epoch against the bytes that one rank has sent; None if no run has sent any."""
-    if not any(wire > 0 for run in runs for wire in run.validation_error.wire):
+    """The metric after each epoch against the bytes that one rank has sent; None if no run has sent any."""
+    if not any(wire > 0 for run in runs for wire in run.validation.wire):
         return None
     drawn, (axes,) = figure(7, 1)
     handles: list[Any] = []
     for run, name, colour, marker in zip(
         runs, names(runs), colours(methods(runs)), of_ranks(runs, MARKERS), strict=True
     ):
-        curve = run.validation_error
-        points = [(wire, 100 - y) for wire, y in zip(curve.wire, curve.y, strict=True) if wire > 0]
+        points = [(wire, y) for wire, y in zip(run.validation.wire, run.validation.y, strict=True) if wire > 0]
         if points:
-            wire, accuracy = zip(*points, strict=True)
-            draw_line(axes, wire, accuracy, "-", color=colour, marker=marker)
+            wire, metric = zip(*points, strict=True)
+            draw_line(axes, wire, metric, "-", color=colour, marker=marker)
             handles.append(Line2D([], [], color=colour, marker=marker, label=name))
-    axes.set(xlabel="bytes sent by one rank", ylabel="top-1 accuracy, validation (%)", xscale="log")
+    axes.set(xlabel="bytes sent by one rank", ylabel=f"{metric_label(runs[0])}, validation", xscale="log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter("B"))
     axes.xaxis.set_minor_locator(NullLocator())

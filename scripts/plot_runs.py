@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from dgc_training.logging.metric import UNKNOWN, metric_of, unit_of
+
 NAME = re.compile(r"out_r(\d+)_n(\d+)\.csv")
 PREAMBLE = 4  # lines before the header
 NEEDED = ("Epoch", "itr", "BT(s)", "avg:BT(s)", "Loss", "avg:Prec@1", "val")
@@ -48,21 +50,37 @@ class Curve:
 
 @dataclass
 class Run:
-    """A run. batch: samples of one rank in one step. Errors are in %, one point per epoch; loss: one per row."""
+    """A run.
+
+    Attributes:
+        batch: samples of one rank in one step.
+        metric, unit: name of the metric, and "%" or "".
+        training: the metric on training data, one point per epoch; empty unless it is top-1 accuracy.
+        validation: the metric, one point per epoch.
+        loss: one point per row.
+        setting: of runs that can be compared, the same.
+    """
 
     directory: Path
     label: str
     ranks: int
     batch: int
     seconds_per_step: float
-    training_error: Curve
-    validation_error: Curve
+    metric: str
+    unit: str
+    training: Curve
+    validation: Curve
     loss: Curve
     setting: dict[str, Any]
 
     @property
     def samples_per_second(self) -> float:
         return self.ranks * self.batch / self.seconds_per_step
+
+    @property
+    def is_top1(self) -> bool:
+        """Whether the metric is top-1 accuracy."""
+        return self.metric == UNKNOWN or (self.unit == "%" and self.metric.endswith("top1"))
 
 
 def mean(values: Iterable[float]) -> float:
@@ -132,17 +150,22 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         add_totals(rows, per_epoch)
     config = read_config(directory / "config.yaml")
     training, validation = epochs(files, per_epoch)
-    return Run(
+    run = Run(
         directory=directory,
         label=label if label is not None else algorithm(config, directory),
         ranks=size,
         batch=batches.pop(),
         seconds_per_step=mean(map(seconds_per_step, files)),
-        training_error=training,
-        validation_error=validation,
+        metric=metric_of(config, {}),
+        unit=unit_of(config, {}),
+        training=training,
+        validation=validation,
         loss=losses(files, per_epoch),
-        setting={key: config.get(key) for key in ("dataset", "model")} if config else {},
+        setting=setting_of(config),
     )
+    if not run.is_top1:
+        run.training = Curve()  # files have the top-1 accuracy of training alone
+    return run
 
 
 def has_csv(directory: Path) -> bool:
@@ -163,6 +186,13 @@ def read_config(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise PlotError(f"{path} is damaged: {' '.join(str(error).split())}") from None
     return tree if isinstance(tree, dict) else {}
+
+
+def setting_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs must have in common to be compared. Empty if this is not known."""
+    if not config:
+        return {}
+    return {"dataset": config.get("dataset"), "model": config.get("model"), "metric": metric_of(config, {})}
 
 
 def algorithm(config: Mapping[str, Any], directory: Path) -> str:
@@ -191,7 +221,7 @@ def seconds_per_step(rows: Rows) -> float:
 
 
 def epochs(files: Iterable[Rows], per_epoch: int) -> tuple[Curve, Curve]:
-    """Training error (average of the epoch) and validation error, for the epochs that every rank has completed."""
+    """Top-1 accuracy in training (mean over the epoch) and the metric, of epochs that every rank has completed."""
     ranks = []
     for rows in files:
         ended = {epoch for epoch, itr in rows if itr < 0 or (epoch + 1, 0) in rows}
@@ -206,7 +236,7 @@ def epochs(files: Iterable[Rows], per_epoch: int) -> tuple[Curve, Curve]:
         tested = mean(row["val"] for _, row in ends if row is not None and row["val"] >= 0)
         for curve, value in ((training, correct), (validation, tested)):
             if value == value:
-                curve.add(steps, seconds, wire, 100 - value)
+                curve.add(steps, seconds, wire, value)
     return training, validation
 
 
@@ -226,7 +256,7 @@ def losses(files: Iterable[Rows], per_epoch: int) -> Curve:
 
 
 def check_comparable(runs: Iterable[Run]) -> None:
-    """Raises PlotError if two runs differ in model or data, since their curves cannot be compared."""
+    """Raises PlotError if two runs differ in model, data or metric, since their curves cannot be compared."""
     known = [run for run in runs if run.setting]
     for run in known[1:]:
         for key, value in run.setting.items():

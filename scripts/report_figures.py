@@ -110,13 +110,13 @@ def log_axis(axis: Axis, formatter: Formatter | str, most: float) -> None:
 def quality_figure(runs: Sequence[ReportedRun], against: str) -> Figure | None:
     """The metric after each epoch. against: "epochs", "bytes" of one rank, or "time" in training steps."""
     figure, axes = new_figure()
-    longest = max((run.run.validation_error.seconds[-1] for run in runs if run.run and run.quality), default=0.0)
+    longest = max((run.run.validation.seconds[-1] for run in runs if run.run and run.quality), default=0.0)
     length, unit = time_unit(longest)
     empty = True
     for number, run in enumerate(runs):
         if run.run is None:
             continue
-        curve = run.run.validation_error
+        curve = run.run.validation
         x: Iterable[float] = range(1, len(curve.y) + 1)
         if against != "epochs":
             x = curve.wire if against == "bytes" else [seconds / length for seconds in curve.seconds]

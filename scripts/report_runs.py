@@ -72,7 +72,7 @@ class ReportedRun:
     @property
     def quality(self) -> list[float]:
         """The metric after each epoch."""
-        return [100.0 - y for y in self.run.validation_error.y] if self.run else []
+        return self.run.validation.y if self.run else []
 
     @property
     def epochs(self) -> int:

@@ -399,7 +399,10 @@ def test_a_busy_machine_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_type_checks: None
 ) -> None:
     monkeypatch.setattr("scripts.advise.cluster.usable_cores", lambda: 2)
-    line = "note       load average 2.1 on 2 cores: other programs run here, so computing is measured too long"
+    line = (
+        "note       load average 2.1 on 2 cores: other programs ran in the last minute; if they still do, "
+        "computing is measured too long"
+    )
     for load_average, printed in ((2.1, True), (1.0, False)):
         with case(load_average):
             monkeypatch.setattr("os.getloadavg", lambda of=load_average: (of, 0.0, 0.0))

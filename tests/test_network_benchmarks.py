@@ -50,11 +50,14 @@ def test_what_is_sent_all_the_time_is_no_part_of_a_method() -> None:
         "fp16": {"step_ms": 90.0, "until_ms": 100.0, "link_bytes": 1500.0, "machine_bytes": 1000.0},
         "dgc": {"step_ms": 30.0, "until_ms": 20.0, "link_bytes": 200.0, "machine_bytes": 125.0},
     }
+    each_step = {name: dict(row) for name, row in rows.items()}
     add_network(rows, {"bits_per_second": 8e6}, "step_ms", lambda name: "noop", ("fp16", "absent"))
     assert [rows[name]["link_bytes"] for name in rows] == [0.0, 1000.0, 100.0]
     assert [rows[name]["link_over_meter"] for name in rows] == [None, 1.0, 0.8]
     assert [rows[name]["bound_ms"] for name in rows] == [0.0, 1.0, 0.125]
     assert rows["dgc"]["faster"] == 3.0
+    add_network(each_step, {"bits_per_second": 8e6}, "step_ms", lambda name: "noop", (), per_step=("noop",))
+    assert [row["link_bytes"] for row in each_step.values()] == [0.0, 1450.0, 150.0]
 
 
 @pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK"])

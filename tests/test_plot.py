@@ -16,7 +16,7 @@ from dgc_training.logging.rank_csv.log import CsvLog
 from dgc_training.startup.arguments import parse_arguments
 from scripts.plot import main, read
 from scripts.plot_figures import bytes_figure, colours, error_figure, loss_figure, names, scaling_figure, time_unit
-from scripts.plot_runs import PlotError, read_run
+from scripts.plot_runs import PlotError, check_comparable, read_run
 
 CONFIG = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
 STEPS = 6
@@ -52,10 +52,10 @@ def test_the_values_of_a_run(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     assert (run.label, run.ranks, run.batch, run.seconds_per_step) == ("SGP", 2, 32, 1.5)
     assert run.samples_per_second == pytest.approx(2 * 32 / 1.5)
-    assert run.training_error.y == [50.0, 40.0, 30.0] and run.validation_error.y == [49.0, 39.0, 29.0]
-    assert run.training_error.steps == [6, 12, 18]
-    assert run.training_error.seconds == [(15 + 20) / 2, (21 + 32) / 2, (27 + 44) / 2]
-    assert run.validation_error.wire == [12_000, 24_000, 36_000]
+    assert run.training.y == [50.0, 60.0, 70.0] and run.validation.y == [51.0, 61.0, 71.0]
+    assert run.training.steps == [6, 12, 18]
+    assert run.training.seconds == [(15 + 20) / 2, (21 + 32) / 2, (27 + 44) / 2]
+    assert run.validation.wire == [12_000, 24_000, 36_000]
     assert run.loss.steps == [1, 5, 6, 7, 11, 12, 13, 17, 18]
     assert run.loss.y == [3.5] * 3 + [2.5] * 3 + [1.5] * 3
 
@@ -66,7 +66,7 @@ def test_a_file_without_elapsed_time_is_estimated(tmp_path: Path) -> None:
     head, rows = path.read_text().splitlines()[:4], path.read_text().splitlines()[4:]
     path.write_text("\n".join([*head, *(",".join(row.split(",")[:18]) for row in rows)]) + "\n")
     run = read_run(tmp_path / "run")
-    assert run.loss.seconds[:4] == [10.0, 14.0, 15.0, 16.0] and run.validation_error.y == [50.0, 40.0, 30.0]
+    assert run.loss.seconds[:4] == [10.0, 14.0, 15.0, 16.0] and run.validation.y == [50.0, 60.0, 70.0]
 
 
 @pytest.mark.parametrize("cut", [1, 20, 97])
@@ -75,7 +75,7 @@ def test_a_killed_run(tmp_path: Path, cut: Any) -> None:
     path = write_run(tmp_path / "run") / "csv" / "out_r1_n2.csv"
     path.write_text(path.read_text()[:-cut])
     run = read_run(tmp_path / "run")
-    assert run.training_error.y == [50.0, 40.0] and len(run.loss.y) == 9
+    assert run.training.y == [50.0, 60.0] and len(run.loss.y) == 9
 
 
 def test_a_rank_without_a_file_gives_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +174,32 @@ def test_bytes(tmp_path: Path) -> None:
     assert np.asarray(axes.lines[0].get_ydata()).tolist() == [51.0, 61.0, 71.0]
 
 
+def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
+    """It is drawn as it is, under its name. Runs with different metrics are refused."""
+    bits = "bits_per_character/test"
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    trees = [yaml.safe_load((run / "config.yaml").read_text()) for run in runs]
+    for tree, metric in zip(trees, (bits, "acc/test_top5"), strict=True):
+        tree["train"]["metric"] = metric
+    for run, tree in zip(runs, trees, strict=True):
+        (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    for directory, metric, label, shown in (
+        (runs[0], bits, bits, [51.0, 61.0, 71.0]),
+        (runs[1], "acc/test_top5 (%)", "100 % - acc/test_top5 (%)", [49.0, 39.0, 29.0]),
+    ):
+        run = read_run(directory)
+        assert run.training.y == [] and run.validation.y == [51.0, 61.0, 71.0]
+        error, against_bytes = error_figure([run]), bytes_figure([run])
+        assert error is not None and against_bytes is not None
+        for axes in error.axes:
+            assert axes.get_ylabel() == label and np.asarray(axes.lines[1].get_ydata()).tolist() == shown
+        (axes,) = against_bytes.axes
+        assert axes.get_ylabel() == f"{metric}, validation"
+        assert np.asarray(axes.lines[0].get_ydata()).tolist() == [51.0, 61.0, 71.0]
+    with pytest.raises(PlotError, match="cannot be compared: metric is"):
+        check_comparable([read_run(run) for run in runs])
+
+
 def test_a_run_without_csv_files_is_read_from_its_tensorboard_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,11 +210,11 @@ def test_a_run_without_csv_files_is_read_from_its_tensorboard_files(
     LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     run = read(str(tmp_path / "run"))
-    assert (run.label, run.ranks, run.batch) == ("DGC", 2, 90) and run.training_error.y == []
-    assert run.validation_error.steps == [8, 16] and run.loss.steps[-1] == 16
-    assert run.validation_error.y[-1] == pytest.approx(100 - summary["final"]["acc/test_top1"], abs=1e-4)
-    assert run.validation_error.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
-    assert 0 < run.validation_error.seconds[0] < run.validation_error.seconds[1] < summary["seconds"]
+    assert (run.label, run.ranks, run.batch) == ("DGC", 2, 90) and run.training.y == []
+    assert run.validation.steps == [8, 16] and run.loss.steps[-1] == 16
+    assert run.validation.y[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
+    assert run.validation.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
+    assert 0 < run.validation.seconds[0] < run.validation.seconds[1] < summary["seconds"]
     capsys.readouterr()
     assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4

@@ -86,5 +86,5 @@ def describe_load(load: float) -> list[str]:
     cores = usable_cores()
     if load <= BUSY * cores:
         return []
-    words = "other programs run here, so computing is measured too long"
+    words = "other programs ran in the last minute; if they still do, computing is measured too long"
     return [f"note       load average {load:.1f} on {plural(cores, 'core')}: {words}"]
