@@ -50,14 +50,19 @@ def nesterov(lr: float, momentum: float) -> tuple[str, ...]:
     return f"{outer}._target_=dgc.outer.Nesterov", f"{outer}.outer_lr={lr}", f"{outer}.momentum={momentum}"
 
 
-# The second moment is updated 37 times in 200 steps, in fp16. Then gaps between exchanges double every 50 steps.
-ZERO_ONE: dict[str, Any] = {
-    "var_freeze_step": 200,
-    "var_update_scaler": 8,
-    "local_step_scaler": 50,
-    "local_step_clipper": 10,
+# The second moment is updated 37 and 23 times in 200 steps, in fp16. Gaps then double every 50 steps to 10 and 6.
+FREEZE: dict[str, Any] = {"var_freeze_step": 200, "local_step_scaler": 50}
+ZERO_ONE: dict[str, dict[str, Any]] = {
+    "zero-one-h10": {**FREEZE, "var_update_scaler": 8, "local_step_clipper": 10},
+    "zero-one-h6": {**FREEZE, "var_update_scaler": 4, "local_step_clipper": 6},
 }
-ZERO_ONE_SETTINGS = tuple(f"{GOSSIP}.{name}={value}" for name, value in ZERO_ONE.items())
+
+
+def zero_one(method: str) -> tuple[str, ...]:
+    settings = (f"{GOSSIP}.{name}={value}" for name, value in ZERO_ONE[method].items())
+    return "configs/adam/zero_one_adam.py", "configs/adam/fp16.py", *settings
+
+
 STREAMING = ("configs/outer/streaming.py", every(10), f"{GOSSIP}.fragment_mb=0.13")
 METHODS: dict[str, tuple[str, ...]] = {
     "dense": (),
@@ -76,7 +81,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "2bit-h10": ("configs/outer/twobit.py", every(10)),
     "streaming-1": (*STREAMING, f"{GOSSIP}.delay=1"),
     "streaming-2": (*STREAMING, f"{GOSSIP}.delay=2"),
-    "zero-one-h10": ("configs/adam/zero_one_adam.py", "configs/adam/fp16.py", *ZERO_ONE_SETTINGS),
+    **{method: zero_one(method) for method in ZERO_ONE},
 }
 
 
@@ -99,8 +104,8 @@ def words(args: argparse.Namespace, method: str, seed: int, place: Path) -> list
 
 def exchanges(method: str, steps: int) -> int:
     """Number of exchanges of each element."""
-    if method.startswith("zero-one"):
-        return ZeroOneSteps(**ZERO_ONE).schedule.exchanges(steps)
+    if method in ZERO_ONE:
+        return ZeroOneSteps(**ZERO_ONE[method]).schedule.exchanges(steps)
     found = [word for word in METHODS[method] if word.startswith(every(0)[:-1])]
     return steps // int(found[-1].rpartition("=")[2]) if found else steps
 

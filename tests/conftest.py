@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jaxtyping
 import pytest
+from environment import STARTUP
 
 PARALLEL = Path(__file__).parent / "parallel"
 WITHOUT_HOROVOD = "needs Horovod, which is not installed" if find_spec("horovod") is None else ""
@@ -19,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # ranks of a test share the cores with those of another test: without this, waiting takes a core
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+# for the processes of tests that set no PYTHONPATH
+os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from environment import REPOSITORY, python_path
 from parallel.processes import children, free_port, send
 
 from dgc.comm.lockstep import LockstepWorld
@@ -24,7 +25,6 @@ from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.reading import read_manifest, read_tensors
 from dgc_training.checkpoint.reshard import merge
 
-REPOSITORY = Path(__file__).parents[2]
 CHECKPOINT_EVERY = 3
 LATE = "has ended on the other machines"
 DGC = ("configs/dgc/wm5.py", "--configs.train.check_replicas_every=5")
@@ -129,7 +129,7 @@ class Agent:
             "LAST_CALL": "3",
             "RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=6,read_timeout=15",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": python_path(),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         files = [word for word in run.method if not word.startswith("--")]

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from environment import REPOSITORY, python_path
 from parallel.processes import free_port, run_together
 
 from scripts.launch import prepare
 from scripts.launch import torchrun as torchrun_command
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
 
 
 def mpirun(ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -89,8 +89,8 @@ def _run(command: list[str], environment: Mapping[str, str], timeout: float) -> 
 def _run_together(
     commands: list[list[str]], environment: Mapping[str, str], timeout: float
 ) -> list[subprocess.CompletedProcess[str]]:
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), environment.get("PYTHONPATH", "")]
-    changes = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    paths = python_path(REPOSITORY / "tests", *filter(None, [environment.get("PYTHONPATH")]))
+    changes = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return run_together(commands, REPOSITORY, {**environment, **changes}, timeout)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.ranks import REPOSITORY, mpirun, torchrun, two_agents
+from environment import REPOSITORY
+from parallel.ranks import mpirun, torchrun, two_agents
 
 EXAMPLES = REPOSITORY / "examples"
 WORKER = Path(__file__).with_name("examples_worker.py")

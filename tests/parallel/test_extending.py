@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from documented import DOCS, code
-from parallel.ranks import REPOSITORY
+from environment import REPOSITORY
 
 from scripts.launch import prepare
 

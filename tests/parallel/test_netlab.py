@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import REPOSITORY
 from parallel.processes import run_together
-from parallel.ranks import REPOSITORY
 
 from benchmarks.netlab import Laboratory, LaboratoryError
 from benchmarks.netlab.laboratory import LINK, LOCKS, address, check_machine

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from parallel.ranks import REPOSITORY, mpirun
+from environment import REPOSITORY
+from parallel.ranks import mpirun
 
 BODY = """
     optimizer.zero_grad()

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from parallel.ranks import REPOSITORY, two_agents
+from environment import REPOSITORY
+from parallel.ranks import two_agents
 
 
 @pytest.mark.proof

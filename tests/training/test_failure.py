@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import REPOSITORY, python_path
 from failing_model import failing_model
 
 import train
@@ -19,13 +20,12 @@ from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
 from scripts.launch import torchrun
 
-REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {
     **os.environ,
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(REPOSITORY),
+    "PYTHONPATH": python_path(),
 }
 BIN = Path(sys.executable).parent
 MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
@@ -170,7 +170,7 @@ def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Any
 ) -> None:
     failing = failing_model(tmp_path, 3, "raise ValueError('broken shard')", rank=1)
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
     start = STARTS.get(launcher, torchrun(2, [])[:-1])
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{BIN}:{os.environ['PATH']}")
     configs = ["--configs", "configs/digits/cnn.py", failing]
@@ -227,7 +227,7 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
 @pytest.mark.timeout(150)
 def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1)
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
     configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", "10"]
     result = launch(
         [*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120
@@ -282,7 +282,7 @@ def make(path: str) -> Digits:
 """)
     (tmp_path / "shard0").touch()
     (tmp_path / "shards.yaml").write_text(f"dataset: {{_target_: shards.make, path: {tmp_path}/shard}}\n")
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
     words = ["--configs", "configs/digits/cnn.py", tmp_path / "shards.yaml", "--configs.model.num_classes", "10"]
     result = launch([*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *words, *FLAGS], tmp_path)
     assert result.returncode == 2 and "Traceback" not in result.stderr

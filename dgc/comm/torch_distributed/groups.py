@@ -8,6 +8,7 @@ import contextlib
 import os
 import socket
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -65,10 +66,11 @@ class Lanes:
                     own[tuple(ranks)] = dist.new_group(ranks, self._timeout, self._backend)
             self._groups[lane, kind] = own[tuple(self._place.members(kind))]
 
-    def close(self) -> None:
-        """Destroy the groups."""
-        while self._groups:
-            destroy(self._groups.popitem()[1])
+    def close(self) -> list[Any]:
+        """Return the groups, for `destroy`, and give them up."""
+        groups = list(self._groups.values())
+        self._groups.clear()
+        return groups
 
     def group(self, lane: str, kind: Group) -> Any:
         """The process group.
@@ -81,8 +83,19 @@ class Lanes:
         return self._groups[lane, kind]
 
 
-def destroy(group: Any) -> None:
-    """Destroy a process group, unless the program has done so. Its threads end with the last reference to it."""
-    if dist.is_initialized():
-        with contextlib.suppress(ValueError):  # it does not exist any more
-            dist.destroy_process_group(group)
+def destroy(groups: list[Any]) -> None:
+    """Destroy process groups that the program has not destroyed itself, and empty the list.
+
+    The threads of a group end with the last reference to it, and may take 0.1 s: all references end at one time.
+    """
+    threads = []
+    while groups:
+        reference = [groups.pop(0)]
+        if dist.is_initialized():
+            with contextlib.suppress(ValueError):  # it does not exist any more
+                dist.destroy_process_group(reference[0])
+        threads.append(Thread(target=reference.clear))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -13,8 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dgc.comm.torch_distributed.groups import destroy
-
 FOREVER = timedelta(days=365)  # an asynchronous rank may wait as long as it likes
 SEND_TIME = 10.0  # seconds
 
@@ -104,8 +102,8 @@ class Neighbors:
             self._threads.wait_for_send(dist.isend(message, to, self._group, tag))
         return futures
 
-    def close(self) -> None:
-        """Wait until all messages are sent, and destroy the process group."""
+    def close(self) -> Any:
+        """Wait until all messages are sent, and return the process group, for `destroy`."""
         self._threads.finish_sends()
-        destroy(self._group)
-        self._group = None
+        group, self._group = self._group, None
+        return group

@@ -32,7 +32,7 @@ from dgc.comm.requests import (
     as_bytes,
 )
 from dgc.comm.staging import StagedTransport
-from dgc.comm.torch_distributed.groups import Lanes, Place
+from dgc.comm.torch_distributed.groups import Lanes, Place, destroy
 from dgc.comm.torch_distributed.messages import GlooChannel, Neighbors, WaitingThreads
 from dgc.comm.transport import Transport
 
@@ -157,10 +157,10 @@ class TorchTransport:
         """
         if self._unfinished:
             return
-        self._neighbors.close()
-        self._lanes.close()
+        groups = [self._neighbors.close(), *self._lanes.close()]
         if self._owns_default_group and dist.is_initialized():
-            dist.destroy_process_group()
+            groups.append(dist.group.WORLD)
+        destroy(groups)
 
     def _start(self, name: str, request: Request, lane: str) -> tuple[list[Any], Reply]:
         """Start a request. Return its operations and its output."""
