@@ -177,17 +177,16 @@ def test_bytes(tmp_path: Path) -> None:
 def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
     """It is drawn as it is, under its name. Runs with different metrics are refused."""
     bits = "bits_per_character/test"
-    runs = [write_run(tmp_path / name) for name in "ab"]
-    trees = [yaml.safe_load((run / "config.yaml").read_text()) for run in runs]
-    for tree, metric in zip(trees, (bits, "acc/test_top5"), strict=True):
+    directories = [write_run(tmp_path / name) for name in "ab"]
+    for directory, metric in zip(directories, (bits, "acc/test_top5"), strict=True):
+        tree = yaml.safe_load((directory / "config.yaml").read_text())
         tree["train"]["metric"] = metric
-    for run, tree in zip(runs, trees, strict=True):
-        (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    for directory, metric, label, shown in (
+        (directory / "config.yaml").write_text(yaml.safe_dump(tree))
+    runs = [read_run(directory) for directory in directories]
+    for run, metric, label, shown in (
         (runs[0], bits, bits, [51.0, 61.0, 71.0]),
         (runs[1], "acc/test_top5 (%)", "100 % - acc/test_top5 (%)", [49.0, 39.0, 29.0]),
     ):
-        run = read_run(directory)
         assert run.training.y == [] and run.validation.y == [51.0, 61.0, 71.0]
         error, against_bytes = error_figure([run]), bytes_figure([run])
         assert error is not None and against_bytes is not None
@@ -197,7 +196,7 @@ def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
         assert axes.get_ylabel() == f"{metric}, validation"
         assert np.asarray(axes.lines[0].get_ydata()).tolist() == [51.0, 61.0, 71.0]
     with pytest.raises(PlotError, match="cannot be compared: metric is"):
-        check_comparable([read_run(run) for run in runs])
+        check_comparable(runs)
 
 
 def test_a_run_without_csv_files_is_read_from_its_tensorboard_files(

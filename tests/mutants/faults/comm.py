@@ -18,6 +18,13 @@ COMM = [
         ["tests/comm/test_lockstep.py"],
     ),
     Fault(
+        "threads-of-process-groups-end-one-after-another",
+        "dgc/comm/torch_distributed/groups.py",
+        "threads.append(Thread(target=reference.clear))",
+        "reference.clear()",
+        ["tests/comm/test_torch_distributed.py"],
+    ),
+    Fault(
         "minimum-is-the-maximum",
         "dgc/comm/lockstep/rendezvous.py",
         'if op == "min" else torch.maximum(total, tensor)',

@@ -4,6 +4,20 @@ from ..fault import Fault
 
 TOOLS: list[Fault] = [
     Fault(
+        "any-metric-is-drawn-as-an-error",
+        "scripts/plot_figures.py",
+        "error = [100 - y for y in curve.y] if run.unit else curve.y",
+        "error = [100 - y for y in curve.y]",
+        ["tests/test_plot.py"],
+    ),
+    Fault(
+        "bytes-of-every-step-grow-with-its-time",
+        "benchmarks/step_times.py",
+        'times_longer = 1.0 if idle(name) in per_step else row["until_ms"] / milliseconds',
+        'times_longer = row["until_ms"] / milliseconds',
+        ["tests/test_network_benchmarks.py"],
+    ),
+    Fault(
         "any-gain-is-recommended",
         "scripts/advise/advice.py",
         "if plain.step >= WORTHWHILE * best.step:",
