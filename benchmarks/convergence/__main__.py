@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             summaries[method].append(summary)
             also = f"   {task.also[1]} {summary['final'][task.also[0]]:.2f}" if task.also else ""
             print(
-                f"{kind} {number}  {method:<18} {task.quality} {summary['final'][task.metric]:6.{task.decimals}f}"
+                f"{kind} {number}  {method:<20} {task.quality} {summary['final'][task.metric]:6.{task.decimals}f}"
                 f"{task.unit}{also}   {summary['wire_bytes'] / 1e6:8.2f} MB on the wire per rank   "
                 f"{summary['seconds']:6.1f} s",
                 flush=True,

@@ -43,13 +43,13 @@ def rows_of(task: Task, summaries: Summaries) -> dict[str, dict[str, Any]]:
 def report(task: Task, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Print a table and a line of JSON."""
     print(
-        f"\n{'method':<18} {task.quality + task.unit:>20} {'minus ' + next(iter(rows)):>20} {'std. error':>10} "
+        f"\n{'method':<20} {task.quality + task.unit:>20} {'minus ' + next(iter(rows)):>20} {'std. error':>10} "
         f"{'dense / wire':>12} {'MB per run':>11} {'seconds':>8}"
     )
     for method, row in rows.items():
         error = "" if row["standard_error"] is None else f"{row['standard_error']:.{task.decimals}f}"
         print(
-            f"{method:<18} {row['quality']:20.{task.decimals}f} {row['difference']:20.{task.decimals}f} "
+            f"{method:<20} {row['quality']:20.{task.decimals}f} {row['difference']:20.{task.decimals}f} "
             f"{error:>10} {row['dense_over_wire']:12.1f} {row['wire_bytes'] / len(row['runs']) / 1e6:11.2f} "
             f"{row['seconds']:8.1f}"
         )

@@ -132,20 +132,24 @@ class LanguageModel(Task):
         return results
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.state is None else {"state": [part.cpu() for part in self.state]}
+        if self.state is None or not isinstance(self.batches, TokenStreams):
+            return {}
+        return {"state": [part.cpu() for part in self.state], "chunk": self.batches.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = None
         if not state:
             return
-        if not self.carry_state or state.keys() != {"state"}:
+        if not isinstance(self.batches, TokenStreams) or state.keys() - {"chunk"} != {"state"}:
             raise ValueError(f"the checkpoint has a state of another task: {', '.join(state)}")
         saved, shapes = state["state"], [tuple(part.shape) for part in self._example_state()]
         if not all(isinstance(part, Tensor) and bool(part.isfinite().all()) for part in saved):
             raise ValueError("task.state is not a list of finite tensors")
         if (found := [tuple(part.shape) for part in saved]) != shapes:
             raise ValueError(f"task.state has the shapes {found}, and the model's state {shapes}")
-        self.state = tuple(part.to(self.device) for part in saved)
+        if not isinstance(chunk := state.get("chunk"), int | None):
+            raise ValueError(f"task.chunk is {chunk!r}, not the number of a chunk")
+        self.state, self.batches.last = tuple(part.to(self.device) for part in saved), chunk
 
     def _example_state(self) -> State:
         """A state of the model for this rank's rows. It draws no random numbers."""

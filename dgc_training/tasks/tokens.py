@@ -49,8 +49,8 @@ class TokenStreams:
     is dropped. An epoch continues the one before. After their last chunk the rows begin again.
 
     A rank of an asynchronous run takes more or fewer steps in an epoch than `steps_per_epoch`, and the next epoch
-    begins at its own place all the same. The chunk there continues nothing, so it has `begins`. The first chunk
-    after a resume has not: its state is that of the checkpoint.
+    begins at its own place all the same. The chunk there continues nothing, so it has `begins`. `last` is the
+    number of the chunk before. A checkpoint has it beside the model's state.
 
     Args:
         tokens: int64 [n], equal on every rank.
@@ -87,7 +87,7 @@ class TokenStreams:
         first = rank * batch_size
         rows = [tokens[row * length : (row + 1) * length + 1] for row in range(first, first + batch_size)]
         self.rows = torch.stack(rows)
-        self.last: int | None = None  # number of the chunk before; None: there is none in this process
+        self.last: int | None = None  # not known: the state is that of the chunk before, if there is one
 
     def epoch(
         self, epoch: int, start: int = 0, more_steps: Callable[[], bool] | None = None

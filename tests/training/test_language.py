@@ -133,9 +133,12 @@ def test_a_state_goes_on_only_where_the_text_does() -> None:
                     begins += [(epoch, step)] * chunk.begins
                     before = chunk
         assert begins == [(0, 0), (1, 0), (2, 0), (3, 3)]
-        resumed = TokenStreams(torch.arange(500), 5, 1, passes, rank=0, size=1, device=CPU, steps_per_epoch=10)
-        found = [chunk.begins for _, chunks in resumed.epoch(1, 4) for chunk in chunks]
-        assert found == [False] * 6 * passes, "the state of the first chunk is that of the checkpoint"
+        # the state of a checkpoint is that of its chunk
+        for last, begins_anew in ((None, False), (14 * passes - 1, False), (16 * passes - 1, True)):
+            resumed = TokenStreams(torch.arange(500), 5, 1, passes, rank=0, size=1, device=CPU, steps_per_epoch=10)
+            resumed.last = last
+            found = [chunk.begins for _, chunks in resumed.epoch(1, 4) for chunk in chunks]
+            assert found == [begins_anew] + [False] * (6 * passes - 1)
 
 
 def test_windows_cover_the_stream_once() -> None:
@@ -252,15 +255,26 @@ def test_an_lstm_run_resumed_in_mid_epoch_ends_bit_identical(
     saved = json.loads((tmp_path / "cut" / "checkpoints" / "latest.json").read_text())["checkpoint"]
     assert saved.startswith("e0001") and saved != "e0001"
     is_bf16 = "train.precision=bf16" in words and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    state = read_tensors(tmp_path / "cut" / "checkpoints" / saved / f"rank{size - 1}.pt")["task"]["state"]
+    task = read_tensors(tmp_path / "cut" / "checkpoints" / saved / f"rank{size - 1}.pt")["task"]
+    state = task["state"]
+    assert task["chunk"] == 5 + int(saved[-5:]) - 1, "five steps of the first epoch, and those of the second"
     assert [part.shape for part in state] == [(2, 4, 16)] * 2 and bool(state[0].any())
     assert state[0].dtype == (torch.bfloat16 if is_bf16 else torch.float32)
-    run(wikitext, tmp_path / "cut", words, size, stack)
+    chunks, make = [], TokenStreams._chunk
+
+    def recorded(self: TokenStreams, number: int) -> Any:
+        chunks.append((self.last, number))
+        return make(self, number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenStreams, "_chunk", recorded)
+        run(wikitext, tmp_path / "cut", words, size, stack)
+    assert chunks[0] == (task["chunk"], task["chunk"] + 1)
     for name in ("shared.pt", *(f"rank{rank}.pt" for rank in range(size))):
         whole, cut = (read_tensors(tmp_path / d / "checkpoints" / "e0002" / name) for d in ("whole", "cut"))
         for part in ("model", "task"):
             a, b = (torch.utils._pytree.tree_leaves(saved.get(part, {})) for saved in (whole, cut))
-            assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+            assert len(a) == len(b) and all(map(torch.equal, map(torch.as_tensor, a), map(torch.as_tensor, b)))
     summaries = [json.loads((tmp_path / d / "summary.json").read_text()) for d in ("whole", "cut")]
     assert summaries[0]["best"] == summaries[1]["best"] and summaries[0]["tokens"] == 2 * 5 * size * 4 * 8
     assert summaries[0]["best"]["perplexity/val"] == pytest.approx(math.exp(summaries[0]["best"]["loss/val"]))

@@ -32,6 +32,13 @@ TRAINING = [
         ["tests/training/test_fp16.py"],
     ),
     Fault(
+        "chunk-of-the-carried-state-not-resumed",
+        "dgc_training/tasks/language_model.py",
+        "self.state, self.batches.last = tuple(part.to(self.device) for part in saved), chunk",
+        "self.state = tuple(part.to(self.device) for part in saved)",
+        ["tests/training/test_language.py"],
+    ),
+    Fault(
         "scaled-gradients-clipped",
         "dgc_training/stepping.py",
         "self.scaler.unscale_(self.optimizer)",
