@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -14,12 +15,16 @@ from environment import STARTUP
 PARALLEL = Path(__file__).parent / "parallel"
 WITHOUT_HOROVOD = "needs Horovod, which is not installed" if find_spec("horovod") is None else ""
 
+# searching for garbage takes a quarter of the time in which thousands of tests are collected
+gc.disable()
 # before torch is imported: more threads than cores make small tests slower, not faster
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # where a test asks for several threads, those that have nothing to do leave the cores to other processes
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # ranks of a test share the cores with those of another test: without this, waiting takes a core
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+# Horovod's thread takes a third of a core when it looks for messages every 0.2 ms, the default here
+os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")
 # for the processes of tests that set no PYTHONPATH
 os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -30,6 +35,20 @@ def no_type_checks() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def types_are_checked_in_every_fourth_case(request: pytest.FixtureRequest) -> None:
+    """Of a parametrized test: the cases run the same code, and the checks take a quarter of their time."""
+    case = getattr(request.node, "callspec", None)
+    if case is not None and sum(case.indices.values()) % 4:
+        request.getfixturevalue("no_type_checks")
+
+
+def pytest_collection_finish() -> None:
+    """Search for garbage again, but not in what the collection of the tests has made."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header() -> str:

@@ -182,7 +182,7 @@ def equal_to_hsdp(transport: Any) -> Finding:
     ]
     found = {}
     for name, loop, make in runs:
-        inputs = batches(6, transport.rank)
+        inputs = batches(4, transport.rank)
         native, model = build(square, name), build(flat, name)
         start = whole(model)
         options: Any = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}

@@ -21,10 +21,13 @@ QUICK = (
 HOROVOD = ("horovods_compressions", "state_initialisation")
 
 
+REQUESTS = {"same": True, "bytes": True, "objects": True, "told": True}
+
+
 def check_quick(found: list[dict]) -> None:
     size = len(found)
     for rank, own in enumerate(found):
-        assert own["requests"] == {"same": True, "bytes": True, "objects": True, "told": True}
+        assert own["requests"] == REQUESTS
         assert own["every_compressor"] == found[0]["every_compressor"], f"rank {rank} has another model"
         assert own["unused_on_one_rank"] == found[0]["unused_on_one_rank"]
         assert own["nonfinite"] == found[0]["nonfinite"]
@@ -103,7 +106,16 @@ def test_ratios_that_differ_are_told(two_ranks: list[dict]) -> None:
 
 
 @pytest.mark.horovod
+def test_requests_of_horovodrun_with_gloo(tmp_path: Path) -> None:
+    found = findings(2, tmp_path, "requests", "unused_on_one_rank", launch=horovodrun)
+    assert [own["requests"] for own in found] == [REQUESTS] * 2
+    assert found[0]["unused_on_one_rank"] == found[1]["unused_on_one_rank"]
+
+
+@pytest.mark.horovod
+@pytest.mark.proof
 def test_horovodrun_with_gloo(tmp_path: Path) -> None:
+    """Gloo's threads take most of two cores while they wait."""
     check_quick(findings(2, tmp_path, *QUICK, launch=horovodrun))
 
 
