@@ -25,6 +25,12 @@ def as_it_is(function: Any = None, *args: Any, **options: Any) -> Any:
     return (lambda decorated: decorated) if function is None else function
 
 
+def optimize_ddp_mode() -> Any:
+    """The setting of a caller of DDP, if it is one of the names that torch knows."""
+    mode = importlib.import_module(f"{NAME}.config").optimize_ddp
+    return mode if isinstance(mode, str) else "no_optimization"
+
+
 class Substitute(ModuleType):
     """What torch and Lightning use in processes that do not compile, and the modules of the package by name."""
 
@@ -32,8 +38,13 @@ class Substitute(ModuleType):
     graph_break = staticmethod(lambda: None)
     OptimizedModule = type("OptimizedModule", (), {})  # the class of compiled modules
     eval_frame = SimpleNamespace(OptimizedModule=OptimizedModule)
-    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # at the end of torch.distributed
-    utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization")  # in DDP
+    # in DDP, and at the end of torch.distributed
+    utils = SimpleNamespace(get_optimize_ddp_mode=optimize_ddp_mode)
+    trace_rules = SimpleNamespace(
+        clear_lru_cache=lambda: None,
+        LEGACY_MOD_INLINELIST=set(),
+        get_legacy_mod_inlinelist=SimpleNamespace(cache_clear=lambda: None),
+    )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
