@@ -37,14 +37,6 @@ def no_type_checks() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-@pytest.fixture(autouse=True)
-def types_are_checked_in_every_fourth_case(request: pytest.FixtureRequest) -> None:
-    """Of a parametrized test: the cases run the same code, and the checks take a quarter of their time."""
-    case = getattr(request.node, "callspec", None)
-    if case is not None and sum(case.indices.values()) % 4:
-        request.getfixturevalue("no_type_checks")
-
-
 def pytest_collection_finish() -> None:
     """Search for garbage again, but not in what the collection of the tests has made."""
     gc.freeze()

@@ -35,6 +35,14 @@ every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 every_world = pytest.mark.parametrize(("machines", "local_size"), WORLDS)
 
 
+@pytest.fixture(autouse=True)
+def types_are_checked_once(request: pytest.FixtureRequest) -> None:
+    """For every row on two machines of two ranks."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    if (parameters.get("machines"), parameters.get("local_size")) != (2, 2):
+        request.getfixturevalue("no_type_checks")
+
+
 class Machines(Fleet):
     """Simulated ranks on machines, with two levels. `make` makes the compressor between the machines."""
 
