@@ -11,6 +11,15 @@ Differences from the original: The error is kept inside PowerSGD, where zero_gra
 and is saved by state_dict. The gradients are set to zero, where the original leaves the error in them, so training
 is the same with and without zero_grad. A gradient that is None counts as zero. NaN or inf raises an error on every
 rank. `Config` has the original's defaults.
+
+At rank 1 the original divides the factors of all matrices of one shape by their common norm, where the paper
+orthonormalizes each matrix. It then sends only a part of what it should. Of gradients of exactly rank 1 in 8 equal
+layers, two half steps send 13 to 37 % in the first step, depending on the first factors; here they send 100 %.
+Config(orthogonalization="authors") repeats the original. At other ranks the two do not differ in this.
+
+The original decides whether to compress a tensor from its own shape: for [64, 64, 3, 3] at rank 4 it counts
+min(4, 3) (64 + 64 + 3 + 3) = 402 numbers. Here the matrix [64, 576] decides, by the 4 (64 + 576) = 2560 numbers that
+are sent.
 """
 
 from abc import ABC, abstractmethod
@@ -44,12 +53,14 @@ class Config:
         min_compression_rate (float): send a tensor uncompressed unless compression saves more than this factor.
         num_iters_per_step (int): half steps of the power iteration per step.
         start_compressing_after_num_steps (int): number of uncompressed steps at the start.
+        orthogonalization (str): "authors" repeats the original at rank 1. Compare with it by this setting only.
     """
 
     rank: int
     min_compression_rate: float = 2
     num_iters_per_step: int = 1
     start_compressing_after_num_steps: int = 100
+    orthogonalization: str = "auto"
 
 
 class Aggregator(ABC):

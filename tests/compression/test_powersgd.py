@@ -395,6 +395,38 @@ def test_three_lines_train(zero_grad: Any) -> None:
         optimizer_step(other, powersgd)
 
 
+@pytest.mark.parametrize(("count", "half_steps"), [(8, 1), (8, 2), (3, 3), (1, 2)])
+def test_a_switch_repeats_the_original_at_rank_1(count: int, half_steps: int) -> None:
+    """The original divides the factors of all matrices of one shape by one norm, the paper each by its own."""
+    config = Config(1, 0, half_steps, start_compressing_after_num_steps=0, orthogonalization="authors")
+    powersgd = PowerSGD([torch.zeros(20, 30)] * count, config, alone())
+    saved = powersgd.state_dict()
+    P, Q = (torch.stack([saved[side][f"param{i}"] for i in range(count)]) for side in "PQ")
+    M = torch.zeros(count, 20, 30)
+    for step in range(3):
+        gradients, mean = normal(count, 20, 30, seed=step), torch.zeros(count, 20, 30)
+        M = M + gradients
+        for half in range(step * half_steps, (step + 1) * half_steps):
+            if half % 2 == 0:
+                P = P / P.norm()
+                Q = M.mT @ P
+            else:
+                Q = Q / Q.norm()
+                P = M @ Q
+            M, mean = M - P @ Q.mT, mean + P @ Q.mT
+        found = torch.stack(powersgd.aggregate(list(gradients)))
+        torch.testing.assert_close(found, mean, rtol=0, atol=1e-4 * float(mean.abs().max()))
+
+
+def test_the_original_sends_a_part_of_equal_layers_at_rank_1() -> None:
+    matrices = torch.stack([low_rank(1, 40, 60, i) for i in range(8)])
+    for way, least, most in (("authors", 0.0, 0.6), ("auto", 0.999, 1.001)):
+        config = Config(1, 0, 2, start_compressing_after_num_steps=0, orthogonalization=way)
+        powersgd = PowerSGD(list(matrices), config, alone())
+        found = torch.stack(powersgd.aggregate(list(matrices.clone())))
+        assert least <= float(found.norm() / matrices.norm()) <= most
+
+
 def test_aggregate_averages_over_ranks_and_refuses_nan() -> None:
     def body(transport: Any) -> Any:
         params = [torch.zeros(30, 40), torch.zeros(7), torch.zeros((), dtype=torch.float64)]

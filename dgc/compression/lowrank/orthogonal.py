@@ -2,7 +2,7 @@
 
 Vectors are rows. For each of the B matrices in x [B, r, d] the result has r orthonormal rows of d elements with
 the same span; its first k rows span the same space as the first k rows of x. The `share` of a row is the part of
-its length that the rows before it do not explain. There are three methods:
+its length that the rows before it do not explain. There are three methods, and a fourth that repeats other code:
 
     qr             Householder reflections; orthonormal for any x
     gram_schmidt   x_i = x_i / |x_i|;  x_j -= (x_j . x_i) x_i for j > i      (modified, Vogels et al. 2019)
@@ -12,6 +12,10 @@ The last two lose orthogonality if rows are nearly dependent; then Householder r
 Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest of the three
 for ResNet-18's matrices at ranks 2, 4 and 7) and cholesky_qr on a GPU, which has no fast QR of many small
 matrices.
+
+`authors` repeats what the authors' package, epfml/powersgd, does: at rank 1 x / max(|x|, 1e-16) with one norm |x|
+of the whole batch, otherwise qr. The rows of B equal matrices of rank 1 then have a length of about 1 / sqrt(B),
+not 1, so a step sends only a part of what it should. The error feedback keeps the rest.
 
 A row that is zero, or has a share of at most epsilon, determines no direction and is replaced by a random row.
 Without this, a gradient that was zero once (an unused layer) would never be compressed again, because its factor
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from dgc.wire.checks import read_scalars
 
-Orthogonalization = Literal["auto", "qr", "gram_schmidt", "cholesky_qr"]
+Orthogonalization = Literal["auto", "qr", "gram_schmidt", "cholesky_qr", "authors"]
 SAFE = 1e-2  # smallest share of a row at which the last two methods are accurate
 
 
@@ -75,6 +79,11 @@ def attempt(
     x: Float32[Tensor, "B r d"], way: str, epsilon: float
 ) -> tuple[Float32[Tensor, "B r d"], Bool[Tensor, ""]]:
     """Returns (basis, whether it is valid): not if rows determine no direction or rounding has spoilt it."""
+    if way == "authors" and x.shape[1] == 1:
+        whole = torch.linalg.vector_norm(x)
+        return x / whole.clamp(min=1e-16), whole.isfinite()
+    if way == "authors":
+        way = "qr"
     if way == "auto":
         way = "gram_schmidt" if x.shape[1] == 1 else "cholesky_qr" if x.is_cuda else "qr"
     if x.shape[1] == 1 and way == "gram_schmidt":  # the same result in fewer operations

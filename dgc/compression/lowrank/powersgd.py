@@ -157,6 +157,8 @@ class PowerSGDCompressor:
             X = factors[source]
             if k == 0 and not self.warm_start:
                 X = self._orthonormal(state, step, state.random(source), source)
+            elif state.factors.half_steps + k == 0 and self.orthogonalization == "authors":
+                X = self._orthonormal(state, step, X, source)  # the first factors are of norm 1 each
             Y = yield from self._half_step(state, step, X, even, first=k == 0)
             factors[target] = self._orthonormal(state, step, Y, target, k)
         return factors["P"], factors["Q"]
