@@ -26,7 +26,8 @@ from matplotlib.figure import Figure
 
 from scripts.plot_events import read_events
 from scripts.plot_figures import STYLE, bytes_figure, error_figure, loss_figure, scaling_figure
-from scripts.plot_runs import PlotError, Run, check_comparable, has_csv, read_run
+from scripts.plot_runs import Run, check_comparable, has_csv, read_run
+from scripts.run_files import PlotError
 
 
 def split_label(word: str) -> tuple[str | None, Path]:

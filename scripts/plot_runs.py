@@ -5,6 +5,7 @@ without validation and checkpoints. In a file without that column (elapsed(s)), 
 steps since the previous row. Curves are means over the ranks that have the row.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -12,20 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dgc_training.logging.metric import UNKNOWN, metric_of, unit_of
+from scripts.run_files import LARGEST, PlotError, printable, read_config
 
 NAME = re.compile(r"out_r(\d+)_n(\d+)\.csv")
 PREAMBLE = 4  # lines before the header
+MOST = 1e9  # epochs, or steps of an epoch
 NEEDED = ("Epoch", "itr", "BT(s)", "avg:BT(s)", "Loss", "avg:Prec@1", "val")
+MEASURED = ("BT(s)", "avg:BT(s)", "DT(s)", "wait(s)", "elapsed(s)", "wire_bytes")  # finite in any run
 NAMES = {"DenseCompressor": "AR-SGD", "DPSGD": "D-PSGD", "ADPSGD": "AD-PSGD"}
 Row = dict[str, float]
 Rows = dict[tuple[int, int], Row]
-
-
-class PlotError(ValueError):
-    """The given runs cannot be plotted. The message has the cause and a remedy."""
 
 
 class NotBegun(PlotError):
@@ -75,7 +73,8 @@ class Run:
 
     @property
     def samples_per_second(self) -> float:
-        return self.ranks * self.batch / self.seconds_per_step
+        """NaN if the seconds are unknown."""
+        return self.ranks * self.batch / self.seconds_per_step if self.seconds_per_step > 0 else math.nan
 
     @property
     def is_top1(self) -> bool:
@@ -90,7 +89,10 @@ def mean(values: Iterable[float]) -> float:
 
 def read_file(path: Path) -> tuple[dict[str, int], Rows]:
     """Reads world size, batch size and the rows by (Epoch, itr). An incomplete last line is left out."""
-    lines = path.read_text(errors="replace").split("\n")
+    try:
+        lines = path.read_text(errors="replace").split("\n")
+    except OSError as error:
+        raise PlotError(f"{path} cannot be read: {error.strerror}") from None
     # A last line without line break was being written when the run was killed.
     lines.pop()
     try:
@@ -98,21 +100,29 @@ def read_file(path: Path) -> tuple[dict[str, int], Rows]:
         head = {name: int(value) for name, value in (pair.split(",") for pair in pairs)}
         columns = lines[PREAMBLE].split(",")
         missing = [name for name in NEEDED if name not in columns]
-        if start != "BEGIN-TRAINING" or missing or not {"World-Size", "Batch-Size"} <= head.keys():
+        if start != "BEGIN-TRAINING" or missing or not 0 < head["World-Size"] < LARGEST > head["Batch-Size"] > 0:
             raise ValueError
-    except (ValueError, IndexError):
+    except (ValueError, IndexError, KeyError):
         raise PlotError(f"{path} is not a CSV log: its first five lines differ from those of one") from None
     rows: Rows = {}
     for number, line in enumerate(lines[PREAMBLE + 1 :], PREAMBLE + 2):
         cells = line.split(",")
         try:
-            row = dict(zip(columns, map(float, cells), strict=True))
+            row = row_of(dict(zip(columns, map(float, cells), strict=True)))
             rows[int(row["Epoch"]), int(row["itr"])] = row
         except ValueError:
             if number == len(lines):
                 break
             raise PlotError(f"{path}, line {number}, is damaged: {line[:80]!r}. Remove the line.") from None
     return head, rows
+
+
+def row_of(row: Row) -> Row:
+    """A row, with NaN for the loss or scores of a run that diverges. Raises ValueError for other damage."""
+    measured = [row[name] for name in MEASURED if name in row]
+    if not (0 <= row["Epoch"] < MOST and -1 <= row["itr"] < MOST and all(-1 <= v < LARGEST for v in measured)):
+        raise ValueError
+    return {name: value if abs(value) < LARGEST else math.nan for name, value in row.items()}
 
 
 def add_totals(rows: Rows, per_epoch: int) -> None:
@@ -132,6 +142,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     """Reads the run of a directory that `has_csv`. label: None uses the algorithm from its config.yaml."""
     paths = {tuple(map(int, found.groups())): p for p, found in _files(directory / "csv")}
     sizes = sorted({size for _, size in paths})
+    if wrong := [path for (rank, size), path in paths.items() if rank >= size]:
+        raise PlotError(f"{wrong[0]} has a rank in its name that is not below the number of ranks")
     if len(sizes) > 1:
         raise PlotError(
             f"{directory}/csv has files of {' and of '.join(map(str, sizes))} ranks: the run was resumed on "
@@ -143,8 +155,9 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     heads, files = zip(*(read_file(path) for _, path in sorted(paths.items())), strict=True)
     if (batches := {head["Batch-Size"] for head in heads}) and len(batches) > 1:
         raise PlotError(f"{directory}/csv has files of several runs: batches of {sorted(batches)} per rank")
-    if empty := [path for (_, path), rows in zip(sorted(paths.items()), files, strict=True) if not rows]:
-        raise PlotError(f"{empty[0]} has no rows: the run was killed before its first step")
+    for (_, path), rows in zip(sorted(paths.items()), files, strict=True):
+        if all(itr < 0 for _, itr in rows):
+            raise PlotError(f"{path} has no rows: the run was killed before its first step")
     per_epoch = max(itr for rows in files for _, itr in rows) + 1
     for rows in files:
         add_totals(rows, per_epoch)
@@ -152,7 +165,7 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     training, validation = epochs(files, per_epoch)
     run = Run(
         directory=directory,
-        label=label if label is not None else algorithm(config, directory),
+        label=printable(label if label is not None else algorithm(config, directory)),
         ranks=size,
         batch=batches.pop(),
         seconds_per_step=mean(map(seconds_per_step, files)),
@@ -178,16 +191,6 @@ def _files(folder: Path) -> Iterable[tuple[Path, re.Match[str]]]:
             yield path, found
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except yaml.YAMLError as error:
-        raise PlotError(f"{path} is damaged: {' '.join(str(error).split())}") from None
-    return tree if isinstance(tree, dict) else {}
-
-
 def setting_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What runs must have in common to be compared. Empty if this is not known."""
     if not config:
@@ -204,7 +207,9 @@ def algorithm(config: Mapping[str, Any], directory: Path) -> str:
     raise PlotError(f"{directory}/config.yaml has no algorithm; give the run a label: LABEL={directory}")
 
 
-def _name(node: Mapping[str, Any]) -> str:
+def _name(node: Any) -> str:
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        return "?"
     name = str(node["_target_"]).rpartition(".")[2]
     if name not in ("OuterSteps", "Periodic"):  # the second: runs before compressed outer steps
         return NAMES.get(name, name.removesuffix("Compressor"))

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dgc_training.logging.formatting import plural
-from scripts.plot_runs import PlotError
 from scripts.report_page import page
 from scripts.report_runs import read_reported
+from scripts.run_files import PlotError, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except (PlotError, OSError) as error:
-        print(f"report: {error}", file=sys.stderr)
+        print(f"report: {printable(error)}", file=sys.stderr)
         return 2
-    print(f"{out}: {plural(len(runs), 'run')}")
+    print(printable(f"{out}: {plural(len(runs), 'run')}"))
     return 0
 
 

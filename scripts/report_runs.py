@@ -3,7 +3,6 @@
 What a finished run has in summary.json is read from there. For an unfinished run it is computed from the curves.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,10 @@ from dgc_training.errors import ConfigError
 from dgc_training.logging.changed_settings import written
 from dgc_training.logging.metric import is_lower_better, metric_of, unit_of
 from scripts.plot import read, split_label
-from scripts.plot_events import LAST, load_events
+from scripts.plot_events import LAST, STEPS, load_events
 from scripts.plot_figures import names
-from scripts.plot_runs import NotBegun, PlotError, Run, mean, read_config, read_file
+from scripts.plot_runs import NotBegun, Run, mean, read_file
+from scripts.run_files import printable, read_config, read_summary
 
 # The phases of a step, as in TensorBoard's tags time/..., in the order of the bars.
 PHASES = ("data", "forward_backward", "compress", "launch", "wait", "decode", "step", "other")
@@ -80,7 +80,9 @@ class ReportedRun:
 
     @property
     def planned_epochs(self) -> int | None:
-        return (self.config.get("train") or {}).get("num_epochs")
+        """None: unknown, or a formula of the config."""
+        found = (self.config.get("train") or {}).get("num_epochs")
+        return found if isinstance(found, int) else None
 
     @property
     def final(self) -> float | None:
@@ -90,8 +92,9 @@ class ReportedRun:
     @property
     def best(self) -> tuple[float, int] | None:
         """The best value of the metric, and its epoch, counted from 1."""
-        if (known := self.summary.get("best") or {}) and self.metric in known:
-            return known[self.metric], self.summary["best_epoch"]
+        known, epoch = (self.summary.get("best") or {}).get(self.metric), self.summary.get("best_epoch")
+        if known is not None and epoch is not None:
+            return known, epoch
         choose = min if self.lower_is_better else max
         return choose(((y, epoch) for epoch, y in enumerate(self.quality, 1)), key=lambda p: p[0], default=None)
 
@@ -128,7 +131,7 @@ def read_reported(words: Sequence[str]) -> list[ReportedRun]:
     distinct = iter(names([run for *_, run in runs if run is not None]))
     return [
         ReportedRun(
-            name=next(distinct) if run is not None else label or directory.resolve().name,
+            name=printable(next(distinct) if run is not None else label or directory.resolve().name),
             directory=directory,
             run=run,
             config=read_config(directory / "config.yaml"),
@@ -137,19 +140,6 @@ def read_reported(words: Sequence[str]) -> list[ReportedRun]:
         )
         for label, directory, run in runs
     ]
-
-
-def read_summary(path: Path) -> dict[str, Any]:
-    """The summary of a finished run; empty if there is no such file."""
-    try:
-        summary = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise PlotError(f"{path} is damaged: {error}. Remove it: the run then counts as unfinished.") from None
-    if not isinstance(summary, dict):
-        raise PlotError(f"{path} is no summary of a run. Remove it: the run then counts as unfinished.")
-    return summary
 
 
 def increments(totals: Sequence[float]) -> list[float]:
@@ -162,21 +152,14 @@ def read_details(directory: Path, run: Run) -> dict[str, Any]:
         events = load_events(directory)
     except NotBegun:
         return details_of_csv(directory, run)
-    tags = set(events.Tags()["scalars"])
-    elapsed = {point.step: float(point.value) for point in events.Scalars(LAST)}
-    steps = {point.step: float(point.value) for point in events.Scalars("train/steps") if point.step in elapsed}
+    elapsed = events.values(LAST)
+    steps = {sample: value for sample, value in events.values(STEPS).items() if sample in elapsed}
     taken = dict(zip(steps, increments(list(steps.values())), strict=True))
-
-    def values(tag: str) -> dict[int, float]:
-        return {point.step: float(point.value) for point in events.Scalars(tag)} if tag in tags else {}
-
-    wire, dense = values("bytes/wire_per_step"), values("bytes/dense_wire_per_step")
+    wire, dense = events.values("bytes/wire_per_step"), events.values("bytes/dense_wire_per_step")
     at = [sample for sample in wire if sample in steps and sample in dense]
     total = sum(taken.values())
-    phases = {
-        phase: sum(value * taken.get(sample, 0.0) for sample, value in values(f"time/{phase}").items()) / total
-        for phase in PHASES
-    }
+    logged = {phase: events.values(f"time/{phase}").items() for phase in PHASES}
+    phases = {phase: sum(v * taken.get(sample, 0.0) for sample, v in logged[phase]) / total for phase in PHASES}
     return {
         "traffic": Traffic([steps[i] for i in at], [wire[i] for i in at], [dense[i] for i in at]),
         "phases": disjoint(phases, max(elapsed.values()) / total),
@@ -210,8 +193,8 @@ def details_of_csv(directory: Path, run: Run) -> dict[str, Any]:
     if path.is_file():
         rows = [row for (_, itr), row in read_file(path)[1].items() if itr >= 0]
         if all("wait(s)" in row and "DT(s)" in row for row in rows):
-            waited = sum(row["wait(s)"] for row in rows) / loss.steps[-1]
-            data, step = mean(row["DT(s)"] for row in rows), mean(row["BT(s)"] for row in rows)
+            waited = max(0.0, sum(row["wait(s)"] for row in rows) / loss.steps[-1])
+            data, step = max(0.0, mean(row["DT(s)"] for row in rows)), mean(row["BT(s)"] for row in rows)
             phases = {**dict.fromkeys(PHASES, 0.0), "data": data, "wait": waited}
             phases["other"] = max(0.0, step - data - waited)
     return {"traffic": traffic, "phases": phases}

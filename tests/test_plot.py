@@ -16,7 +16,8 @@ from dgc_training.logging.rank_csv.log import CsvLog
 from dgc_training.startup.arguments import parse_arguments
 from scripts.plot import main, read
 from scripts.plot_figures import bytes_figure, colours, error_figure, loss_figure, names, scaling_figure, time_unit
-from scripts.plot_runs import PlotError, check_comparable, read_run
+from scripts.plot_runs import check_comparable, read_run
+from scripts.run_files import PlotError
 
 CONFIG = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
 STEPS = 6

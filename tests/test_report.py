@@ -20,10 +20,10 @@ from dgc_training.logging.formatting import human_bytes
 from dgc_training.logging.metric import is_lower_better, metric_of, unit_of
 from dgc_training.logging.summary import summarize
 from dgc_training.startup.arguments import parse_arguments
-from scripts.plot_runs import PlotError
 from scripts.report import main
 from scripts.report_page import page, seconds, sent
 from scripts.report_runs import PHASES, differing_settings, disjoint, read_reported
+from scripts.run_files import PlotError
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
@@ -320,7 +320,7 @@ def test_errors(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFix
     (directory / "summary.json").write_text('{"epochs": ')
     assert "summary.json is damaged" in refused(directory) and "counts as unfinished" in refused(directory)
     (directory / "summary.json").write_text("[]")
-    with pytest.raises(PlotError, match="is no summary of a run. Remove it"):
+    with pytest.raises(PlotError, match="summary.json is damaged: .* Remove it"):
         read_reported([str(directory)])
 
 

@@ -18,8 +18,8 @@ layers, two half steps send 13 to 37 % in the first step, depending on the first
 Config(orthogonalization="authors") repeats the original. At other ranks the two do not differ in this.
 
 The original decides whether to compress a tensor from its own shape: for [64, 64, 3, 3] at rank 4 it counts
-min(4, 3) (64 + 64 + 3 + 3) = 402 numbers. Here the matrix [64, 576] decides, by the 4 (64 + 576) = 2560 numbers that
-are sent.
+min(4, 3) (64 + 64 + 3 + 3) = 402 numbers. Here the matrix [64, 576] decides, by the 4 (64 + 576) = 2560 numbers
+that are sent.
 """
 
 from abc import ABC, abstractmethod
