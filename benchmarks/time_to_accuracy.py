@@ -148,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with Laboratory(args.hosts, args.rate) as laboratory:
             link = measure(laboratory)
-            title = f"{args.task}, {args.hosts} hosts, {link.bits_per_second / 1e6:.0f} Mbit/s each way"
+            rates = [bits / 1e6 for bits in (laboratory.bits_per_second, link.bits_per_second)]
+            title = f"{args.task}, {args.hosts} hosts, links of {rates[0]:g} Mbit/s (measured: {rates[1]:.0f})"
             print(f"{title}, {epochs} epochs of batches of {batch_size} per rank", flush=True)
             for fold in range(args.folds):
                 for method in args.methods:
