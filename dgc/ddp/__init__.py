@@ -1,8 +1,8 @@
 """Compression for torch.nn.parallel.DistributedDataParallel (DDP), as a communication hook.
 
     model = DistributedDataParallel(net)
-    optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-    exchange = compress(model, DGCCompressor(0.001, DGCSGDMemory(momentum=0.9)), optimizer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    exchange = compress(model, PowerSGDCompressor(rank=4, num_iters_per_step=2), optimizer)
     for inputs, targets in batches:  # the usual loop
         optimizer.zero_grad()
         loss_fn(model(inputs), targets).backward()

@@ -70,7 +70,9 @@ class DDPExchange(CountsEpochs):
     Example:
         >>> model = DistributedDataParallel(model)
         >>> optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-        >>> exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)), optimizer)
+        >>> compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9), warmup_epochs=5)
+        >>> exchange = compress(model, compression, optimizer)
+        >>> exchange.begin_epoch(0)
     """
 
     def __init__(

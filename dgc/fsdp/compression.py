@@ -5,8 +5,10 @@ mesh = local_mesh(transport)
 for layer in model.layers:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
-exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)), transport=transport)
+compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9), warmup_epochs=5)
+exchange = compress(model, compression, transport=transport)
 optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+exchange.begin_epoch(0)
 for inputs, targets in batches:  # the usual loop
     optimizer.zero_grad()
     loss_fn(model(inputs), targets).backward()
