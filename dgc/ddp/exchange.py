@@ -72,7 +72,7 @@ class DDPExchange(CountsEpochs):
         >>> optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9), warmup_epochs=5)
         >>> exchange = compress(model, compression, optimizer)
-        >>> exchange.begin_epoch(0)
+        >>> ratio = exchange.begin_epoch(0)  # before each epoch
     """
 
     def __init__(
