@@ -40,6 +40,6 @@ def test_bytes_are_those_of_the_meter() -> None:
     with torch.no_grad():
         rows = {m: large_models.measure(named, m, 2, 2, 1) for m in ("dense", "fp16", "powersgd-2")}
     payloads = {method: row["payload_bytes"] for method, row in rows.items()}
-    assert payloads == {"dense": 4 * 2058, "fp16": 2 * 2058, "powersgd-2": 4 * (2 * (64 + 32) + 10) + 8}
+    assert payloads == {"dense": 4 * 2058, "fp16": 2 * 2058, "powersgd-2": 4 * (2 * (64 + 32) + 10) + 24}
     assert all(row["wire_bytes"] == row["payload_bytes"] for row in rows.values())  # 2 ranks
     assert all(row["encode_ms"] > 0 and row["decode_ms"] > 0 for row in rows.values())

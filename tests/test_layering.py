@@ -63,7 +63,6 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.bucket",
         "dgc.kernels.__init__",
         "dgc.comm",
-        "dgc.wire",
         "dgc.memory",
         "dgc.compression",
     ),

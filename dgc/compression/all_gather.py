@@ -11,12 +11,9 @@ import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
-import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, Conversation
+from dgc.comm.requests import Conversation
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
-from dgc.compression.reading import unsealed
-from dgc.wire.sealed import seal
 
 Codes = UInt8[Tensor, "nbytes"]
 
@@ -51,11 +48,8 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
     def exchange(
         self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        codec, bounds, terms = kernels.of(v).codec, self.bounds(bucket), self.terms()
         codes, kept = self.encode(v, bucket)
-        (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
-        planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
-        parts, nonfinite = yield from unsealed(codec, payloads, *planned)
+        parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
         mean = place_of_mean(bucket)
         self.mean_(parts, bucket, mean)
         return mean, kept, nonfinite

@@ -1,7 +1,7 @@
 """No compression, and plain casts: the baselines for every other compressor.
 
-Payload bytes per element: Dense the size of the gradient's dtype; FP16 2; BF16 2. If a mean is not finite, one
-more round of one byte determines the rank.
+Payload bytes per element: Dense the size of the gradient's dtype; FP16 2; BF16 2, and 24 for a header, rounded up
+to 8. If a mean is not finite, one more round of 32 bytes determines the rank.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.comm.requests import AllReduce, Conversation
+from dgc.compression.envelope import envelope_of
 from dgc.compression.finite import check_mean, probe
 from dgc.compression.protocol import Compressor, DenseResult, Result, StatelessCompressor
 from dgc.memory.clip import Clipping
@@ -45,7 +46,10 @@ class BF16Compressor(StatelessCompressor):
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
         own = probe(bucket.flat)
-        (payloads,) = yield (AllGather(bucket.flat.to(torch.bfloat16).view(torch.uint8)),)
+        bounds = torch.tensor([0, bucket.numel], dtype=torch.int64, device=bucket.device)
+        envelope = envelope_of(bucket, bounds, 0.5, "BF16Compressor")
+        codes = bucket.flat.to(torch.bfloat16).view(torch.uint8)
+        payloads, _ = yield from envelope.gather(codes, bounds[-1])  # the mean shows what is not finite
         total = torch.zeros_like(bucket.flat, dtype=torch.float32)
         for payload in payloads:
             total += payload.view(torch.bfloat16)

@@ -17,9 +17,9 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
+from dgc.compression.envelope import Envelope, envelope_of
 from dgc.compression.finite import first_nonfinite_message, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
-from dgc.kernels.codec.protocol import Terms
 from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import FlatState, Snapshots, load_parts
 
@@ -108,9 +108,9 @@ class ErrorFeedbackCompressor(ABC):
     def rollback(self, bucket: Bucket) -> None:
         self._snapshots.rollback(bucket)
 
-    def terms(self) -> Terms:
-        """The terms for the headers of payloads."""
-        return Terms(self.compress_ratio, crc32(type(self).__qualname__.encode()))
+    def envelope(self, bucket: Bucket) -> Envelope:
+        """The envelope of this bucket's payloads."""
+        return envelope_of(bucket, self.bounds(bucket), self.compress_ratio, type(self).__qualname__)
 
     def noise(self, bucket: Bucket, *, shared: bool = False) -> int:
         """A 32-bit seed for this bucket and step: different on each rank, or `shared` by all."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation, read
+from dgc.compression.envelope import open_numbers, seal_numbers
 from dgc.kernels.selection.reference import first_tensor_nonfinite
 
 
@@ -31,9 +32,9 @@ def check_mean(bucket: Bucket, own: Tensor) -> Conversation[str | None]:
     number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
     if number == 0:
         return None
-    bad = ~own.isfinite().view(1)
-    (flags,) = yield (AllGather(bad.to(torch.uint8)),)
-    return nonfinite_message(bucket, number, [rank for rank, flag in enumerate(flags) if flag.item()])
+    (payloads,) = yield (AllGather(seal_numbers([not own.isfinite()], bucket.device)),)
+    flags = yield from open_numbers(f"bucket {bucket.name}", payloads, 1)
+    return nonfinite_message(bucket, number, [rank for rank, (flag,) in enumerate(flags) if flag])
 
 
 def nonfinite_message(bucket: Bucket, number: int, ranks: list[int]) -> str:

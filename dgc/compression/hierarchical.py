@@ -16,7 +16,7 @@ begins after as many rounds as the longest share needed in the last step. A rank
 last round, which is then repeated.
 
 Payload of a bucket in bytes: that of the compressor for this rank's share, and inside the machine the bucket for
-round 1, this rank's share and 16 for the last round.
+round 1, this rank's share and 40 for the last round.
 
 Differences from the original code: Deep Gradient Compression lists this on its roadmap.
 """
@@ -44,6 +44,7 @@ from dgc.comm.requests import (
     as_bytes,
     between_machines,
 )
+from dgc.compression.envelope import open_numbers, seal_numbers
 from dgc.compression.finite import nonfinite_message, probe
 from dgc.compression.protocol import (
     Compressor,
@@ -55,6 +56,7 @@ from dgc.compression.protocol import (
 )
 from dgc.kernels.selection.reference import first_tensor_nonfinite
 from dgc.memory.protocol import MomentumCorrection
+from dgc.wire import PayloadError
 
 RUNNING = -1  # in place of a number of rounds
 
@@ -92,6 +94,8 @@ class _Conversation:
                 requests = self._conversation.send((yield requests))
         except StopIteration as stop:
             self.requests, self.result = (), stop.value
+        except PayloadError as error:  # its message counts the ranks of this exchange
+            raise PayloadError(f"machine{str(error).removeprefix('rank')}") from error
         else:
             self.requests = tuple(map(between_machines, requests))
             self.rounds += 1
@@ -196,7 +200,7 @@ class HierarchicalCompressor:
             replies = yield (*shared, *between.requests)
             yield from between.resume(replies[len(shared) :])
             gathered, *parts = replies[: len(shared)]
-            reports = [report.tolist() for report in gathered]
+            reports = yield from open_numbers(f"bucket {bucket.name} inside its machine", gathered, 2)
             for request, part in zip(shared[1:], parts, strict=True):
                 request.tensor.copy_(part)
         share.rounds = max(rounds for rounds, _ in reports)
@@ -237,7 +241,7 @@ class HierarchicalCompressor:
         report = [RUNNING, 0] if result is None else [between.rounds, int(result.nonfinite is not None)]
         parts = [bucket.flat[start:end] for start, end in pairwise(share.bounds)]
         return (
-            AllGather(torch.tensor(report, dtype=torch.int64, device=bucket.device), "local"),
+            AllGather(seal_numbers(report, bucket.device), "local"),
             *(Broadcast(as_bytes(part), root, "local") for root, part in enumerate(parts) if part.numel()),
         )
 
@@ -255,8 +259,9 @@ class HierarchicalCompressor:
         else:
             number = first_tensor_nonfinite(bucket.flat, offsets)
         found = [number, int(not own.isfinite())]
-        (reports,) = yield (AllGather(torch.tensor(found, dtype=torch.int64, device=bucket.device)),)
-        numbers, bad = zip(*(report.tolist() for report in reports), strict=True)
+        (payloads,) = yield (AllGather(seal_numbers(found, bucket.device)),)
+        reports = yield from open_numbers(f"bucket {bucket.name}", payloads, 2)
+        numbers, bad = zip(*reports, strict=True)
         first = min((number for number in numbers if number), default=None)
         if first is None:
             return f"a gradient of bucket {bucket.name} is not finite"

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from jaxtyping import UInt8
@@ -16,8 +17,14 @@ class PayloadError(RuntimeError):
     """A payload is damaged, or was encoded with other settings."""
 
 
-def check_sizes(payloads: Sequence[UInt8[Tensor, "nbytes"]], nbytes: int, terms: Terms, what: str) -> None:
-    """Check that all payloads have the planned size.
+def check_sizes(
+    payloads: Sequence[UInt8[Tensor, "nbytes"]],
+    nbytes: int,
+    terms: Terms,
+    what: str,
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Check that all payloads have the planned size. ranks: the senders. Default: all ranks.
 
     A rank with other terms plans another size. Some transports then split the gathered bytes into parts of equal
     size, which are not the ranks' payloads. All payloads before the first differing one have the planned size, so
@@ -28,14 +35,20 @@ def check_sizes(payloads: Sequence[UInt8[Tensor, "nbytes"]], nbytes: int, terms:
     """
     if all(payload.numel() == nbytes for payload in payloads):
         return
+    ranks = range(len(payloads)) if ranks is None else ranks
     whole = torch.cat(list(payloads)).cpu()
-    for rank in range(len(payloads)):
-        header = whole[rank * nbytes :][:HEADER_BYTES].clone()
+    for i, rank in enumerate(ranks):
+        header = whole[i * nbytes :][:HEADER_BYTES].clone()
         if header.numel() == HEADER_BYTES:
             refuse_other_terms(rank, header.view(torch.int32).tolist()[4:], terms, what)
     sizes = [payload.numel() for payload in payloads]
-    rank = next(rank for rank, size in enumerate(sizes) if size != nbytes)
-    raise PayloadError(f"rank {rank} sent {sizes[rank]} bytes instead of the planned {nbytes}")
+    rank, size = next((rank, size) for rank, size in zip(ranks, sizes, strict=True) if size != nbytes)
+    raise PayloadError(f"rank {rank} sent {size} bytes of {what} instead of the planned {nbytes}")
+
+
+def refuse_changed(rank: int, what: str) -> NoReturn:
+    """Raise PayloadError for a payload whose checksum is wrong."""
+    raise PayloadError(f"rank {rank} sent {what} with a wrong checksum: it changed in transit")
 
 
 def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str) -> None:
@@ -62,7 +75,7 @@ def refuse_invalid(
     for i, rank in enumerate(ranks):
         count, number, *theirs, sealed, indices_valid, values_valid = words[WORDS * i : WORDS * (i + 1)]
         if not sealed:
-            raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
+            refuse_changed(rank, what)
         refuse_other_terms(rank, theirs, terms, what)
         if not 0 <= count <= budget.capacity:
             raise PayloadError(f"rank {rank} sent {count} elements, but the capacity is {budget.capacity}")

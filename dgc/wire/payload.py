@@ -185,9 +185,9 @@ class SparseFormat:
     ) -> Decoding:
         """Same as `decode`, without waiting for the device."""
         layout, terms = self.layout(budget, numel), self.terms(ratio)
-        check_sizes(payloads, layout.nbytes, terms, what)
-        selections, scalars = [], []
         ranks = range(len(payloads)) if ranks is None else ranks
+        check_sizes(payloads, layout.nbytes, terms, what, ranks)
+        selections, scalars = [], []
         bounds = [budget.bounds] * len(payloads) if bounds is None else bounds
         for given, edges in zip(payloads, bounds, strict=True):
             payload = given if given.is_contiguous() and given.storage_offset() % 8 == 0 else given.clone()

@@ -13,7 +13,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
-from dgc.wire.checks import PayloadError, check_sizes, read_scalars, refuse_other_terms
+from dgc.wire.checks import check_sizes, read_scalars, refuse_changed, refuse_other_terms
 
 
 def sealed_bytes(nbytes: int) -> int:
@@ -37,12 +37,36 @@ def seal(
         bounds: Bounds of the tensors in the bucket.
         terms: Ratio and form for the header.
     """
-    payload = codec.blank(sealed_bytes(codes.numel()), codes)
-    payload[HEADER_BYTES : HEADER_BYTES + codes.numel()] = codes
-    none = torch.zeros((), dtype=torch.int32, device=codes.device)
-    one = torch.ones((), dtype=torch.float32, device=codes.device)
+    return seal_each(codec, codes.unsqueeze(0), first_nonfinite, bounds, terms).view(-1)
+
+
+def seal_each(
+    codec: Codec,
+    codes: UInt8[Tensor, "rows nbytes"],
+    first_nonfinite: Int64[Tensor, ""],
+    bounds: Int64[Tensor, "bounds"],
+    terms: Terms,
+) -> UInt8[Tensor, "rows total"]:
+    """Same as `seal`, for the codes to each of several ranks. Every row is a buffer."""
+    rows, nbytes = codes.shape
+    payloads = codec.blank(rows * sealed_bytes(nbytes), codes).view(rows, -1)
+    payloads[:, HEADER_BYTES : HEADER_BYTES + nbytes] = codes
+    for payload in payloads:
+        seal_(codec, payload, first_nonfinite, bounds, terms)
+    return payloads
+
+
+def seal_(
+    codec: Codec,
+    payload: UInt8[Tensor, "total"],
+    first_nonfinite: Int64[Tensor, ""],
+    bounds: Int64[Tensor, "bounds"],
+    terms: Terms,
+) -> None:
+    """Write the header into a buffer that has the codes and is zero elsewhere."""
+    none = torch.zeros((), dtype=torch.int32, device=payload.device)
+    one = torch.ones((), dtype=torch.float32, device=payload.device)
     codec.seal_(payload, none, first_nonfinite, bounds, one, terms)
-    return payload
 
 
 def unseal(
@@ -87,6 +111,7 @@ class Opened:
     _segments: int
     _terms: Terms
     _what: str
+    _ranks: Sequence[int]
 
     def checked(self, words: Sequence[int]) -> tuple[list[UInt8[Tensor, "nbytes"]], list[int]]:
         """Return what `unseal` does.
@@ -97,10 +122,10 @@ class Opened:
         Raises:
             PayloadError: See `unseal`.
         """
-        for rank in range(len(self._codes)):
-            number, sealed, count, *theirs = words[5 * rank : 5 * rank + 5]
+        for i, rank in enumerate(self._ranks):
+            number, sealed, count, *theirs = words[5 * i : 5 * i + 5]
             if not sealed or count or not 0 <= number <= self._segments:
-                raise PayloadError(f"rank {rank} sent a payload with a wrong checksum: it changed in transit")
+                refuse_changed(rank, self._what)
             refuse_other_terms(rank, theirs, self._terms, self._what)
         return self._codes, list(words[::5])
 
@@ -112,13 +137,15 @@ def open_sealed(
     segments: int,
     terms: Terms,
     what: str,
+    ranks: Sequence[int] | None = None,
 ) -> Opened:
-    """Same as `unseal`, without waiting for the device."""
+    """Same as `unseal`, without waiting for the device. ranks: the senders. Default: all ranks."""
     codes, scalars = [], []
-    check_sizes(payloads, sealed_bytes(nbytes), terms, what)
+    ranks = range(len(payloads)) if ranks is None else ranks
+    check_sizes(payloads, sealed_bytes(nbytes), terms, what, ranks)
     for payload in payloads:
         whole = payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
         header = codec.unseal(whole)
         codes.append(whole[HEADER_BYTES : HEADER_BYTES + nbytes])
         scalars += [header.number, header.sealed, header.count, *header.terms]
-    return Opened(scalars, codes, segments, terms, what)
+    return Opened(scalars, codes, segments, terms, what, ranks)

@@ -19,6 +19,7 @@ from dgc.compression import (
 )
 from dgc.compression.dense import CastCompressor
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.wire.sealed import sealed_bytes
 
 N = 301
 
@@ -43,14 +44,14 @@ def gradients(size: Any, scale: float = 1.0) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("make", "rtol", "bytes_each"),
-    [(DenseCompressor, 1e-6, 4), (FP16Compressor, 2e-3, 2), (BF16Compressor, 1e-2, 2)],
+    ("make", "rtol", "nbytes"),
+    [(DenseCompressor, 1e-6, 4 * N), (FP16Compressor, 2e-3, 2 * N), (BF16Compressor, 1e-2, sealed_bytes(2 * N))],
 )
-def test_mean(size: Any, make: Any, rtol: Any, bytes_each: Any) -> None:
+def test_mean(size: Any, make: Any, rtol: Any, nbytes: Any) -> None:
     own = gradients(size)
     mean, meter = reduce_all(make, own)
     torch.testing.assert_close(mean, torch.stack(own).mean(0), rtol=rtol, atol=rtol)
-    assert meter.payload_bytes == bytes_each * N and meter.rounds == 1
+    assert meter.payload_bytes == nbytes and meter.rounds == 1
 
 
 def test_bf16_adds_in_fp32() -> None:

@@ -219,7 +219,7 @@ def test_fp16_sends_half_and_keeps_what_rounding_takes() -> None:
         half, full = (fleet_of([(40, 60), (9,)], 2, wire=w, **settings) for w in ("fp16", "fp32"))
         own = [[normal(40, 60, seed=r), 1 + normal(9, seed=r) / 10] for r in range(2)]
         half.step(own), full.step(own)
-        sent = [fleet.world.meters[0].payload_bytes - 8 for fleet in (half, full)]
+        sent = [fleet.world.meters[0].payload_bytes - 24 for fleet in (half, full)]
         assert 2 * sent[0] == sent[1]
         assert half.errors()[0][2400:].any() and not full.errors()[0][2400:].any()
 
@@ -315,7 +315,7 @@ def test_everything_is_sent_until_compression_starts() -> None:
         mean, expected = fleet.step(own)[0], sum(map(vector, own)) / 2
         assert torch.equal(mean, expected) == (step < 2)
         assert (fleet.compressors[0].compress_ratio == 1) == (step < 2)
-    assert fleet.world.meters[0].payload_bytes == 2 * (4 * 1207 + 8) + 2 * (4 * (2 * 70 + 7) + 8)
+    assert fleet.world.meters[0].payload_bytes == 2 * (4 * 1207 + 24) + 2 * (4 * (2 * 70 + 7) + 24)
 
 
 def test_global_random_numbers_stay_as_they_are() -> None:

@@ -8,6 +8,7 @@ from compression.ranks import Ranks, normal
 
 import dgc.kernels as kernels
 from dgc.compression import ThresholdCompressor
+from dgc.wire.sealed import sealed_bytes
 
 G = torch.tensor([0.75, 0.25, -0.625, 0.125, -0.5, 0.375])
 R = torch.tensor([0.0, 0.125, -0.25, 0.375, 0.0, 0.0])
@@ -58,13 +59,14 @@ def test_every_wire_gives_the_same_bits(size: Any, settings: Any) -> None:
 
 @pytest.mark.parametrize(("size", "bits"), [(2, 3), (3, 3), (4, 4), (8, 5)])
 def test_the_scattered_sums_take_as_few_bits_as_they_can(size: Any, bits: Any) -> None:
-    """Bytes: the codes, a flag, and the packed share."""
+    """Bytes: the codes for each rank and the packed share, each sealed."""
     shape, n = (64, 64), 64 * 64
     ranks = Ranks(size, lambda: ThresholdCompressor(wire="scatter"), [shape])
     ranks.step([normal(n, rank) for rank in range(size)])
     codes = n // 4
     share = 4 * -(-codes // (4 * size))
-    assert ranks.world.meters[0].payload_bytes == share * size + 8 + -(-share * 4 * bits // 8)
+    sums = -(-share * 4 * bits // 8)
+    assert ranks.world.meters[0].payload_bytes == size * sealed_bytes(share) + sealed_bytes(sums)
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -47,7 +47,8 @@ def threshold_bytes(bits: int, per_tensor: int = 0) -> Callable[[Bucket, int], i
         share = 4 * -(-codes // (4 * size))
         values = 2 * size + 1 if bits == 2 else size + 1
         fields = share * 8 // bits
-        return share * size + 8 + -(-fields * (values - 1).bit_length() // 8) + thresholds
+        sums = -(-fields * (values - 1).bit_length() // 8)
+        return size * sealed_bytes(share) + sealed_bytes(sums) + thresholds
 
     return formula
 
@@ -62,12 +63,12 @@ def double_squeeze_bytes(bucket: Bucket, size: int) -> int:
             min(s.offset + s.numel, chunk.stop) - max(s.offset, chunk.start) for s in bucket.segments if s.numel
         ]
         largest = max(largest, sum(4 + 4 * -(-d // 32) for d in inside if d > 0))
-    return (size + 1) * largest + 8
+    return (size + 1) * sealed_bytes(largest)
 
 
 def sampled_bytes(ratio: float, itemsize: int) -> Callable[[Bucket], int]:
     def formula(bucket: Bucket) -> int:
-        return itemsize * sum(-(-s.numel * int(1000 * ratio) // 1000) for s in bucket.segments) + 8
+        return itemsize * sum(-(-s.numel * int(1000 * ratio) // 1000) for s in bucket.segments) + 24
 
     return formula
 

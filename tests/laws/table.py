@@ -109,6 +109,10 @@ def two_bytes(bucket: Bucket) -> int:
     return 2 * bucket.numel
 
 
+def sealed_two_bytes(bucket: Bucket) -> int:
+    return 24 + -(-2 * bucket.numel // 8) * 8
+
+
 def dgc(memory: Callable[[], Any], **settings: Any) -> Callable[[], Compressor]:
     settings = {"compress_ratio": 0.05, **settings}
 
@@ -140,7 +144,7 @@ def low_rank_bytes(
             m = numel // n if mode != "square" else side
             cost = min(rank, n, m) * (n + m) * num_iters_per_step // 2
             floats += cost if len(shape) > 1 and numel > min_compression_rate * cost else numel
-        return (2 if wire else 4) * floats + 8
+        return (2 if wire else 4) * floats + 24
 
     return formula
 
@@ -160,7 +164,7 @@ POWERSGD: dict[str, dict[str, Any]] = {
 TABLE = [
     Row("dense", DenseCompressor, own_bytes),
     Row("fp16", FP16Compressor, two_bytes, conserves=False, dense_limit=FP16Compressor, tolerance=HALF),
-    Row("bf16", BF16Compressor, two_bytes, conserves=False, dense_limit=BF16Compressor, tolerance=BRAIN),
+    Row("bf16", BF16Compressor, sealed_two_bytes, conserves=False, dense_limit=BF16Compressor, tolerance=BRAIN),
     Row(
         "horovod-fp16",
         lambda: CastCompressor(HalfLikeHorovod()),

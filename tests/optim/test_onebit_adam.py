@@ -36,6 +36,7 @@ from dgc.memory import ResidualMemory
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
 from dgc.outer import ZeroOneSteps
 from dgc.testing import Fleet
+from dgc.wire.sealed import sealed_bytes
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 WARM_UP = 4
@@ -118,7 +119,7 @@ def test_then_momentum_travels_in_one_bit_and_the_second_moment_stays() -> None:
         n = sum(p.numel() for p in model.parameters())
         assert n == 155 and ratios == [1.0] * WARM_UP + [1 / 32] * 3
         # 3 chunks of 64, 64 and 27 elements; the last bucket's order is that of backward
-        assert sent == [4 * n] * WARM_UP + [4 * sent_words() + 8] * 3
+        assert sent == [4 * n] * WARM_UP + [4 * sealed_bytes(4 * sent_words())] * 3
         assert same(frozen, moments(optimizer, "exp_avg_sq"))
         assert same(moments(optimizer, "exp_avg"), [p.grad for p in model.parameters()])
 
@@ -126,14 +127,14 @@ def test_then_momentum_travels_in_one_bit_and_the_second_moment_stays() -> None:
 
 
 def sent_words() -> int:
-    """A scale and the signs of each piece of the largest chunk, to three servers and back."""
+    """A scale and the signs of each piece of the largest chunk."""
     sizes, largest, at = [3, 24, 8, 64, 8, 48], 0, 0
     bounds = [sum(sizes[:i]) for i in range(7)]
     for end in (64, 128, 155):
         edges = sorted({at, end, *(b for b in bounds if at < b < end)})
         largest = max(largest, sum(1 + -(-(b - a) // 32) for a, b in zip(edges, edges[1:], strict=False)))
         at = end
-    return 4 * largest
+    return largest
 
 
 @pytest.mark.parametrize("options", [{}, {"bias_correction": False}, {"weight_decay": 0.01}], ids=str)

@@ -132,11 +132,14 @@ class Layout:
         starts, counts = [start for start, _ in parts], [count for _, count in parts]
         return torch.tensor([starts, counts], dtype=torch.int64, device=self.bucket.device)
 
-    def number_of(self, position: int) -> int:
-        """The number, from 1, of the tensor that holds this element of v; 0 past the last element."""
-        if position >= self.numel:
-            return 0
-        return next(i + 1 for i, start in reversed(self._starts.items()) if start <= position)
+    @cached_property
+    def bounds(self) -> Int64[Tensor, "bounds"]:
+        """Start in v of each tensor, in the order of v, and the end."""
+        return torch.tensor([*self._starts.values(), self.numel], dtype=torch.int64, device=self.bucket.device)
+
+    def number_of(self, place: int) -> int:
+        """The number in the bucket, from 1, of the tensor at this place in v, from 1; 0 for 0."""
+        return list(self._starts)[place - 1] + 1 if place else 0
 
     def part_of(self, v: Float32[Tensor, "_"], i: int, offset: int = 0) -> Tensor:
         """Tensor i's part of v, with its shape. offset: position in the whole v where the given v begins."""

@@ -14,7 +14,7 @@ In `residual`, every second half step after the second adds r directions. Two ha
 A tensor is compressed if n m / (rho (n + m) K / 2) > min_compression_rate, with rho = min(r, n, m) and
 K = 2 except in `residual`. Other tensors, and vectors, are sent uncompressed in the first round.
 Payload of a bucket in bytes: w times (the sum over compressed tensors of rho n or rho m in each half step, and the
-elements of the other tensors) and 8 for a flag, w = 4, or 2 with wire="fp16".
+elements of the other tensors) and 24 for a header, w = 4, or 2 with wire="fp16".
 
 Differences from the paper: The error refers to this rank's own gradient. The paper has e = M - P Q^T, with the
 mean Q. Then only the mean of e over the ranks is bounded, and each e grows with the differences between the ranks'
@@ -31,11 +31,20 @@ import torch
 from torch import Tensor
 
 from dgc.bucket import Bucket, Segment
-from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.dense import DenseCompressor
+from dgc.compression.envelope import Envelope, envelope_of
 from dgc.compression.finite import first_nonfinite_message, overflow
 from dgc.compression.lowrank.accordion import Accordion
-from dgc.compression.lowrank.matrices import CompressionRule, Factor, Products, append_, factor_views, square_norms
+from dgc.compression.lowrank.matrices import (
+    CompressionRule,
+    Factor,
+    Layout,
+    Products,
+    append_,
+    factor_views,
+    square_norms,
+)
 from dgc.compression.lowrank.orthogonal import check_orthogonalization, orthonormalize_each
 from dgc.compression.lowrank.state import BucketState, Factors, SentProducts, empty_checkpoint, load_errors
 from dgc.compression.protocol import Compressor, DenseResult, Result
@@ -182,22 +191,24 @@ class PowerSGDCompressor:
         shapes = [batch.factor_shape("Q" if even else "P") for batch in layout.batches]
         flat = torch.empty(sum(map(prod, shapes)), dtype=torch.float32, device=bucket.device)
         Y = factor_views(flat, shapes)
-        dense, requests = [], []
+        dense = []
         if first:
             position = state.accumulate_(X, even, Y)
             own = state.v[layout.begin_dense :]
             dense = [self._wire.quantize(own, self._size, bucket.dtype)]
             step.sent.rounding_errors = own - dense[0]
-            requests = [AllGather(position.view(1))]
         else:
             state.multiply(step.sent.products, X, even, Y)
         wire = self._wire.quantize(flat, self._size)
-        # cat copies, because the transport owns the message
-        replies = yield (AllReduce(torch.cat([wire, *dense])), *requests)
-        mean = replies[0].float()
+        message = torch.cat([wire, *dense])  # a copy, because the transport owns the message
+        if first:
+            mean, nonfinite = yield from self._envelope(layout).reduce(message, position)
+            step.nonfinite = first_nonfinite_message(bucket, map(layout.number_of, nonfinite))
+        else:
+            (mean,) = yield (AllReduce(message),)
+        mean = mean.float()
         Y_mean = factor_views(mean[: flat.numel()], shapes)
         if first:
-            step.nonfinite = first_nonfinite_message(bucket, map(layout.number_of, torch.cat(replies[1]).tolist()))
             layout.write_dense(mean[flat.numel() :])
         if mean.numel():
             step.largest.append(float(mean.abs().max()))
@@ -205,6 +216,11 @@ class PowerSGDCompressor:
             append_(step.sent.products, X, Y if wire is flat else factor_views(wire.float(), shapes), even)
             append_(step.mean, X, Y_mean, even)
         return Y_mean
+
+    def _envelope(self, layout: Layout) -> Envelope:
+        settings = f"PowerSGD {self.mode} {self.num_iters_per_step} {self._wire.dtype}"
+        ratio = self._rule.floats_sent(layout) / max(1, layout.bucket.numel)
+        return envelope_of(layout.bucket, layout.bounds, ratio, settings)
 
     def _orthonormal(self, state: BucketState, step: _Step, Y: Factor, side: str, k: int = 0) -> Factor:
         """Orthonormal rows with the span of Y. k: the half step, which determines the random rows."""

@@ -10,8 +10,8 @@ The elements of a bucket are divided into N chunks. Rank r of N is a worker and 
 C[x] = |x|_2 / sqrt(d) sign(x) for each piece of x, with d elements. A piece is the part of one tensor that lies in
 one chunk. It is sent as 4 bytes of scale and 4 ceil(d/32) bytes of signs.
 
-Payload of a bucket in bytes: (N + 1) B + 8, where B is the size of the largest chunk's C[x]. It hardly depends on
-N: a rank sends about 1 bit per element to the servers and 1/N bit per element from its own.
+Payload of a bucket in bytes: (N + 1) (24 + B), where B is the size of the largest chunk's C[x], rounded up to 8.
+It hardly depends on N: a rank sends about 1 bit per element to the servers and 1/N bit per element from its own.
 
 Error state: e_i, and in the rank's own chunk d_r. The mean over the ranks of gradient and error state is
 preserved. A checkpoint has both under parameter names. If it is loaded on another number of ranks or with other
@@ -22,7 +22,7 @@ piece has its own scale, because tensors differ in magnitude. There is no separa
 as a negative one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,10 +33,9 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, AllToAll, Conversation
+from dgc.comm.requests import Conversation
 from dgc.compression.all_gather import Codes, join, split
 from dgc.compression.error_feedback import ErrorFeedbackCompressor
-from dgc.compression.finite import number_of
 from dgc.memory.state import FlatState, load_parts
 
 WORD = 32  # elements; the signs of a piece fill whole words
@@ -48,7 +47,7 @@ class _Chunks:
 
     edges: first element of each chunk, and n. bounds: first element of each piece, and n. own: those of this
     rank's chunk, from its beginning. pieces: first piece of each chunk, and their number. bytes: first byte of
-    each chunk's signs, and their total. nbytes: size of a chunk's payload.
+    each chunk's signs, and their total. nbytes: size of a chunk's codes.
     """
 
     edges: list[int]
@@ -126,13 +125,13 @@ class DoubleSqueezeCompressor(ErrorFeedbackCompressor):
         chunks = self._chunks[bucket.name]
         self._replaced.pop(bucket.name, None)
         scales, signs, kept = squeeze(v, chunks.bounds)
-        request = AllToAll(_payloads(scales, signs, chunks), (chunks.nbytes,) * self.size)
-        parts, firsts = yield (request, AllGather(first_nonfinite.view(1)))
-        (answers,) = yield (AllGather(self._serve(bucket, parts)),)
+        envelope = self.envelope(bucket)
+        parts, nonfinite = yield from envelope.scatter(_codes(scales, signs, chunks), first_nonfinite)
+        answers, _ = yield from envelope.gather(self._serve(bucket, parts), self.bounds(bucket)[-1])
         mean = self._mean(answers, chunks, torch.zeros_like(v))
-        return mean, kept, [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
+        return mean, kept, nonfinite
 
-    def _serve(self, bucket: Bucket, parts: tuple[Codes, ...]) -> UInt8[Tensor, "nbytes"]:
+    def _serve(self, bucket: Bucket, parts: Sequence[Codes]) -> UInt8[Tensor, "nbytes"]:
         """Add up this rank's chunk of all workers, in rank order, and compress the sum."""
         chunks, (_, served) = self._chunks[bucket.name], self._served[bucket.name]
         total = served.clone()
@@ -147,7 +146,7 @@ class DoubleSqueezeCompressor(ErrorFeedbackCompressor):
         return answer
 
     def _mean(
-        self, answers: tuple[Codes, ...], chunks: _Chunks, mean: Float32[Tensor, "n"]
+        self, answers: Sequence[Codes], chunks: _Chunks, mean: Float32[Tensor, "n"]
     ) -> Float32[Tensor, "n"]:
         """Decode the servers' chunks into `mean`, which is zero."""
         parts = [split(answer[: chunks.end(r)], chunks.header(r)) for r, answer in enumerate(answers)]
@@ -206,10 +205,10 @@ def squeeze(
     return scales, signs, rest
 
 
-def _payloads(scales: Float32[Tensor, "pieces"], signs: Codes, chunks: _Chunks) -> UInt8[Tensor, "total"]:
-    """The payloads of all chunks, each padded to the size of the largest."""
+def _codes(scales: Float32[Tensor, "pieces"], signs: Codes, chunks: _Chunks) -> UInt8[Tensor, "chunks length"]:
+    """The codes of all chunks, each padded to the size of the largest."""
     rows = torch.zeros(len(chunks.edges) - 1, chunks.nbytes, dtype=torch.uint8, device=signs.device)
     for r, row in enumerate(rows):
         own = scales[slice(*chunks.pieces[r : r + 2])]
         row[: chunks.end(r)] = join(own, signs[slice(*chunks.bytes[r : r + 2])])
-    return rows.view(-1)
+    return rows

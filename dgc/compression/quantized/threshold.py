@@ -19,8 +19,9 @@ Exchanges (size: number of ranks N; C: bytes of the codes of a bucket):
              precision in the other, as between a worker and a parameter server
     auto     gather with two ranks, scatter with more
 
-All exchanges give the same bits. Payload of a bucket in bytes: gather 24 + C, rounded up to 8; scatter C + 8 + the
-share in b bits; server C + 8 + 4 per element of the share; thresholds from the data 4 per tensor more.
+All exchanges give the same bits. Payload of a bucket in bytes, each part rounded up to 8 and with 24 for a header:
+gather C; scatter N parts of C / N, and the share in b bits; server N parts of C / N, and 4 per element of the
+share; thresholds from the data 4 per tensor more, without a header.
 
 Differences from MXNet: The result is the mean, where MXNet's servers return the sum; a learning rate N times as
 large is equivalent. Tensors of any size and dtype are accepted. With 1 bit, the values sent are 1 and -1 for any
@@ -36,11 +37,8 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation, read
+from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
-from dgc.compression.finite import number_of
-from dgc.compression.reading import unsealed
-from dgc.wire.sealed import seal
 
 WIRES = ("auto", "gather", "scatter", "server")
 WORD = 4
@@ -104,10 +102,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         unit = t.nan_to_num(0.0, posinf=0.0) if self.bits == 2 else torch.ones_like(t)
         gather = self.wire == "gather" or (self.wire == "auto" and self.size <= 2)
         if gather:
-            codec, terms = kernels.of(v).codec, self.terms()
-            (payloads,) = yield (AllGather(seal(codec, codes, first_nonfinite, bounds, terms)),)
-            planned = (self.nbytes(bucket), bounds.numel() - 1, terms, f"bucket {bucket.name}")
-            parts, nonfinite = yield from unsealed(codec, payloads, *planned)
+            parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)
             self._mean_of_codes_(parts, bounds, unit, self.size, mean)
         else:
@@ -155,26 +150,26 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         self, bucket: Bucket, codes: Tensor, first_nonfinite: Tensor, unit: Float32[Tensor, "S"]
     ) -> Conversation[tuple[Float32[Tensor, "n"], list[int]]]:
         share = WORD * -(-codes.numel() // (WORD * self.size))  # bytes per rank, padded at the end
-        padded = torch.zeros(share * self.size, dtype=torch.uint8, device=codes.device)
-        padded[: codes.numel()] = codes
-        request = AllToAll(padded, (share,) * self.size)
-        parts, firsts = yield (request, AllGather(first_nonfinite.view(1)))
+        padded = torch.zeros(self.size, share, dtype=torch.uint8, device=codes.device)
+        padded.view(-1)[: codes.numel()] = codes
+        envelope, finite = self.envelope(bucket), self.bounds(bucket)[-1]
+        parts, nonfinite = yield from envelope.scatter(padded, first_nonfinite)
         fields, bits, quantizers = share * 8 // self.bits, self._sum_bits, kernels.of(codes).quantize
         whole = self._whole(fields, codes.device)
         if self.wire != "server" and bits <= 8:
-            (packed,) = yield (AllGather(quantizers.pack_sums(parts, whole, self.bits, bits)),)
+            sums = quantizers.pack_sums(parts, whole, self.bits, bits)
+            packed, _ = yield from envelope.gather(sums, finite)
             mean = place_of_mean(bucket)
             quantizers.sums_mean_(packed, fields, self.bits, bits, self.bounds(bucket), unit, mean)
         else:
             own = torch.empty(fields, dtype=torch.float32, device=codes.device)
             self._mean_of_codes_(parts, whole, None, 1, own)
             kind = torch.float32 if self.wire == "server" else torch.int16  # more than 8 bits
-            (shares,) = yield (AllGather(own.to(kind).view(torch.uint8)),)
+            shares, _ = yield from envelope.gather(own.to(kind).view(torch.uint8), finite)
             total = torch.cat([part.clone().view(kind) for part in shares])
             mean = place_of_mean(bucket)
             self._mean_of_sums_(bucket, total.float(), unit, mean)
-        found = yield from read([first.view(()) for first in firsts])
-        return mean, [number_of(bucket, first) for first in found]
+        return mean, nonfinite
 
     @property
     def _sum_bits(self) -> int:

@@ -31,18 +31,16 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, AllReduce, Conversation, read
+from dgc.comm.requests import AllReduce, Conversation, read
 from dgc.compression.arguments import WHOLE, require
 from dgc.compression.finite import first_nonfinite_message, probe, sparse_overflow_message
 from dgc.compression.protocol import DenseResult, Result, SparseResult
-from dgc.compression.reading import unsealed
 from dgc.compression.sparse.sparse import SparseCompressor, Step
 from dgc.kernels import SparseVector
 from dgc.memory import Memory
 from dgc.selection import Plan
 from dgc.selection.plan import share
 from dgc.wire import CastValues
-from dgc.wire.sealed import seal
 
 
 @dataclass(frozen=True)
@@ -124,10 +122,8 @@ class ChunkCompressor(SparseCompressor):
         if step.dense:
             return (yield from self._reduce_dense(bucket, step))
         v, chunks = step.inputs.v, divide(bucket.numel, self.chunk_size, step.plan.ratio)
-        header, norms = self._norms(bucket, step)
-        headers, sums = yield (AllGather(header), AllReduce(norms, "sum"))
-        planned = (0, len(bucket.segments), self.format.terms(step.plan.ratio), f"bucket {bucket.name}")
-        _, nonfinite = yield from unsealed(kernels.of(v).codec, headers, *planned)
+        first, norms = self._norms(bucket, step)
+        sums, nonfinite = yield from self._envelope(bucket, step).reduce(norms, first, "sum")
         if invalid := first_nonfinite_message(bucket, nonfinite):
             return DenseResult(invalid)  # nothing is sent in a step that every rank drops
         chosen = largest(sums, chunks.sent)
@@ -145,14 +141,12 @@ class ChunkCompressor(SparseCompressor):
         (finite,) = yield from read([probe(means).isfinite()])
         return SparseResult(indices, means, None if finite else sparse_overflow_message(bucket, indices, means))
 
-    def _norms(self, bucket: Bucket, step: Step) -> tuple[Tensor, Float32[Tensor, "number"]]:
-        """The pass over the gradient. Returns the header, and the L1 norm of every chunk of v."""
+    def _norms(self, bucket: Bucket, step: Step) -> tuple[Int64[Tensor, ""], Float32[Tensor, "number"]]:
+        """The pass over the gradient. Returns its first non-finite element, and the L1 norms of v's chunks."""
         v, tier = step.inputs.v, kernels.of(step.inputs.v)
         first = step.first_nonfinite(tier.selection.accumulate_(step.inputs))
         bucket.release()  # the gradients are accumulated and need no copy
-        bounds, terms = step.plan.per_tensor.bounds, self.format.terms(step.plan.ratio)
-        header = seal(tier.codec, v.new_empty(0, dtype=torch.uint8), first, bounds, terms)
-        return header, tier.selection.moments(v, self._bounds[bucket.name]).magnitudes.float()
+        return first, tier.selection.moments(v, self._bounds[bucket.name]).magnitudes.float()
 
     def plan(self, bucket: Bucket, size: int, rank: int) -> None:
         super().plan(bucket, size, rank)

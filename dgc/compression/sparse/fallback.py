@@ -23,18 +23,15 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
-from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.comm.requests import Conversation
 from dgc.compression.all_gather import AllGatherCompressor, Codes
 from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor
 from dgc.compression.protocol import Compressor, Result
 from dgc.compression.quantized.blockwise import BlockwiseCompressor
-from dgc.compression.reading import unsealed
 from dgc.memory.clip import Clipping
 from dgc.wire import CastValues, ValueFormat
-from dgc.wire.sealed import seal
 
 DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
 BLOCK = 1024
@@ -113,12 +110,10 @@ class DenseValuesCompressor(AllGatherCompressor):
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
         if self._gathers[bucket.name]:
             return (yield from super().exchange(bucket, v, first_nonfinite))
-        codec, bounds, terms = kernels.of(v).codec, self.bounds(bucket), self.terms()
-        header = seal(codec, v.new_empty(0, dtype=torch.uint8), first_nonfinite, bounds, terms)
         sent = self._reduced.quantize(v, self.size, bucket.dtype)
         kept = v - sent.float()
-        headers, mean = yield (AllGather(header), AllReduce(sent.clone()))  # the reply may overwrite its message
-        _, nonfinite = yield from unsealed(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
+        message = sent.clone()  # the reply may overwrite it
+        mean, nonfinite = yield from self.envelope(bucket).reduce(message, first_nonfinite)
         return mean.float(), kept, nonfinite
 
     @property

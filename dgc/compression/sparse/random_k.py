@@ -10,7 +10,7 @@ data, so only the values are sent, with an all-reduce:
 With error feedback, unsent elements are kept. Without it, sent values are divided by their probability, so that
 the expected value is v.
 
-Payload of a bucket in bytes: 4 sum of k (fp16: 2), and 8 for a flag.
+Payload of a bucket in bytes: 4 sum of k (fp16: 2), and 24 for a header.
 
 Differences from the paper: Random k takes one element from each stretch, not any k elements. This needs no list of
 all elements.
@@ -23,9 +23,8 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.comm.requests import Conversation
 from dgc.compression.error_feedback import ErrorFeedbackCompressor
-from dgc.compression.finite import number_of
 from dgc.selection.plan import share
 from dgc.wire import CastValues
 
@@ -80,10 +79,10 @@ class RandomKCompressor(ErrorFeedbackCompressor):
         values = self._cast.quantize(v[indices] * scale, self.size, bucket.dtype)
         kept = v.clone()
         kept[indices] -= values.float()
-        mean, firsts = yield (AllReduce(values), AllGather(first_nonfinite.view(1)))
+        mean, nonfinite = yield from self.envelope(bucket).reduce(values, first_nonfinite)
         dense = torch.zeros_like(v)
         dense[indices] = mean.float()
-        return dense, kept, [number_of(bucket, first) for first in torch.cat(tuple(firsts)).tolist()]
+        return dense, kept, nonfinite
 
 
 class RandomBlockCompressor(RandomKCompressor):

@@ -25,17 +25,16 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
-from dgc.comm.requests import AllGather, AllReduce, Conversation
+from dgc.comm.requests import Conversation
 from dgc.compression.arguments import NOTHING, NUMBER, WHOLE, require
+from dgc.compression.envelope import Envelope
 from dgc.compression.finite import first_nonfinite_message, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
-from dgc.compression.reading import unsealed
 from dgc.compression.sparse.exchange.choice import exchange_of
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.fallback import make_fallback
@@ -46,7 +45,7 @@ from dgc.memory import Memory
 from dgc.memory.protocol import MomentumCorrection
 from dgc.selection import Plan, Predicted, Selector
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
-from dgc.wire.sealed import seal, sealed_bytes
+from dgc.wire.sealed import sealed_bytes
 
 MEMORIES = (
     "a dgc.memory.Memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(),"
@@ -161,18 +160,20 @@ class SparseCompressor:
 
     def _reduce_dense(self, bucket: Bucket, step: Step) -> Conversation[Result]:
         """Sends all of v."""
-        v, bounds, terms = step.inputs.v, step.plan.per_tensor.bounds, self.format.terms(step.plan.ratio)
-        codec, first = kernels.of(v).codec, step.first_nonfinite(kernels.of(v).selection.accumulate_(step.inputs))
-        header = seal(codec, v.new_empty(0, dtype=torch.uint8), first, bounds, terms)
+        v = step.inputs.v
+        first = step.first_nonfinite(kernels.of(v).selection.accumulate_(step.inputs))
         values = self.format.values.dense.quantize(v, self._size, bucket.dtype)
         self.memory.sent_all_(bucket, values.float())
         # The reply may overwrite its message. The memory needs v until the step is known to be valid.
         bucket.release()  # the gradients are accumulated and need no copy
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
-        (headers, mean) = yield (AllGather(header), AllReduce(message))
+        mean, nonfinite = yield from self._envelope(bucket, step).reduce(message, first)
         bucket.flat.copy_(mean)
-        _, nonfinite = yield from unsealed(codec, headers, 0, bounds.numel() - 1, terms, f"bucket {bucket.name}")
         return DenseResult(first_nonfinite_message(bucket, nonfinite) or (yield from overflow(bucket)))
+
+    def _envelope(self, bucket: Bucket, step: Step) -> Envelope:
+        terms = self.format.terms(step.plan.ratio)
+        return Envelope(f"bucket {bucket.name}", step.plan.per_tensor.bounds, terms)
 
     def rollback(self, bucket: Bucket) -> None:
         self.memory.rollback_(bucket)

@@ -41,16 +41,16 @@ import torch
 from torch import Tensor
 
 from dgc.comm.meter import all_gather_wire_bytes
-from dgc.comm.requests import AllGather, Conversation, Exchange, read
+from dgc.comm.requests import Conversation, Exchange, read
+from dgc.compression.envelope import Envelope
 from dgc.compression.protocol import SparseResult
-from dgc.compression.reading import unsealed
 from dgc.compression.sparse.exchange.protocol import Chosen
 from dgc.compression.sparse.exchange.regions import BLOCK
 from dgc.compression.sparse.exchange.vectors import largest_of, shared, subtract
 from dgc.kernels import Budget, SparseVector
 from dgc.selection import Plan
 from dgc.wire import SparseFormat
-from dgc.wire.sealed import seal, sealed_bytes
+from dgc.wire.sealed import sealed_bytes
 
 
 class GTopKExchange:
@@ -172,9 +172,7 @@ def largest_power_of_two(size: int) -> int:
 
 def _all_flags(chosen: Chosen) -> Conversation[list[int]]:
     """For each rank, the position (from 1) of its first tensor with NaN or inf, or 0."""
-    plan, codec, terms = chosen.plan, chosen.kernels.codec, chosen.form.terms(chosen.plan.ratio)
-    bounds = plan.per_tensor.bounds
     nothing = torch.empty(0, dtype=torch.uint8, device=chosen.bucket.device)
-    (headers,) = yield (AllGather(seal(codec, nothing, chosen.first_nonfinite, bounds, terms)),)
-    _, nonfinite = yield from unsealed(codec, headers, 0, bounds.numel() - 1, terms, chosen.what)
+    envelope = Envelope(chosen.what, chosen.plan.per_tensor.bounds, chosen.form.terms(chosen.plan.ratio))
+    _, nonfinite = yield from envelope.gather(nothing, chosen.first_nonfinite)
     return nonfinite

@@ -1,0 +1,98 @@
+"""The envelope: a header of 24 bytes before each payload that a rank sends, written and checked here alone.
+
+It has a checksum, the terms of its rank, and the rank's first tensor with a non-finite gradient. A payload that
+differs from what was sent gives an error that names the rank and the bucket.
+
+A sum of an all-reduce is formed on the way, so it has no checksum. An empty envelope travels beside it.
+`dgc.wire.payload` writes the same header before sparse payloads, in one call with their encoding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+from jaxtyping import Int64, UInt8
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation, Op, read
+from dgc.kernels.codec.protocol import Terms
+from dgc.wire.sealed import open_sealed, seal, seal_each
+
+
+@dataclass(frozen=True, eq=False)
+class Envelope:
+    """Seals the payloads of a bucket.
+
+    Attributes:
+        what: Name of the payloads in errors.
+        bounds: First element of each tensor, in the order that `first_nonfinite` counts, and the end.
+        terms: Ratio and form, which must be the same on every rank.
+
+    The methods return, besides what arrives, for each rank the number, from 1, of its first tensor with a
+    non-finite gradient, or 0. They raise PayloadError if a payload is damaged or was sealed with other terms.
+    `first_nonfinite` is the index of the gradient's first non-finite element, or bounds[-1] if there is none.
+    """
+
+    what: str
+    bounds: Int64[Tensor, "bounds"]
+    terms: Terms
+
+    def gather(
+        self, codes: UInt8[Tensor, "nbytes"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+        """Gather the codes of all ranks."""
+        (payloads,) = yield (AllGather(self.seal(codes, first_nonfinite)),)
+        return (yield from self.open(payloads, codes.numel()))
+
+    def scatter(
+        self, codes: UInt8[Tensor, "ranks nbytes"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+        """Send row r to rank r. Returns the rows that all ranks have sent to this one."""
+        sealed = seal_each(kernels.of(codes).codec, codes, first_nonfinite, self.bounds, self.terms)
+        rows, total = sealed.shape
+        (payloads,) = yield (AllToAll(sealed.view(-1), (total,) * rows),)
+        return (yield from self.open(payloads, codes.shape[1]))
+
+    def reduce(
+        self, values: Tensor, first_nonfinite: Int64[Tensor, ""], op: Op = "mean"
+    ) -> Conversation[tuple[Tensor, list[int]]]:
+        """All-reduce values, which are not protected, and gather what every rank reports. `values` may change."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=values.device)
+        payloads, reduced = yield (AllGather(self.seal(nothing, first_nonfinite)), AllReduce(values, op))
+        _, nonfinite = yield from self.open(payloads, 0)
+        return reduced, nonfinite
+
+    def seal(self, codes: UInt8[Tensor, "nbytes"], first_nonfinite: Int64[Tensor, ""]) -> UInt8[Tensor, "total"]:
+        """Return the payload for `codes`."""
+        return seal(kernels.of(codes).codec, codes, first_nonfinite, self.bounds, self.terms)
+
+    def open(self, payloads: Sequence[Tensor], nbytes: int) -> Conversation[tuple[list[Tensor], list[int]]]:
+        """Return the codes in the payloads of all ranks, each of `nbytes` bytes."""
+        codec, segments = kernels.of(payloads[0]).codec, self.bounds.numel() - 1
+        opened = open_sealed(codec, payloads, nbytes, segments, self.terms, self.what)
+        return opened.checked((yield from read(opened.scalars)))
+
+
+def envelope_of(bucket: Bucket, bounds: Int64[Tensor, "bounds"], ratio: float, settings: str) -> Envelope:
+    """Return the envelope of a bucket's payloads, with terms from what must be the same on every rank."""
+    return Envelope(f"bucket {bucket.name}", bounds, Terms(ratio, crc32(settings.encode())))
+
+
+def seal_numbers(numbers: Sequence[int], device: torch.device) -> UInt8[Tensor, "total"]:
+    """Return a sealed payload of a few whole numbers."""
+    envelope = _envelope_of_numbers("numbers", len(numbers), device)
+    codes = torch.tensor(numbers, dtype=torch.int64, device=device).view(torch.uint8)
+    return envelope.seal(codes, envelope.bounds[-1])
+
+
+def open_numbers(what: str, payloads: Sequence[Tensor], count: int) -> Conversation[list[list[int]]]:
+    """Return the `count` numbers of each rank. Raises PayloadError as an Envelope does."""
+    parts, _ = yield from _envelope_of_numbers(what, count, payloads[0].device).open(payloads, 8 * count)
+    return [part.clone().view(torch.int64).tolist() for part in parts]
+
+
+def _envelope_of_numbers(what: str, count: int, device: torch.device) -> Envelope:
+    return Envelope(what, torch.tensor([0, 1], dtype=torch.int64, device=device), Terms(1.0, count))
