@@ -72,6 +72,12 @@ class Counting:
         self.counts.reads += v.numel()
         return self._reached(v, budget, lower_bounds, self.kernel.select(v, budget, lower_bounds))
 
+    def radix_select(self, v: Tensor, budget: Budget) -> SparseVector:
+        self.counts.reads += 5 * v.numel()  # four digits, and the selected elements
+        chosen = self.kernel.radix_select(v, budget)
+        self.counts.reached += int(chosen.count)
+        return chosen
+
     def accumulate_and_select_(
         self, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | None
     ) -> TopKResult:

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
-from benchmarks.radix_select import RadixSelect
 from benchmarks.recordings import MOMENTUM
 from benchmarks.step_methods import Layout, Stateful
 from dgc.kernels import PassInputs
@@ -17,6 +16,7 @@ from dgc.selection import (
     Laplace,
     MSTopk,
     Predicted,
+    Radix,
     Sampled,
     Selector,
     SelectorResult,
@@ -26,7 +26,7 @@ from dgc.selection import (
 from dgc.wire import CastValues, PlainIndices, SparseFormat
 
 SELECTORS: dict[str, Selector] = {
-    "radix": RadixSelect(),
+    "radix": Radix(),
     "exact": Exact(),
     "histogram": Histogram(),
     "predicted": Predicted(),

@@ -134,8 +134,6 @@ def main() -> None:
 
     figures.plots()
     args.figures.mkdir(parents=True, exist_ok=True)
-    if args.device != "cpu":
-        del SELECTORS["radix"]
     options = Options(args.ratio, args.rounds, args.settle, args.device)
     what, data = small_images()
     print(f"{what}; ratio {args.ratio}, {args.device}, {args.threads} threads, {args.steps} steps recorded")

@@ -12,7 +12,6 @@ from torch import Tensor
 import benchmarks
 import dgc.kernels as kernels
 from benchmarks import decoding, scale, scale_order
-from benchmarks.radix_select import RadixSelect
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
 from benchmarks.results import print_json
 from benchmarks.selector_counts import Counts, count_choice, count_step, counting
@@ -105,7 +104,7 @@ def test_exact_reads_once_and_sends_the_largest() -> None:
     assert row["energy"] == pytest.approx(float(largest.square().sum() / v.square().sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in SELECTORS if name != "radix"])  # it asks no kernels
+@pytest.mark.parametrize("name", SELECTORS)
 def test_a_counted_step_is_a_step(name: Any) -> None:
     counted, plain = (SelectorStep(name, [SEGMENTS], 0.001, "cpu") for _ in range(2))
     counts = Counts()
@@ -159,14 +158,6 @@ def test_a_learner_takes_steps_of_dgc() -> None:
     learner.update()
     still = kept & (learner.v[0] != 0)
     assert torch.allclose(learner.v[0][still], expected[still])
-
-
-def test_radix_selection_is_exact() -> None:
-    plan = plan_selection(SEGMENTS, 0.003)
-    for v in (laplace(N), torch.full((N,), -0.5), torch.zeros(N), (normal(N) * 2).round(), normal(N) * 1e-40):
-        radix, ours = RadixSelect().choose(v, plan, 0), Exact().choose(v, plan, 0)
-        assert int(radix.count) == int(ours.count)
-        assert torch.equal(radix.indices, ours.indices) and torch.equal(radix.values, ours.values)
 
 
 def test_decoding_reads_what_the_ranks_have_recorded() -> None:

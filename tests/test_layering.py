@@ -99,7 +99,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.compression.quantized",
     ),
     "dgc.gossip.topology": (),
-    "dgc.gossip": ("dgc.bucket", "dgc.kernels.__init__", "dgc.comm"),
+    "dgc.gossip": ("dgc.bucket", "dgc.kernels.codec", "dgc.kernels.__init__", "dgc.comm", "dgc.wire"),
     "dgc.gossip.pushsum": ("dgc.comm", "dgc.memory", "dgc.gossip.topology", "dgc.gossip"),
     "dgc.gossip.difference": (
         "dgc.bucket",
@@ -111,7 +111,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.gossip.topology",
         "dgc.gossip",
     ),
-    "dgc.gossip.adpsgd": ("dgc.comm", "dgc.memory", "dgc.gossip.topology", "dgc.gossip"),
+    "dgc.gossip.adpsgd": ("dgc.comm", "dgc.wire", "dgc.memory", "dgc.gossip.topology", "dgc.gossip"),
     "dgc.gossip.hierarchical_gossip": ("dgc.comm", "dgc.memory", "dgc.gossip", "dgc.gossip.pushsum"),
     "dgc.gossip.__init__": (
         "dgc.gossip.topology",

@@ -12,6 +12,7 @@ from dgc.selection.estimators.trimmed import Trimmed as Trimmed
 from dgc.selection.exact import Exact as Exact
 from dgc.selection.exact import Histogram as Histogram
 from dgc.selection.exact import Predicted as Predicted
+from dgc.selection.exact import Radix as Radix
 from dgc.selection.per_chunk import TopKPerChunk as TopKPerChunk
 from dgc.selection.plan import Plan as Plan
 from dgc.selection.plan import plan_selection as plan_selection

@@ -19,6 +19,7 @@ from dgc.gossip.adpsgd.link import MessageLink
 from dgc.gossip.adpsgd.protocol import AveragingProtocol, GossipError
 from dgc.gossip.topology.bipartite import bipartite_complete, bipartite_subgraph, peer_schedule
 from dgc.optim import GossipOptimizer
+from dgc.wire import PayloadError
 
 
 def line(size: Any) -> Any:
@@ -248,9 +249,31 @@ def test_messages_are_as_long_as_documented() -> None:
     simulation.run(200)
     simulation.drain()
     for protocol, link in zip(simulation.protocols, simulation.links, strict=True):
-        header, averages = 8 * (3 + 4), protocol.averagings
+        header, averages = 8 * (6 + 4), protocol.averagings
         without_x = {0: 3, 1: 3, 2: 1, 3: 3}[protocol.rank]  # messages of header size
         assert link.meter.payload_bytes == averages * (header + 8 * 51) + without_x * header
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_flipped_bit_is_noticed(number: int) -> None:
+    for byte in (0, 8, 21, 24, 33, 50, -1):
+        simulation, seen = Simulation(bipartite_complete(4), numel=101, averagings_per_step=1.0), 0
+        send = simulation.world.send
+
+        def noisy(source: int, to: int, message: Any, tag: int, byte: int = byte, send: Any = send) -> Any:
+            nonlocal seen
+            seen += source == 1
+            if source == 1 and seen == number + 1:
+                message = message.clone()
+                message.view(torch.uint8)[byte] ^= 4
+            return send(source, to, message, tag)
+
+        simulation.world.send = noisy
+        with pytest.raises(PayloadError, match="a message of AD-PSGD with a wrong checksum"):
+            for protocol in simulation.protocols:
+                protocol.count_step()
+            simulation.run(800)
+            simulation.drain()
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------

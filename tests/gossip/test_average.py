@@ -7,7 +7,6 @@ import torch
 from gossip.table import CASES, IDS, named
 
 from dgc import gossip
-from dgc.comm import TrafficMeter
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import metropolis, push_pull_average, push_sum_average, push_sum_round, uniform
 from dgc.gossip.pushsum.average import initial_state
@@ -131,4 +130,4 @@ def test_integers_are_refused(average: Any, dtype: Any) -> None:
 def test_bytes_are_those_of_the_peers() -> None:
     own = values(8, torch.float32, shape=(100,))
     _, meters = averaged(push_sum_average, own, 3, gossip.exponential(8, 2))
-    assert all(isinstance(meter, TrafficMeter) and meter.payload_bytes == 3 * 2 * (400 + 8) for meter in meters)
+    assert [meter.payload_bytes for meter in meters] == [3 * 2 * (24 + 400 + 8)] * 8

@@ -265,10 +265,10 @@ def up(nbytes: Any) -> Any:
     [
         (CHOCO, up(24 + 8 * KS)),
         (lambda: CHOCO(quantizer=TopK(0.1, "fp16")), up(24 + 6 * KS)),
-        (lambda: CHOCO(quantizer=Sign()), 4 * 4 + 4 * (2 + 1 + 1 + 1)),
-        (PowerGossip, 4 * (12 + 15 + 12)),
-        (lambda: PowerGossip(rank=2), 4 * (12 + 2 * (15 + 12))),
-        (lambda: PowerGossip(num_iters_per_step=1), 4 * (12 + (15 + 12) / 2)),
+        (lambda: CHOCO(quantizer=Sign()), up(24 + 4 * 4 + 4 * (2 + 1 + 1 + 1))),
+        (PowerGossip, up(24 + 4 * (12 + 12)) + up(24 + 4 * 15)),
+        (lambda: PowerGossip(rank=2), up(24 + 4 * (12 + 24)) + up(24 + 4 * 30)),
+        (lambda: PowerGossip(num_iters_per_step=1), (up(24 + 4 * (12 + 12)) + up(24 + 4 * (12 + 15))) / 2),
     ],
 )
 def test_bytes_are_those_of_the_formula(make: Any, nbytes: Any) -> None:

@@ -16,6 +16,7 @@ from dgc.comm.transport import CrossMachineTransport
 from dgc.gossip import ADPSGD, CHOCO, DPSGD, OSGP, SGP, HierarchicalGossip, Int8Message
 from dgc.optim.options import unique_prefix
 from dgc.outer import OuterSteps, SlowMo
+from dgc.wire.sealed import sealed_bytes
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -180,7 +181,7 @@ def test_bytes_are_those_of_the_formula() -> None:
         return own.z.numel(), own.algorithm._slice, own.optimizer.meter.payload_bytes
 
     for n, own, payload in LockstepWorld(8, 4).run(body):
-        between = 4 * (own.stop - own.start) + 8
+        between = sealed_bytes(4 * (own.stop - own.start) + 8)
         # slices are put together before the first step, too, and once more at the end
         assert payload == 3 * (between + 4 * (n + 4)) + 4 * 4 * -(-n // 4)
 

@@ -15,6 +15,7 @@ from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip import DPSGD, OSGP, SGP, Int8Message, TopologyError
 from dgc.optim import GossipOptimizer
 from dgc.outer import Nesterov, OuterSteps, SlowMo
+from dgc.wire.sealed import sealed_bytes
 from dgc_training.checkpoint.reshard import blend, shares
 
 ROUNDING = 2e-6
@@ -499,10 +500,10 @@ def test_a_gradient_scaler_scales_each_rank_s_gradients() -> None:
 def test_bytes_are_those_of_the_formula() -> None:
     world = LockstepWorld(4)
     for algorithm, peers, each in (
-        (SGP, 1, lambda n: 4 * n + 8),
-        (lambda: SGP(gossip.full), 3, lambda n: 4 * n + 8),
-        (lambda: DPSGD(gossip.bipartite_exponential), 1, lambda n: 4 * n),
-        (lambda: SGP(message=Int8Message(16)), 1, lambda n: n + 4 * -(-n // 16) + 8),
+        (SGP, 1, lambda n: sealed_bytes(4 * n + 8)),
+        (lambda: SGP(gossip.full), 3, lambda n: sealed_bytes(4 * n + 8)),
+        (lambda: DPSGD(gossip.bipartite_exponential), 1, lambda n: sealed_bytes(4 * n)),
+        (lambda: SGP(message=Int8Message(16)), 1, lambda n: sealed_bytes(n + 4 * -(-n // 16) + 8)),
     ):
 
         def body(transport: Any, algorithm: Any = algorithm) -> Any:

@@ -3,9 +3,7 @@
 Sums that are formed on the way are not protected, nor dense values inside a machine: docs/design.md lists them.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,11 +11,10 @@ from laws.exchanges import EXCHANGES
 from laws.quantized import QUANTIZED
 from laws.table import TABLE as OTHERS
 from laws.table import Row
-from torch import Tensor
+from noise import Noisy, flip, places
 
 from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.requests import AllGather, AllToAll, Exchange, Request
 from dgc.compression import Compressor
 from dgc.compression.hierarchical import HierarchicalCompressor
 from dgc.testing import Fleet, gradients
@@ -31,53 +28,6 @@ SIZE = 3
 CASES = [(row, SIZE) for row in (*OTHERS, *EXCHANGES, *QUANTIZED)] + [
     (row, 2) for row in QUANTIZED if row.name in ("2bit", "1bit", "dense-values-fp16")
 ]
-
-
-class Noisy(LockstepWorld):
-    """Changes the `number`-th message of rank 1. `messages`: their sizes in bytes."""
-
-    def __init__(
-        self,
-        size: int,
-        local_size: int | None = None,
-        change: Callable[[Tensor], Tensor] = Tensor.clone,
-        number: int = -1,
-    ):
-        super().__init__(size, local_size)
-        self.change, self.number, self.messages = change, number, list[int]()
-
-    def launch(self, rank: int, name: str, requests: tuple[Request, ...], lane: str = "") -> Any:
-        if rank == 1:
-            requests = tuple(map(self._through_noise, requests))
-        return super().launch(rank, name, requests, lane)
-
-    def _through_noise(self, request: Request) -> Request:
-        match request:
-            case AllGather(tensor):
-                return replace(request, tensor=self._one(tensor))
-            case AllToAll(tensor, splits, group) if group != "local":
-                return replace(request, tensor=torch.cat([self._one(part) for part in tensor.split(list(splits))]))
-            case Exchange(sends):
-                return replace(request, sends={to: self._one(message) for to, message in sends.items()})
-        return request
-
-    def _one(self, message: Tensor) -> Tensor:
-        self.messages.append(message.numel() * message.element_size())
-        return self.change(message) if len(self.messages) - 1 == self.number else message
-
-
-def flip(byte: int) -> Callable[[Tensor], Tensor]:
-    def change(message: Tensor) -> Tensor:
-        changed = message.clone()
-        changed.view(-1).view(torch.uint8)[byte] ^= 1 << byte % 8
-        return changed
-
-    return change
-
-
-def places(nbytes: int) -> Iterator[int]:
-    """In each word of the header (size, tensor, checksum, scale, ratio, format), the body, and the padding."""
-    yield from (byte for byte in {0, 5, 8, 14, 19, 20, 24, 24 + (nbytes - 24) // 2, nbytes - 1} if byte < nbytes)
 
 
 def step(make: Callable[[], Compressor], world: LockstepWorld) -> None:

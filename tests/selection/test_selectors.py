@@ -23,6 +23,7 @@ from dgc.selection import (
     Laplace,
     MSTopk,
     Predicted,
+    Radix,
     Sampled,
     Trimmed,
 )
@@ -31,6 +32,7 @@ from dgc.selection.estimators.estimator import Estimator, Ranges
 SELECTORS = {
     "exact": Exact(),
     "exact of the bucket": Exact(per_bucket=True),
+    "radix": Radix(),
     "histogram": Histogram(),
     "predicted": Predicted(),
     "sampled": Sampled(),
@@ -51,7 +53,7 @@ SELECTORS = {
     "gaussian": Gaussian(),
 }
 # These send the k largest of every tensor, whatever the numbers.
-EXACT = ("exact", "histogram", "predicted", "trimmed", "mstopk")
+EXACT = ("exact", "radix", "histogram", "predicted", "trimmed", "mstopk")
 
 
 def chosen_by(selector: Any, v: Any, plan: Any, seed: Any) -> Any:

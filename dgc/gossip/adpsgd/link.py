@@ -9,10 +9,13 @@ from torch import Tensor
 
 from dgc.comm.channel import Channel
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import Exchange
-from dgc.gossip.adpsgd.protocol import AveragingProtocol, GossipError, Kind, Outgoing
+from dgc.comm.requests import Exchange, as_bytes
+from dgc.gossip.adpsgd.protocol import KIND, AveragingProtocol, GossipError, Kind, Outgoing
+from dgc.gossip.envelope import opened, write_header_
+from dgc.wire.checks import read_scalars
 
 HEARTBEATS_PER_TIMEOUT = 4
+MESSAGE = "a message of AD-PSGD"
 COUNTS_INTERVAL = 0.1  # seconds without an average after which an active rank requests step counts
 
 
@@ -72,14 +75,19 @@ class MessageLink:
 
         Raises:
             GossipError: if a rank is lost.
+            PayloadError: if a message is damaged. The error names its sender as the message does.
         """
         self._extend_deadlines(now - self._last_poll)
         self._last_poll = now
         progressed = self.complete_sends()
         while self._receive is not None and self.channel.test(self._receive):
             progressed, self._receive = True, None
-            self._last_received[int(self._buffer[1])] = now
-            self._send(self.protocol.receive(self._buffer))
+            message = self.protocol.whole(self._buffer)
+            sender = int(message[KIND + 1])
+            received = opened(as_bytes(message), 8 * (message.numel() - KIND), MESSAGE, sender)
+            received.checked(read_scalars(received.scalars))
+            self._last_received[sender] = now
+            self._send(self.protocol.receive(message))
             self._start_receive()
         if not self._sends:
             messages = self.protocol.next_messages()
@@ -116,6 +124,7 @@ class MessageLink:
 
     def _send(self, messages: list[Outgoing]) -> None:
         for out in messages:
+            write_header_(as_bytes(out.message), MESSAGE)
             self.meter.count(Exchange({out.to: out.message}, {}), self.protocol.rank, self.protocol.size)
             self._sends.append((self.channel.isend(out.to, out.message, self._tag), out.message))
 

@@ -23,7 +23,7 @@ the larger numbers. A rank may leave when its numbers show enough steps. An acti
 leaving. A passive rank does so in every reply, and slow ranks request counts as often as fast ones. DONE and END
 make the numbers exact.
 
-Payload in bytes, with n ranks and N elements: 8 (3 + n), and for AVERAGE and REPLY 8 ceil(N / 2) more.
+Payload in bytes, with n ranks and N elements: 8 (6 + n), and for AVERAGE and REPLY 8 ceil(N / 2) more.
 """
 
 import threading
@@ -37,6 +37,8 @@ from torch import Tensor
 
 from dgc.gossip.topology.bipartite import peer_schedule
 from dgc.gossip.topology.topology import Topology
+
+KIND, COUNTS = 3, 6  # words before the kind, and before the steps
 
 
 class GossipError(RuntimeError):
@@ -61,7 +63,8 @@ class Kind(IntEnum):
 class Outgoing:
     """A message and its receiver.
 
-    message: int64 words: kind, sender, number, the steps of all ranks; then x.
+    message: int64 words: 3 for an envelope (`dgc.gossip.envelope`), kind, sender, number, the steps of all ranks;
+    then x.
     """
 
     to: int
@@ -91,7 +94,7 @@ class AveragingProtocol:
         self.averagings = 0
         self._next_peer = self._next_counts_peer = 0  # positions in peers
         self._number = 0  # of the last message that expects a reply
-        self._header = 3 + self.size  # words
+        self._header = COUNTS + self.size  # words
         self._free_buffers = [self.buffer()] if self.is_active else []
         self.begin()
 
@@ -164,9 +167,9 @@ class AveragingProtocol:
 
     def receive(self, message: Int64[Tensor, "words"]) -> list[Outgoing]:
         """Processes a received message and returns the reply. The message's memory may be reused afterwards."""
-        kind, sender, number = message[:3].tolist()
+        kind, sender, number = message[KIND:COUNTS].tolist()
         with self.lock:
-            torch.maximum(self.step_counts, message[3 : self._header], out=self.step_counts)
+            torch.maximum(self.step_counts, message[COUNTS : self._header], out=self.step_counts)
             if kind == Kind.AVERAGE and sender in self._active_peers:
                 return [self._reply(message, sender, number)]
             if kind == Kind.COUNTS_REQUEST and sender in self._active_peers:
@@ -193,6 +196,11 @@ class AveragingProtocol:
             elif kind != Kind.HEARTBEAT:
                 raise AssertionError(f"unexpected message {number} of kind {kind} from rank {sender}")
             return []
+
+    def whole(self, buffer: Int64[Tensor, "words"]) -> Int64[Tensor, "words"]:
+        """The received message at the front of a buffer."""
+        has_x = int(buffer[KIND]) in (Kind.AVERAGE, Kind.REPLY)
+        return buffer if has_x else buffer[: self._header]
 
     def release(self, message: Int64[Tensor, "words"]) -> None:
         """Makes the memory of a completely sent message available again."""
@@ -237,8 +245,8 @@ class AveragingProtocol:
         return self._write_header(message, kind, number)
 
     def _write_header(self, message: Tensor, kind: Kind, number: int) -> Tensor:
-        message[:3] = torch.tensor([kind, self.rank, number], dtype=message.dtype)
-        message[3 : self._header] = self.step_counts
+        message[KIND:COUNTS] = torch.tensor([kind, self.rank, number], dtype=message.dtype)
+        message[COUNTS : self._header] = self.step_counts
         return message
 
     def _x_of(self, message: Tensor) -> Tensor:

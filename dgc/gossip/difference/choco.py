@@ -30,6 +30,7 @@ from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
 from dgc.gossip.difference.base import DifferenceGossip
 from dgc.gossip.difference.operators import Quantizer, TopK
+from dgc.gossip.envelope import exchange, message_of
 from dgc.gossip.topology.graphs import two_way_ring
 from dgc.gossip.topology.mixing import Mixing, Shares, metropolis
 from dgc.gossip.topology.topology import Graph, Peers, Topology
@@ -108,10 +109,10 @@ class CHOCO(DifferenceGossip):
         """Sends whole models to make the public copies valid."""
         self.xhat.copy_(self.z)
         self.d.zero_()
-        empty = {source: torch.empty_like(self.z) for source in peers}
-        (replies,) = yield (Exchange({peer: self.z.clone() for peer in peers}, empty),)
+        sizes = dict.fromkeys(peers, self.z.numel() * self.z.element_size())
+        replies = yield from exchange(dict.fromkeys(peers, message_of(self.z)), sizes, "a model of CHOCO", self.z)
         for source in peers:
-            self.d.add_(replies[source] - self.xhat, alpha=weights[source])
+            self.d.add_(replies[source].view(self.z.dtype) - self.xhat, alpha=weights[source])
         self._copies_valid = True
 
     @torch.no_grad()

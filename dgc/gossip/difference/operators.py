@@ -3,7 +3,7 @@
 TopK    the ceil(ratio d) elements of largest magnitude of each tensor of d, in the format of `dgc.wire`
 Sign    (|v|_1 / d) sign(v) of each tensor of d elements; 0 is sent as a negative element
 
-Bytes: TopK 24, and for each element 4 and the bytes of a value, the sum rounded up to a multiple of 8; Sign
+Bytes, rounded up to a multiple of 8: TopK 24, and for each element 4 and the bytes of a value; Sign 24, and
 4 + 4 ceil(d/32) for each tensor.
 
 gamma is the default consensus step size of `choco` for an operator. On rings of 2 to 16 ranks, models converge to
@@ -21,11 +21,15 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Segment
 from dgc.comm.requests import as_bytes
+from dgc.gossip.envelope import message_of, opened, write_header_
 from dgc.kernels import SparseVector
 from dgc.selection.plan import Plan, plan_selection
-from dgc.wire import CastValues, PayloadError, PlainIndices, SparseFormat
+from dgc.wire import CastValues, PlainIndices, SparseFormat
+from dgc.wire.checks import read_scalars
+from dgc.wire.sealed import sealed_bytes
 
 FP32 = 4  # bytes
+DIFFERENCE = "a difference of CHOCO"
 
 Vector = Float32[Tensor, "n"]
 Bytes = UInt8[Tensor, "nbytes"]
@@ -113,12 +117,8 @@ class _Sparse:
         return encoded.payload, _add_sparse(encoded.sent)
 
     def decode(self, payload: Bytes, source: int) -> AddScaled:
-        try:
-            (selection,), _ = self.form.decode(
-                kernels.of(payload).codec, (payload,), self.selection.per_tensor, self._numel
-            )
-        except PayloadError as error:  # its message counts payloads, not ranks
-            raise PayloadError(f"rank {source}{str(error).removeprefix('rank 0')}") from error
+        codec, planned = kernels.of(payload).codec, (self.selection.per_tensor, self._numel)
+        (selection,), _ = self.form.decode(codec, (payload,), *planned, what=DIFFERENCE, ranks=(source,))
         return _add_sparse(selection)
 
 
@@ -138,25 +138,36 @@ class Sign:
 
     def plan(self, segments: Sequence[Segment], device: torch.device) -> Coder:
         bounds = [0, *(segment.offset + segment.numel for segment in segments)]
-        nbytes = sum(FP32 + FP32 * -(-segment.numel // 32) for segment in segments)
-        return _Signs(torch.tensor(bounds, dtype=torch.int64, device=device), nbytes)
+        codes = sum(FP32 + FP32 * -(-segment.numel // 32) for segment in segments)
+        return _Signs(torch.tensor(bounds, dtype=torch.int64, device=device), codes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Signs:
     bounds: Int64[Tensor, "bounds"]
-    nbytes: int
+    codes: int  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return sealed_bytes(self.codes)
 
     def encode(self, v: Vector) -> tuple[Bytes, AddScaled]:
         sums = kernels.of(v).selection.moments(v, self.bounds).magnitudes
         scales = (sums / self.bounds.diff().clamp(min=1)).float()
         codes, _ = kernels.of(v).quantize.sign_encode(v, self.bounds, torch.zeros_like(scales), -scales, scales)
-        payload = torch.cat([as_bytes(scales), codes])
-        return payload, self.decode(payload, 0)
+        both = torch.cat([as_bytes(scales), codes])
+        payload = message_of(both)
+        write_header_(payload, DIFFERENCE)
+        return payload, self._add_signs(both)
 
     def decode(self, payload: Bytes, source: int) -> AddScaled:
-        scales = payload[: FP32 * (self.bounds.numel() - 1)].clone().view(torch.float32)
-        q = torch.zeros(int(self.bounds[-1]), dtype=torch.float32, device=payload.device)
-        codes = payload[FP32 * scales.numel() :].clone()
+        received = opened(payload, self.codes, DIFFERENCE, source)
+        (both,), _ = received.checked(read_scalars(received.scalars))
+        return self._add_signs(both)
+
+    def _add_signs(self, both: Bytes) -> AddScaled:
+        scales = both[: FP32 * (self.bounds.numel() - 1)].clone().view(torch.float32)
+        q = torch.zeros(int(self.bounds[-1]), dtype=torch.float32, device=both.device)
+        codes = both[FP32 * scales.numel() :].clone()
         kernels.of(q).quantize.sign_add_(codes, self.bounds, -scales, scales, q)
         return lambda target, factor: target.add_(q, alpha=factor)

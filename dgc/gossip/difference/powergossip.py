@@ -16,8 +16,8 @@ Differences from the paper: There are 2 half steps per step by default, after th
 alternates by itself, so graphs may change from round to round. Small noise, the same at both ends, keeps `orth`
 from losing directions if D is or was zero. All edges begin with the same V.
 
-Payload per step and neighbour in bytes: 4 for each uncompressed element, and for each other matrix 4 r n or
-4 r m in each half step, r = min(rank, n, m).
+Payload per step and neighbour in bytes: 4 for each uncompressed element, and in each half step 24, and for each
+other matrix 4 r n or 4 r m, r = min(rank, n, m), rounded up to a multiple of 8.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,15 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from dgc.bucket import Segment
-from dgc.comm.requests import Conversation, Exchange
+from dgc.comm.requests import Conversation
 from dgc.gossip.difference.base import DifferenceGossip
+from dgc.gossip.envelope import exchange, message_of
 from dgc.gossip.model_slice import ModelSlice
 from dgc.gossip.topology.graphs import two_way_ring
 from dgc.gossip.topology.mixing import Mixing, metropolis
 from dgc.gossip.topology.topology import Graph, Topology
 from dgc.memory.state import check_tensor
+from dgc.wire.sealed import sealed_bytes
 
 NOISE = 1e-6  # of a factor's norm
 
@@ -159,8 +161,15 @@ class PowerGossip(DifferenceGossip):
         self._peers, self._max_edges = peers_of_all[self.rank], max(map(len, peers_of_all))
 
     def _nbytes(self) -> float:
-        factors = sum(matrix.r * (matrix.n + matrix.m) for matrix in self.matrices) / 2
-        return 4 * (sum(part.numel() for part in self._uncompressed) + self.num_iters_per_step * factors)
+        first = sum(part.numel() for part in self._uncompressed)
+        factors = [sum(matrix.r * matrix.sizes(even)[1] for matrix in self.matrices) for even in (True, False)]
+
+        def nbytes(begin: int) -> int:
+            sent = [factors[(begin + h) % 2] for h in range(self.num_iters_per_step)]
+            return sum(sealed_bytes(4 * (n + (first if h == 0 else 0))) for h, n in enumerate(sent))
+
+        # an odd number of half steps begins with the other side in every second step
+        return nbytes(0) if self.num_iters_per_step % 2 == 0 else (nbytes(0) + nbytes(1)) / 2
 
     @torch.no_grad()
     def _average(self) -> Conversation[None]:
@@ -170,12 +179,13 @@ class PowerGossip(DifferenceGossip):
         for h in range(self.num_iters_per_step):
             uncompressed = self._uncompressed if h == 0 else []
             own = {peer: self._products(edge, uncompressed) for peer, edge in edges.items()}
-            sends = {peer: message.clone() for peer, message in own.items()}
-            empty = {peer: torch.empty_like(message) for peer, message in own.items()}
-            (replies,) = yield (Exchange(sends, empty),)
+            sends = {peer: message_of(message) for peer, message in own.items()}
+            sizes = {peer: 4 * message.numel() for peer, message in own.items()}
+            replies = yield from exchange(sends, sizes, "a message of PowerGossip", self.z)
             for peer, edge in edges.items():
                 sign = 1.0 if self.rank < peer else -1.0
-                self._apply_difference(edge, replies[peer] - own[peer], weights[peer], uncompressed, sign)
+                difference = replies[peer].view(torch.float32) - own[peer]
+                self._apply_difference(edge, difference, weights[peer], uncompressed, sign)
 
     def _products(self, edge: Edge, uncompressed: Sequence[Tensor]) -> Float32[Tensor, "length"]:
         parts = [*uncompressed]

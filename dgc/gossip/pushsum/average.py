@@ -10,7 +10,7 @@ rank i:
 The columns of P sum to one. The sums of x and of w over the ranks are therefore preserved, and every z_i converges
 to the mean. Push-sum always sends the weight, 8 bytes after x, and works on any graph.
 
-Payload of a rank and round in bytes: number of peers times (bytes of x, and 8 for a weight).
+Payload of a rank and round in bytes: number of peers times (24, bytes of x, and 8 for a weight, rounded up to 8).
 """
 
 from typing import NamedTuple
@@ -19,7 +19,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from dgc.comm.requests import Conversation, Exchange, as_bytes
+from dgc.comm.requests import Conversation, as_bytes
+from dgc.gossip.envelope import exchange, message_of
 from dgc.gossip.pushsum.messages import WEIGHT_NBYTES, weight_from_bytes, weight_to_bytes
 from dgc.gossip.topology.mixing import Mixing, uniform
 from dgc.gossip.topology.topology import Topology
@@ -108,7 +109,8 @@ def push_pull_average(
         shares = mixing(topology, rank, round)
         sends = {to: (x * share).reshape(-1) for to, share in shares.items() if to != rank}
         received = yield from _exchange(sends, x.reshape(-1), topology, rank, round)
-        parts = {source: message.view(x.shape) for source, message in received.items()} | {rank: x * shares[rank]}
+        others = {source: message.clone().view(x.dtype).view(x.shape) for source, message in received.items()}
+        parts = others | {rank: x * shares[rank]}
         parts_in_order = [parts[source] for source in sorted(parts)]
         x = parts_in_order[0].clone()
         for part in parts_in_order[1:]:
@@ -117,13 +119,12 @@ def push_pull_average(
 
 
 def _exchange(
-    sends: dict[int, Tensor], empty: Tensor, topology: Topology, rank: int, round: int
+    sends: dict[int, Tensor], like: Tensor, topology: Topology, rank: int, round: int
 ) -> Conversation[dict[int, Tensor]]:
-    """Returns the received tensors by sender. empty: a tensor of their shape and dtype."""
-    peers = topology.in_peers(rank, round)
-    replies = yield (Exchange(sends, {source: torch.empty_like(empty) for source in peers}),)
-    received: dict[int, Tensor] = replies[0]
-    return received
+    """Returns the bytes of the received tensors by sender. like: a tensor of their size and dtype."""
+    messages = {to: message_of(tensor) for to, tensor in sends.items()}
+    sizes = dict.fromkeys(topology.in_peers(rank, round), like.numel() * like.element_size())
+    return (yield from exchange(messages, sizes, "a message of an average", like))
 
 
 def _pack(part: PushSum) -> Tensor:

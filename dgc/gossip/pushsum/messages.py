@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from dgc.gossip.envelope import blank, content
 from dgc.gossip.formats import Bytes, Message, Vector
 from dgc.memory.state import check_tensor
 
@@ -23,22 +24,26 @@ class ReceivedShare:
 
 
 def message_nbytes(encoding: Message, n: int, weighted: bool) -> int:
-    """Bytes of a message with n elements."""
+    """Bytes of the content of a message with n elements."""
     return encoding.nbytes(n) + (WEIGHT_NBYTES if weighted else 0)
 
 
 def pack(encoding: Message, z: Vector, factor: float, weighted: bool) -> tuple[Bytes, Vector]:
-    """Encodes factor * z and, if weighted, appends factor as the share of w. Returns (message, decoded vector)."""
-    end = encoding.nbytes(z.numel())
-    message = torch.empty(message_nbytes(encoding, z.numel(), weighted), dtype=torch.uint8, device=z.device)
-    decoded = encoding.encode_(z, factor, message[:end])
+    """Encodes factor * z and, if weighted, appends factor as the share of w.
+
+    Returns (message for `dgc.gossip.envelope.exchange`, decoded vector).
+    """
+    end, nbytes = encoding.nbytes(z.numel()), message_nbytes(encoding, z.numel(), weighted)
+    message = blank(nbytes, z)
+    section = content(message, nbytes)
+    decoded = encoding.encode_(z, factor, section[:end])
     if weighted:
-        message[end:].copy_(weight_to_bytes(torch.tensor(factor, dtype=torch.float64)))
+        section[end:].copy_(weight_to_bytes(torch.tensor(factor, dtype=torch.float64)))
     return message, decoded
 
 
 def unpack(encoding: Message, message: Bytes, n: int, w: float | None) -> ReceivedShare:
-    """Decodes a message. w: the weight, if the message has none."""
+    """Decodes the content of a message. w: the weight, if the message has none."""
     end = encoding.nbytes(n)
     return ReceivedShare(encoding.decode(message[:end], n), float(weight_from_bytes(message)) if w is None else w)
 

@@ -12,7 +12,7 @@ messages are rounded.
 Differences from the paper: Messages may be rounded. In epochs with the graph None, all ranks average x and w with
 one all-reduce; for SGD with momentum this is all-reduce SGD.
 
-Payload per step and rank in bytes: peers * (message.nbytes(n) + 8).
+Payload per step and rank in bytes: peers * (24 + message.nbytes(n) + 8, rounded up to 8).
 """
 
 import time
@@ -25,8 +25,9 @@ from torch import Tensor
 from dgc.comm.collectives import all_reduce
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import AllReduce, Conversation, Exchange
+from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import Transport
+from dgc.gossip.envelope import exchange
 from dgc.gossip.formats import FP32Message, Message
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import MISSING_ZERO_GRAD
@@ -205,9 +206,8 @@ class SGP(WeightedModel):
         to_peers = {to: share for to, share in shares.items() if to != self.rank}
         sends = self._encode_shares(to_peers, shares[self.rank])
         sources, nbytes = topology.in_peers(self.rank, k), message_nbytes(self.message, n, self.weighted)
-        empty = {s: torch.empty(nbytes, dtype=torch.uint8, device=self.z.device) for s in sources}
         self.round += 1
-        (replies,) = yield (Exchange(sends, empty),)
+        replies = yield from exchange(sends, dict.fromkeys(sources, nbytes), f"a message of {self.name}", self.z)
         weights = {s: None if self.weighted else self.mixing(topology, s, k)[self.rank] for s in sources}
         return {s: unpack(self.message, replies[s], n, weights[s]) for s in sources}
 

@@ -40,6 +40,7 @@ _SIGNATURES: Signatures = {
     "dgc_isa": (c_char_p, ()),
     "dgc_update": (None, _PASS),
     "dgc_update_and_choose": (None, (*_PASS, *_CHOICE)),
+    "dgc_radix_select": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int)),
     "dgc_predicted_lower_bounds": (None, (c_void_p, c_void_p, c_int64, c_float, c_void_p)),
     "dgc_moments": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 4, c_int)),
     "dgc_tail": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, c_int)),
@@ -90,6 +91,21 @@ class Native:
         self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
     ) -> TopKResult:
         return self._choose(NONE, PassInputs((), None, v), budget, lower_bounds)
+
+    def radix_select(self, v: Float32[Tensor, "n"], budget: Budget) -> SparseVector:
+        indices = torch.zeros(budget.capacity, dtype=INT32)
+        values = torch.zeros(budget.capacity, dtype=FP32)
+        count = self._library.dgc_radix_select(
+            pointer(v, FP32),
+            pointer(budget.bounds, INT64),
+            pointer(budget.ks, INT64),
+            budget.ks.numel(),
+            pointer(indices, INT32),
+            pointer(values, FP32),
+            torch.get_num_threads(),
+        )
+        indices[count:], values[count:] = 0, 0.0  # segments with fewer elements have moved forward
+        return SparseVector(indices, values, torch.full((), count, dtype=INT32))
 
     def _choose(self, form: int, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | None) -> TopKResult:
         segments, pieces = budget.ks.numel(), _fp32(inputs.g)

@@ -184,6 +184,10 @@ class SelectionKernels(Protocol):
         """
         ...
 
+    def radix_select(self, v: Float32[Tensor, "n"], budget: Budget) -> SparseVector:
+        """Same elements as `select`, found digit by digit, with no sample and no lower bound."""
+        ...
+
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
         """Return sums over each segment bounds[s] .. bounds[s+1] - 1. v must be finite."""
         ...

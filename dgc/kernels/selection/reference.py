@@ -71,6 +71,14 @@ class Reference:
         none = torch.zeros((), dtype=torch.int32, device=v.device)
         return TopKResult(selection, thresholds, none.long() + v.numel(), none)
 
+    def radix_select(self, v: Float32[Tensor, "n"], budget: Budget) -> SparseVector:
+        bounds = budget.bounds.tolist()
+        parts = [
+            radix_largest(v[start:end], k) + start
+            for start, end, k in zip(bounds, bounds[1:], budget.ks.tolist(), strict=False)
+        ]
+        return as_selection(torch.cat(parts), v, budget.capacity)
+
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
         parts = segments_of(v, bounds)
         wide = [part.double() for part in parts]
@@ -177,6 +185,24 @@ def largest(v: Float[Tensor, "n"], k: int) -> Int64[Tensor, "found"]:
     greater = (magnitudes > threshold).nonzero().view(-1)
     equal = (magnitudes == threshold).nonzero().view(-1)
     return torch.cat([greater, equal[: k - greater.numel()]]).sort().values
+
+
+def radix_largest(v: Float32[Tensor, "n"], k: int) -> Int64[Tensor, "found"]:
+    """Same as `largest`. The bits of |v|, as an integer, have the order of |v|: 8 bits at a time, most significant
+    first, the digit is found in which the k-th largest number lies."""
+    bits = v.view(torch.int32) & 0x7FFFFFFF
+    prefix, rank = 0, min(k, v.numel())
+    if rank == 0:
+        return torch.empty(0, dtype=torch.int64, device=v.device)
+    for shift in (24, 16, 8, 0):
+        alike = bits[bits >> shift >> 8 == prefix] >> shift & 255
+        reached = torch.bincount(alike, minlength=256).flip(0).cumsum(0)  # numbers with this digit or a larger one
+        digit = int(torch.searchsorted(reached, rank))
+        rank -= int(reached[digit - 1]) if digit else 0
+        prefix = prefix << 8 | 255 - digit
+    equal = (bits == prefix).nonzero().view(-1)[:rank]
+    chosen = torch.cat([(bits > prefix).nonzero().view(-1), equal]).sort().values
+    return chosen if prefix else (bits > 0).nonzero().view(-1)
 
 
 def above(v: Float[Tensor, "n"], threshold: Float[Tensor, ""]) -> Int64[Tensor, "found"]:

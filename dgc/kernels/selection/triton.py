@@ -93,6 +93,9 @@ class Triton:
         tiling = self._tilings.of(budget.bounds, (v.numel(),))
         return choose(self._launch, v, tiling, budget, None, first, self.tile)
 
+    def radix_select(self, v: Float32[Tensor, "n"], budget: Budget) -> SparseVector:
+        return self.select(v, budget).elements  # by digits already (`triton_digits`)
+
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
         return statistics.moments(self._launch, v, self._tilings.of(bounds, (v.numel(),)), self.tile)
 

@@ -32,6 +32,20 @@ WIRE = [
         ["tests/wire/test_corruption.py", "tests/wire/test_terms.py"],
     ),
     Fault(
+        "checksum-of-messages-between-two-ranks-ignored",
+        "dgc/gossip/envelope.py",
+        "message.checked(words[each * i : each * (i + 1)])[0][0]",
+        "message._codes[0]",
+        ["tests/gossip/test_flipped_bits.py"],
+    ),
+    Fault(
+        "checksum-of-asynchronous-messages-ignored",
+        "dgc/gossip/adpsgd/link.py",
+        "received.checked(read_scalars(received.scalars))",
+        "assert received.scalars and read_scalars",
+        ["tests/gossip/test_adpsgd.py::test_a_flipped_bit_is_noticed"],
+    ),
+    Fault(
         "sum-over-ranks-overflows-the-wire",
         "dgc/wire/values.py",
         "limit = wire.max / (1 if summands == 1 else 2 * summands)",
