@@ -11,12 +11,13 @@ import torch
 
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.exchange.figure import crossing, draw, read_lines, speed_ups
-from benchmarks.exchange.methods import GOSSIP
+from benchmarks.exchange.methods import GOSSIP, METHODS
 from benchmarks.launches import KEEP_TO_ONE_CORE, portions, settings_of_rank
 from benchmarks.step_times import add_network, merged
 from benchmarks.time_to_accuracy import reached, summarized
 from benchmarks.train_step.methods import make
-from benchmarks.train_step.models import Work
+from benchmarks.train_step.models import MODELS, Work
+from benchmarks.train_step.models import make as make_work
 from dgc.comm.meter import PHASES
 from dgc.cost import AlikeRanks
 
@@ -42,6 +43,15 @@ def test_a_row_has_the_slowest_rank_and_the_median_step() -> None:
     assert (row["step_ms"], row["exchange_ms"]) == (3000.0, 2250.0)
     assert (row["wire_bytes"], row["link_bytes"]) == (200, 210)
     assert row["phases_ms"]["step"] == 500.0
+
+
+def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
+    """Their parameters, without a step, which takes long."""
+    assert {"lstm", "vgg16"} <= set(MODELS) and {"dense", "fp16", "2bit"} <= set(METHODS)
+    work = make_work("lstm", batch=1, image=0, rank=0)
+    assert sum(p.numel() for p in work.model.parameters()) == 28869 * 651 + 3 * 8 * 650 * 651
+    loss = work.loss(work.model)
+    assert loss.isfinite() and loss.ndim == 0
 
 
 def test_what_is_sent_all_the_time_is_no_part_of_a_method() -> None:

@@ -1,7 +1,11 @@
 """Time of whole training steps, with real forward and backward passes that overlap with the exchange.
 
     python -m benchmarks.train_step --hosts 4 --rate 100mbit 1gbit --model resnet50
+    python -m benchmarks.train_step --hosts 4 --rate 1gbit --model lstm --methods noop dense fp16 2bit
     python -m benchmarks.train_step --ranks 2 --model lm --methods noop ddp-fp16 dgc-sign-rice dgc-sign-rice@ddp
+
+The models are those of torchvision, with images; `lm`, a Transformer, and `lstm`, that of the PowerSGD study, with
+tokens.
 
 NAME             a method of benchmarks.exchange, in DistributedOptimizer or GossipOptimizer over Horovod
 NAME@ddp         the same compressor as a communication hook of DistributedDataParallel (DDP), over Gloo

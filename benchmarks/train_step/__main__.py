@@ -12,7 +12,7 @@ from benchmarks.netlab import Laboratory
 from benchmarks.results import print_json
 from benchmarks.step_times import add_network, print_table
 from benchmarks.train_step.methods import NAMES, OPPONENTS, OVER_DDP
-from benchmarks.train_step.models import MODELS
+from benchmarks.train_step.models import MODELS, OF_TOKENS
 
 SHOWN = ["noop", "horovod", "horovod-fp16", "fp16", "dgc", "dgc-fp16-packed", "dgc-sign-rice", "powersgd", "2bit"]
 SHOWN += ["sign", "sgp", "ddp-noop", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd"]
@@ -39,7 +39,7 @@ def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | N
 
 def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network: dict[str, Any] | None) -> None:
     """Print a table and a line of JSON."""
-    size = "" if args.model == "lm" else f" of {args.image} pixels"
+    size = "" if args.model in OF_TOKENS else f" of {args.image} pixels"
     print(
         f"{args.model}: {found['parameters']:,} parameters, {ranks} ranks, {args.threads} threads each, batch "
         f"{args.batch}{size} per rank, ratio {args.ratio}, {args.repeats} repeats"

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import dgc_datasets.torchvision_compat  # noqa: F401  (before torchvision)
+from dgc_models import LSTM
 
 VOCABULARY, WIDTH, LAYERS, CONTEXT = 16384, 512, 6, 64
-MODELS = ("resnet18", "resnet50", "vgg16", "lm")
+WORDS = 28869  # of WikiText-2, as in the PowerSGD study
+MODELS = ("resnet18", "resnet50", "vgg16", "lm", "lstm")
+OF_TOKENS = ("lm", "lstm")
 
 
 class LanguageModel(nn.Module):
@@ -26,6 +29,16 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.layers(self.embedding(tokens) + self.position, mask=self.mask, is_causal=True)
         return hidden @ self.embedding.weight.T
+
+
+class LSTMWithoutState(LSTM):
+    """The three-layer LSTM of the PowerSGD study without dropout: 29 million parameters, 19 of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, width=650, layers=3, dropout=0.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens)[0]
 
 
 @dataclass(frozen=True)
@@ -52,10 +65,11 @@ def make(name: str, batch: int, image: int, rank: int) -> Work:
     """
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(rank + 1)
-    if name == "lm":
-        model: nn.Module = LanguageModel()
-        inputs = torch.randint(VOCABULARY, (batch, CONTEXT), generator=generator)
-        targets = torch.randint(VOCABULARY, (batch, CONTEXT), generator=generator)
+    if name in OF_TOKENS:
+        model: nn.Module = LanguageModel() if name == "lm" else LSTMWithoutState()
+        words = VOCABULARY if name == "lm" else WORDS
+        inputs = torch.randint(words, (batch, CONTEXT), generator=generator)
+        targets = torch.randint(words, (batch, CONTEXT), generator=generator)
     else:
         from torchvision import models
 
