@@ -1,15 +1,21 @@
-"""Blocking collectives for control messages, such as statistics and settings. Their bytes are not metered."""
+"""Blocking collectives for control messages, such as statistics and settings. Their bytes are not metered.
+
+An object's bytes, and their number, are followed by a crc32.
+"""
 
 import ctypes
 import pickle
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from dgc.comm.requests import AllGather, AllReduce, Broadcast, Op, Request
 from dgc.comm.transport import Transport
+
+CRC_BYTES = 4
 
 
 def _wait_for(transport: Transport, name: str, request: Request, lane: str = "") -> Any:
@@ -23,24 +29,24 @@ def all_reduce(transport: Transport, tensor: Tensor, op: Op = "mean", name: str 
 
 def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = "broadcast_object") -> Any:
     """Return `root`'s object on every rank. The object must support pickle. Collective."""
-    data = _to_bytes(obj) if transport.rank == root else torch.empty(0, dtype=torch.uint8)
-    length = all_reduce(transport, torch.tensor([data.numel()], dtype=torch.int64), "max", f"{name}.length").item()
-    if transport.rank != root:
-        data = torch.empty(int(length), dtype=torch.uint8)
-    return _from_bytes(_wait_for(transport, f"dgc.control.{name}", Broadcast(data, root)))
+    data = pickle.dumps(obj) if transport.rank == root else b""
+    length = all_reduce(transport, torch.tensor([len(data)], dtype=torch.int64), "max", f"{name}.length").item()
+    payload = _with_checksum(data.ljust(int(length), b"\0"))
+    received = _wait_for(transport, f"dgc.control.{name}", Broadcast(payload, root))
+    return pickle.loads(_checked(received, root, name))
 
 
 def all_gather_object(
     transport: Transport, obj: Any, name: str = "all_gather_object", lane: str = ""
 ) -> list[Any]:
     """Return the objects of all ranks, in rank order. They must support pickle. Collective on the lane."""
-    data = _to_bytes(obj)
-    length = torch.tensor([data.numel()], dtype=torch.int64)
-    lengths = _wait_for(transport, f"dgc.control.{name}.length", AllGather(length), lane)
-    padded = torch.zeros(int(max(length.item() for length in lengths)), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    gathered = _wait_for(transport, f"dgc.control.{name}", AllGather(padded), lane)
-    return [_from_bytes(d[: int(n.item())]) for d, n in zip(gathered, lengths, strict=True)]
+    data = pickle.dumps(obj)
+    own = _with_checksum(len(data).to_bytes(8, "little"))
+    found = _wait_for(transport, f"dgc.control.{name}.length", AllGather(own), lane)
+    lengths = [int.from_bytes(_checked(part, rank, name), "little") for rank, part in enumerate(found)]
+    payload = _with_checksum(data.ljust(max(lengths), b"\0"))
+    gathered = _wait_for(transport, f"dgc.control.{name}", AllGather(payload), lane)
+    return [pickle.loads(_checked(part, rank, name)[: lengths[rank]]) for rank, part in enumerate(gathered)]
 
 
 def barrier(transport: Transport, name: str = "barrier") -> None:
@@ -83,10 +89,15 @@ def find_machine_rank(transport: Transport, what: str) -> MachineRank:
     return MachineRank(transport.group_rank("cross"), across, transport.group_rank("local"), here)
 
 
-def _to_bytes(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+def _with_checksum(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data + crc32(data).to_bytes(CRC_BYTES, "little")), dtype=torch.uint8)
 
 
-def _from_bytes(data: Tensor) -> Any:
-    data = data.contiguous()
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+def _checked(payload: Tensor, rank: int, name: str) -> bytes:
+    """The bytes before the checksum."""
+    payload = payload.contiguous()
+    whole = ctypes.string_at(payload.data_ptr(), payload.numel())
+    data, checksum = whole[:-CRC_BYTES], whole[-CRC_BYTES:]
+    if crc32(data).to_bytes(CRC_BYTES, "little") != checksum:
+        raise RuntimeError(f"rank {rank} sent {name} with a wrong checksum: it changed in transit")
+    return data

@@ -36,12 +36,13 @@ def check_sizes(
     if all(payload.numel() == nbytes for payload in payloads):
         return
     ranks = range(len(payloads)) if ranks is None else ranks
-    whole = torch.cat(list(payloads)).cpu()
-    for i, rank in enumerate(ranks):
-        header = whole[i * nbytes :][:HEADER_BYTES].clone()
+    whole, sizes = torch.cat(list(payloads)), [payload.numel() for payload in payloads]
+    if sizes == [part.numel() for part in whole.chunk(len(payloads))]:
+        payloads = [whole[i * nbytes :] for i in range(len(payloads))]
+    for rank, payload in zip(ranks, payloads, strict=True):
+        header = payload[:HEADER_BYTES].cpu().clone()
         if header.numel() == HEADER_BYTES:
             refuse_other_terms(rank, header.view(torch.int32).tolist()[4:], terms, what)
-    sizes = [payload.numel() for payload in payloads]
     rank, size = next((rank, size) for rank, size in zip(ranks, sizes, strict=True) if size != nbytes)
     raise PayloadError(f"rank {rank} sent {size} bytes of {what} instead of the planned {nbytes}")
 

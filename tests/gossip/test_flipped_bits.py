@@ -5,14 +5,13 @@ from gossip.networks import OUTER, ROWS, Row, Trained
 from noise import Noisy, flip, places
 
 from dgc.comm.lockstep import LockstepTransport
-from dgc.wire import PayloadError
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 @pytest.mark.parametrize("row", [*ROWS, *OUTER], ids=lambda row: row.name)
 def test_every_algorithm_notices_a_flipped_bit(row: Row) -> None:
-    """In the first and the last message of a rank. Algorithms that only reduce have none."""
+    """In the first and the last message of a rank, which may be settings. Some algorithms only reduce."""
 
     def body(transport: LockstepTransport) -> None:
         own = Trained(transport, row.make())
@@ -26,7 +25,7 @@ def test_every_algorithm_notices_a_flipped_bit(row: Row) -> None:
         for byte in places(clean.messages[number]):
             try:
                 Noisy(4, None, flip(byte), number).run(body)
-            except PayloadError as error:
+            except RuntimeError as error:
                 assert str(error).startswith("rank 1 sent ") and "wrong checksum" in str(error), error
             else:
                 unnoticed.append(f"message {number}, byte {byte} of {clean.messages[number]}")

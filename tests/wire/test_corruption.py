@@ -55,6 +55,16 @@ def test_every_flipped_bit_of_sealed_codes_is_noticed() -> None:
                 unseal(codec, [payload, other], 5, 1, terms, "codes")
 
 
+@pytest.mark.parametrize("change", [-40, -24, -8, -1, 8])
+def test_sealed_codes_of_another_size(change: int) -> None:
+    codec, terms, numel = TorchCodec(), Terms(1 / 32, 7), torch.tensor(40)
+    payload = seal(codec, torch.arange(5, dtype=torch.uint8), numel, torch.tensor([0, 40]), terms)
+    other = payload[:change] if change < 0 else torch.cat([payload, payload[:change]])
+    for rank, payloads in enumerate(([other, payload], [payload, other])):
+        with pytest.raises(PayloadError, match=f"^rank {rank} sent {len(other)} bytes of codes instead of"):
+            unseal(codec, payloads, 5, 1, terms, "codes")
+
+
 @every_format
 @pytest.mark.parametrize("change", [-16, -8, -1, 8])
 def test_wrong_size(form: Any, change: Any) -> None:
