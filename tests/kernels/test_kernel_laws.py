@@ -101,6 +101,19 @@ def test_select(kernels: Any) -> None:
                     assert_same_choice(kernels.select(v, budget), expected)
 
 
+@pytest.mark.usefixtures("no_type_checks")
+def test_radix_digits_choose_the_same(kernels: Any) -> None:
+    for kind in DATA:
+        for n in SIZES[:-1]:
+            v, choices = selected(kind, n)
+            for number, (budget, expected) in enumerate(choices):
+                for tier_ in (kernels, REFERENCE):
+                    with case(kind, n, BUDGETS[number], tier_.name):
+                        found, wanted = tier_.radix_select(v, budget), expected.elements
+                        assert int(found.count) == int(wanted.count)
+                        assert same(found.indices, wanted.indices) and same(found.values, wanted.values)
+
+
 @pytest.mark.parametrize("lower_bound", [0.5, 0.98, 1.0, 1.001, float("inf")])
 def test_floors_do_not_change_what_is_selected(kernels: Any, lower_bound: Any) -> None:
     for kind, n in (("wall", 17), ("wall", 70001), ("levels", 17), ("levels", 70001)):
