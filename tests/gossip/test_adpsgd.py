@@ -254,21 +254,27 @@ def test_messages_are_as_long_as_documented() -> None:
         assert link.meter.payload_bytes == averages * (header + 8 * 51) + without_x * header
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_a_flipped_bit_is_noticed(number: int) -> None:
-    for byte in (0, 8, 21, 24, 33, 50, -1):
-        simulation, seen = Simulation(bipartite_complete(4), numel=101, averagings_per_step=1.0), 0
-        send = simulation.world.send
+def noisy(world: ChannelWorld, number: int, byte: int) -> Any:
+    """`world.send`, which changes one bit of the `number`-th message of rank 1."""
+    sent: list[int] = []
 
-        def noisy(source: int, to: int, message: Any, tag: int, byte: int = byte, send: Any = send) -> Any:
-            nonlocal seen
-            seen += source == 1
-            if source == 1 and seen == number + 1:
+    def send(source: int, to: int, message: torch.Tensor, tag: int) -> Any:
+        if source == 1:
+            sent.append(to)
+            if len(sent) == number + 1:
                 message = message.clone()
                 message.view(torch.uint8)[byte] ^= 4
-            return send(source, to, message, tag)
+        return ChannelWorld.send(world, source, to, message, tag)
 
-        simulation.world.send = noisy
+    return send
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_flipped_bit_is_noticed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each message: in the envelope, the kind, the sender, the steps and x."""
+    for byte in (0, 8, 21, 24, 33, 50, -1):
+        simulation = Simulation(bipartite_complete(4), numel=101, averagings_per_step=1.0)
+        monkeypatch.setattr(simulation.world, "send", noisy(simulation.world, number, byte))
         with pytest.raises(PayloadError, match="a message of AD-PSGD with a wrong checksum"):
             for protocol in simulation.protocols:
                 protocol.count_step()
