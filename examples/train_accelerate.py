@@ -19,7 +19,7 @@ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 net, data = network(), Digits(rank=0, size=1)  # prepare() divides the batches among the ranks
 sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 model, optimizer, loader = accelerator.prepare(net, sgd, data.loader)
-exchange = compress(model, PowerSGDCompressor(rank=4))  # in place of a hook of Accelerate
+exchange = compress(model, PowerSGDCompressor(rank=4, num_iters_per_step=2))  # in place of a hook of Accelerate
 
 newest, rank_file = folder / "newest", f"exchange{accelerator.process_index}.pt"
 start = int(newest.read_text()) if newest.exists() else 0

@@ -30,7 +30,8 @@ if arguments.method == "dgc":  # sends 1 % of the elements of each matrix, from 
     compression = DGCCompressor(0.01, memory, fp16_values=True, int32_indices=True, warmup_epochs=3)
     sgd = DGCSGD(model.parameters(), lr=0.05, momentum=0.9)
 elif arguments.method == "powersgd":  # sends each matrix as two factors of rank 2. Any torch optimizer fits
-    compression = PowerSGDCompressor(rank=2)
+    # with 1, the default, a step sends only one of the two: here, with momentum 0.9, training becomes unstable
+    compression = PowerSGDCompressor(rank=2, num_iters_per_step=2)
 else:  # sends each element as -t, 0 or t. MXNet's t = 0.5 is for sums over the batch; PyTorch's are means
     compression = ThresholdCompressor(bits=2, threshold=0.5 / BATCH_SIZE)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)  # elements wait until they reach t: momentum would add delay

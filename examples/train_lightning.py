@@ -18,7 +18,7 @@ from digits import Digits, network
 
 class Compression(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.exchange = compress(trainer.strategy.model, PowerSGDCompressor(rank=4))
+        self.exchange = compress(trainer.strategy.model, PowerSGDCompressor(rank=4, num_iters_per_step=2))
         if trainer.global_step:  # resumed
             self.exchange.load_compression_state_dict(torch.load(self.file(trainer)))
 

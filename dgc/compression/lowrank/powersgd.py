@@ -74,7 +74,8 @@ class PowerSGDCompressor:
     Args:
         rank (int): rank r of the factors.
         min_compression_rate (float): send a tensor uncompressed unless compression saves more; 0: always compress.
-        num_iters_per_step (int): half steps per step, K, in mode "residual".
+        num_iters_per_step (int): half steps per step, K, in mode "residual". With 1 a step sends one of the two
+            factors; with 2 both, as in the paper: errors wait less long, and momentum makes fewer runs unstable.
         mode (str): "residual", "paper" or "square", as above.
         warm_start (bool): begin with the factors of the last step. False: with random factors.
         error_feedback (bool): keep what a step does not send and add it to the next gradient.
