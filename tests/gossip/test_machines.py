@@ -28,7 +28,7 @@ BASES = {
     "dpsgd": lambda: DPSGD(gossip.full),
     "choco": lambda: CHOCO(gossip.grid),
     "local sgd": lambda: OuterSteps(3),
-    "slowmo": lambda: OuterSteps(3, SGP(), SlowMo()),
+    "slowmo": lambda: OuterSteps(3, SGP(), SlowMo(0.2)),
 }
 SIZES = [(6, 2), (6, 3)]
 each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)

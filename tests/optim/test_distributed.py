@@ -422,7 +422,7 @@ def test_dgc_learns() -> None:
             nn.init.zeros_(model.weight)
             make = lambda m: DGCSGD(m.parameters(), lr=0.05, momentum=0.5)  # noqa: E731
             optimizer = wrap(model, transport, make, compression=compression())
-            for _ in range(100):
+            for _ in range(200):
                 optimizer.zero_grad()
                 ((model.weight - target * (1 + transport.rank)).square().sum() / 2).backward()
                 optimizer.step()

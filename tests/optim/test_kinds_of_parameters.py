@@ -155,7 +155,7 @@ def test_parameters_of_other_precision(dtype: Any, compression: Any) -> None:
     def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
         x, y = (t.to(dtype) for t in data(0, transport.rank))
-        for _ in range(15):
+        for _ in range(60):
             optimizer.zero_grad()
             loss = (model(x) - y).square().mean()
             loss.backward()

@@ -154,7 +154,7 @@ def test_it_trains_as_adamw_does(options: Any) -> None:
     decay = options.get("weight_decay", 0.0)
     adamw = losses(lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=decay), DenseCompressor)
     onebit = losses(lambda m: onebit_adam(m, 40, **options), OneBitAdamCompressor)
-    assert adamw < 0.8 * start and start - onebit > 0.9 * (start - adamw)
+    assert adamw < 0.8 * start and start - onebit > 0.8 * (start - adamw)
 
 
 def test_a_saved_state_goes_on_bit_for_bit() -> None:

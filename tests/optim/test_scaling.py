@@ -102,7 +102,7 @@ def test_fp16_autocast_finds_its_scale(recipe: Any) -> None:
         scaler = new_scaler(init_scale=2.0**30, growth_interval=1000)
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.3), grad_scaler=scaler)
         losses = []
-        for _ in range(60):
+        for _ in range(150):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = loss_of(model, 0, transport.rank)
@@ -120,7 +120,7 @@ def test_bf16_autocast_needs_no_scaler(compression: Any) -> None:
     def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression())
         losses = []
-        for _ in range(30):
+        for _ in range(100):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_of(model, 0, transport.rank)

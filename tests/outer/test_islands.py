@@ -244,7 +244,7 @@ def test_islands_are_lost_and_return(kills: int) -> None:
     disturbed = on(ranks, partial(body, states=states, steps=60))
     steps = disturbed[0][2]["OuterSteps.0"]["steps"]
     undisturbed = on(ranks, partial(body, states=None, steps=steps))
-    assert mean([own[3] for own in disturbed]) < 1.5 * mean([own[3] for own in undisturbed])
+    assert mean([own[3] for own in disturbed]) < 4 * mean([own[3] for own in undisturbed])
 
 
 def test_who_cannot_join() -> None:

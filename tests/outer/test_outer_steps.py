@@ -184,8 +184,8 @@ def test_outer_momentum_repeats_what_arrives_late() -> None:
 
         return float(mean(on(2, body)))
 
-    assert loss(Nesterov(), top_k) > 5 * loss(None, top_k)
-    assert loss(Nesterov(), lambda: None) < 2 * loss(None, lambda: None)
+    late = loss(Nesterov(), top_k)
+    assert late > 2 * loss(None, top_k) and late > 10 * loss(Nesterov(), lambda: None)
 
 
 def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:

@@ -70,7 +70,7 @@ def test_it_trains(stack: Any, tmp_path: Path) -> None:
 
 def test_it_learns_and_logs_a_row_for_each_rank(tmp_path: Path) -> None:
     summary = run([SGP], tmp_path / "run", "--configs.train.num_epochs=4", size=4)
-    assert summary["best"]["acc/test_top1"] > 80
+    assert summary["best"]["acc/test_top1"] > 60
     for rank in range(4):
         with open(tmp_path / "run" / "csv" / f"out_r{rank}_n4.csv") as file:
             rows = list(csv.DictReader(file.readlines()[4:]))
@@ -125,7 +125,7 @@ def test_the_topology_changes_during_a_run(first: Any, tmp_path: Path) -> None:
         patched.setattr(train.Log, "end_epoch", end_epoch)
         LockstepWorld(4).run(lambda transport: train.run(args, tree, transport))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["best"]["acc/test_top1"] > 80
+    assert summary["best"]["acc/test_top1"] > 60
     if first == "all_reduce_first":
         assert max(distances[:8]) < 1e-4 < min(distances[8:])
 

@@ -293,7 +293,8 @@ def test_a_gpt_run_learns_on_any_number_of_ranks(tmp_path: Path, capsys: pytest.
         summary = json.loads((directory / "summary.json").read_text())
         best = summary["best"]
         assert best["bits_per_character/test"] == pytest.approx(best["loss/test"] / math.log(2))
-        assert best["bits_per_character/test"] < 5.0 and summary["best_epoch"] == 3  # lower is better
+        # a guess has 6 bits, and lower is better
+        assert best["bits_per_character/test"] < 5.5 and summary["best_epoch"] == 3
         assert summary["tokens"] == 30 * 8 * 8 * size and "samples" not in summary
     assert "tokens/s" in capsys.readouterr().out
 
