@@ -10,7 +10,8 @@ from pathlib import Path
 
 import jaxtyping
 import pytest
-from environment import STARTUP
+import pytest_timeout
+from environment import STARTUP, patient, slowness
 
 PARALLEL = Path(__file__).parent / "parallel"
 WITHOUT_HOROVOD = "needs Horovod, which is not installed" if find_spec("horovod") is None else ""
@@ -28,6 +29,8 @@ os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")
 # for the processes of tests that set no PYTHONPATH
 os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+slowness()  # before xdist starts its workers, which find it in their environment
+
 
 @pytest.fixture
 def no_type_checks() -> Iterator[None]:
@@ -44,7 +47,15 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_report_header() -> str:
-    return f"tests marked horovod are skipped: {WITHOUT_HOROVOD}" if WITHOUT_HOROVOD else "Horovod: installed"
+    horovod = f"tests marked horovod are skipped: {WITHOUT_HOROVOD}" if WITHOUT_HOROVOD else "Horovod: installed"
+    return f"{horovod}; time limits: {slowness():.1f} times those of a quiet machine"
+
+
+@pytest.hookimpl(tryfirst=True)  # in place of the plugin's own
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
+    """Marks and pyproject.toml have the seconds of a quiet machine."""
+    scaled = settings._replace(timeout=patient(settings.timeout))
+    return pytest_timeout.pytest_timeout_set_timer(item, scaled)
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from documented import table
+from environment import patient
 from small_data import write_cifar, write_imagenet
 
 from dgc.memory import MomentumCorrection
@@ -174,7 +175,7 @@ def run(command: str, folder: Path, timeout: float = 110) -> subprocess.Complete
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(timeout=patient(timeout))
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import patient
 from small_data import write_archive, write_cifar, write_imagenet
 from torch.utils.data import DataLoader
 
@@ -295,7 +296,7 @@ def test_of_several_processes_one_prepares_and_the_others_wait(tmp_path: Path) -
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(patient(60))
     assert Counter(process.exitcode for process in processes) == {0: 3, 1: 1}
     assert (tmp_path / "count").read_text() == "xx"
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from environment import patient
 
 import dgc.comm.connect
 from dgc.comm.connect import choose_transport
@@ -224,7 +225,7 @@ except ValueError as error:
 """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "RANK": "0", "WORLD_SIZE": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=patient(60)
     )
     assert re.match("False WORLD_SIZE is 2", done.stdout), done.stdout + done.stderr
 
@@ -237,7 +238,7 @@ print([name for name in sys.modules if name.split(".")[0] in ("horovod", "mpi4py
 """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=patient(60)
     )
     assert done.stdout == "[]\n", done.stdout + done.stderr
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from documented import table
+from environment import patient
 
 from dgc.launch import LAUNCHERS
 from dgc_training.config import load
@@ -36,7 +37,8 @@ def shell(script: Path, *words: str, **variables: str) -> subprocess.CompletedPr
     foreign = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
     clean = {k: v for k, v in os.environ.items() if k not in OURS + ELASTIC and not k.startswith(foreign)}
     env = {**clean, "DRY_RUN": "1", **variables}
-    return subprocess.run(["bash", str(script), *words], env=env, capture_output=True, text=True, timeout=30)
+    command = ["bash", str(script), *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=patient(60))
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
@@ -269,7 +271,7 @@ def test_rank_under_a_real_launcher(launch: Any) -> None:
         env={**os.environ, **root, "PATH": path, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
     found = sorted(line[line.index("rank") :] for line in done.stdout.splitlines() if "rank" in line)
     assert found == [f"rank {rank} 3" for rank in range(3)], done.stdout + done.stderr
@@ -283,7 +285,7 @@ def test_as_many_ranks_start_as_are_asked_for_whatever_open_mpi_takes_for_slots(
     for ranks, cores in ((2, 64), (4, 64), (4, 2)):
         command = mpirun(ranks, cores, ["-c", program])
         variables = environment(ranks, cores, os.geteuid() == 0, os.environ)
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patient(60))
         started = [line for line in done.stdout.splitlines() if line.startswith("yields: ")]
         assert done.returncode == 0 and len(started) == ranks, done.stdout + done.stderr
         # Open MPI's own choice compares ranks with slots

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from environment import patient
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -337,7 +338,7 @@ def chromium(tmp_path: Path, file: Path, *options: str) -> subprocess.CompletedP
     command = [CHROMIUM, "--headless", "--no-sandbox", "--no-first-run", "--enable-logging=stderr"]
     command += [f"--disable-{name}" for name in quiet]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,1900", *options, file.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patient(100), check=True)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on PATH, which is not installed")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment import python_path
+from environment import patient, python_path
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -32,13 +32,13 @@ MPIRUN = """#!/bin/bash
 trap 'echo signal >>"$CALLS"; sleep 0.3; exit ${SAVED:-75}' USR1
 trap 'echo terminated >>"$CALLS"; exit 143' TERM
 echo started
-for i in $(seq "${LONG:-100}"); do sleep 0.1; done
+for i in $(seq "${LONG:-6000}"); do sleep 0.1; done
 exit 3
 """
 SRUN = """#!/bin/bash
 trap 'echo terminated >>"$CALLS"; exit 1' TERM
 echo started
-for i in $(seq 100); do sleep 0.1; done
+for i in $(seq 6000); do sleep 0.1; done
 """
 
 
@@ -184,7 +184,7 @@ def test_the_elastic_job_is_requeued(tmp_path: Path) -> None:
     with started(copy, environment, "--configs", "a.py") as process:
         read_until(process, "started")
         process.send_signal(signal.SIGUSR1)
-        text = process.communicate(timeout=20)[0]
+        text = process.communicate(timeout=patient(60))[0]
         assert process.returncode == 0, text
     assert Path(environment["CALLS"]).read_text().splitlines() == ["terminated", "requeue 17"]
 
@@ -211,7 +211,7 @@ def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls
         process.send_signal(number)
         time.sleep(0.1)
         process.send_signal(signal.SIGTERM)  # SLURM's signal at the time limit, which is not forwarded
-        text = process.communicate(timeout=20)[0]
+        text = process.communicate(timeout=patient(60))[0]
         assert process.returncode == status, text
     assert Path(environment["CALLS"]).read_text().splitlines() == calls
     assert ("submit the job again" in text) == ("REFUSES" in variables)
@@ -221,7 +221,8 @@ def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
     copy, environment = job(tmp_path, LONG="2")
     (tmp_path / "bin" / "mpirun").write_text(MPIRUN)
     (tmp_path / "bin" / "mpirun").chmod(0o755)
-    done = subprocess.run(["bash", copy, "--configs", "a.py"], env=environment, capture_output=True, timeout=20)
+    command = ["bash", copy, "--configs", "a.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=patient(60))
     assert done.returncode == 3 and not Path(environment["CALLS"]).exists()
 
 
@@ -235,7 +236,7 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytes
     with started(copy, environment, *words) as process:
         text = read_until(process, " 1/5 ")
         process.send_signal(signal.SIGTERM)
-        text += process.communicate(timeout=60)[0]
+        text += process.communicate(timeout=patient(60))[0]
         assert process.returncode == 0, text
     assert "Stopped by SIGUSR1: saved e000" in text and "slurm.sh: saved; scontrol requeue 17" in text
     assert Path(environment["CALLS"]).read_text() == "requeue 17\n"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import patient
 
 from dgc.comm.channel import Channel, ChannelWorld
 
@@ -87,5 +88,6 @@ try:
 except ValueError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=patient(60), check=False)
     assert "need MPI" in done.stdout and "mpirun" in done.stdout, done.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import patient
 
 NAMES = (
     "HOROVOD_FUSION_THRESHOLD",
@@ -63,7 +64,7 @@ def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch: pytest.Mon
 def run(program: Any) -> None:
     words = [sys.executable, "-W", "error", "-c", program]
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0 and "good" in done.stdout, done.stdout + done.stderr
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from environment import patient
 
 from dgc.comm.torch_distributed.groups import destroy
 
@@ -30,7 +31,7 @@ from dgc.comm.torch_distributed import connect
 
 if {initialised}:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    time.sleep(0.5)  # a new thread has no name yet
+    time.sleep({seconds})  # a new thread has no name yet
 print("program", threads())
 
 
@@ -45,7 +46,7 @@ def main():
 main()
 if {destroyed}:
     dist.destroy_process_group()
-time.sleep(0.5)
+time.sleep({seconds})
 print("before", threads())
 """
 
@@ -62,7 +63,8 @@ print("before", threads())
 def test_no_thread_of_a_process_group_outlives_the_program(
     initialised: bool, unfinished: bool, destroyed: bool, left: str
 ) -> None:
-    program = PROGRAM.format(initialised=initialised, unfinished=unfinished, destroyed=destroyed)
+    settings = {"initialised": initialised, "unfinished": unfinished, "destroyed": destroyed}
+    program = PROGRAM.format(**settings, seconds=patient(0.5))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     program_s, before, after = (int(line.split()[-1]) for line in done.stdout.splitlines())
     assert not done.stderr
@@ -77,7 +79,7 @@ def test_the_threads_of_all_groups_end_at_the_same_time(monkeypatch: pytest.Monk
     class Group:
         def __del__(self) -> None:
             with suppress(BrokenBarrierError):
-                barrier.wait(timeout=5)
+                barrier.wait(timeout=patient(30))
                 met.append(True)
 
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

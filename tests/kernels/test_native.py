@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
+from environment import patient
 from kernels.tiers import NAMES, tier
 
 from dgc.kernels import build, library
@@ -246,7 +247,7 @@ def run_python(code: Any, **environment: Any) -> Any:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(100),
         check=False,
     )
 
@@ -351,7 +352,7 @@ def test_no_file_lends_its_instructions_to_others(tmp_path: Path) -> None:
     for source in sorted(build.SOURCES.rglob("*_avx*.cpp")):
         target = tmp_path / (source.stem + ".o")
         words = [*build.compiler(), *build.flags_of(source), f"-I{build.SOURCES}"]
-        subprocess.run([*words, "-c", str(source), "-o", str(target)], check=True, timeout=100)
+        subprocess.run([*words, "-c", str(source), "-o", str(target)], check=True, timeout=patient(100))
         symbols = subprocess.run(["nm", "-C", str(target)], check=True, capture_output=True, text=True).stdout
         functions = [line for line in symbols.splitlines() if line.split()[-2:-1] != ["U"] and " W " in line]
         assert functions == [], f"{source.name} has functions that the linker may pick for others"

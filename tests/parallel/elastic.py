@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environment import REPOSITORY, python_path
+from environment import REPOSITORY, patient, python_path
 from parallel.processes import children, free_port, send
 
 from dgc.comm.lockstep import LockstepWorld
@@ -35,7 +35,7 @@ WORDS = [
     f"--configs.train.checkpoint_every={CHECKPOINT_EVERY}",
     "--configs.train.log_every=1",
     "--configs.train.csv=True",
-    "--configs.train.timeout=60",
+    f"--configs.train.timeout={patient(60)}",
     "--configs.data.num_threads_per_worker=1",
     "--configs.model.width=8",
 ]
@@ -127,7 +127,8 @@ class Agent:
             "MAX_MACHINES": "2",
             "RESTARTS": "100",
             "LAST_CALL": "3",
-            "RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=6,read_timeout=15",
+            "RDZV_CONF": f"keep_alive_interval=1,keep_alive_max_attempt={patient(6):.0f},"
+            f"read_timeout={patient(15):.0f}",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": python_path(),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -223,7 +224,7 @@ class ElasticRun:
 
     def wait_for_attempt(self, number: int, timeout: float = 240) -> bool:
         """Waits until the ranks train for the `number`th time, from 1. Returns False if the run has ended."""
-        limit = time.monotonic() + timeout
+        limit = time.monotonic() + patient(timeout)
         while len(self.restarts) < number and self.running():
             assert time.monotonic() < limit, self.text()[-6000:]
             self.wait(0.05)
@@ -231,7 +232,7 @@ class ElasticRun:
 
     def finish(self, timeout: float = 300) -> None:
         """Waits for the end of the run, which must be a success."""
-        self.wait(timeout)
+        self.wait(patient(timeout))
         survivors = [agent.process.poll() for agent in self.agents]
         # An agent that is started when the run is about to end finds that it has ended.
         late = [LATE in agent.output.read_text() for agent in self.agents]
@@ -248,7 +249,7 @@ class ElasticRun:
                 seen, before = self._attempts.setdefault(attempt, (time.monotonic(), self.furthest))
                 found = RESUMED.search(text, place, end)
                 # The name of the checkpoint is printed a moment later.
-                complete = found is not None or end < len(text) or time.monotonic() - seen > 2
+                complete = found is not None or end < len(text) or time.monotonic() - seen > patient(3)
                 if complete and attempt not in self._recorded:
                     self._recorded.add(attempt)
                     size = int(text[text.rindex("\n", 0, place) + 1 : place].split()[0])

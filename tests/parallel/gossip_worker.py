@@ -20,6 +20,7 @@ import torch
 from dgc.comm.connect import connect
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from environment import patient  # noqa: E402
 from gossip.networks import Trained, momentum, on  # noqa: E402
 
 from dgc import gossip  # noqa: E402
@@ -38,7 +39,7 @@ from dgc.gossip import (  # noqa: E402
 from dgc.optim import DistributedOptimizer  # noqa: E402
 
 Finding = dict[str, Any]
-HANGS = 120  # seconds; where every thread is then, is printed
+HANGS = patient(120)  # seconds; where every thread is then, is printed
 LR = 0.1
 
 
@@ -202,16 +203,26 @@ def like_lockstep(transport: Any) -> Finding:
 
 
 def slow_once(transport: Any) -> Finding:
-    """When each rank on a directed ring gets to each forward pass; rank 0 is slow in that of iteration 5."""
-    found: Finding = {}
+    """When each rank on a directed ring gets to each forward pass; rank 0 is slow in that of iteration 5.
+
+    It lasts until every other rank has come as far as it can without it, and a second longer.
+    """
+    folder, found = Path(sys.argv[1]), {}
     for algorithm in (SGP(gossip.ring), OSGP(gossip.ring)):
         own = Trained(transport, algorithm)
         begun = []
         for iteration in range(16):
             own.optimizer.zero_grad()
             begun.append(time.monotonic())
+            (folder / f"{type(algorithm).__name__}.{transport.rank}.{iteration}").touch()
             ((own.model(own.inputs) - own.targets) ** 2).mean().backward()
-            time.sleep(1.5 if (transport.rank, iteration) == (0, 5) else 0.002)
+            time.sleep(0.002)
+            if (transport.rank, iteration) == (0, 5):
+                later = 5 if isinstance(algorithm, OSGP) else 4
+                names = [f"{type(algorithm).__name__}.{rank}.{later + rank}" for rank in range(1, transport.size)]
+                while not all((folder / name).exists() for name in names):
+                    time.sleep(0.01)
+                time.sleep(1.0)
             if iteration == 5:
                 ready = time.monotonic()
             own.optimizer.step()

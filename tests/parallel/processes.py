@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from environment import patient
+
 
 def free_port() -> int:
     """A port of this machine that no process uses.
@@ -58,7 +60,7 @@ def run_together(
         commands: The commands, each with its arguments.
         directory: The working directory.
         environment: The environment variables.
-        timeout: Seconds after which they are killed.
+        timeout: Seconds after which they are killed, on a quiet machine.
 
     Raises:
         AssertionError: Not all ended in time. The message has their output and the stacks of their threads.
@@ -75,6 +77,7 @@ def run_together(
         )
         for command in commands
     ]
+    timeout = patient(timeout)
     with ThreadPoolExecutor(len(processes)) as pool:
         ends = list(pool.map(lambda process: _end(process, timeout), processes))
     assert all(in_time for _, in_time in ends), f"no end within {timeout:.0f} s:" + "".join(
@@ -92,7 +95,7 @@ def _end(process: subprocess.Popen[str], timeout: float) -> tuple[subprocess.Com
     except subprocess.TimeoutExpired:
         in_time = False
         tree = [*descendants(process.pid), process.pid]
-        for number, seconds in ((signal.SIGABRT, 10), (signal.SIGKILL, None)):
+        for number, seconds in ((signal.SIGABRT, patient(10)), (signal.SIGKILL, None)):
             for pid in tree:
                 send(pid, number)
             try:

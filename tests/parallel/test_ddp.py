@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import patient
 from parallel.ranks import torchrun
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
@@ -133,7 +134,7 @@ def test_another_process_resumes_and_an_error_of_one_rank_ends_the_others(found:
     for rank, (own, before) in enumerate(zip(later, found, strict=True)):
         assert own["resumed"] == {method: ends["end"] for method, ends in before["checkpoints"].items()}
         failure = own["failure"]
-        assert failure["seconds"] < 60
+        assert failure["seconds"] < patient(60)
         if rank == len(found) - 1:
             assert (failure["error"], failure["message"]) == ("KeyError", '"the compressor\'s own"')
         else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from documented import DOCS, code
-from environment import REPOSITORY
+from environment import REPOSITORY, patient
 
 from scripts.launch import prepare
 
@@ -35,7 +35,12 @@ def test_the_page_s_files_and_commands(tmp_path: Path) -> None:
     environment |= {"OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = f"{REPOSITORY}:{environment.get('PYTHONPATH', '')}"
     done = subprocess.run(
-        ["bash", "-euxc", commands], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=380
+        ["bash", "-euxc", commands],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patient(380),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

@@ -1,11 +1,11 @@
 """Gossip between real ranks, over MPI and over Gloo: what it keeps, for whom it waits, and when a rank dies."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import patient
 from failing_model import failing_model
 from parallel.ranks import mpirun, torchrun
 
@@ -66,8 +66,8 @@ def a_slow_iteration_travels_along_the_ring(found: list[dict[str, Any]]) -> None
         for distance, own in enumerate(found[1:], 1):
             first = 5 + distance + later
             assert own[name]["begun"][first - 1] < over <= own[name]["begun"][first], (name, distance)
-        # one wait, not one for each rank on the way
-        assert all(own[name]["begun"][-1] - over < 2.0 for own in found), name
+        # the slow iteration ends only after all have begun theirs, so that none waits twice
+        assert all(own[name]["begun"][-1] - over < patient(20) for own in found), name
 
 
 @pytest.mark.horovod
@@ -77,10 +77,9 @@ def test_a_rank_that_dies_ends_the_run(how: str, tmp_path: Path, monkeypatch: py
     dying = failing_model(tmp_path, 3, f"time.sleep(2); os.kill(os.getpid(), signal.{how})", rank=1)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     configs = ["--configs", "configs/digits/cnn.py", "configs/gossip/osgp.py", str(dying)]
-    changes = ["--configs.train.timeout", "6", "--configs.train.num_epochs", "2"]
-    started = time.monotonic()
-    done = mpirun(2, ["train.py", *configs, *changes, "--run-dir", str(tmp_path / "run")], timeout=100)
-    assert done.returncode != 0 and time.monotonic() - started < 80
+    changes = ["--configs.train.timeout", f"{patient(6)}", "--configs.train.num_epochs", "2"]
+    done = mpirun(2, ["train.py", *configs, *changes, "--run-dir", str(tmp_path / "run")], timeout=80)
+    assert done.returncode != 0
     assert "Traceback" not in done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
     if how == "SIGSTOP":

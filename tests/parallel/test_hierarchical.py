@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import patient
 from failing_model import failing_model
 from parallel.ranks import findings, two_agents, two_gloo_machines, two_machines
 
@@ -42,15 +43,8 @@ def test_a_stopped_rank_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     stopped = failing_model(tmp_path, 4, "os.kill(os.getpid(), signal.SIGSTOP)", rank=3)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm0.py", str(stopped)]
-    words += ["--configs.model.width", "4"]
-    words += [
-        "--configs.train.timeout",
-        "10",
-        "--configs.train.num_epochs",
-        "2",
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
+    words += ["--configs.model.width", "4", "--configs.train.timeout", f"{patient(10)}"]
+    words += ["--configs.train.num_epochs", "2", "--run-dir", str(tmp_path / "run")]
     done = two_machines(4, ["train.py", *words], timeout=150)
     assert done.returncode != 0
     assert "gradients are compressed between 2 machines" in done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment import REPOSITORY
+from environment import REPOSITORY, patient, slowness
 from parallel.processes import run_together
 
 from benchmarks.netlab import Laboratory, LaboratoryError
@@ -68,9 +68,9 @@ def test_links_are_limited_in_both_directions_and_counted() -> None:
         from_one = throughput(laboratory, [(0, 1), (0, 2)], nbytes)
         names = [laboratory.run(["hostname"], host).stdout for host in range(3)]
     assert names == ["lab0\n", "lab1\n", "lab2\n"]
-    # a full bucket passes at once, so that a short transfer is a little faster
+    # a full bucket passes at once, so that a short transfer is a little faster; a busy machine makes it slower
     for name, rate in (("alone", alone), ("to one host", to_one), ("from one host", from_one)):
-        assert 40 * MBIT < rate < 115 * MBIT, (name, rate)
+        assert 40 * MBIT / slowness() < rate < 115 * MBIT, (name, rate)
     received = after[2]["received_bytes"] - before[2]["received_bytes"]
     assert 2 * nbytes < received < 2.1 * nbytes
     # frames of 1500 bytes would each have a timer, which slows what the hosts compute
@@ -102,7 +102,7 @@ def test_ranks_on_two_hosts(launcher: str, tmp_path: Path) -> None:
     for rank in range(2):
         assert f"lab{rank} has rank {rank}: 3.0" in done.stdout
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert 50 * MBIT < found["bits_per_second"] < 230 * MBIT
+    assert 50 * MBIT / slowness() < found["bits_per_second"] < 230 * MBIT
     # an all-reduce of 1 MB on two ranks sends 1 MB; 5 % for headers, and what the launcher and the start need
     assert all(1e6 < host["sent_bytes"] < 1.05e6 + 100_000 for host in found["hosts"]), found
 
@@ -118,7 +118,7 @@ def test_what_a_killed_laboratory_leaves_is_removed_by_the_next() -> None:
         killed.wait()  # its ranks keep its output open
         assert exists(killed.pid) == (3, 0, True)
         script = "from benchmarks.netlab import Laboratory\nwith Laboratory(2, '1gbit'): pass"
-        subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=patient(60))
         assert exists(killed.pid) == (0, 0, False)
         assert exists(os.getpid()) == (3, 0, True), "a laboratory that is in use"
         assert killed.stdout.read() == "", "its ranks have ended"
@@ -144,7 +144,7 @@ with Laboratory(2, "1gbit") as laboratory:
 """
     words = [sys.executable, "-c", script]
     with subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
-        end = time.monotonic() + 60
+        end = time.monotonic() + patient(60)
         pids: list[str] = []
         while len(pids) < 2 and time.monotonic() < end:  # sh and sleep
             inside = ["ip", "netns", "pids", f"dgclab{process.pid}-1"]
@@ -152,7 +152,7 @@ with Laboratory(2, "1gbit") as laboratory:
             time.sleep(0.05)
         assert len(pids) == 2 and exists(process.pid) == (3, 0, True)
         process.send_signal(signal.SIGTERM)
-        errors = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=patient(60))[1]
         assert process.returncode == 128 + signal.SIGTERM, errors
     assert exists(process.pid) == (0, 0, False)
     commands = [Path(f"/proc/{pid}/cmdline") for pid in pids]

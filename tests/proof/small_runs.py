@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from environment import patient
 from parallel.processes import children, send
 
 from dgc_training.checkpoint.reading import read_tensors
@@ -38,7 +39,7 @@ WORDS = [
     "--configs.train.warmup_lr_epochs=1",
     "--configs.train.checkpoint_every=3",
     "--configs.train.check_replicas_every=5",
-    "--configs.train.timeout=120",
+    f"--configs.train.timeout={patient(120)}",
     "--configs.data.num_threads_per_worker=1",
     "--configs.model.width=8",
 ]
@@ -79,7 +80,7 @@ class Run:
 
     def wait_for_training(self, timeout: float = 120) -> None:
         """Returns when the training loop begins or the run has ended."""
-        limit = time.monotonic() + timeout
+        limit = time.monotonic() + patient(timeout)
         while self.process.poll() is None and " steps per epoch" not in self.text():
             assert time.monotonic() < limit, self.text()[-3000:]
             time.sleep(0.02)
@@ -87,8 +88,8 @@ class Run:
     def end(self, timeout: float = 120) -> int:
         """Waits for the launcher and all ranks. Returns the launcher's exit status."""
         pids = self.ranks()
-        status = self.process.wait(timeout)
-        limit = time.monotonic() + 10
+        status = self.process.wait(patient(timeout))
+        limit = time.monotonic() + patient(10)
         for pid in pids:
             while _is_running(pid):
                 # Ranks may outlive a killed launcher. A batch system would end them.

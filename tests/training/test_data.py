@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import patient
 from torch.utils.data import Dataset, TensorDataset
 
 from dgc_training.data import PassSampler, TrainBatches, check_workers, evaluation_loader, steps_per_epoch
@@ -152,7 +153,7 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path:
         workers = [Path(f"/proc/{pid}") for pid in pids]
         assert len(workers) == 2 and all(worker.exists() for worker in workers)
         process.kill()
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + patient(60)
     while (left := [worker for worker in workers if worker.exists()]) and time.monotonic() < limit:
         time.sleep(0.05)
     for worker in left:

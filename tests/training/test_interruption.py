@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import patient
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -73,7 +75,7 @@ def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored(number: Any) 
         assert interruption.check() is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the launcher forwards the signal that the batch system sends to all
-        limit = time.monotonic() + 5
+        limit = time.monotonic() + patient(30)
         while interruption.check() is None and time.monotonic() < limit:
             time.sleep(0.01)
         assert interruption.check() == number
@@ -89,29 +91,32 @@ def test_a_collective_that_fails_after_a_signal_is_not_reported() -> None:
 
 
 def test_under_torchrun_ranks_that_do_not_agree_to_stop_end_without_saving() -> None:
-    program = """
+    seconds = patient(1)
+    program = f"""
 import os, signal, time
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.faults.interruption import Interruption
 for agree in (True, False):
     with Interruption(LockstepWorld(1).transports[0]) as interruption:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
+        while not interruption.received:
+            time.sleep(0.01)
         if agree:
             interruption.check()
-        time.sleep(1.5)
+        time.sleep({1.5 * seconds} if agree else 1000)
     print("saved", flush=True)
 """
-    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}
+    torchrun["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(2 * seconds)
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, **torchrun, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patient(100),
     )
     assert (done.returncode, done.stdout) == (143, "saved\n"), done.stderr
-    assert done.stderr == "No common stop within 1 s after SIGTERM: ended without saving.\n"
+    assert done.stderr == f"No common stop within {seconds:g} s after SIGTERM: ended without saving.\n"
 
 
 def test_a_second_sigterm_ends_at_once_even_inside_a_blocking_call() -> None:
@@ -139,6 +144,11 @@ with Interruption(LockstepWorld(1).transports[0]):
         process.send_signal(signal.SIGTERM)
         time.sleep(1.3)
         assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        for _ in range(20):  # two within a second count as one, and a busy machine may deliver the first one late
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patient(1.3))
+                break
+        process.kill()
+        errors = process.communicate()[1]
     assert process.returncode == 143 and errors == "A second SIGTERM: ended without saving.\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import patient
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -137,11 +138,13 @@ def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
     environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
     master, slave = pty.openpty()
     name = os.ttyname(slave)
-    on_terminal = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=60)
-    in_file = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    limit = patient(60)
+    on_terminal = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=limit)
+    in_file = subprocess.run(command, env=environment, capture_output=True, timeout=limit)
     tagged = [command[0], "--tag-output", *command[1:]]
     if launched:
-        output = subprocess.run(tagged, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=60).stdout
+        done = subprocess.run(tagged, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=limit)
+        output = done.stdout
         assert output.count(b"None") == 2 and name.encode() not in output
     os.close(slave)
     os.close(master)
