@@ -52,3 +52,20 @@ def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, transport: Tr
     state = broadcast_object(transport, state, root, "optimizer_state")
     if transport.rank != root:
         optimizer.load_state_dict(state)
+
+
+@torch.no_grad()
+def create_state(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Create the state of an optimizer by a step on gradients of zero. Parameters and settings stay.
+
+    Args:
+        optimizer: An optimizer without state.
+        parameters: Those whose .grad the caller has set to zero.
+    """
+    before = [(p, p.clone()) for p in parameters]
+    settings = [dict(group) for group in optimizer.param_groups]
+    optimizer.step()
+    for p, value in before:  # weight decay has changed it
+        p.copy_(value)
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)  # some optimizers count their steps there

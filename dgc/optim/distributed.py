@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.comm.collectives import all_reduce
 from dgc.comm.connect import default_transport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
@@ -21,6 +22,7 @@ from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
 from dgc.optim.agreement import check_settings
+from dgc.optim.broadcast import create_state
 from dgc.optim.compression_state import CountsEpochs
 from dgc.optim.exchange.gradients import GradientExchange, check_not_wrapped
 from dgc.optim.exchange.hierarchy import plan_compressors
@@ -139,6 +141,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         self._epochs.begin()
         self._should_synchronize, self._averaged_for_scaler = True, False
         self._dropped = False  # whether the last averaged gradients were not finite
+        self._is_first_step, self._created_state = True, False
         self.exchange.zero(set_to_none=True)
 
     # --- one step ---------------------------------------------------------------------------------
@@ -164,6 +167,8 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         """Finish the exchange. If a result is not finite, every rank drops the step or raises, by `nonfinite`."""
         self._averaged_for_scaler = False
         results = self.exchange.finish()
+        if self._is_first_step:
+            self._drop_created_state()
         reason = next((result.nonfinite for result in results if result.nonfinite), None)
         self._dropped = reason is not None
         if reason is None:
@@ -176,6 +181,13 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
             warn_of_dropped_step(reason)
         return results
+
+    def _drop_created_state(self) -> None:
+        """Drop the state of `create_state` if no rank had another one to broadcast. Collective."""
+        created = torch.tensor([self._created_state], dtype=torch.int64)
+        if all_reduce(self.transport, created, "min", "created_state").item():
+            self.inner.state.clear()
+        self._is_first_step = False
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -211,13 +223,17 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             with torch.enable_grad():
                 loss = closure()
         if self.exchange.is_state_initialisation():
+            if not self.inner.state:
+                create_state(self.inner, self.exchange)
+                self._created_state = True
             return loss
         self._loss_scale.check_before_step(self)
         sparse: list[SparseUpdate] = []
         if self._should_synchronize and self.exchange.averaged:
             if not self._averaged_for_scaler:
                 warnings.warn(
-                    "step() after synchronize() without skip_synchronize(): the gradients are not exchanged again",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are not exchanged again",
                     stacklevel=2,
                 )
         elif self._should_synchronize and isinstance(self.inner, SupportsCorrectedGradients) and self._factor == 1:

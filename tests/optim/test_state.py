@@ -1,5 +1,6 @@
 """The state of a DistributedOptimizer: saved, loaded, broadcast."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ from optim.nets import (
     dgc,
     dgc_sgd,
     loss_of,
+    momentum_sgd,
     net,
     run,
+    train,
     wrap,
 )
 from torch import nn
 
+from dgc.comm.collectives import broadcast_object
 from dgc.comm.lockstep import LockstepWorld
-from dgc.optim import broadcast_optimizer_state, broadcast_parameters
+from dgc.compression import OneBitAdamCompressor
+from dgc.optim import OneBitAdam, broadcast_optimizer_state, broadcast_parameters
 
 
 def test_begin_epoch_returns_the_ratio_in_force() -> None:
@@ -81,27 +86,64 @@ def test_compression_state_of_another_run() -> None:
         sparse.load_compression_state_dict(dense.compression_state_dict())
 
 
-def horovods_broadcast_optimizer_state(optimizer: Any) -> None:
-    """hvd.broadcast_optimizer_state calls step() on an optimizer without state."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad:
-                p.grad = p.data.new(p.size()).zero_()
-    optimizer.step()
-
-
-def test_making_state_on_zeros_moves_no_weight() -> None:
-    def body(model: Any, transport: Any) -> None:
-        compression = dgc(0.1)
-        optimizer = wrap(model, transport, lambda m: dgc_sgd(m, weight_decay=0.1), compression=compression)
-        if transport.rank == 0:  # no other rank steps: nothing may be exchanged
-            horovods_broadcast_optimizer_state(optimizer)
-        assert_same(model, net(), exactly=True)
-        loss_of(model, 0, transport.rank).backward()
+def horovods_broadcast_optimizer_state(optimizer: Any, transport: Any) -> None:
+    """As hvd.broadcast_optimizer_state: ranks without state create it by step(), then rank 0's is broadcast."""
+    if not optimizer.state_dict()["state"]:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    p.grad = p.data.new(p.size()).zero_()
         optimizer.step()
+    state = optimizer.state_dict()
+    tensors = {f"{i}.{name}": t for i, own in state["state"].items() for name, t in own.items()}
+    broadcast_parameters(tensors, transport=transport)
+    options = [{key: v for key, v in group.items() if key != "params"} for group in state["param_groups"]]
+    for group, values in zip(optimizer.param_groups, broadcast_object(transport, options), strict=True):
+        group.update(values)
 
-    (model, _) = run(2, body)
-    assert not torch.equal(model.first.weight, net().first.weight)
+
+HOROVODS = {
+    "adam": lambda m, t: wrap(m, t, lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1)),
+    "sgd": lambda m, t: wrap(m, t, lambda m: momentum_sgd(m, weight_decay=0.1, dampening=0.1)),
+    "dgc": lambda m, t: wrap(m, t, lambda m: dgc_sgd(m, weight_decay=0.1), compression=dgc(0.1)),
+    "1-bit adam": lambda m, t: wrap(
+        m, t, lambda m: OneBitAdam(m.parameters(), freeze_step=2), compression=OneBitAdamCompressor()
+    ),
+    "stateless": lambda m, t: wrap(m, t, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("made", HOROVODS.values(), ids=HOROVODS.keys())
+def test_horovods_broadcast_of_optimizer_state(made: Any) -> None:
+    """On a fresh start it changes nothing. If only rank 0 has loaded a checkpoint, every rank goes on with it."""
+    checkpoints: list[Any] = [None, None]
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = made(model, transport)
+        horovods_broadcast_optimizer_state(optimizer, transport)
+        assert_same(model, net(), exactly=True)
+        train(model, optimizer, range(3), transport.rank)
+        states = [model.state_dict(), optimizer.state_dict(), optimizer.compression_state_dict()]
+        checkpoints[transport.rank] = copy.deepcopy(states)
+        train(model, optimizer, range(3, 6), transport.rank)
+
+    def resume(model: Any, transport: Any) -> None:
+        optimizer = made(model, transport)
+        weights, state, errors = checkpoints[transport.rank]
+        if transport.rank == 0:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        broadcast_parameters(model.state_dict(), transport=transport)
+        horovods_broadcast_optimizer_state(optimizer, transport)
+        optimizer.load_compression_state_dict(errors)
+        train(model, optimizer, range(3, 6), transport.rank)
+
+    def plain(model: Any, transport: Any) -> None:
+        train(model, made(model, transport), range(6), transport.rank)
+
+    expected = run(2, plain)[0]
+    assert_same(run(2, body)[0], expected, exactly=True)
+    assert_same(run(2, resume, [net(seed) for seed in range(2)])[0], expected, exactly=True)
 
 
 def test_broadcast_optimizer_state() -> None:

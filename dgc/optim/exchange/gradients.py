@@ -6,7 +6,7 @@ without a gradient counts as zero.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,9 @@ class GradientExchange:
 
     def __contains__(self, p: object) -> bool:
         return p in self._slots
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._slots)
 
     @property
     def in_flight(self) -> bool:
@@ -192,8 +195,7 @@ class GradientExchange:
     def is_state_initialisation(self) -> bool:
         """Whether hvd.broadcast_optimizer_state called step() on zero gradients to create optimizer state.
 
-        That step must be skipped, because it would decay the weights before training. State that is missing on
-        all ranks needs no broadcast.
+        Only the ranks without state do so. Nothing may be exchanged, and no weight may change.
         """
         if self.had_backward:
             return False
