@@ -41,6 +41,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.launch",
         "dgc.torch_launch",
         "dgc.comm",
+        "dgc.comm.lockstep",
         "dgc.comm.horovod",
         "dgc.comm.torch_distributed",
     ),

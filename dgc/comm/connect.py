@@ -4,7 +4,9 @@ import os
 import sys
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
+from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.transport import Transport
 from dgc.launch import Choice, check_launcher, choose
 from dgc.torch_launch import torch_variables
@@ -96,6 +98,28 @@ def default_transport(point_to_point: bool = False, transport: str = "auto") -> 
 @cache
 def _connected(transport: str, point_to_point: bool) -> Transport:
     return connect(transport, point_to_point=point_to_point)
+
+
+@cache
+def process_set_transport(process_set: Any) -> Transport:
+    """Return the transport of one of Horovod's process sets, created once. A rank outside of it is alone.
+
+    Args:
+        process_set: What hvd.add_process_set returns, or hvd.global_process_set.
+
+    Raises:
+        ValueError: Horovod does not connect the ranks, or does not know the process set.
+    """
+    if choose_transport().transport != "horovod":
+        raise ValueError("process_set needs Horovod, and torch.distributed connects the ranks: leave it out")
+    if process_set.process_set_id is None:
+        raise ValueError(f"Horovod does not know {process_set}: pass what hvd.add_process_set() returns")
+    if process_set.process_set_id == 0:
+        return default_transport()
+    from dgc.comm import horovod
+
+    horovod.meet_at_exit()
+    return horovod.connect(process_set=process_set) if process_set.included() else LockstepWorld(1).transports[0]
 
 
 def _running() -> list[str]:

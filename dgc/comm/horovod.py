@@ -79,6 +79,12 @@ def _meet_at_exit() -> None:
         time.sleep(0.001)
 
 
+def meet_at_exit() -> None:
+    """Let this rank wait for the others at exit. Every rank must call it, after hvd.init()."""
+    atexit.unregister(_meet_at_exit)  # once per process; it must run before Horovod's own shutdown
+    atexit.register(_meet_at_exit)
+
+
 @dataclass(frozen=True)
 class HorovodFlight:
     requests: tuple[Request, ...]
@@ -86,20 +92,25 @@ class HorovodFlight:
 
 
 def connect(
-    hierarchical: bool | str = False, timeout: float | None = None, *, point_to_point: bool = False
+    hierarchical: bool | str = False,
+    timeout: float | None = None,
+    *,
+    point_to_point: bool = False,
+    process_set: Any = None,
 ) -> Transport:
     """Return a HorovodTransport. If Horovod has no GPU operations, GPU tensors go through pinned host memory.
 
     Args:
         hierarchical: As in HorovodTransport.
         timeout: As in HorovodTransport, in seconds.
+        process_set: As in HorovodTransport.
         point_to_point: Send an Exchange directly from rank to rank, over the MPI that Horovod uses.
 
     Raises:
         LaunchError: As in HorovodTransport.
         ValueError: `point_to_point` is True, and MPI or mpi4py is not usable.
     """
-    horovod = HorovodTransport(hierarchical, timeout)
+    horovod = HorovodTransport(hierarchical, timeout, process_set)
     transport: Transport = horovod
     built_for_gpu = hvd.cuda_built() or hvd.rocm_built()
     if point_to_point:
@@ -119,6 +130,8 @@ class HorovodTransport:
             of them has several ranks. Must be the same on every rank.
         timeout: Seconds after which an operation that some ranks never joined ends the run. None: never. It has no
             effect if Horovod is already initialised.
+        process_set: The hvd.ProcessSet of the ranks to connect, this one among them. They are numbered from 0, and
+            each counts as a machine. None: all ranks.
 
     Raises:
         LaunchError: The launcher started more ranks than Horovod sees.
@@ -127,7 +140,9 @@ class HorovodTransport:
 
     point_to_point = False  # an all-to-all of all ranks takes the place of an Exchange
 
-    def __init__(self, hierarchical: bool | str = False, timeout: float | None = None):
+    def __init__(
+        self, hierarchical: bool | str = False, timeout: float | None = None, process_set: Any = None
+    ):
         if not hvd.is_initialized():
             check_launcher(os.environ)
             if timeout is not None:
@@ -149,6 +164,10 @@ class HorovodTransport:
         self._process_sets: dict[Group, tuple[Any, list[int]]] = {
             "world": (hvd.global_process_set, list(range(self.size)))
         }
+        if process_set is not None:
+            self.rank, self.size = process_set.rank(), process_set.size()
+            self.local_rank, self.local_size = 0, 1
+            self._process_sets = {"world": (process_set, process_set.ranks)}
         can_make_groups = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
         if hierarchical is True and not can_make_groups:
             raise ValueError(
@@ -183,17 +202,16 @@ class HorovodTransport:
                     process_sets[tuple(members)] = hvd.add_process_set(members)
                 if self.rank in members:
                     self._process_sets[kind] = (process_sets[tuple(members)], members)
-        atexit.unregister(_meet_at_exit)  # once per process; after hvd.init(), so that it runs before its shutdown
-        atexit.register(_meet_at_exit)
+        meet_at_exit()
 
     def group_size(self, group: Group) -> int:
         return len(self._members(group)[1])
 
     def group_rank(self, group: Group) -> int:
-        return self._members(group)[1].index(self.rank)
+        return self._members(group)[1].index(hvd.rank())
 
     def members(self, group: Group) -> list[int]:
-        """The ranks of this rank's group of that kind."""
+        """The ranks of this rank's group of that kind, counted among all of Horovod's."""
         return self._members(group)[1]
 
     def _members(self, group: Group) -> tuple[Any, list[int]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.comm.collectives import all_reduce
-from dgc.comm.connect import default_transport
+from dgc.comm.connect import default_transport, process_set_transport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
@@ -61,6 +61,8 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         gradient_predivide_factor: Must be 1.0.
         groups, num_groups, sparse_as_dense: For Horovod's signature. Buckets replace groups, and sparse gradients
             are always exchanged as dense ones.
+        process_set: The hvd.ProcessSet of the ranks that train together, in place of `transport`. A rank outside of
+            it steps on its own gradients. None: all ranks.
         bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger.
         transport: Connects the ranks. None: see `dgc.init`.
         nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
@@ -90,6 +92,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         num_groups: int = 0,
         groups: Any = None,
         sparse_as_dense: bool = False,
+        process_set: Any = None,
         *,
         bucket_mb: float = 25.0,
         transport: Transport | None = None,
@@ -100,7 +103,13 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
     ):
         check_arguments(backward_passes_per_step, gradient_predivide_factor, num_groups, groups)
         check_nonfinite(nonfinite, grad_scaler)
+        if process_set is not None:
+            if transport is not None:
+                raise ValueError("process_set and transport both choose the ranks: give one of them")
+            transport = process_set_transport(process_set)
+            compression = compression if process_set.included() else None
         named = name_parameters(optimizer, named_parameters)
+        self._parameter_names = {p: name for name, p in named}  # Horovod has it, and programs read it
         check_not_wrapped(named)
         self.route = as_route(compression)
         self._count_epochs(steps_per_epoch)

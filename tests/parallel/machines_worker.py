@@ -78,6 +78,35 @@ def train(transport: Any, compression: Any, hierarchical: str, through: str = "s
     return exchange, message, hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
+def in_process_set(rank: int, compressed: bool = True, **options: Any) -> str:
+    """A hash of the model after some steps on the data of a rank."""
+    torch.manual_seed(3)
+    model = torch.nn.Linear(20, 30)
+    inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+    compression = DGCCompressor(0.1, DGCSGDMemory(momentum=0.9)) if compressed else None
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, **options)
+    for step in range(4):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(4, 20, generator=generator)).square().mean().backward()
+        optimizer.step()
+    optimizer.close()
+    return hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
+
+
+def process_set(rank: int) -> dict[str, str]:
+    """Training in one of Horovod's process sets and outside of it, and the same on simulated ranks."""
+    import horovod.torch as hvd
+
+    members = [0, 3]
+    own = in_process_set(rank, process_set=hvd.add_process_set(members))
+    if rank in members:
+        alike = LockstepWorld(2).run(lambda t: in_process_set(members[t.rank], transport=t))[0]
+    else:
+        alike = in_process_set(rank, compressed=False, transport=LockstepWorld(1).transports[0])
+    return {"own": own, "alike": alike}
+
+
 def expected(name: str, transport: Any) -> str:
     """The model after the same training on simulated ranks."""
     return str(train(transport, METHODS[name](), "auto")[2])
@@ -101,6 +130,8 @@ if __name__ == "__main__":
         if is_initialized():
             modes = [train(transport, make(), "auto", through) for through in ("synchronize()", "DDP")]
             found[name]["ddp"] = [{"message": message, "model": model} for _, message, model in modes]
+    if not is_initialized():
+        found["process_set"] = process_set(transport.rank)
     Path(sys.argv[1], f"rank{transport.rank}.json").write_text(json.dumps(found))
     # the other machine has ended long before: its exit must not end a message of this machine
     if optimizer.place is not None and optimizer.place.machine == 1:

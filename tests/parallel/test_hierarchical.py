@@ -20,6 +20,9 @@ from parallel.ranks import findings, two_agents, two_gloo_machines, two_machines
 )
 def test_two_machines_of_two_ranks(launch: Any, tmp_path: Path) -> None:
     found = findings(4, tmp_path, launch=launch, worker="machines_worker.py")
+    models = [own.pop("process_set") for own in found if launch is not two_agents]
+    assert all(own == alike for own, alike in map(dict.values, models))
+    assert not models or len({own["own"] for own in models}) == 3  # ranks 0 and 3 have one model
     for name, first in found[0].items():
         two = [own[name]["auto"] for own in found]
         places = [(own["place"]["machine"], own["place"]["local_rank"]) for own in two]
