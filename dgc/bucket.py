@@ -47,9 +47,14 @@ class Bucket:
         segments: The place of each gradient, without gaps.
         dtype: Type of the gradients.
         device: Device of the gradients.
+
+    Raises:
+        ValueError: The type is complex. See `as_real`.
     """
 
     def __init__(self, name: str, segments: Sequence[Segment], dtype: torch.dtype, device: torch.device):
+        for segment in segments:
+            check_real(segment.name, dtype)
         self.name, self.segments = name, tuple(segments)
         self.dtype, self.device = dtype, device
         self.numel = sum(segment.numel for segment in segments)
@@ -117,6 +122,20 @@ def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:
             "model.named_parameters(), not model.parameters()"
         )
     return pairs
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor [...] as pairs of real numbers [..., 2], and others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def check_real(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for a complex parameter."""
+    if dtype.is_complex:
+        raise ValueError(
+            f"{name} is complex, which only DistributedOptimizer and dgc.ddp.compress exchange: make it a real "
+            "parameter with a last dimension of 2, and call torch.view_as_complex in forward()"
+        )
 
 
 def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:

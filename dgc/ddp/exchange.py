@@ -151,10 +151,13 @@ class DDPExchange(CountsEpochs):
             devices: Any = [buffer.device] if buffer.is_cuda else None
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
             self._buffers.append((future, buffer))
-            for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            # not bucket.gradients(), which are wrong for complex parameters: DDP stores pairs of real numbers
+            parameters = bucket.parameters()
+            sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+            for p, gradient in zip(parameters, buffer.split(sizes), strict=True):
                 b, i = self._slots[p]
                 # DDP lays a gradient out as our buckets do: in the memory order of its parameter
-                self._views[p] = gradient.as_strided((gradient.numel(),), (1,))
+                self._views[p] = gradient
                 self._planned[b].bucket.use_gradient(i, gradient)
                 self._order.add(b)
             for b in self._order.start():
@@ -232,8 +235,7 @@ class DDPExchange(CountsEpochs):
     def _deliver_unused(self) -> None:
         """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent."""
         for plan in self._planned:
-            for p, segment in zip(plan.parameters, plan.bucket.segments, strict=True):
-                mean = segment.of(plan.bucket.flat)
+            for p, mean in zip(plan.parameters, plan.views, strict=True):
                 if p.grad is None:
                     p.grad = mean.clone()
                 elif not torch.equal(p.grad, mean):

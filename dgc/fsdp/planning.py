@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dgc.bucket import Bucket, Segment, lay_out
+from dgc.bucket import Bucket, Segment, check_real, lay_out
 from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.fsdp.shards import ParameterGroup, Place, add_gradient
@@ -88,4 +88,5 @@ def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> 
 
 
 def _whole(name: str, p: DTensor) -> Segment:
+    check_real(name, p.dtype)
     return Segment(name, 0, p.numel(), tuple(p.shape), tuple(p.stride()))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from dgc.comm.collectives import all_reduce
 from dgc.comm.connect import default_transport, process_set_transport
@@ -59,10 +59,11 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         backward_passes_per_step: Number of gradients that backward adds up before the exchange.
         op: "average" or "sum", or Horovod's Average or Sum.
         gradient_predivide_factor: Must be 1.0.
-        groups, num_groups, sparse_as_dense: For Horovod's signature. Buckets replace groups, and sparse gradients
-            are always exchanged as dense ones.
-        process_set: The hvd.ProcessSet of the ranks that train together, in place of `transport`. A rank outside of
-            it steps on its own gradients. None: all ranks.
+        groups, num_groups, sparse_as_dense: For Horovod's signature. Buckets replace groups. Sparse gradients are
+            always exchanged as dense ones, because messages have planned sizes; SparseAdam then gets the rows of
+            the mean that are not zero.
+        process_set: The hvd.ProcessSet of the ranks that train together, in place of `transport`. A rank outside
+            of it steps on its own gradients. None: all ranks.
         bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger.
         transport: Connects the ranks. None: see `dgc.init`.
         nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
@@ -171,6 +172,13 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             self._loss_scale.multiply_(flat)
         for plan in self.exchange.planned:
             plan.attach()
+        self._make_sparse()
+
+    def _make_sparse(self) -> None:
+        """Give SparseAdam the rows that are not zero. All other optimizers take dense gradients."""
+        if isinstance(self.inner, SparseAdam):
+            for p in self.exchange:
+                p.grad = None if p.grad is None else p.grad.to_sparse(1)
 
     def _finish(self) -> list[Result]:
         """Finish the exchange. If a result is not finite, every rank drops the step or raises, by `nonfinite`."""
@@ -233,6 +241,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
                 loss = closure()
         if self.exchange.is_state_initialisation():
             if not self.inner.state:
+                self._make_sparse()
                 create_state(self.inner, self.exchange)
                 self._created_state = True
             return loss

@@ -91,6 +91,9 @@ class OneBitAdam(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         first, new = self.param_groups[0], self.param_groups[-1]
+        if any(p.is_complex() for p in new["params"]):
+            kind = type(self).__name__
+            raise ValueError(f"{kind} takes real parameters: call torch.view_as_complex in forward()")
         if new["freeze_step"] != first["freeze_step"]:
             raise ValueError(
                 f"freeze_step is {first['freeze_step']} in group 0 and {new['freeze_step']} in group "

@@ -137,7 +137,8 @@ class DGCSGD(Optimizer):
 
     def _decay(self, p: Tensor, group: dict[str, Any]) -> None:
         """Apply weight decay with its own momentum buffer, in one pass over p."""
-        is_plain = type(p) in (Tensor, torch.nn.Parameter)  # a DTensor has no memory of its own
+        # a DTensor has no memory of its own
+        is_plain = type(p) in (Tensor, torch.nn.Parameter) and not p.is_complex()
         if not group["momentum"] or not is_plain or not fills_a_block(p):
             p.sub_(self._with_momentum(p, p * group["weight_decay"], group), alpha=group["lr"])
             return

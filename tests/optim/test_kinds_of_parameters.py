@@ -21,9 +21,12 @@ from optim.nets import (
 )
 from torch import nn
 
+from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import BF16Compressor, DenseCompressor
-from dgc.optim import DistributedOptimizer
+from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor
+from dgc.gossip.model import FlatModel
+from dgc.memory import ResidualMemory
+from dgc.optim import DistributedOptimizer, OneBitAdam
 
 
 @pytest.mark.parametrize("zero", ["own", "model"])
@@ -144,6 +147,34 @@ def test_sparse_embedding_gradients() -> None:
     assert_same(run(2, body, models)[0], reference)
 
 
+@pytest.mark.parametrize("compression", [None, lambda: DGCCompressor(1.0, ResidualMemory())])
+def test_sparse_adam_steps_on_the_rows_of_all_ranks(compression: Any) -> None:
+    """Also where a rank does not use the table, or state is created for a broadcast."""
+    torch.manual_seed(0)
+    reference = nn.Embedding(20, 4, sparse=True)
+    models = [copy.deepcopy(reference) for _ in range(2)]
+    words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
+
+    def body(model: Any, transport: Any) -> None:
+        own = None if compression is None else compression()
+        optimizer = wrap(model, transport, lambda m: torch.optim.SparseAdam(m.parameters()), compression=own)
+        for p in model.parameters():  # as hvd.broadcast_optimizer_state
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 0 or transport.rank == 0:
+                model(words[transport.rank]).square().sum().backward()
+            optimizer.step()
+
+    optimizer = torch.optim.SparseAdam(reference.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        (sum(reference(w).square().sum() for w in words[: 2 if step == 0 else 1]) / 2).backward()
+        optimizer.step()
+    assert_same(run(2, body, models)[0], reference)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
     "compression", [DenseCompressor, BF16Compressor, lambda: dgc(0.2)], ids=["dense", "bf16", "dgc"]
@@ -192,6 +223,78 @@ def test_channels_last() -> None:
     assert_same(results[0], results[1])
     assert not torch.equal(results[2][0].weight, build()[0].weight)
     torch.testing.assert_close(results[2][0].weight, results[0][0].weight, rtol=0.5, atol=0.1)
+
+
+class Complex(nn.Module):
+    """Complex parameters, one with another memory order, and a gradient that autograd stores conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6, 8, dtype=torch.complex64))
+        self.shift = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.last = nn.Parameter(torch.randn(3, 8, dtype=torch.complex64).t())
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float32))
+
+    def forward(self, x: Any) -> Any:
+        x = x.to(torch.complex64) @ self.first + self.shift.conj()
+        return torch.view_as_real(x @ self.last / 8).sum(2) * self.scale
+
+
+def complex_net() -> Any:
+    torch.manual_seed(0)
+    return Complex()
+
+
+@pytest.mark.parametrize("zero", ["own", "zero"])
+@pytest.mark.parametrize(
+    ("compression", "is_dense"),
+    [
+        (DenseCompressor, True),
+        (lambda: dgc(1.0), True),
+        (lambda: dgc(0.2, vectors="sparse"), False),
+        (lambda: PowerSGDCompressor(1), False),
+    ],
+)
+def test_complex_parameters_are_exchanged_as_pairs_of_real_numbers(
+    zero: Any, compression: Any, is_dense: bool
+) -> None:
+    def make(model: Any) -> Any:
+        return dgc_sgd(model, weight_decay=0.01)
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrap(model, transport, make, compression=compression())
+        for step in range(5):
+            ZEROS[zero](model, optimizer)
+            loss_of(model, step, transport.rank).backward()
+            if step % 2:
+                optimizer.synchronize()
+                assert model.first.grad.dtype == torch.complex64
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+    reference = complex_net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        joint_loss(reference, step, 2).backward()
+        optimizer.step()
+    model = run(2, body, [complex_net() for _ in range(2)])[0]
+    if is_dense:
+        assert_same(model, reference)
+    for p, before in zip(model.parameters(), complex_net().parameters(), strict=True):
+        assert not torch.equal(p.imag if p.is_complex() else p, before.imag if p.is_complex() else before)
+
+
+def test_complex_parameters_are_refused_by_name_where_they_are_not_supported() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="OneBitAdam takes real parameters"):
+        OneBitAdam([parameter], freeze_step=1)
+    with pytest.raises(ValueError, match="phase is complex, which only DistributedOptimizer and dgc.ddp.compress"):
+        make_bucket("b", [("phase", parameter)])  # FSDP2 and aggregators
+    with pytest.raises(ValueError, match="gossip averages floating-point numbers, but phase has dtype"):
+        FlatModel([("phase", parameter)])  # gossip and outer steps
 
 
 def test_create_graph() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc.bucket import as_real
 from dgc.comm import all_reduce
 from dgc.comm.torch_distributed import connect
 from dgc.compression import (
@@ -81,7 +82,7 @@ class Net(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Channels last, fp32 and bf16, one frozen, one ignored by DDP, and tied parameters."""
+    """Channels last, fp32, bf16 and complex, one frozen, one ignored by DDP, and tied parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,11 +94,14 @@ class Convolutions(nn.Module):
         self.frozen = nn.Conv2d(8, 16, 1)
         self.frozen.requires_grad_(False)
         self.conv = nn.Conv2d(3, 8, 3)
+        self.mix = nn.Parameter(torch.randn(CLASSES, CLASSES, dtype=torch.complex64))
+        self.shift = nn.Parameter(torch.randn(CLASSES, dtype=torch.complex64))
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.frozen(self.conv(x.view(-1, 3, 4, 2)[:, :, :, [0, 1, 0, 1]].contiguous()).relu()).mean((2, 3))
-        return self.head(self.tied(self.shared(x.bfloat16()).relu()).float()) * self.ignored
+        x = self.head(self.tied(self.shared(x.bfloat16()).relu()).float()) * self.ignored
+        return (x.to(torch.complex64) @ self.mix + self.shift).abs()
 
 
 class Branches(nn.Module):
@@ -202,7 +206,7 @@ class Trainer:
 
     @property
     def weights(self) -> str:
-        data = (p.detach().float().numpy().tobytes() for p in self.model.parameters())
+        data = (as_real(p.detach()).float().numpy().tobytes() for p in self.model.parameters())
         return hashlib.sha256(b"".join(data)).hexdigest()
 
     @property

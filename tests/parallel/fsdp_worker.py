@@ -568,6 +568,7 @@ def refused_models(transport: Any) -> Finding:
         "several groups": attempt(groups),
         "replicated": attempt(replicate(network(), mesh=mesh)),
         "all frozen": attempt(frozen),
+        "complex": attempt(shard(network().to(torch.complex64), mesh)),
         "policy": attempt(shard(network(), mesh), nonfinite="ignore"),
         "compressor in use": attempt(shard(network(), mesh), dgc),
         "setting differs": attempt(shard(network(), mesh), ThresholdCompressor(2, 0.5 + transport.rank)),

@@ -100,6 +100,7 @@ MODELS = {
     "several groups": "module 0 has 2 parameter groups (shard_placement_fn with several meshes)",
     "replicated": "are replicated: call fully_shard",
     "all frozen": "the model has no trainable parameters",
+    "complex": "is complex, which only DistributedOptimizer and dgc.ddp.compress exchange",
     "policy": "nonfinite must be 'skip' or 'raise', not 'ignore'",
     "compressor in use": "this DGCCompressor has the error state of another",
     "setting differs": "compression.threshold is 0.5 on rank 0 and 1.5 on rank 1",

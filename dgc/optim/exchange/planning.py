@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dgc.bucket import Bucket, Segment, lay_out, make_bucket
+from dgc.bucket import Bucket, Segment, as_real, lay_out, make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, SparseResult
@@ -31,7 +31,12 @@ class PlannedBucket:
 
         `.data` gives each view its own change counter (`_version`), separate from the other views and `flat`.
         """
-        return tuple(segment.of(self.bucket.flat).data for segment in self.bucket.segments)
+        views = [segment.of(self.bucket.flat) for segment in self.bucket.segments]
+        are_complex = [p.is_complex() for p in self.parameters]
+        return tuple(
+            (torch.view_as_complex(v) if is_complex else v).data
+            for v, is_complex in zip(views, are_complex, strict=True)
+        )
 
     def is_view(self, i: int, gradient: Tensor | None) -> bool:
         return "views" in self.__dict__ and gradient is self.views[i]
@@ -41,8 +46,8 @@ class PlannedBucket:
         p, segment = self.parameters[i], self.bucket.segments[i]
         if self.is_view(i, p.grad):
             self.bucket.use_flat(i)
-        elif p.grad is not None and not p.grad.is_sparse and segment.is_laid_out_as(p.grad):
-            self.bucket.use_gradient(i, p.grad.detach())
+        elif p.grad is not None and not p.grad.is_sparse and segment.is_laid_out_as(as_real(p.grad)):
+            self.bucket.use_gradient(i, as_real(p.grad.detach()))
         else:
             self.bucket.use_flat(i)
             if p.grad is None:
@@ -89,7 +94,8 @@ def plan_buckets(
 ) -> list[PlannedBucket]:
     """Plan buckets in reverse order of registration, which is the order in which backward fills them.
 
-    All tensors of a bucket have the same compressor, dtype and device. Tensors are not split.
+    All tensors of a bucket have the same compressor, dtype and device. Tensors are not split. A complex tensor is
+    planned as its real view [..., 2].
 
     Args:
         named_parameters: Trainable parameters in model order.
@@ -107,7 +113,7 @@ def plan_buckets(
     closed: list[tuple[Compressor, list[tuple[str, Tensor]]]] = []
     compressors: dict[int, Compressor] = {}
     for name, p in reversed(named_parameters):
-        compressor = compressor_for(lay_out([(name, p)])[0])
+        compressor = compressor_for(lay_out([(name, as_real(p.detach()))])[0])
         compressors[id(compressor)] = compressor
         key = (id(compressor), p.dtype, p.device)
         members = open_buckets.setdefault(key, [])
@@ -118,7 +124,7 @@ def plan_buckets(
     closed += [(compressors[key[0]], members) for key, members in open_buckets.items()]
     planned = []
     for i, (compressor, members) in enumerate(closed):
-        bucket = make_bucket(f"{prefix}.{i}", members)
+        bucket = make_bucket(f"{prefix}.{i}", [(name, as_real(p.detach())) for name, p in members])
         planned.append(PlannedBucket(bucket, compressor, tuple(p for _, p in members)))
     return planned
 
