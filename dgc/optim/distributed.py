@@ -151,7 +151,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         self._epochs.begin()
         self._should_synchronize, self._averaged_for_scaler = True, False
         self._dropped = False  # whether the last averaged gradients were not finite
-        self._is_first_step, self._created_state = True, False
+        self._is_first_step, self._created_state = True, None
         self.exchange.zero(set_to_none=True)
 
     # --- one step ---------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         return results
 
     def _drop_created_state(self) -> None:
-        """Drop the state of `create_state` if no rank had another one to broadcast. Collective."""
-        created = torch.tensor([self._created_state], dtype=torch.int64)
+        """Drop the state of `create_state` if no rank has loaded or had another one to broadcast. Collective."""
+        created = torch.tensor([self.inner.state is self._created_state], dtype=torch.int64)
         if all_reduce(self.transport, created, "min", "created_state").item():
             self.inner.state.clear()
         self._is_first_step = False
@@ -243,7 +243,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             if not self.inner.state:
                 self._make_sparse()
                 create_state(self.inner, self.exchange)
-                self._created_state = True
+                self._created_state = self.inner.state
             return loss
         self._loss_scale.check_before_step(self)
         sparse: list[SparseUpdate] = []

@@ -127,9 +127,18 @@ def test_horovods_broadcast_of_optimizer_state(made: Any) -> None:
         checkpoints[transport.rank] = copy.deepcopy(states)
         train(model, optimizer, range(3, 6), transport.rank)
 
+    def load_everywhere(model: Any, transport: Any) -> None:
+        optimizer = made(model, transport)
+        horovods_broadcast_optimizer_state(optimizer, transport)
+        weights, state, errors = copy.deepcopy(checkpoints[transport.rank])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        optimizer.load_compression_state_dict(errors)
+        train(model, optimizer, range(3, 6), transport.rank)
+
     def resume(model: Any, transport: Any) -> None:
         optimizer = made(model, transport)
-        weights, state, errors = checkpoints[transport.rank]
+        weights, state, errors = copy.deepcopy(checkpoints[transport.rank])
         if transport.rank == 0:
             model.load_state_dict(weights)
             optimizer.load_state_dict(state)
@@ -143,6 +152,7 @@ def test_horovods_broadcast_of_optimizer_state(made: Any) -> None:
 
     expected = run(2, plain)[0]
     assert_same(run(2, body)[0], expected, exactly=True)
+    assert_same(run(2, load_everywhere)[0], expected, exactly=True)
     assert_same(run(2, resume, [net(seed) for seed in range(2)])[0], expected, exactly=True)
 
 
