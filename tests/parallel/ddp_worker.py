@@ -245,7 +245,7 @@ def every_method() -> Finding:
 
 
 def kinds_of_parameters() -> Finding:
-    return beside_optimizer(("dgc", "powersgd", "2-bit"), ("default", "view"), net=Convolutions)
+    return beside_optimizer(("dgc", "powersgd", "2-bit"), ("default", "view", "static"), net=Convolutions)
 
 
 def accumulation() -> Finding:
