@@ -2,6 +2,8 @@
 
 from itertools import product
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from dgc.comm.lockstep.world import LockstepTransport
 from dgc.compression import DenseCompressor
 from dgc.fsdp import mesh
 from dgc.fsdp.planning import GroupPlan
+from dgc.fsdp.replicas import check_equal_models
 from dgc.fsdp.shards import ParameterGroup, lay_out
 from dgc.optim.exchange.planning import PlannedBucket
 
@@ -102,3 +105,16 @@ def test_machines_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LockstepTransport, "group_size", group_size)
     with pytest.raises(ValueError, match="needs the same number of ranks on every machine, not 1 to 2"):
         LockstepWorld(3).run(mesh.machines)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_machines_with_elements_in_another_order_differ() -> None:
+    def body(transport: LockstepTransport) -> str:
+        own = torch.arange(6, dtype=torch.bfloat16)
+        p = SimpleNamespace(to_local=lambda: own.flip(0) if transport.rank else own)
+        group: Any = SimpleNamespace(names=("weight",), parameters=(p,))
+        with pytest.raises(ValueError, match="weight differs between machines 0 and 1 before the first step"):
+            check_equal_models([group], transport, "models")
+        return "refused"
+
+    assert LockstepWorld(2, local_size=1).run(body) == ["refused"] * 2
