@@ -13,6 +13,7 @@ Which replies arrive first depends on timing. The order of launches on one lane 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
+from types import TracebackType
 from typing import Any, Generic
 
 from dgc.comm.conversation import RunningConversation
@@ -25,6 +26,37 @@ LANES = 3  # few methods have more rounds. A lane of torch.distributed is a proc
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+class Intact:
+    """Context of work with other ranks. If an exception ends it, it cannot be entered again.
+
+    What was sent, and the state of the methods, is unknown then: it may differ from that of the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._reason = ""
+
+    def fail(self, reason: str) -> None:
+        """Let `check` raise from here on. The first reason remains."""
+        self._reason = self._reason or reason
+
+    def check(self) -> None:
+        """Raise RuntimeError, with the reason, if an exception has ended the work of an earlier step."""
+        if self._reason:
+            raise RuntimeError(
+                f"an earlier step ended with an exception, {self._reason}: ranks may have sent and applied "
+                "different parts of it. End the process on all ranks, and continue from a checkpoint"
+            )
+
+    def __enter__(self) -> None:
+        self.check()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(f"{type(error).__name__}: {error}")
+
+
 class OrderedConversations(Generic[T]):
     """Conversations in progress, in the order in which they were started. Construction is collective.
 
@@ -32,6 +64,10 @@ class OrderedConversations(Generic[T]):
         name: Prefix of the lanes. It must be unique on the transport.
         transport: Carries the requests.
         meter: Counts bytes and seconds.
+
+    Attributes:
+        intact: Guards all methods. After an exception of a method or of the network each of them raises
+            RuntimeError.
 
     Example:
         >>> from dgc.comm.ordered import OrderedConversations
@@ -52,6 +88,7 @@ class OrderedConversations(Generic[T]):
         for lane in self._lanes:
             transport.open_lane(lane)
         self._running: list[tuple[RunningConversation[T], Context]] = []
+        self.intact = Intact()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -64,7 +101,8 @@ class OrderedConversations(Generic[T]):
             conversation: Generator of an algorithm.
             context: Makes a context manager in which the conversation continues later, such as a CUDA stream.
         """
-        running = RunningConversation(name, conversation, self._transport, self._meter, self._lanes)
+        with self.intact:
+            running = RunningConversation(name, conversation, self._transport, self._meter, self._lanes)
         self._running.append((running, context))
 
     def advance(self) -> None:
@@ -72,7 +110,7 @@ class OrderedConversations(Generic[T]):
         limit: float = LANES
         for running, context in self._running:
             if not running.done:
-                with context():
+                with self.intact, context():
                     running.advance(limit)
             limit = min(limit, inf if running.done else running.rounds)
 
@@ -80,13 +118,14 @@ class OrderedConversations(Generic[T]):
         """Wait for all rounds of all conversations. Return the results in the order of `start`."""
         rounds = 1
         remaining = self._running
-        while remaining:
-            for running, context in remaining:
-                if running.rounds == rounds:
-                    with context():
-                        running.finish_round()
-            rounds += 1
-            remaining = [(running, context) for running, context in remaining if not running.done]
+        with self.intact:
+            while remaining:
+                for running, context in remaining:
+                    if running.rounds == rounds:
+                        with context():
+                            running.finish_round()
+                rounds += 1
+                remaining = [(running, context) for running, context in remaining if not running.done]
         results = [running.finish() for running, _ in self._running]
         self._running = []
         return results

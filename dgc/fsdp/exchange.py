@@ -9,6 +9,10 @@ The result is the mean over all M L ranks. The hook takes the gradients out of F
 are added to .grad when backward ends, so that a gradient that is not finite can drop all of them. A group's
 exchange starts in its hook, once all groups before it have started. The order is the same on every rank. The
 first backward pass counts how often each group is reduced, and starts all exchanges at its end.
+
+An exception may end a backward pass. The next one then begins again, without the gradients that were taken since
+the last exchange, if no group of that pass has started. Otherwise it raises RuntimeError, because ranks may have
+started different groups. FSDP2 itself continues only after `reset_iter_state()`.
 """
 
 import warnings
@@ -20,7 +24,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.meter import TrafficMeter
@@ -35,7 +38,7 @@ from dgc.optim.exchange.planning import PlannedBucket
 from dgc.optim.exchange.scaling import LossScale
 from dgc.optim.exchange.start_order import StartOrder
 from dgc.optim.exchange.streams import SideStream
-from dgc.optim.momentum import MomentumCheck
+from dgc.optim.momentum import MomentumCheck, observe_steps
 
 
 class FSDPExchange(CountsEpochs):
@@ -82,9 +85,10 @@ class FSDPExchange(CountsEpochs):
         self._order = StartOrder([1] * len(plans), transport, name)
         self._parts = [0] * len(plans)  # reduce-scatters of each group in this backward pass
         self._expected: list[int] | None = None  # the same, of the first pass
-        self._is_in_backward = False
+        self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
+        self._has_started = False  # whether it has started an exchange
         self._momentum: WeakKeyDictionary[Optimizer, MomentumCheck] = WeakKeyDictionary()
-        self._handle = _observe_steps(self)
+        self._handle = observe_steps(self.check_step)
         self._side = SideStream(plans[0].group.device)
         for g, plan in enumerate(plans):
             plan.group.install(self._hook_of(g), self._side.stream)
@@ -101,6 +105,8 @@ class FSDPExchange(CountsEpochs):
 
     def _take(self, g: int, output: Tensor) -> None:
         """Take the gradients of a group. On a GPU, the current stream is the side stream."""
+        if self._end is None or self._end() is None:
+            self._begin()
         plan = self._plans[g]
         plan.group.check(output)
         plan.add(output)
@@ -108,19 +114,28 @@ class FSDPExchange(CountsEpochs):
         if output.is_cuda:  # FSDP2 may free it while this stream still reads it
             output.record_stream(torch.cuda.current_stream(output.device))
         if plan.group.is_exchanged:
-            if not self._is_in_backward:
-                self._begin()
             self._count(g)
             if self._expected is not None:
                 self._start(self._order.start())
                 self._conversations.advance()
 
     def _begin(self) -> None:
-        """Begin a backward pass that ends with an exchange."""
-        self._is_in_backward = True
+        """Begin a backward pass."""
+        self._check_ended()
+        if self._end is not None:  # an exception ended the pass before
+            for plan in self._plans:
+                plan.has_gradients = False
+
+        def end() -> None:
+            if any(plan.group.is_exchanged for plan in self._plans):
+                self._finish()
+            self._end = None
+
+        self._end = weakref.ref(end)  # autograd drops `end` if the pass ends with an exception
         # runs after that of FSDP2, which was queued when backward began
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._epochs.begin_step()
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._parts = [0] * len(self._plans)
+        self._order.reset()
         for g, plan in enumerate(self._plans):
             if not plan.group.is_exchanged:
                 self._order.add(g)  # nothing to wait for
@@ -137,6 +152,9 @@ class FSDPExchange(CountsEpochs):
 
     def _start(self, groups: Iterable[int]) -> None:
         for plan in (self._plans[g] for g in groups if self._plans[g].group.is_exchanged):
+            if not self._has_started:
+                self._has_started = True
+                self._epochs.begin_step()
             plan.fill()
             for planned in plan.buckets:
                 self.meter.count_dense(planned.bucket.numel, self._machines)
@@ -147,7 +165,6 @@ class FSDPExchange(CountsEpochs):
 
     def _finish(self) -> None:
         """Wait for the exchange of all groups, and complete .grad. Runs at the end of backward."""
-        self._is_in_backward = False
         with torch.no_grad():
             is_first = self._expected is None
             if is_first:
@@ -161,12 +178,11 @@ class FSDPExchange(CountsEpochs):
                     self._order = StartOrder(self._expected, self._transport, self._name)
                 else:
                     self._order.learn()
-                    self._order.reset()
-                self._parts = [0] * len(self._plans)
                 reason = self._reason(results)
                 if reason is None:
                     self._deliver(started, results)
             self._side.join()
+            self._has_started = False
             if reason is not None:
                 self._drop(started, reason)
 
@@ -209,12 +225,22 @@ class FSDPExchange(CountsEpochs):
                 stacklevel=2,
             )
 
-    # --- momentum ---------------------------------------------------------------------------------
+    def _check_ended(self) -> None:
+        if self._has_started:
+            self._conversations.intact.fail("in backward(), while machines exchanged gradients")
+        self._conversations.intact.check()
 
-    def check_momentum(self, optimizer: Optimizer) -> None:
-        """Check that momentum is applied once. Runs before each step of any optimizer.
+    def compression_state_dict(self) -> dict[str, Any]:
+        self._check_ended()
+        return super().compression_state_dict()
+
+    # --- steps of optimizers ----------------------------------------------------------------------
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Check that backward has ended and that momentum is applied once. Runs before each step of any optimizer.
 
         Raises:
+            RuntimeError: An exception has ended a backward pass, so that gradients are missing.
             ValueError: The optimizer applies the momentum of the compressor's memory again.
         """
         if optimizer not in self._momentum:
@@ -222,6 +248,8 @@ class FSDPExchange(CountsEpochs):
             if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
                 return
             self._momentum[optimizer] = MomentumCheck(optimizer, self._planned, self._transport)
+        self._check_ended()
+        self._plans[0].group.check_ended()
         self._momentum[optimizer].check(optimizer)
 
     def close(self) -> None:
@@ -229,14 +257,3 @@ class FSDPExchange(CountsEpochs):
         self._handle.remove()
         for plan in self._plans:
             plan.group.install(None, None)
-
-
-def _observe_steps(exchange: FSDPExchange) -> Any:
-    """Call `check_momentum` before each step of any optimizer, for as long as the exchange exists."""
-    reference = weakref.ref(exchange)
-
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (observed := reference()) is not None:
-            observed.check_momentum(optimizer)
-
-    return register_optimizer_step_pre_hook(before_step)

@@ -26,7 +26,7 @@ from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.fsdp.mesh import machines
-from dgc.fsdp.shards import parameter_groups, sharded_like
+from dgc.fsdp.shards import check_ended, parameter_groups, sharded_like
 from dgc.gossip.model import local
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.gossip import GossipOptimizer
@@ -106,6 +106,7 @@ class ShardedGossipOptimizer(GossipOptimizer):
                 "a GradScaler has a loss scale for each rank, and the ranks of a machine need one together: train "
                 "in bf16, without a GradScaler"
             )
+        check_ended(self._modules)
         raised: NonFiniteGradientError | None = None
         try:
             is_finite = super()._has_finite_gradients()

@@ -12,7 +12,7 @@ A parameter that is sharded along another dimension has no padding, because FSDP
 All attributes of FSDP2 that are not part of its interface are read in this file.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -115,6 +115,14 @@ class ParameterGroup:
         """Whether this backward pass ends with an exchange between machines: it does not only add gradients."""
         return self._group is not None and self._group.reduce_grads and self._group.all_reduce_grads
 
+    def check_ended(self) -> None:
+        """Check that FSDP2 has completed its last backward pass. Not to be called during one.
+
+        Raises:
+            RuntimeError: An exception has ended it. Gradients would be missing from then on.
+        """
+        check_ended([self._module])
+
     def check(self, output: Tensor) -> None:
         """Check that the group is still as it was when it was laid out.
 
@@ -148,6 +156,15 @@ class ParameterGroup:
                 f"{hooked[0]} has a hook that runs when its gradient is accumulated, before machines have "
                 "exchanged it: an optimizer that steps during backward is not supported"
             )
+
+
+def check_ended(modules: Iterable[FSDPModule]) -> None:
+    """Check that FSDP2 has completed the last backward pass of these modules. See `ParameterGroup.check_ended`."""
+    if any(module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued for module in modules):
+        raise RuntimeError(
+            "an exception has ended a backward pass, and FSDP2 has not been reset: call reset_iter_state() on the "
+            "outermost model where you catch the exception, and begin the step again"
+        )
 
 
 def add_gradient(p: Tensor, gradient: Tensor) -> None:

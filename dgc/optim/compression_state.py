@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from math import sqrt
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -78,6 +78,12 @@ class HasCompression:
             raise ValueError(f"state of other compressors: it has {sorted(state)}, not {sorted(methods)}")
         for name, method in methods.items():
             method.load_state_dict(state[name])
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: save state_dict() and, on each rank, "
+            "compression_state_dict(), and load them into a new one"
+        )
 
 
 def _describe(part: ErrorStatePart | None) -> str:

@@ -51,6 +51,9 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
     requires_grad at construction take no part: to train them later, close() this optimizer and wrap again.
     Parameters that are frozen later stay unchanged.
 
+    After an exception in backward, zero_grad() begins the step again, or says that gradients are in flight: step()
+    then finishes it, as on the other ranks. After an exception in step() or in a compressor nothing can be used.
+
     Args:
         optimizer: The optimizer to wrap.
         named_parameters: `model.named_parameters()`. None: names are made from group and position.
@@ -233,6 +236,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         If that optimizer accepts sparse updates, .grad of a compressed parameter has the local gradient
         afterwards. Call synchronize() first if you need the average.
         """
+        self.exchange.intact.check()
         check_no_unfrozen(self.param_groups, self.exchange, "DistributedOptimizer")
         self._momentum.check(self.inner)
         loss = None
@@ -259,7 +263,8 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         elif self._should_synchronize:
             self.synchronize()
         if not (self._dropped and self.exchange.averaged):
-            self._step_inner(sparse)
+            with self.exchange.intact:  # other ranks take the step
+                self._step_inner(sparse)
         self.exchange.averaged = False
         return loss
 
@@ -286,6 +291,10 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         self.exchange.zero(set_to_none)
         for p in (p for group in self.param_groups for p in group["params"] if p not in self.exchange):
             p.grad = None  # always: a zero gradient would decay frozen parameters
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        self.exchange.intact.check()
+        return super().compression_state_dict()
 
     def close(self) -> None:
         """Remove the hooks from the parameters, so that another DistributedOptimizer can wrap them."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.connect import default_transport
 from dgc.comm.meter import TrafficMeter
+from dgc.comm.ordered import Intact
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel, local
@@ -73,6 +74,7 @@ class GossipOptimizer(Wrapper):
         # HierarchicalGossip's algorithm between machines counts these as its ranks
         self.meter = TrafficMeter(1 if gossip.needs_groups else self.transport.local_size)
         self.dropped_steps = 0
+        self._intact = Intact()
         self.consensus_distance = float("nan")
         named = name_parameters(optimizer, named_parameters)
         check_settings(self._all_ranks, "gossip.settings", nonfinite=nonfinite, gossip=gossip)
@@ -112,7 +114,8 @@ class GossipOptimizer(Wrapper):
 
     def _timed(self, phase: str, work: Callable[[], object]) -> None:
         before, start = dict(self.meter.seconds), perf_counter()
-        work()
+        with self._intact:
+            work()
         # time that a conversation has already counted is subtracted
         counted = sum(self.meter.seconds[name] - before[name] for name in before)
         self.meter.seconds[phase] += max(0.0, perf_counter() - start - counted)
@@ -171,6 +174,7 @@ class GossipOptimizer(Wrapper):
 
     def synchronize_messages(self) -> None:
         """Receive all messages in flight and add them to the model. Collective."""
+        self._intact.check()
         self.gossip.synchronize_messages()
 
     @contextmanager
@@ -180,6 +184,7 @@ class GossipOptimizer(Wrapper):
         Messages in flight are received first and are part of the mean. Sets `consensus_distance`, the L2 distance
         of this rank's parameters from the mean. Collective.
         """
+        self._intact.check()
         self.gossip.flush()
         z = self.model.z
         mean = all_reduce(self.transport, self.gossip.biased_parameters(), "mean", "consensus")
@@ -222,6 +227,7 @@ class GossipOptimizer(Wrapper):
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""
+        self._intact.check()
         self.gossip.flush()
         return {**super().compression_state_dict(), "optimizer": self.inner.state_dict()}
 

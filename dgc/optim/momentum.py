@@ -1,10 +1,13 @@
 """Momentum is applied once: by the memory before compression or by the optimizer, never by both."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import ExchangesMomentum, MomentumOwner
@@ -120,3 +123,14 @@ def share_momentum(
     optimizer.receive_momentum_of([p for parameters in shared.values() for p in parameters.values()])
     for compressor, parameters in shared.items():
         compressor.exchange_momentum_of(optimizer, parameters)
+
+
+def observe_steps(check: Callable[[Optimizer], None]) -> Any:
+    """Call a method before each step of any optimizer, while its object exists. Return a removable handle."""
+    reference = WeakMethod(check)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (observed := reference()) is not None:
+            observed(optimizer)
+
+    return register_optimizer_step_pre_hook(before_step)

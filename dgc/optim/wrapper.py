@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -63,12 +63,6 @@ class Wrapper(HasCompression, Optimizer):
         if name == "inner":  # not set yet: an object under construction
             raise AttributeError(name)
         return getattr(self.inner, name)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: save state_dict() and, on each rank, "
-            "compression_state_dict(), and load them into a new one"
-        )
 
     # --- ranks ------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.ordered import OrderedConversations
+from dgc.comm.ordered import Intact, OrderedConversations
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result, conversation_of
 from dgc.optim.exchange.planning import PlannedBucket
@@ -46,6 +46,10 @@ class GradientExchange:
     before it in `StartOrder` have started, or at `finish`. Hooks may run in several threads (one per device), so a
     lock guards the state. A parameter's .grad may change between passes. It must not change between its last
     gradient and `finish`, whether or not its bucket has started (RuntimeError).
+
+    After an exception in backward, `zero` begins the step again if no bucket has started. Otherwise `finish` must
+    be called, as on the other ranks: gradients that are missing count as zero. After an exception in the exchange
+    itself, `intact` does not let it continue.
 
     Args:
         planned: The buckets, in the order in which backward fills them.
@@ -93,6 +97,11 @@ class GradientExchange:
         return iter(self._slots)
 
     @property
+    def intact(self) -> Intact:
+        """Guards the exchange, and what must happen after it on every rank."""
+        return self._conversations.intact
+
+    @property
     def in_flight(self) -> bool:
         return len(self._conversations) > 0
 
@@ -103,7 +112,8 @@ class GradientExchange:
             if self._passes_left[p] == 0:
                 raise RuntimeError(
                     f"{self.planned[b].bucket.segments[i].name} received more gradients than "
-                    f"backward_passes_per_step={self.passes} since the last step() or synchronize()"
+                    f"backward_passes_per_step={self.passes} since the last step() or synchronize(). If an "
+                    "exception ended an earlier backward, call zero_grad() after it"
                 )
             with torch.no_grad():
                 self.planned[b].collect(i)
@@ -155,22 +165,23 @@ class GradientExchange:
         with self._lock, torch.no_grad():
             for plan in self.planned:
                 self._check_unchanged(plan)
-            for b in self._order.start(only_full=False):
-                plan = self.planned[b]
-                for i in range(len(plan.parameters)):
-                    plan.collect(i)
-                self._start(b)
-            result_of = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
-            results = [result_of[b] for b in range(len(self.planned))]
-            self._order.learn()
-            for side in self._side_streams.values():
-                side.join()
-            for plan in self.planned:
-                if plan.bucket.is_flat:
-                    plan.attach()
-                plan.bucket.release()
-            self._reset()
-            self.averaged = True
+            with self.intact:
+                for b in self._order.start(only_full=False):
+                    plan = self.planned[b]
+                    for i in range(len(plan.parameters)):
+                        plan.collect(i)
+                    self._start(b)
+                result_of = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
+                results = [result_of[b] for b in range(len(self.planned))]
+                self._order.learn()
+                for side in self._side_streams.values():
+                    side.join()
+                for plan in self.planned:
+                    if plan.bucket.is_flat:
+                        plan.attach()
+                    plan.bucket.release()
+                self._reset()
+                self.averaged = True
             return results
 
     def zero(self, set_to_none: bool) -> None:
@@ -178,9 +189,11 @@ class GradientExchange:
 
         Dropping is faster: backward then stores a new gradient instead of adding to zeros.
         """
+        self.intact.check()
         if self.in_flight:
             raise RuntimeError(
-                "zero_grad() between backward and step() or synchronize(), while gradients are in flight"
+                "zero_grad() between backward and step() or synchronize(), while gradients are in flight. After "
+                "an exception in backward call step() all the same, as other ranks do: what is missing is zero"
             )
         for plan in self.planned:
             if set_to_none:

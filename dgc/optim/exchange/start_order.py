@@ -29,6 +29,11 @@ class StartOrder:
         self._filled: list[int] = []
         self._started = 0
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a bucket of this step has started."""
+        return self._started > 0
+
     def add(self, bucket: int) -> None:
         """Count one more complete gradient of a bucket."""
         self._missing[bucket] -= 1
@@ -41,8 +46,8 @@ class StartOrder:
             bucket = self.buckets[self._started]
             if only_full and self._missing[bucket]:
                 return
-            self._started += 1
             yield bucket
+            self._started += 1  # unless the caller has failed to start it
 
     def learn(self) -> None:
         """Take over the order in which rank 0 filled its buckets, if that has not been done. Collective."""

@@ -1,0 +1,184 @@
+"""Exceptions in the backward pass of a model that FSDP2 shards, on one machine of one rank, in this process."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from dgc.comm.torch_distributed import connect
+from dgc.comm.transport import Transport
+from dgc.compression import DGCCompressor, SparseCompressor
+from dgc.fsdp import ShardedGossipOptimizer, compress, local_mesh
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import DGCSGD
+from dgc.outer import OuterSteps
+
+LAYERS, SIZE = 4, 8
+RESET = r"an exception has ended a backward pass, and FSDP2 has not been reset: call reset_iter_state\(\)"
+BROKEN = "an earlier step ended with an exception, in backward"
+
+
+@pytest.fixture(scope="module")
+def transport() -> Iterator[Transport]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield connect(hierarchical=True)
+    dist.destroy_process_group()
+
+
+class Failing(torch.autograd.Function):
+    """Fails in backward while `fails` is set."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Failing.fails:
+            raise MemoryError("of the model")
+        return gradient
+
+
+class Net(nn.Module):
+    """Layers 1 and above are groups of their own. Backward can fail before it reaches the inputs of layer `at`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(LAYERS))
+        self.at: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(Failing.apply(x) if i == self.at else x).tanh()
+        return (Failing.apply(x) if self.at == LAYERS else x).square().mean()
+
+
+def shard(transport: Transport) -> Any:
+    model, mesh = Net(), local_mesh(transport)
+    for layer in model.layers[1:]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Trainer:
+    def __init__(self, transport: Transport):
+        self.model = shard(transport)
+        self.optimizer = DGCSGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.exchange = compress(self.model, DGCCompressor(0.2, DGCSGDMemory(momentum=0.9)), transport=transport)
+
+    def backward(self, scale: float = 1.0) -> None:
+        self.model(torch.full((2, SIZE), scale)).backward()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward()
+        self.optimizer.step()
+
+    def fail(self, at: int) -> None:
+        """An exception in backward, that the program catches."""
+        self.optimizer.zero_grad()
+        self.model.at, Failing.fails = at, True
+        try:
+            with pytest.raises(MemoryError):
+                self.backward(3.0)
+        finally:
+            self.model.at, Failing.fails = None, False
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [p.full_tensor().clone() for p in self.model.parameters()]
+
+
+@pytest.mark.parametrize("at", [LAYERS, LAYERS - 1, 1])
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_after_an_exception_the_exchange_is_clean_or_refuses(
+    transport: Transport, at: int, reset: bool, steps: int
+) -> None:
+    """Before any group, after one, and after all but the outermost. The first pass starts none until its end."""
+    one, other = Trainer(transport), Trainer(transport)
+    for _ in range(steps):
+        one.step(), other.step()
+    one.fail(at)
+    if reset:
+        one.model.reset_iter_state()
+    if has_started := steps > 0 and at < LAYERS:
+        with pytest.raises(RuntimeError, match=BROKEN):
+            one.exchange.compression_state_dict()
+    if reset and not has_started:
+        for _ in range(3):
+            one.step(), other.step()
+    else:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=BROKEN if has_started else RESET):
+                one.step()
+            with pytest.raises(RuntimeError, match=BROKEN if has_started else RESET):
+                one.optimizer.step()
+        one.model.reset_iter_state()
+    assert all(map(torch.equal, one.weights, other.weights))
+    assert not reset or has_started or one.exchange.error_norm() == other.exchange.error_norm() > 0
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_an_exception_in_forward_changes_nothing(transport: Transport, layer: int) -> None:
+    one, other = Trainer(transport), Trainer(transport)
+    for _ in range(3):
+        handle = one.model.layers[layer].register_forward_hook(lambda *_: one.undefined)  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError):
+            one.step()
+        handle.remove()
+        one.step(), other.step()
+    assert all(map(torch.equal, one.weights, other.weights))
+
+
+def test_gradients_that_were_accumulated_before_an_exception_are_dropped(transport: Transport) -> None:
+    """As reset_iter_state() does with those of HSDP: the sequence of passes begins again."""
+    one, other = Trainer(transport), Trainer(transport)
+    for trainer in (one, other):
+        for step in range(3):
+            trainer.model.set_requires_all_reduce(False)
+            trainer.optimizer.zero_grad()
+            if trainer is one and step == 1:
+                trainer.backward(2.0)
+                trainer.fail(1)
+                trainer.model.reset_iter_state()
+            trainer.backward()
+            trainer.model.set_requires_all_reduce(True)
+            trainer.backward()
+            trainer.optimizer.step()
+    assert all(map(torch.equal, one.weights, other.weights))
+
+
+def test_outer_steps_need_a_reset_too(transport: Transport) -> None:
+    model = shard(transport)
+    steps = OuterSteps(2, compression=SparseCompressor(0.2, ResidualMemory()))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ShardedGossipOptimizer(sgd, model, steps, transport=transport)
+    model.at, Failing.fails = 1, True
+    with pytest.raises(MemoryError):
+        model(torch.ones(2, SIZE)).backward()
+    model.at, Failing.fails = None, False
+    for refused in (True, False):
+        optimizer.zero_grad()
+        model(torch.ones(2, SIZE)).backward()
+        if refused:
+            with pytest.raises(RuntimeError, match=RESET):
+                optimizer.step()
+            model.reset_iter_state()
+    optimizer.step()
+
+
+def test_an_exchange_and_its_model_cannot_be_copied(transport: Transport) -> None:
+    trainer = Trainer(transport)
+    with pytest.raises(TypeError, match="a FSDPExchange cannot be copied or pickled"):
+        copy.deepcopy(trainer.exchange)
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        copy.deepcopy(trainer.model)

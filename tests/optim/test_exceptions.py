@@ -1,0 +1,142 @@
+"""After an exception that the program catches, an optimizer continues with equal replicas, or refuses to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optim.nets import dgc, dgc_sgd, loss_of, net, run, same, train, values, wrap
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, SparseCompressor
+from dgc.memory import ResidualMemory
+from dgc.optim import GossipOptimizer
+from dgc.outer import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
+
+SMALL = 1e-4  # MB: several buckets, of which some start during backward
+BROKEN = r"an earlier step ended with an exception, MemoryError: own: ranks may have sent"
+
+
+def fail(*_: Any) -> None:
+    raise MemoryError("own")
+
+
+def fail_in_backward(model: Any, layer: str, rank: int) -> None:
+    """An exception before the gradient of the layer is computed. `first` has the last gradients."""
+    hook = getattr(model, layer).register_full_backward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        loss_of(model, 99, rank).backward()
+    hook.remove()
+
+
+def test_an_exception_before_a_bucket_has_started_leaves_nothing_after_zero_grad() -> None:
+    for layer, passes in (("last", 1), ("first", 1), ("first", 2)):
+
+        def body(transport: Any, fails: bool, layer: str = layer, passes: int = passes) -> Any:
+            model = net()
+            # one bucket for all: it does not start before the last gradient
+            optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.3), backward_passes_per_step=passes)
+            for step in range(4):
+                optimizer.zero_grad()
+                if fails and step == 1:
+                    fail_in_backward(model, layer, transport.rank)
+                    if passes == 1 and layer == "first":
+                        with pytest.raises(RuntimeError, match=r"ended an earlier backward, call zero_grad\(\)"):
+                            loss_of(model, step, transport.rank).backward()
+                    optimizer.zero_grad()
+                for part in range(passes):
+                    loss_of(model, step + 10 * part, transport.rank).backward()
+                optimizer.step()
+            return list(values(model).values())
+
+        one, other = (LockstepWorld(2).run(lambda t, fails=fails: body(t, fails)) for fails in (True, False))
+        assert same(one[0], other[0]) and same(one[1], other[0]), (layer, passes)
+
+
+def test_after_a_bucket_has_started_the_step_must_be_finished_as_on_the_other_ranks() -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.3), bucket_mb=SMALL)
+        train(model, optimizer, range(3), transport.rank)
+        optimizer.zero_grad()
+        if transport.rank == 1:
+            fail_in_backward(model, "first", transport.rank)
+            with pytest.raises(RuntimeError, match=r"After an exception in backward call step\(\) all the same"):
+                optimizer.zero_grad()
+        else:
+            loss_of(model, 3).backward()
+        optimizer.step()
+        train(model, optimizer, range(4, 6), transport.rank)
+
+    run(2, body)
+
+
+class FailingCompressor(DenseCompressor):
+    def __init__(self, name: str):
+        self.name, self.fails = name, False
+
+    def reduce(self, bucket: Any) -> Any:
+        if self.fails and bucket.name.endswith(self.name):
+            fail()
+        result = yield from super().reduce(bucket)
+        if self.fails and self.name == "later":
+            fail()
+        return result
+
+
+@pytest.mark.parametrize("name", [".0", ".1", "later", "optimizer"])
+def test_an_exception_of_a_compressor_or_of_the_wrapped_optimizer(name: str) -> None:
+    def body(transport: Any) -> None:
+        model, compressor = net(), FailingCompressor(name)
+        optimizer = wrap(model, transport, compression=compressor, bucket_mb=SMALL)
+        train(model, optimizer, range(2), transport.rank)
+        compressor.fails = True
+        step, optimizer.inner.step = optimizer.inner.step, fail if name == "optimizer" else optimizer.inner.step
+        with pytest.raises(MemoryError):
+            train(model, optimizer, [2], transport.rank)
+        compressor.fails, optimizer.inner.step = False, step
+        before = values(model)
+        uses: list[Callable[[], Any]] = [optimizer.zero_grad, optimizer.compression_state_dict, optimizer.step]
+        for use in uses * 2:
+            with pytest.raises(RuntimeError, match=BROKEN):
+                use()
+        assert same(before.values(), values(model).values())
+
+    LockstepWorld(2).run(body)
+
+
+ALGORITHMS: dict[str, Callable[[], Any]] = {
+    "outer steps": lambda: OuterSteps(2, outer=Nesterov()),
+    "streaming": lambda: OuterSteps(
+        6, fragment_mb=1e-4, delay=1, compression=SparseCompressor(0.5, ResidualMemory())
+    ),
+    "0/1 Adam": lambda: ZeroOneSteps(2, local_step_scaler=2),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("where", ["optimizer", "exchange"])
+def test_an_exception_in_a_step_with_an_outer_exchange(name: str, where: str) -> None:
+    def body(transport: Any) -> None:
+        model, algorithm = net(), ALGORITHMS[name]()
+        adam = (ZeroOneAdam if name == "0/1 Adam" else torch.optim.Adam)(model.parameters(), lr=0.01)
+        optimizer = GossipOptimizer(adam, model.named_parameters(), algorithm, transport=transport)
+        train(model, optimizer, range(5), transport.rank)
+        owner, attribute = (adam, "step") if where == "optimizer" else (algorithm.exchange._conversations, "start")
+        setattr(owner, attribute, fail)
+        with pytest.raises(MemoryError):
+            train(model, optimizer, range(5, 12), transport.rank)
+        delattr(owner, attribute)
+        before = values(model)
+        uses: list[Callable[[], Any]] = [
+            optimizer.zero_grad,
+            optimizer.step,
+            optimizer.synchronize_messages,
+            lambda: optimizer.consensus().__enter__(),
+            optimizer.compression_state_dict,
+        ]
+        for use in uses * 2:
+            with pytest.raises(RuntimeError, match=BROKEN):
+                use()
+        assert same(before.values(), values(model).values())
+
+    LockstepWorld(2).run(body)
