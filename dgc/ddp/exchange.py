@@ -1,7 +1,7 @@
 """The exchange of the gradients of a DDP model."""
 
 import warnings
-from collections.abc import Callable
+import weakref
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, conversation_of
 from dgc.compression.route import Route
-from dgc.ddp.checks import check_model, momentum_check
+from dgc.ddp.checks import NoCopies, check_model, check_pass, momentum_check, trained_and_frozen
+from dgc.ddp.delivery import after_ddp, deliver_unused, drop_gradients
 from dgc.optim.agreement import check_settings
 from dgc.optim.compression_state import CountsEpochs
 from dgc.optim.exchange.gradients import check_not_wrapped
@@ -26,7 +27,7 @@ from dgc.optim.exchange.planning import PlannedBucket, check_agreement, compress
 from dgc.optim.exchange.scaling import LossScale, is_used
 from dgc.optim.exchange.start_order import StartOrder
 from dgc.optim.exchange.streams import SideStream
-from dgc.optim.options import as_route, register_compressors, unique_prefix
+from dgc.optim.options import as_route, check_nonfinite, register_compressors, unique_prefix
 
 
 class DDPExchange(CountsEpochs):
@@ -40,11 +41,17 @@ class DDPExchange(CountsEpochs):
     but the last inside `no_sync()`. Gradients that remain from an earlier exchange take part in the next one. No
     part of a gradient is lost then, but a memory with momentum applies momentum to them twice.
 
-    An exception of a compressor or of the network ends `backward()`. DDP cannot continue afterwards: end the
-    process, or build the model's DistributedDataParallel and this exchange anew on all ranks.
+    An exception of the model, a compressor or the network ends `backward()`. If a gradient was computed, DDP
+    refuses to continue ("Expected to have finished reduction in the prior iteration"), and so does this exchange
+    if something was sent: end the process, or build the model's DistributedDataParallel and this exchange anew on
+    all ranks. With static_graph do so after any exception in the first step: DDP would then average nothing.
+
+    A copy of the model, by `copy.deepcopy`, `AveragedModel` or `torch.save`, has no exchange: DDP averages its
+    gradients, until `compress` is called with the copy.
 
     Args:
-        model: The DDP model. Its process group must contain all ranks.
+        model: The DDP model, or what torch.compile has made of it. Its process group must contain all ranks.
+            Parameters without requires_grad take no part, and must remain without.
         compression: A compressor of `dgc.compression`, or a Route.
         optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which must be
             applied only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none. Also
@@ -88,9 +95,8 @@ class DDPExchange(CountsEpochs):
         steps_per_epoch: int | None = None,
         hierarchical: str | bool = "off",
     ):
-        check_model(model)
-        if nonfinite not in ("skip", "raise"):
-            raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
+        model = check_model(model)
+        check_nonfinite(nonfinite, grad_scaler)
         route = as_route(compression)
         self.transport = transport or connect(
             "auto" if hierarchical == "auto" else hierarchical in ("on", True), point_to_point=route.point_to_point
@@ -111,24 +117,20 @@ class DDPExchange(CountsEpochs):
             hierarchical=hierarchical,
             compression=compression,
         )
-        # not by parameters_to_ignore, whose names differ from those of named_parameters()
-        reduced = set(model._build_params_for_reducer()[0])
-        named = [(name, p) for name, p in model.module.named_parameters() if p in reduced]
+        named, self._frozen = trained_and_frozen(model)
         check_not_wrapped(named)
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
         compressors = compressors_in_order(self._planned, named)
         super().__init__(compressors)
         self._loss_scale = LossScale(grad_scaler, self._planned)
-        if self._loss_scale.enabled and nonfinite == "raise":
-            raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
         self._check_momentum = momentum_check(optimizer, self._planned, self.transport)
         check_agreement(self._planned, self.transport)
         register_compressors(compressors, self.transport)
         self.place, self.part = plan_compressors(self._planned, self.transport, hierarchical)
         self.meter = TrafficMeter(self.transport.local_size)
         self.nonfinite, self.dropped_steps = nonfinite, 0
-        # no reference to the model, which refers to this exchange from C++
+        self._model = weakref.ref(model)  # it refers to this exchange from C++
         self._may_be_unused = model.find_unused_parameters or model.static_graph
         self._slots = {p: (b, i) for b, plan in enumerate(self._planned) for i, p in enumerate(plan.parameters)}
         self._streams = {device: SideStream(device) for device in {p.bucket.device for p in self._planned}}
@@ -140,14 +142,14 @@ class DDPExchange(CountsEpochs):
         self._views: dict[Tensor, Tensor] = {}  # one-dimensional view of each gradient in DDP's buckets
         self._epochs.begin()
         model.register_comm_hook(self, _hook)
+        model._comm_hooks = NoCopies(model._comm_hooks)
 
     def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
         with torch.no_grad():  # DDP's reducer holds a lock
             buffer = bucket.buffer()
-            if not self._buffers:
-                self._check_momentum()
-                self._epochs.begin_step()
+            if bucket.index() == 0:
+                self._begin()
             devices: Any = [buffer.device] if buffer.is_cuda else None
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
             self._buffers.append((future, buffer))
@@ -168,7 +170,30 @@ class DDPExchange(CountsEpochs):
                 self._finish()
             return future
 
+    def _begin(self) -> None:
+        """Begin a backward pass. What an exception in the pass before has left is dropped, if nothing was sent."""
+        self._check_ended()
+        self._reset()
+        check_pass(self._model(), self._frozen)
+        self._check_momentum()
+
+    def _reset(self) -> None:
+        self._buffers = []
+        self._views = {}
+        self._order.reset()
+
+    def _check_ended(self) -> None:
+        if self._order.has_started:
+            self._conversations.intact.fail("in backward(), while gradients were exchanged")
+        self._conversations.intact.check()
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        self._check_ended()
+        return super().compression_state_dict()
+
     def _start(self, b: int) -> None:
+        if not self._order.has_started:
+            self._epochs.begin_step()
         plan, stream = self._planned[b], self._streams[self._planned[b].bucket.device]
         self.meter.count_dense(plan.bucket.numel, self.transport.size)
         with stream.after_caller():
@@ -183,7 +208,8 @@ class DDPExchange(CountsEpochs):
             self._start(b)
         result_of = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
         results = [result_of[b] for b in range(len(self._planned))]
-        self._order.learn()
+        if len(self._buffers) > 1:  # before it rebuilds its buckets, DDP has one, in the order of the model
+            self._order.learn()
         for stream in self._streams.values():
             stream.join()
         reason = next((result.nonfinite for result in results if result.nonfinite), None)
@@ -196,12 +222,10 @@ class DDPExchange(CountsEpochs):
         if reason is not None:
             self._drop(reason)
         elif self._may_be_unused:
-            _after_ddp(self._deliver_unused)
+            after_ddp(partial(deliver_unused, self._planned))
         for future, buffer in self._buffers:
             future.set_result(buffer)
-        self._buffers = []
-        self._views = {}
-        self._order.reset()
+        self._reset()
 
     def _write(self, plan: PlannedBucket, result: Result) -> None:
         bucket = plan.bucket
@@ -215,11 +239,11 @@ class DDPExchange(CountsEpochs):
         for _, buffer in self._buffers:
             buffer.fill_(float("nan"))
         if self.nonfinite == "raise":
-            _after_ddp(partial(self._drop_gradients, NonFiniteGradientError(reason)))
+            after_ddp(partial(drop_gradients, self._slots, NonFiniteGradientError(reason)))
             return
         self.dropped_steps += 1
         if not self._loss_scale.enabled:
-            _after_ddp(self._drop_gradients)
+            after_ddp(partial(drop_gradients, self._slots))
             if self.dropped_steps == 1 and self.transport.rank == 0:
                 warnings.warn(
                     f"{reason}: every rank drops this step, and every .grad is None. Further dropped steps are "
@@ -227,37 +251,9 @@ class DDPExchange(CountsEpochs):
                     stacklevel=2,
                 )
 
-    def _drop_gradients(self, error: Exception | None = None) -> None:
-        for p in self._slots:
-            p.grad = None
-        if error is not None:
-            raise error
-
-    def _deliver_unused(self) -> None:
-        """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent."""
-        for plan in self._planned:
-            for p, mean in zip(plan.parameters, plan.views, strict=True):
-                if p.grad is None:
-                    p.grad = mean.clone()
-                elif not torch.equal(p.grad, mean):
-                    p.grad.copy_(mean)
-
 
 def _hook(state: DDPExchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.add(bucket)
-
-
-def _after_ddp(function: Callable[[], None]) -> None:
-    """Call a function at the end of this backward pass, after DDP has set the gradients.
-
-    DDP queues its own end when it has called the last hook. A function that is queued at the end of backward runs
-    after everything that was queued before.
-    """
-    if torch._C._current_graph_task_id() == -1:  # a rank without further data, inside DDP's join()
-        function()
-        return
-    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(function))
 
 
 compress = DDPExchange

@@ -3,7 +3,7 @@
 from ..fault import Fault
 
 ORDERED, START_ORDER = ["tests/comm/test_ordered.py"], ["tests/optim/test_start_order.py"]
-PARALLEL = ["tests/parallel/test_ddp.py"]
+PARALLEL, ONE_PROCESS = ["tests/parallel/test_ddp.py"], ["tests/ddp/test_exceptions.py"]
 
 DDP = [
     Fault(
@@ -51,16 +51,37 @@ DDP = [
     Fault(
         "error-state-of-unused-parameters-not-delivered",
         "dgc/ddp/exchange.py",
-        "_after_ddp(self._deliver_unused)",
+        "after_ddp(partial(deliver_unused, self._planned))",
         "pass",
         PARALLEL,
     ),
     Fault(
         "error-raised-before-ddp-has-finished",
         "dgc/ddp/exchange.py",
-        "_after_ddp(partial(self._drop_gradients, NonFiniteGradientError(reason)))",
+        "after_ddp(partial(drop_gradients, self._slots, NonFiniteGradientError(reason)))",
         "raise NonFiniteGradientError(reason)",
         PARALLEL,
+    ),
+    Fault(
+        "order-of-ddps-only-bucket-learned",
+        "dgc/ddp/exchange.py",
+        "if len(self._buffers) > 1:",
+        "if True:",
+        ONE_PROCESS,
+    ),
+    Fault(
+        "gradients-of-a-pass-that-failed-stay",
+        "dgc/ddp/exchange.py",
+        "if self._order.has_started:",
+        "if False:",
+        ONE_PROCESS,
+    ),
+    Fault(
+        "an-exchange-goes-on-after-an-exception",
+        "dgc/comm/ordered.py",
+        "self._reason = self._reason or reason",
+        "pass",
+        ["tests/optim/test_exceptions.py"],
     ),
     Fault(
         "error-state-with-the-loss-scale-of-its-step",

@@ -1,0 +1,248 @@
+"""Exceptions in DDP's backward, copies of a hooked model, and parameters that are unfrozen, in one process."""
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, DGCCompressor
+from dgc.ddp import compress
+from dgc.memory import ResidualMemory
+
+LAYERS, SIZE = 5, 32
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "view": {"gradient_as_bucket_view": True},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Failing(torch.autograd.Function):
+    """Fails in backward while `fails` is set."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Failing.fails:
+            raise MemoryError("of the model")
+        return gradient
+
+
+class Net(nn.Module):
+    """The layer `at` can fail: in forward, or in backward before its gradient is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(LAYERS))
+        self.at: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if i == self.at:
+                x = Failing.apply(x)
+        return x.square().mean()
+
+
+class FailingCompressor(DenseCompressor):
+    """Fails in the bucket of that name."""
+
+    name: str | None = None
+
+    def reduce(self, bucket: Any) -> Any:
+        if self.name is not None and bucket.name.endswith(self.name):
+            raise KeyError("of the compressor")
+        return (yield from super().reduce(bucket))
+
+
+def build(compression: Any, **options: Any) -> tuple[Any, Any]:
+    # a bucket of DDP and one of ours for each layer
+    model = DistributedDataParallel(Net(), bucket_cap_mb=4 * SIZE * SIZE / 2**20, **options)
+    exchange = compress(
+        model, compression, transport=LockstepWorld(1).transports[0], bucket_mb=4.2 * SIZE * SIZE / 2**20
+    )
+    return model, exchange
+
+
+def gradients(model: Any, scale: float = 1.0) -> list[Tensor]:
+    model.zero_grad()
+    model(torch.full((2, SIZE), scale)).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def fail_at(model: Any, at: int | None) -> None:
+    """An exception in backward, that the program catches."""
+    model.module.at, Failing.fails = at, True
+    try:
+        with pytest.raises(MemoryError):
+            gradients(model, 3.0)
+    finally:
+        model.module.at, Failing.fails = None, False
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("at", [LAYERS - 1, LAYERS - 2, 0])
+def test_after_an_exception_the_exchange_is_clean_or_refuses(mode: str, at: int) -> None:
+    """Before any gradient, after some, and after some buckets. DDP itself goes on only in the first case."""
+    for first in (True, False)[mode == "static" :]:
+        (model, exchange), (other, _) = (build(dgc(), **MODES[mode]) for _ in range(2))
+        if not first:
+            for _ in range(2):
+                gradients(model), gradients(other)
+        fail_at(model, at)
+        has_sent = exchange._order.has_started
+        if at < LAYERS - 1:
+            with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+                gradients(model)
+            model._update_process_group(model.process_group)  # lets DDP begin anew
+        if has_sent:
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="an earlier step ended with an exception, in backward"):
+                    gradients(model)
+                with pytest.raises(RuntimeError, match="an earlier step ended with an exception, in backward"):
+                    exchange.compression_state_dict()
+                model._update_process_group(model.process_group)
+        else:
+            for _ in range(3):
+                assert all(map(torch.equal, gradients(model), gradients(other)))
+        assert not has_sent if at == LAYERS - 1 else has_sent if at == 0 and not first else True
+
+
+def dgc() -> DGCCompressor:
+    return DGCCompressor(0.1, ResidualMemory())
+
+
+def test_after_an_exception_of_a_compressor_its_reason_is_told() -> None:
+    for name in (".0", ".2", f".{LAYERS - 1}"):
+        compressor = FailingCompressor()
+        model, exchange = build(compressor)
+        gradients(model)
+        compressor.name = name
+        with pytest.raises(KeyError):
+            gradients(model)
+        compressor.name = None
+        for _ in range(2):
+            model._update_process_group(model.process_group)
+            with pytest.raises(RuntimeError, match=r"KeyError: 'of the compressor': ranks may have sent"):
+                gradients(model)
+        with pytest.raises(RuntimeError, match="KeyError"):
+            exchange.compression_state_dict()
+
+
+def test_exchanges_start_in_the_order_of_backward() -> None:
+    """Before it rebuilds its buckets, DDP has one, in the order of the model."""
+    model, exchange = build(dgc())
+    for _ in range(3):
+        gradients(model)
+    names = [exchange._planned[b].bucket.segments[0].name for b in exchange._order.buckets]
+    weights = [name for name in names if name.endswith("weight")]
+    assert weights == [f"layers.{i}.weight" for i in reversed(range(LAYERS))]
+
+
+def test_an_exception_outside_of_backward_changes_nothing() -> None:
+    (model, _), (other, _) = build(dgc()), build(dgc())
+    for step in range(3):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(2, SIZE + 1))
+        loss = model(torch.ones(2, SIZE))  # and then an exception before backward
+        del loss
+        assert all(map(torch.equal, gradients(model, 1.0 + step), gradients(other, 1.0 + step)))
+
+
+def saved(model: Any) -> Any:
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, saved, lambda model: AveragedModel(model).module], ids=["deepcopy", "save", "averaged"]
+)
+def test_a_copy_of_a_model_has_no_exchange(make: Any) -> None:
+    model, exchange = build(dgc())
+    gradients(model)
+    sent, error = exchange.meter.payload_bytes, exchange.error_norm()
+    other = make(model)
+    assert type(other) is DistributedDataParallel and not other._comm_hooks
+    dense = gradients(DistributedDataParallel(copy.deepcopy(model.module)))
+    assert all(map(torch.equal, gradients(other), dense))
+    assert (exchange.meter.payload_bytes, exchange.error_norm()) == (sent, error)
+    again = compress(other, dgc(), transport=LockstepWorld(1).transports[0])
+    gradients(other)
+    assert again.error_norm() > 0 and exchange.error_norm() == error
+    gradients(model)
+    assert exchange.meter.payload_bytes == 2 * sent and exchange.error_norm() != error
+
+
+def test_an_exchange_cannot_be_copied() -> None:
+    _, exchange = build(dgc())
+    with pytest.raises(TypeError, match="a DDPExchange cannot be copied or pickled: save"):
+        copy.deepcopy(exchange)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused() -> None:
+    net = Net()
+    net.ignored = nn.Parameter(torch.ones(1), requires_grad=False)
+    net.layers[1].requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [".ignored"])
+    model = DistributedDataParallel(net)
+    compress(model, dgc(), transport=LockstepWorld(1).transports[0])
+    net.ignored.requires_grad_(True)
+    for _ in range(2):
+        model(torch.ones(2, SIZE)).backward()
+    net.layers[1].requires_grad_(True)
+    message = r"layers\.1\.weight, layers\.1\.bias required no gradient when DistributedDataParallel was built"
+    with pytest.raises(RuntimeError, match=message):
+        model(torch.ones(2, SIZE)).backward()
+
+
+def test_a_mean_over_fewer_ranks_in_join_is_refused() -> None:
+    model, exchange = build(dgc())
+    with model.join():
+        gradients(model)
+    with (
+        pytest.raises(RuntimeError, match=r"join\(divide_by_initial_world_size=False\) cannot be served"),
+        model.join(divide_by_initial_world_size=False),
+    ):
+        gradients(model)
+
+
+def test_a_parameter_that_is_frozen_later_stays_unchanged() -> None:
+    model, _ = build(dgc(), find_unused_parameters=True)
+    gradients(model)
+    model.module.layers[1].requires_grad_(False)
+    model.zero_grad()
+    model(torch.ones(2, SIZE)).backward()
+    assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_compiled_model() -> None:
+    compiled = torch.compile(DistributedDataParallel(Net()), backend="eager")
+    exchange = compress(compiled, dgc(), transport=LockstepWorld(1).transports[0])
+    gradients(compiled)
+    assert exchange.error_norm() > 0
+    with pytest.raises(ValueError, match="compress needs a model in DistributedDataParallel, not Net"):
+        compress(torch.compile(Net(), backend="eager"), dgc(), transport=LockstepWorld(1).transports[0])
