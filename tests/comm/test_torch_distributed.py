@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 from typing import Any
 
@@ -86,3 +87,67 @@ def test_the_threads_of_all_groups_end_at_the_same_time(monkeypatch: pytest.Monk
     groups: list[Any] = [Group() for _ in range(3)]
     destroy(groups)
     assert not groups and met == [True] * 3
+
+
+# Rank 1 ends while it waits for two messages. Its shutdown lasts until rank 0 has sent them, or has failed to.
+ENDS = """
+import atexit, sys, threading, time
+
+atexit.register(lambda: print(sum(thread.name == "dgc-messages" for thread in threading.enumerate())))
+
+from contextlib import suppress
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from dgc.comm.requests import Exchange
+from dgc.comm.torch_distributed import connect
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+ending, sent = folder / "ending", folder / "sent"
+
+
+def wait_for(file, sleep=time.sleep):
+    while not file.exists():
+        sleep(0.01)
+
+
+class Shutdown:
+    def __del__(self, ending=ending, sent=sent, wait_for=wait_for, sleep=time.sleep):
+        ending.touch()
+        wait_for(sent)
+        sleep(0.5)
+
+
+dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
+transport = connect(point_to_point=True)
+channel = transport.channel()
+other = 1 - rank
+flight = transport.launch("both", (Exchange({other: torch.ones(3)}, {other: torch.zeros(3)}),))
+transport.wait(flight)
+if rank == 1:
+    transport.launch("never", (Exchange({}, {0: torch.zeros(3)}),))
+    channel.irecv(torch.zeros(3), 1)
+    shutdown = Shutdown()  # deleted after the functions of atexit
+else:
+    wait_for(ending)
+    with suppress(RuntimeError):  # the connection is closed
+        transport.launch("never", (Exchange({1: torch.ones(3)}, {}),))
+    with suppress(RuntimeError):
+        channel.isend(1, torch.ones(3), 1)
+    time.sleep(0.2)
+    sent.touch()
+"""
+
+
+def test_a_message_during_the_shutdown_of_python_does_no_harm(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS, str(tmp_path)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, rank], **pipes) for rank in "01"]
+    try:
+        ends = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    # the thread that waits for a message from any rank cannot be ended, and nothing can arrive for it
+    assert ends == [("0\n", ""), ("1\n", "")]
+    assert [rank.returncode for rank in ranks] == [0, 0]

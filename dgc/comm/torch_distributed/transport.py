@@ -151,13 +151,14 @@ class TorchTransport:
         """Destroy the process groups of the lanes, and the default group if this transport initialised it.
 
         Called when the interpreter exits. A thread of Gloo that still holds the tensors of the last operation, or
-        waits until a message is sent, would otherwise go on during Python's shutdown, which ends the process with
-        SIGABRT or SIGSEGV. If an operation is unfinished, as after an exception, nothing is done: it might wait
-        for another rank.
+        one that waits for a message, would otherwise go on during Python's shutdown, which ends the process with
+        SIGABRT or SIGSEGV. If an operation is unfinished, as after an exception, only messages end, since the
+        destruction of a group might wait for another rank.
         """
+        groups = self._threads.close()
         if self._unfinished:
             return
-        groups = [self._neighbors.close(), *self._lanes.close()]
+        groups += self._lanes.close()
         if self._owns_default_group and dist.is_initialized():
             groups.append(dist.group.WORLD)
         destroy(groups)
