@@ -4,7 +4,11 @@ A launcher (torchrun, mpirun, horovodrun, srun) sets environment variables for t
 Nothing else is imported here, so they are known before PyTorch, Horovod or MPI is loaded.
 """
 
+import os
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 TRANSPORTS = {"horovod": "Horovod", "torch": "torch.distributed"}
@@ -43,6 +47,7 @@ MPIRUN = Launcher(
     "mpirun", "horovod", f"{OMPI}RANK", f"{OMPI}SIZE", f"{OMPI}LOCAL_RANK", f"{OMPI}LOCAL_SIZE", "PMIX_NAMESPACE"
 )
 SRUN = Launcher("srun", "torch", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID")
+BY_HAND = Launcher("RANK and WORLD_SIZE", "torch", *TORCH_NAMES)
 # The innermost launcher first. mpirun and srun may start torchrun, once per machine, never the other way round.
 # Inside a SLURM job mpirun starts its processes on other machines through srun. RANK and WORLD_SIZE without
 # torchrun's marker may have been copied from mpirun's variables. With SLURM the size is that of the job step: the
@@ -60,7 +65,7 @@ LAUNCHERS = (
         "HOROVOD_GLOO_RENDEZVOUS_PORT",
     ),
     Launcher("PMI", "horovod", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
-    Launcher("RANK and WORLD_SIZE", "torch", *TORCH_NAMES),
+    BY_HAND,
     SRUN,
 )
 # Variables with the number of ranks of the launchers that Horovod understands, and of all launchers
@@ -85,6 +90,50 @@ def started_by(environment: Mapping[str, str]) -> Started | None:
         if marked and rank.isdecimal() and size.isdecimal() and int(rank) < int(size):
             return Started(launcher, int(rank), int(size))
     return None
+
+
+def end_with_launcher(environment: Mapping[str, str], seconds: float = 1.0) -> bool:
+    """Start a thread that ends this process when its launcher has been killed, and return whether it did.
+
+    A launcher that is killed with SIGKILL cannot end its ranks, which would hold their devices. Without a launcher,
+    or where a script has set RANK and WORLD_SIZE, a parent may end before its rank. Process 1 is no launcher.
+
+    Args:
+        environment: Environment variables of the process, usually `os.environ`.
+        seconds: Time between two looks at the parent process.
+    """
+    started, parent = started_by(environment), os.getppid()
+    if started is None or started.launcher is BY_HAND or parent == 1:
+        return False
+    if started.launcher is SRUN and started.size == 1:  # srun --pty bash
+        return False
+    # horovodrun --mpi becomes a shell that waits for mpirun, and mpirun goes on when that is killed
+    shell = _parent_of(parent)
+    of_horovodrun = started.launcher is MPIRUN and _read(shell, "cmdline").startswith("/bin/sh\0-c\0mpirun ")
+
+    def watch() -> None:
+        # PR_SET_PDEATHSIG would end the rank with the thread that started it
+        while os.getppid() == parent and (not of_horovodrun or _parent_of(parent) == shell):
+            time.sleep(seconds)
+        message = f"[rank {started.rank} of {started.size}] ends: its launcher (process {parent}) has ended\n"
+        with suppress(OSError):
+            os.write(2, message.encode())
+        os._exit(1)
+
+    threading.Thread(target=watch, name="dgc-launcher", daemon=True).start()
+    return True
+
+
+def _parent_of(process: int) -> int:
+    fields = _read(process, "stat").rpartition(")")[2].split()  # the name in brackets may have spaces
+    return int(fields[1]) if fields else 0
+
+
+def _read(process: int, file: str) -> str:
+    """The text of a file of /proc; empty if the process has ended."""
+    with suppress(OSError), open(f"/proc/{process}/{file}", errors="replace") as text:
+        return text.read()
+    return ""
 
 
 @dataclass(frozen=True)

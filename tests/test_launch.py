@@ -2,9 +2,11 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from environment import patient
@@ -256,3 +258,35 @@ def test_ranks_on_one_machine_are_known_where_the_launcher_says_so() -> None:
         {"PMIX_RANK": "1"},
     ]
     assert not any(map(may_span_machines, one)) and all(map(may_span_machines, several))
+
+
+# A rank, the process that starts it, and an end of both that the test does not have to arrange.
+RANK = "import os, time, dgc.launch as l; print(os.getpid(), l.end_with_launcher(os.environ, 0.05), flush=True)"
+RANK += "; time.sleep(60)"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}])"
+
+
+@pytest.mark.parametrize(
+    ("variables", "ends"),
+    [
+        (of("torchrun", 0, 1), True),
+        (of("mpirun", 1, 4), True),
+        (of("horovodrun", 1, 4), True),
+        (COPIED, False),
+        (PTY, False),
+        ({}, False),
+    ],
+)
+def test_a_rank_ends_with_its_launcher(variables: dict[str, str], ends: bool) -> None:
+    others = {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH", "HOME")}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, cwd=REPOSITORY, env=others | variables, **pipes) as parent:
+        rank, watches = parent.stdout.readline().split()
+        assert watches == str(ends)
+        parent.kill()
+        if not ends:
+            os.kill(int(rank), signal.SIGKILL)
+        # the rank holds the other end of the pipe until it has ended
+        said = parent.stderr.read()
+    assert (f"its launcher (process {parent.pid}) has ended" in said) == ends

@@ -8,7 +8,7 @@ from typing import Any
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.transport import Transport
-from dgc.launch import Choice, check_launcher, choose
+from dgc.launch import Choice, check_launcher, choose, end_with_launcher
 from dgc.torch_launch import torch_variables
 
 
@@ -48,6 +48,8 @@ def connect(
 ) -> Transport:
     """Connect this process with the other ranks, over Horovod or torch.distributed.
 
+    From here on the process ends when its launcher is killed (`dgc.launch.end_with_launcher`).
+
     Args:
         transport: "auto", "horovod" or "torch", as in `choose_transport`.
         hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
@@ -65,7 +67,9 @@ def connect(
         transport = connect()
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), transport=transport)
     """
-    if choose_transport(transport).transport == "torch":
+    choice = choose_transport(transport)
+    _end_with_launcher()
+    if choice.transport == "torch":
         from dgc.comm import torch_distributed
 
         if "torch" not in _running():
@@ -120,6 +124,11 @@ def process_set_transport(process_set: Any) -> Transport:
 
     horovod.meet_at_exit()
     return horovod.connect(process_set=process_set) if process_set.included() else LockstepWorld(1).transports[0]
+
+
+@cache
+def _end_with_launcher() -> None:
+    end_with_launcher(os.environ)
 
 
 def _running() -> list[str]:
