@@ -95,7 +95,7 @@ def started_by(environment: Mapping[str, str]) -> Started | None:
 def end_with_launcher(environment: Mapping[str, str], seconds: float = 1.0) -> bool:
     """Start a thread that ends this process when its launcher has been killed, and return whether it did.
 
-    A launcher that is killed with SIGKILL cannot end its ranks, which would hold their devices. Without a launcher,
+    A launcher that is killed with SIGKILL cannot end its ranks, which would hold devices. Without a launcher,
     or where a script has set RANK and WORLD_SIZE, a parent may end before its rank. Process 1 is no launcher.
 
     Args:
@@ -107,7 +107,7 @@ def end_with_launcher(environment: Mapping[str, str], seconds: float = 1.0) -> b
         return False
     if started.launcher is SRUN and started.size == 1:  # srun --pty bash
         return False
-    # horovodrun --mpi becomes a shell that waits for mpirun, and mpirun goes on when that is killed
+    # horovodrun --mpi becomes a shell that waits for mpirun
     shell = _parent_of(parent)
     of_horovodrun = started.launcher is MPIRUN and _read(shell, "cmdline").startswith("/bin/sh\0-c\0mpirun ")
 

@@ -1,8 +1,12 @@
 """Rank and size of this process from the launcher's environment variables, before a transport exists."""
 
+import json
 import os
+import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 
 from dgc.launch import started_by
 
@@ -40,7 +44,18 @@ def print_error(message: str, delay: float = 15.0) -> int:
     """
     rank = launched_rank()
     if rank:
+        if is_under_torchrun() and threading.current_thread() is threading.main_thread():
+            # torchrun would list a rank that it has ended as another failure
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(delay)
         message = f"[rank {rank}] {message}"
     print(message, file=sys.stderr, flush=True)
+    record_error(message)
     return 2
+
+
+def record_error(message: str) -> None:
+    """Gives torchrun the message of this rank. It ends its own report with it, after a traceback of its own."""
+    content = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+    with suppress(OSError, KeyError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": content}, file)

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -400,15 +399,16 @@ def test_a_busy_machine_is_reported(
 ) -> None:
     monkeypatch.setattr("scripts.advise.cluster.usable_cores", lambda: 2)
     line = (
-        "note       load average 2.1 on 2 cores: other programs ran in the last minute; if they still do, "
-        "computing is measured too long"
+        "UNRELIABLE: load average 2.1 on 2 cores: other programs ran in the last minute. If they still do, "
+        "computing is measured too long: repeat it"
     )
     for load_average, printed in ((2.1, True), (1.0, False)):
         with case(load_average):
             monkeypatch.setattr("os.getloadavg", lambda of=load_average: (of, 0.0, 0.0))
             assert main(words("--methods", "dense")) == 0
-            network, after = re.findall(r"^network .*\n(.*)$", capsys.readouterr().out, re.M), ""
-            assert network == [line if printed else after]
+            said = capsys.readouterr()
+            assert (said.out.splitlines()[0] == line) == printed and ("UNRELIABLE" in said.out) == printed
+            assert "advise: measuring forward and backward (1 of " in said.err
 
 
 def test_a_launcher_measures_the_network(

@@ -26,6 +26,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.kernels.quantize": ("dgc.kernels", "dgc.kernels.selection"),
     "dgc.kernels.lowrank": ("dgc.kernels", "dgc.kernels.selection"),
     "dgc.kernels.__init__": (
+        "dgc.launch",
         "dgc.kernels",
         "dgc.kernels.selection",
         "dgc.kernels.codec",

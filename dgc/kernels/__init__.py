@@ -23,6 +23,7 @@ from dgc.kernels.selection.protocol import SelectionKernels as SelectionKernels
 from dgc.kernels.selection.protocol import SparseVector as SparseVector
 from dgc.kernels.selection.protocol import Tail as Tail
 from dgc.kernels.selection.protocol import TopKResult as TopKResult
+from dgc.launch import started_by
 
 TIERS = ("auto", "reference", "native", "triton")
 _asked = os.environ.get("DGC_KERNELS", "auto")
@@ -87,7 +88,10 @@ def _tier(asked: str, device: torch.device) -> Tier:
     except KernelsUnavailable as missing:
         if asked != "auto":
             raise
-        warnings.warn(f"{missing}. Plain PyTorch is used instead, which is slower", stacklevel=3)
+        started = started_by(os.environ)
+        # all ranks of a machine have the same files
+        if started is None or os.environ.get(started.launcher.local_rank, "0") == "0":
+            warnings.warn(f"{missing}. Plain PyTorch is used instead, which is slower", stacklevel=3)
     from dgc.kernels.codec.reference import TorchCodec
     from dgc.kernels.lowrank.protocol import TorchLowRank
     from dgc.kernels.quantize.reference import TorchQuantizers

@@ -2,16 +2,13 @@
 
 import ctypes
 import os
+import shutil
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
-
-from dgc.kernels.build import LIBRARY, sources_digest, stamp
-
-CURE = "run `python -m dgc.kernels.build`"
 
 FP32, FP64, INT32, INT64, UINT8 = torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8
 
@@ -46,16 +43,21 @@ def supported_isas() -> tuple[str, ...]:
 
 @cache
 def _open() -> ctypes.CDLL:
-    if not LIBRARY.exists():
-        raise KernelsMissing(f"the native kernels are not built: {CURE}")
+    from dgc.kernels import build  # not with the package, since `python -m dgc.kernels.build` imports that first
+
+    cure = "run `python -m dgc.kernels.build`"
+    if shutil.which(build.compiler()[0]) is None:
+        cure = f"install a C++ compiler (Debian, Ubuntu: apt install g++) or set CXX, then {cure}"
+    if not build.LIBRARY.exists():
+        raise KernelsMissing(f"the native kernels are not built: {cure}")
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(build.LIBRARY))
         built_from = library.dgc_stamp
     except (OSError, AttributeError) as error:
-        raise KernelsMissing(f"the native kernels do not load ({error}): {CURE}") from error
+        raise KernelsMissing(f"the native kernels do not load ({error}): {cure}") from error
     built_from.restype = ctypes.c_char_p
-    if not built_from().decode().startswith(stamp(sources_digest())):
-        raise KernelsMissing(f"the native kernels were built from other sources: {CURE}")
+    if not built_from().decode().startswith(build.stamp(build.sources_digest())):
+        raise KernelsMissing(f"the native kernels were built from other sources: {cure}")
     library.dgc_choose_isa.restype, library.dgc_choose_isa.argtypes = ctypes.c_char_p, (ctypes.c_char_p,)
     return library
 

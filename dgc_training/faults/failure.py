@@ -19,7 +19,7 @@ from types import FrameType
 from dgc.launch import LaunchError
 from dgc_training.config import ConfigError
 from dgc_training.faults.signals import listening
-from dgc_training.launcher import launched_rank, launched_size
+from dgc_training.launcher import launched_rank, launched_size, record_error
 
 # Seconds by which ranks other than 0 delay a message. If all ranks fail alike, only rank 0's message is printed,
 # since the launcher ends the others as soon as rank 0 has exited.
@@ -110,7 +110,9 @@ def _reporting(rank: int, size: int, leave: Callable[[int], None]) -> Iterator[N
     except (UsageError, ConfigError, LaunchError) as error:
         time.sleep(MESSAGE_DELAY if rank else 0.0)
         sys.stdout.flush()
-        print(f"[rank {rank} of {size} on {socket.gethostname()}] {error}" if rank else error, file=sys.stderr)
+        message = f"[rank {rank} of {size} on {socket.gethostname()}] {error}" if rank else str(error)
+        print(message, file=sys.stderr)
+        record_error(message)
         leave(2)
     except Exception as error:
         secondary = is_secondary(error)

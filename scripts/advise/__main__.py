@@ -38,7 +38,7 @@ from scripts.advise.collectives import measure_network
 from scripts.advise.drawing import describe_crossings, draw
 from scripts.advise.methods import METHODS, UNCOMPRESSED, Method, unfit
 from scripts.advise.verification import chosen, format_verification, verify
-from scripts.advise.workload import measure_workload
+from scripts.advise.workload import Progress, measure_workload
 
 WARNING = "Not predicted: accuracy, and how many steps a method needs. See docs/methods.md and docs/results.md."
 
@@ -102,7 +102,8 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
     with config_errors():
         kernels = choose_kernels(tree.train.kernels, device)
     alone = AlikeRanks(1) if cluster.on_paper else transport  # on paper this rank has all of the data
-    workload = measure_workload(tree, device, alone, args.input_shape, args.repeats).slowest(transport)
+    report: Progress = print_progress if cluster.prints else lambda *of: None
+    workload = measure_workload(tree, device, alone, args.input_shape, args.repeats, report).slowest(transport)
 
     def load_tree(method: Method | Row) -> DictConfig:
         return load([*args.configs, *method.files], overrides)
@@ -116,7 +117,7 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         workload,
         transport,
         args.repeats,
-        print_progress if cluster.prints else lambda *of: None,
+        report,
     )
     if not any(candidate.method.name in UNCOMPRESSED for candidate in candidates):
         raise UsageError(f"the experiment cannot be built: {'; '.join(unbuilt.values())}")
@@ -130,9 +131,11 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         measured = verify(compared, load_tree, workload, transport, device, args.verify)
     parameters = sum(p.numel() for p in workload.model.parameters())
     if cluster.prints:
+        for line in describe_load(busy):
+            print(line)
         print(f"model      {parameters:,} parameters on {device.type}, {kernels}; inputs: {workload.inputs}")
         print(f"work       forward {1e3 * work.forward:.1f} ms, backward {1e3 * work.backward:.1f} ms, measured")
-        print("\n".join([f"network    {describe(cluster)}", *describe_load(busy), "", format_table(rows)]))
+        print(f"network    {describe(cluster)}\n\n{format_table(rows)}")
         for name, reason in refused.items():
             print(f"{name:<19} left out: {reason}")
         print(f"\n{sentence(advice, rows, args.configs)}\n{WARNING}")

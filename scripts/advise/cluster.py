@@ -78,7 +78,7 @@ def load_average() -> float:
 
 
 def describe_load(load: float) -> list[str]:
-    """A line if other programs ran on this machine.
+    """The first line of the result if other programs ran on this machine.
 
     Args:
         load: The load average from before the measurements.
@@ -86,5 +86,5 @@ def describe_load(load: float) -> list[str]:
     cores = usable_cores()
     if load <= BUSY * cores:
         return []
-    words = "other programs ran in the last minute; if they still do, computing is measured too long"
-    return [f"note       load average {load:.1f} on {plural(cores, 'core')}: {words}"]
+    words = "other programs ran in the last minute. If they still do, computing is measured too long: repeat it"
+    return [f"UNRELIABLE: load average {load:.1f} on {plural(cores, 'core')}: {words}"]

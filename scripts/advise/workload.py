@@ -21,6 +21,7 @@ WARMUP = 2
 GRADIENT_SETS = 3  # of different batches
 
 Passes = Sequence[Any]  # the batches of a step's backward passes
+Progress = Callable[[str, int, int], None]  # what is measured, its number, and the number of all
 LossOf = Callable[[nn.Module, Any], Tensor]  # forward pass and mean loss of a batch
 
 
@@ -74,7 +75,12 @@ def seconds_between(start: Any, end: Any) -> float:
 
 
 def measure_workload(
-    tree: DictConfig, device: torch.device, transport: Transport, shape: Sequence[int] | None, repeats: int
+    tree: DictConfig,
+    device: torch.device,
+    transport: Transport,
+    shape: Sequence[int] | None,
+    repeats: int,
+    progress: Progress = lambda *of: None,
 ) -> Workload:
     """Measures forward and backward, as the median over `repeats` batches after a warm-up.
 
@@ -84,11 +90,14 @@ def measure_workload(
         transport: Its rank takes its share of the data.
         shape: Of one sample, for random inputs where the data set is missing.
         repeats: Number of measured steps.
+        progress: Called before the model is built and before each step: a step of a large model takes minutes.
 
     Raises:
         UsageError: The data set cannot be read, and `shape` is None or does not fit the model.
         ConfigError: A part cannot be built.
     """
+    steps = WARMUP + max(repeats, GRADIENT_SETS)
+    progress("the model", 0, steps)
     model = build(tree.model).to(device).train()
     batches, loss_of, inputs = open_batches(tree, model, device, transport, shape)
     loss_of = under_autocast(loss_of, device, tree.train.precision)
@@ -102,7 +111,8 @@ def measure_workload(
     forward, backward, shares = [], [], []
     gradients: list[dict[str, Tensor]] = []
     kept: list[Passes] = []
-    for step in range(WARMUP + max(repeats, GRADIENT_SETS)):
+    for step in range(steps):
+        progress("forward and backward", step + 1, steps)
         passes = next(batches)
         model.zero_grad()
         stamps.clear()

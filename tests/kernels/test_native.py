@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import threading
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from cases import case
 from environment import patient
 from kernels.tiers import NAMES, tier
 
-from dgc.kernels import build, library
+from dgc.kernels import _tier, build, library
 from dgc.kernels.library import KernelsMissing, supported_isas
 from dgc.kernels.selection.native import Native
 from dgc.kernels.selection.protocol import TOO_LARGE, Budget, PassInputs, TopKResult
@@ -301,20 +302,44 @@ def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_a_library_that_was_never_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "libdgc_kernels.so")
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "libdgc_kernels.so")
     with pytest.raises(KernelsMissing, match=r"not built: run `python -m dgc\.kernels\.build`"):
+        library._open.__wrapped__()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(KernelsMissing, match=r"install a C\+\+ compiler .* or set CXX, then run `"):
         library._open.__wrapped__()
 
 
+@pytest.mark.parametrize(("rank", "warned"), [(None, 1), ("0", 1), ("1", 0)])
+def test_one_rank_of_a_machine_warns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str | None, warned: int
+) -> None:
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "libdgc_kernels.so")
+    monkeypatch.setattr(library, "_open", library._open.__wrapped__)
+    if rank is not None:
+        for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+            monkeypatch.setenv(name, rank)
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tier = _tier.__wrapped__("auto", torch.device("cpu"))
+    assert len(said) == warned and tier.decoder is None
+
+
+def test_the_command_that_builds_says_nothing_of_itself() -> None:
+    done = subprocess.run([sys.executable, "-m", "dgc.kernels.build"], capture_output=True, text=True, check=True)
+    assert not done.stderr
+
+
 def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "sources_digest", lambda: "0" * 20)
+    monkeypatch.setattr(build, "sources_digest", lambda: "0" * 20)
     with pytest.raises(KernelsMissing, match=r"from other sources: run `python -m dgc\.kernels\.build`"):
         library._open.__wrapped__()
 
 
 def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "libdgc_kernels.so").write_bytes(b"nothing of the kind")
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "libdgc_kernels.so")
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "libdgc_kernels.so")
     with pytest.raises(KernelsMissing, match="do not load"):
         library._open.__wrapped__()
 
