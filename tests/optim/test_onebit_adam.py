@@ -1,8 +1,10 @@
 """1-bit Adam: AdamW in the warm-up, then momentum in one bit; what it keeps, and what it refuses."""
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -52,6 +54,26 @@ def wrapped(model: Any, transport: Any, make: Any = onebit_adam, **options: Any)
 
 def wrap_named(named: Any, adam: Any, transport: Any) -> Any:
     return DistributedOptimizer(adam, named, OneBitAdamCompressor(), transport=transport)
+
+
+def test_momentum_that_was_clipped_is_reported_once() -> None:
+    def body(model: Any, transport: Any, first: int, limit: float) -> None:
+        optimizer = wrapped(model, transport)
+        for step in range(3 * WARM_UP):
+            optimizer.zero_grad()
+            loss_of(model, step, transport.rank).backward()
+            optimizer.synchronize()
+            if step >= first:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+    # clipped from the warm-up on; by a limit that is not reached; never
+    for first, limit, reports in ((0, 1e-3, 1), (WARM_UP, 1e3, 0), (3 * WARM_UP, 1e-3, 0)):
+        with case(first), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run(2, partial(body, first=first, limit=limit))
+            assert [str(w.message) for w in said if "max_grad_norm=0" in str(w.message)] == [ANY] * reports
 
 
 def moments(optimizer: Any, name: str) -> Any:

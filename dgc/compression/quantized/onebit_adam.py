@@ -12,7 +12,8 @@ Differences from the paper: those of DoubleSqueeze. A step that is dropped becau
 of both directions as they were: its gradient is lost, as with uncompressed Adam.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float32, Int64
@@ -26,12 +27,17 @@ from dgc.compression.protocol import MomentumOwner, Preconditioner, Result, Stat
 from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
 
 
+CHECKS = 200  # of the momentum of a bucket after the warm-up: on a GPU each one waits for the device
+HEAD = 16  # elements of each tensor that are compared
+
+
 class OneBitAdamCompressor(DoubleSqueezeCompressor):
     """The exchange of 1-bit Adam: gradients at first, then Adam's momentum in 1 bit per element (Tang et al. 2021,
     arXiv 2102.02888).
 
     It needs `dgc.optim.OneBitAdam` as the optimizer. From step `freeze_step` of that on, .grad is the momentum and
-    no longer the gradient: do not clip it.
+    no longer the gradient: do not clip it. If it was clipped, as by trainers that clip by default (Hugging Face:
+    max_grad_norm=1.0), rank 0 warns once.
 
     Args:
         gradients (StatelessCompressor, optional): exchanges the gradients of the warm-up; None sends them in their
@@ -51,6 +57,8 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         self._gradients = for_gradients(gradients)
         self._owner: MomentumOwner | None = None
         self._parameters: dict[str, Tensor] = {}
+        self._delivered: dict[str, tuple[Tensor, int, Tensor]] = {}  # the first m, its version, heads of the next
+        self._checks = CHECKS
 
     def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
         """Take momentum and stage from this optimizer. parameters: those of this compressor, by name."""
@@ -87,6 +95,45 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         v = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
         first = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
         momenta = self._owner.momentum_of([self._parameters[s.name] for s in bucket.segments])
+        self._check_unchanged(bucket, [m for _, m in momenta])
         for s, (beta1, m) in zip(bucket.segments, momenta, strict=True):
             s.of(v).lerp_(m.to(torch.float32), beta1)
         return v.add_(self._error[bucket]), first
+
+    def exchange(
+        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+        assert self._owner is not None
+        result = yield from super().exchange(bucket, v, first_nonfinite)
+        if self._checks > 0 and self.rank == 0:
+            ((_, m),) = self._owner.momentum_of([self._parameters[bucket.segments[0].name]])
+            heads = _heads([s.of(result[0]) for s in bucket.segments])
+            self._delivered[bucket.name] = m, m._version, heads
+        return result
+
+    def rollback(self, bucket: Bucket) -> None:
+        super().rollback(bucket)
+        self._delivered.pop(bucket.name, None)
+
+    def _check_unchanged(self, bucket: Bucket, momenta: Sequence[Tensor]) -> None:
+        """Warn if the optimizer did not get the momentum that the last exchange delivered."""
+        if self._checks <= 0 or bucket.name not in self._delivered:
+            return
+        first, version, delivered = self._delivered.pop(bucket.name)
+        if first is not momenta[0] or first._version == version:  # it was loaded, or there was no step
+            return
+        self._checks -= 1
+        heads = _heads(momenta)
+        expected = float((delivered * (heads != 0)).abs().sum())  # a masked element stays at zero
+        if abs(float(heads.abs().sum()) - expected) > 0.01 * expected:
+            self._checks = 0
+            warnings.warn(
+                "the gradients were changed between backward and step(), by clipping or scaling. After freeze_step "
+                "they are 1-bit Adam's momentum, which this damps in every step: clip nothing from there on "
+                "(Hugging Face: max_grad_norm=0)",
+                stacklevel=2,
+            )
+
+
+def _heads(tensors: Sequence[Tensor]) -> Float32[Tensor, "heads"]:
+    return torch.cat([tensor.reshape(-1)[:HEAD].to(torch.float32) for tensor in tensors])
