@@ -180,7 +180,7 @@ def choose(wanted: str, environment: Mapping[str, str], installed: bool, running
             transport, reason = "horovod", "started by srun with PMIx"
     if transport == "horovod" and not installed:
         reason = reason.removeprefix("installed, and ")
-        return Choice("torch", f"{reason}; Horovod is not installed")
+        return Choice("torch", f"{reason}; Horovod is not installed: `make setup` builds it")
     return Choice(transport, reason)
 
 

@@ -45,14 +45,14 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
     "srun --mpi=pmix": (
         of("srun", 1, 4, PMIX_RANK="1"),
         "Horovod (started by srun with PMIx)",
-        "torch.distributed (started by srun with PMIx; Horovod is not installed)",
+        "torch.distributed (started by srun with PMIx; Horovod is not installed: `make setup` builds it)",
         (1, 4),
     ),
     # srun starts mpirun's daemons, one per machine
     "mpirun in a SLURM job": (
         {**JOB, **of("srun", 1, 2), **of("mpirun", 5, 8, PMIX_RANK="5")},
         "Horovod (started by mpirun)",
-        "torch.distributed (started by mpirun; Horovod is not installed)",
+        "torch.distributed (started by mpirun; Horovod is not installed: `make setup` builds it)",
         (5, 8),
     ),
     "torchrun in srun": (
@@ -76,7 +76,7 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
     "mpirun and a script that sets torch's variables": (
         {**of("mpirun", 1, 4), **COPIED},
         "Horovod (started by mpirun)",
-        "torch.distributed (started by mpirun; Horovod is not installed)",
+        "torch.distributed (started by mpirun; Horovod is not installed: `make setup` builds it)",
         (1, 4),
     ),
 }
