@@ -211,7 +211,13 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training",
         "dgc_training.faults",
     ),
-    "dgc_training.checkpoint": ("dgc.comm.__init__", "dgc.optim.__init__", "dgc_training", "dgc_training.faults"),
+    "dgc_training.checkpoint": (
+        "dgc.comm",
+        "dgc.comm.__init__",
+        "dgc.optim.__init__",
+        "dgc_training",
+        "dgc_training.faults",
+    ),
     "dgc_training.synchronization": (
         "dgc.optim.__init__",
         "dgc_training.tasks",

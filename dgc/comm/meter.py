@@ -27,6 +27,8 @@ from dgc.comm.requests import AllGather, AllReduce, AllToAll, Broadcast, Exchang
 from dgc.comm.trace import Trace
 
 PHASES = ("compress", "launch", "wait", "decode", "step")
+BYTES = ("payload_bytes", "wire_bytes", "cross_wire_bytes", "dense_wire_bytes", "dense_cross_wire_bytes")
+TOTALS = (*BYTES, "rounds")
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -82,7 +84,9 @@ def cross_wire_bytes(request: Request, rank: int, size: int, local_size: int) ->
 
 @dataclass
 class TrafficMeter:
-    """Bytes and seconds of this rank since the start.
+    """Bytes and seconds of this rank since the start of the process.
+
+    A run that resumes continues its totals with `load_state_dict`.
 
     Attributes:
         local_size: Number of ranks of each machine. 1: every rank counts as a machine.
@@ -129,3 +133,18 @@ class TrafficMeter:
         """Trace a message from its launch until its reply is used. Times: time.perf_counter(), in seconds."""
         if self.trace is not None:
             self.trace.add("in flight", row, launched, used, network=True)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the totals, without the seconds."""
+        return {name: getattr(self, name) for name in TOTALS}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from these totals.
+
+        Raises:
+            ValueError: The state is not that of a meter.
+        """
+        if state.keys() != set(TOTALS):
+            raise ValueError(f"not the state of a meter: it has {sorted(state)}, not {sorted(TOTALS)}")
+        for name, value in state.items():
+            setattr(self, name, value)

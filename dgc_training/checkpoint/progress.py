@@ -4,11 +4,10 @@ from dataclasses import asdict, dataclass, field
 from math import inf, isnan, nan
 from typing import Any
 
+from dgc.comm.meter import BYTES as BYTES
 from dgc_training.checkpoint.validation import check_structure
 
 MAX_COUNT = 2**62
-# counts of the meter, over the whole run
-BYTES = ("payload_bytes", "wire_bytes", "cross_wire_bytes", "dense_wire_bytes", "dense_cross_wire_bytes")
 OPTIONAL = ("cross_wire_bytes", "dense_cross_wire_bytes")  # missing in checkpoints of earlier versions
 
 

@@ -83,3 +83,17 @@ def test_dense_is_a_ring_all_reduce_in_fp32() -> None:
         meter = TrafficMeter()
         meter.count_dense(1000, size)
         assert meter.dense_wire_bytes == expected == wire_bytes(AllReduce(torch.zeros(1000)), 0, size)
+
+
+def test_totals_continue_from_a_saved_state() -> None:
+    whole, first, second = TrafficMeter(2), TrafficMeter(2), TrafficMeter(2)
+    for meter in (whole, first):
+        meter.count(AllReduce(torch.zeros(10)), 0, 4)
+        meter.count_dense(10, 4)
+    second.load_state_dict(first.state_dict())
+    for meter in (whole, second):
+        meter.count(AllGather(torch.zeros(7)), 0, 4)
+        meter.count_dense(10, 4)
+    assert second == whole
+    with pytest.raises(ValueError, match="not the state of a meter: it has \\['bytes'\\]"):
+        second.load_state_dict({"bytes": 1.0})

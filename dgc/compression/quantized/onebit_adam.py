@@ -26,7 +26,6 @@ from dgc.compression.dense import for_gradients
 from dgc.compression.protocol import MomentumOwner, Preconditioner, Result, StatelessCompressor
 from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
 
-
 CHECKS = 200  # of the momentum of a bucket after the warm-up: on a GPU each one waits for the device
 HEAD = 16  # elements of each tensor that are compared
 
@@ -128,7 +127,7 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         if abs(float(heads.abs().sum()) - expected) > 0.01 * expected:
             self._checks = 0
             warnings.warn(
-                "the gradients were changed between backward and step(), by clipping or scaling. After freeze_step "
+                "gradients were changed between backward and step(), by clipping or scaling. After freeze_step "
                 "they are 1-bit Adam's momentum, which this damps in every step: clip nothing from there on "
                 "(Hugging Face: max_grad_norm=0)",
                 stacklevel=2,
