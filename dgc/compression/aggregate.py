@@ -162,7 +162,7 @@ class PowerSGD(Aggregator):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.compressor.load_state_dict(state)
-        self.step_counter = state["steps"]
+        self.step_counter = max(state["steps"].values(), default=0)
 
 
 def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:

@@ -21,7 +21,7 @@ from dgc.compression.envelope import Envelope, envelope_of
 from dgc.compression.finite import first_nonfinite_message, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
 from dgc.memory.protocol import MomentumCorrection
-from dgc.memory.state import FlatState, Snapshots, load_parts
+from dgc.memory.state import FlatState, Snapshots, StepCounts, load_parts
 
 
 def place_of_mean(bucket: Bucket) -> Float32[Tensor, "n"]:
@@ -47,7 +47,7 @@ class ErrorFeedbackCompressor(ABC):
     def __init__(self, error_feedback: bool = True, seed: int = 0):
         self.error_feedback, self._seed = error_feedback, seed
         self._error, self._snapshots = FlatState("error"), Snapshots()
-        self._steps: dict[str, int] = {}
+        self._steps = StepCounts()
         self._bounds: dict[str, Tensor] = {}
         self.size, self.rank = 1, 0
 
@@ -74,7 +74,7 @@ class ErrorFeedbackCompressor(ABC):
         self.size, self.rank = size, rank
         if self.error_feedback:
             self._error.add(bucket)
-        self._steps[bucket.name] = 0
+        self._steps[bucket] = 0
         self._bounds[bucket.name] = torch.tensor(
             [*(s.offset for s in bucket.segments), bucket.numel], dtype=torch.int64, device=bucket.device
         )
@@ -99,7 +99,7 @@ class ErrorFeedbackCompressor(ABC):
         v, first = self.accumulate(bucket)
         bucket.release()
         mean, kept, nonfinite = yield from self.exchange(bucket, v, first)
-        self._steps[bucket.name] += 1
+        self._steps[bucket] += 1
         if self.error_feedback:
             self._snapshots.replace(self._error, bucket, kept)
         bucket.flat.copy_(mean)
@@ -115,16 +115,16 @@ class ErrorFeedbackCompressor(ABC):
     def noise(self, bucket: Bucket, *, shared: bool = False) -> int:
         """A 32-bit seed for this bucket and step: different on each rank, or `shared` by all."""
         owner = "all" if shared else self.rank
-        return crc32(f"{self._seed} {owner} {bucket.segments[0].name} {self._steps[bucket.name]}".encode())
+        return crc32(f"{self._seed} {owner} {bucket.segments[0].name} {self._steps[bucket]}".encode())
 
     def errors(self) -> Iterator[Tensor]:
         return iter(self._error)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"errors": self._error.state_dict(), "steps": max(self._steps.values(), default=0)}
+        return {"errors": self._error.state_dict(), "steps": self._steps.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != {"errors", "steps"}:
             raise ValueError(f"state of another compressor: {sorted(state)}")
         load_parts({"errors": self._error}, {"errors": state["errors"]})
-        self._steps = dict.fromkeys(self._steps, state["steps"])
+        self._steps.load_state_dict(state["steps"])

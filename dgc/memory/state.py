@@ -48,6 +48,34 @@ class FlatState:
             tensor.copy_(state[name])
 
 
+class StepCounts:
+    """Number of steps of each bucket, saved per parameter: fragments of a model step at different times."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[Bucket, int]] = {}
+
+    def __getitem__(self, bucket: Bucket) -> int:
+        return self._counts[bucket.name][1]
+
+    def __setitem__(self, bucket: Bucket, count: int) -> None:
+        self._counts[bucket.name] = bucket, count
+
+    def state_dict(self) -> dict[str, int]:
+        return {s.name: count for bucket, count in self._counts.values() for s in bucket.segments}
+
+    def load_state_dict(self, state: Any) -> None:
+        names = {s.name for bucket, _ in self._counts.values() for s in bucket.segments}
+        if not isinstance(state, Mapping) or names != state.keys():
+            raise ValueError(f"steps must have a number for each of {sorted(names)}, not {state!r}")
+        for bucket, _ in list(self._counts.values()):
+            self[bucket] = largest_count(state, bucket)
+
+
+def largest_count(counts: Mapping[str, int], bucket: Bucket) -> int:
+    """The largest count of the bucket's parameters, 0 without any."""
+    return max((counts.get(s.name, 0) for s in bucket.segments), default=0)
+
+
 class DeferredUpdate:
     """What each bucket's last step sends, and what of other ranks' elements it keeps, until the next pass.
 

@@ -173,6 +173,7 @@ class OuterExchange:
         flight = None if state["flight"] is None else Flight(**state["flight"])
         if flight is not None and not set(flight.fragments) <= set(range(len(self.fragments))):
             raise ValueError(f"an exchange of fragments {flight.fragments} is in flight: use the same fragment_mb")
+        self.arrive()  # what is in flight ends here: its means and errors are replaced below
         for fragment in self.fragments:
             fragment.load_state_dict(state)
         for name, compressor in compressors.items():

@@ -29,7 +29,7 @@ class Forgets(Whole):
 
 class Restarts(Whole):
     def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict({**state, "steps": 0})
+        super().load_state_dict({**state, "steps": dict.fromkeys(state["steps"], 0)})
 
 
 class KeepsDropped(Whole):

@@ -49,6 +49,7 @@ from dgc.compression.lowrank.orthogonal import check_orthogonalization, orthonor
 from dgc.compression.lowrank.state import BucketState, Factors, SentProducts, empty_checkpoint, load_errors
 from dgc.compression.protocol import Compressor, DenseResult, Result
 from dgc.memory.protocol import MomentumCorrection
+from dgc.memory.state import largest_count
 from dgc.wire import CastValues
 
 MODES = ("residual", "paper", "square")
@@ -276,5 +277,5 @@ class PowerSGDCompressor:
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
         for bucket in buckets:
-            layout = self._rule.layout(bucket, state["steps"])
+            layout = self._rule.layout(bucket, largest_count(state["steps"], bucket))
             self._states[bucket.name] = BucketState(layout, self.seed, state, errors[bucket])

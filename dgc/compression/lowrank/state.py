@@ -5,7 +5,7 @@ A checkpoint is a dict with these keys:
     errors                 by name, in the shape of the tensor
     P, Q                   by name, [n, r] and [m, r], with rows in the order of the shape
     sums                   by name, [2]
-    half_steps, steps      numbers
+    half_steps, steps      by name, numbers
     accordion              state of `Accordion`, or empty
 """
 
@@ -22,9 +22,9 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.compression.lowrank.matrices import Batch, CompressionRule, Factor, Layout, Products
 from dgc.compression.lowrank.orthogonal import orthonormalize
-from dgc.memory.state import FlatState, check_tensor, parts_of
+from dgc.memory.state import FlatState, check_tensor, largest_count, parts_of
 
-SIDES = ("P", "Q")
+SIDES, COUNTS = ("P", "Q"), ("half_steps", "steps")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,8 @@ class BucketState:
         P, Q = (tuple(self._restored(saved[side], batch, side) for batch in layout.batches) for side in SIDES)
         zeros = torch.zeros(2, dtype=torch.float64)
         sums = [[saved["sums"].get(name, zeros).to(device) for name in layout.names(b)] for b in layout.batches]
-        self.factors = Factors(P, Q, tuple(map(torch.stack, sums)), saved["half_steps"], saved["steps"])
+        counts = (largest_count(saved[key], layout.bucket) for key in COUNTS)
+        self.factors = Factors(P, Q, tuple(map(torch.stack, sums)), *counts)
         self.deferred: SentProducts | None = None  # not yet subtracted from v
         self.previous: Factors | None = None  # before the last step, if it can be undone
 
@@ -183,8 +184,8 @@ class BucketState:
             for name, p, q, pair in zip(layout.names(batch), *rows, strict=True):
                 saved["P"][name], saved["Q"][name] = p.T.contiguous(), q.T.contiguous()
                 saved["sums"][name] = pair.clone()
-        # a bucket without matrices has no half steps
-        saved["half_steps"], saved["steps"] = max(saved["half_steps"], factors.half_steps), factors.steps
+        for key in COUNTS:
+            saved[key] |= dict.fromkeys((s.name for s in layout.segments), getattr(factors, key))
 
     def _restored(self, saved: Mapping[str, Tensor], batch: Batch, side: str) -> Float32[Tensor, "B r d"]:
         """The factors of a batch from those of a checkpoint."""
@@ -219,7 +220,7 @@ def resize(saved: Tensor | None, r: int, length: int, seed: int, key: str) -> Fl
 
 
 def empty_checkpoint() -> dict[str, Any]:
-    return {"errors": {}, "P": {}, "Q": {}, "sums": {}, "half_steps": 0, "steps": 0, "accordion": {}}
+    return {"errors": {}, "P": {}, "Q": {}, "sums": {}, "half_steps": {}, "steps": {}, "accordion": {}}
 
 
 def load_errors(saved: Mapping[str, Any], buckets: Sequence[Bucket], error_feedback: bool) -> FlatState:
@@ -235,6 +236,9 @@ def load_errors(saved: Mapping[str, Any], buckets: Sequence[Bucket], error_feedb
             check_tensor(f"{side} of {name}", factor)
             if factor.dim() != 2:
                 raise ValueError(f"{side} of {name} has shape {tuple(factor.shape)}, not that of a matrix")
+    for key in COUNTS:
+        if not isinstance(saved[key], Mapping):
+            raise ValueError(f"{key} must have a number for each parameter, not {saved[key]!r}")
     for name, pair in saved["sums"].items():
         check_tensor(f"sums of {name}", pair, (2,), torch.float64)
     errors = FlatState("error")

@@ -43,6 +43,7 @@ from dgc.compression.warmup import RatioWarmup
 from dgc.kernels import PassInputs
 from dgc.memory import Memory
 from dgc.memory.protocol import MomentumCorrection
+from dgc.memory.state import StepCounts
 from dgc.selection import Plan, Predicted, Selector
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
 from dgc.wire.sealed import sealed_bytes
@@ -142,7 +143,7 @@ class SparseCompressor:
         self._fallback = make_fallback(dense_values, self.format.values, memory.gradient_clipping)
         self.exchange, self._exchange = exchange, exchange_of(exchange)
         self._names: set[str] | None = None
-        self._steps: dict[str, int] = {}
+        self._steps = StepCounts()
         self._sent_dense: dict[str, int] = {}  # per bucket: elements sent dense in the last step
         self.vectors, self.vector_ratio = vectors, vector_ratio
         self._plans = Plans(vectors, vector_ratio, self.warmup.ratio)
@@ -186,11 +187,11 @@ class SparseCompressor:
             if self._rank == 0:
                 self.warmup.warn_of_no_epoch()
         clipped = yield from self.memory.clip(bucket)
-        plan, count = self._plans.of(bucket, self.compress_ratio), self._steps[bucket.name]
+        plan, count = self._plans.of(bucket, self.compress_ratio), self._steps[bucket]
         # new for each bucket and step, and the same in a resumed run: dense steps count too
         seed = crc32(f"{self.seed} {bucket.segments[0].name} {count}".encode())
         dense = self._dense_is_cheaper(bucket, plan)
-        self._steps[bucket.name], self._sent_dense[bucket.name] = count + 1, bucket.numel * dense
+        self._steps[bucket], self._sent_dense[bucket.name] = count + 1, bucket.numel * dense
         return Step(self.memory.pass_inputs(bucket), plan, seed, clipped, dense)
 
     def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
@@ -233,7 +234,7 @@ class SparseCompressor:
         self.memory.plan(bucket)
         self._size, self._rank = size, rank
         self._numel += bucket.numel
-        self._steps[bucket.name] = 0
+        self._steps[bucket] = 0
 
     def begin_epoch(self, epoch: int) -> None:
         self.compress_ratio, self._awaits_epoch = self.warmup.at(epoch), False
@@ -248,7 +249,7 @@ class SparseCompressor:
     def state_dict(self) -> dict[str, Any]:
         return {
             "memory": self.memory.state_dict(),
-            "steps": max(self._steps.values(), default=0),
+            "steps": self._steps.state_dict(),
             "history": self._plans.state_dict(self.compress_ratio, self.selector.remembers),
         }
 
@@ -257,4 +258,4 @@ class SparseCompressor:
             raise ValueError(f"state of another compressor: {sorted(state)}")
         self._plans.load_state_dict(state["history"])
         self.memory.load_state_dict(state["memory"])
-        self._steps = dict.fromkeys(self._steps, state["steps"])
+        self._steps.load_state_dict(state["steps"])

@@ -226,8 +226,8 @@ COMPRESSION = [
     Fault(
         "same-noise-in-every-step",
         "dgc/compression/error_feedback.py",
-        "self._steps[bucket.name] += 1",
-        "self._steps[bucket.name] += 0",
+        "self._steps[bucket] += 1",
+        "self._steps[bucket] += 0",
         [
             "tests/compression/test_quantized.py::test_randomness_repeats_with_the_seed_and_differs_from_step_to_step"
         ],
