@@ -22,6 +22,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from dgc_training.atomic_write import write_atomically, write_json
 from dgc_training.checkpoint.islands import Islands, read_islands
 from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors, reader
 from dgc_training.checkpoint.reshard import FixedSize, redistribute
-from dgc_training.faults.failure import UsageError
+from dgc_training.faults.failure import RESUMES, UsageError
 
 
 def checkpoint_name(epoch: int, step: int = 0) -> str:
@@ -85,32 +86,48 @@ class Checkpoints:
         rank, size = self.transport.rank, self.transport.size
         name = broadcast_object(self.transport, self._unused_name(name), name="checkpoint.name")
         folder = self.directory / name
-        folder.mkdir(parents=True, exist_ok=True)
-        own_path, shared_path = folder / f"rank{rank}.pt", folder / "shared.pt"
-        write_atomically(own_path, lambda path: torch.save(own, path))
         part = part_of(own)
         group = part["machine"] if part is not None else rank if island is None else island
-        written = {own_path.name: fingerprint(own_path)}
-        if rank == 0:
-            write_atomically(shared_path, lambda path: torch.save(shared, path))
-            written[shared_path.name] = fingerprint(shared_path)
+        written: dict[str, Any] = {}
+        kept: set[str | None] | None = None
+        problem: str | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for file, content in {f"rank{rank}.pt": own, **({"shared.pt": shared} if rank == 0 else {})}.items():
+                write_atomically(folder / file, partial(torch.save, content))
+                written[file] = fingerprint(folder / file)
+        except OSError as error:
+            problem = str(error)
         # This is also a barrier: all ranks have written their parts when the names below are written.
-        written_by = all_gather_object(self.transport, (written, group), name="checkpoint.files")
+        written_by = all_gather_object(self.transport, (written, group, problem), name="checkpoint.files")
+        self._refuse([problem for *_, problem in written_by])
         if rank == 0:
-            files = {file: entry for entries, _ in written_by for file, entry in entries.items()}
-            manifest: dict[str, Any] = {"size": size, "files": files}
-            groups = [group for _, group in written_by]
+            manifest: dict[str, Any] = {"size": size, "files": {}}
+            for entries, _, _ in written_by:
+                manifest["files"] |= entries
+            groups = [group for _, group, _ in written_by]
             if part is not None or groups != list(range(size)):
                 manifest["machines"] = groups
-            write_json(folder / "manifest.json", manifest)
-            write_json(self.directory / "latest.json", {"checkpoint": name})
-            if best:
-                write_json(self.directory / "best.json", {"checkpoint": name})
+            try:
+                write_json(folder / "manifest.json", manifest)
+                write_json(self.directory / "latest.json", {"checkpoint": name})
+                if best:
+                    write_json(self.directory / "best.json", {"checkpoint": name})
+                kept = self._kept()
+            except OSError as error:
+                problem = str(error)
         # Other machines may have neither names nor manifests, so rank 0 decides.
-        kept = broadcast_object(self.transport, self._kept() if rank == 0 else None, name="checkpoint.kept")
+        kept, problem = broadcast_object(self.transport, (kept, problem), name="checkpoint.kept")
+        self._refuse([problem])
         self._remove_others(kept)
         # No rank may begin the next checkpoint while another one still removes old folders.
         barrier(self.transport, name="checkpoint.pruned")
+
+    def _refuse(self, problems: Sequence[str | None]) -> None:
+        """Raises UsageError on every rank if one could not write: after a restart it could not write either."""
+        for problem in problems:
+            if problem is not None:
+                raise UsageError(f"the checkpoint cannot be written: {problem}. {RESUMES}")
 
     def _unused_name(self, name: str) -> str:
         """Returns `name`, with a number appended if the latest or the best checkpoint already has this name.

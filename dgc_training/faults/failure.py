@@ -5,6 +5,7 @@ ends its process without Python's usual shutdown, which would wait for the other
 status and ends the other ranks.
 """
 
+import errno
 import os
 import signal
 import socket
@@ -38,6 +39,11 @@ SECONDARY_ERRORS = {
     "DistNetworkError": ("timed out", "recv", "Broken pipe", "Connection reset"),
     "DistStoreError": ("timeout", "timed out", "Timed out"),
 }
+
+
+# No restart helps against these.
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+RESUMES = "Once that is put right, the same command resumes from the last checkpoint."
 
 
 class UsageError(ValueError):
@@ -103,10 +109,22 @@ def ending_all_ranks(leave: Callable[[int], None] = end_process) -> Iterator[Non
 
 
 @contextmanager
+def _refusing_full_disk() -> Iterator[None]:
+    """Context manager that raises UsageError in place of the error of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        raise UsageError(f"{error}. {RESUMES}") from error
+
+
+@contextmanager
 def _reporting(rank: int, size: int, leave: Callable[[int], None]) -> Iterator[None]:
     """Context manager that prints an exception and ends the process."""
     try:
-        yield
+        with _refusing_full_disk():
+            yield
     except (UsageError, ConfigError, LaunchError) as error:
         time.sleep(MESSAGE_DELAY if rank else 0.0)
         sys.stdout.flush()

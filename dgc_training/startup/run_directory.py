@@ -95,7 +95,7 @@ def _write_config(directory: Path, tree: DictConfig) -> None:
     if path.exists():
         return _check_same_config(path, tree, USE_ANOTHER_DIRECTORY)
     text = to_yaml(tree, resolve=False)
-    write_atomically(path, lambda temporary: temporary.write_text(text))
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def _check_same_config(path: Path, tree: DictConfig, cure: str) -> None:

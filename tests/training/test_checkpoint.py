@@ -1,8 +1,10 @@
 """Checkpoints on disk: which are kept, crashes while saving, and damaged files."""
 
+import errno
 import json
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from dgc.comm.lockstep import LockstepWorld
+from dgc_training import atomic_write
 from dgc_training.atomic_write import write_atomically
 from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
 from dgc_training.checkpoint.reading import read_tensors
@@ -265,10 +268,47 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
 
-    def write(temporary: Any) -> None:
-        temporary.write_text("ne")
+    def write(file: Any) -> None:
+        file.write(b"ne")
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, write)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def fill_the_disk_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files whose names contain this are written to a disk without space."""
+
+    def open_(path: Path, mode: str) -> Any:
+        return open("/dev/full" if name in str(path) else path, mode)
+
+    monkeypatch.setattr(atomic_write, "open", open_, raising=False)
+
+
+def test_a_full_disk_is_named_and_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.save alone reports an unexpected position."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    fill_the_disk_of("file", monkeypatch)
+    for content in ({"x": torch.zeros(100_000)}, {"x": 1}):
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'") as caught:
+            write_atomically(path, partial(torch.save, content))
+        assert caught.value.errno == errno.ENOSPC
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("file", ["rank1.pt", "shared.pt", "manifest.json", "latest.json"])
+def test_a_full_disk_ends_all_ranks(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with status 2. The checkpoint before remains the latest."""
+
+    def body(transport: Any) -> Any:
+        checkpoints = Checkpoints(tmp_path, transport)
+        checkpoints.save("e0001", {"w": 1}, {"compression": {}})
+        if transport.rank == 0:
+            fill_the_disk_of(file, monkeypatch)
+        with pytest.raises(UsageError, match=f"cannot be written: .*No space left on device: .*{file}'.*resumes"):
+            checkpoints.save("e0002", {"w": 2}, {"compression": {}})
+        return checkpoints.find("latest")
+
+    assert LockstepWorld(2).run(body) == ["e0001", "e0001"]

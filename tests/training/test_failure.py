@@ -56,6 +56,7 @@ BODIES = {
     "error": ("raise ValueError('no shard')", 2, 4),
     "UsageError": ("raise UsageError('not like this')", 0, 1),
     "ConfigError": ("raise ConfigError('not like this')", 0, 1),
+    "full disk": ("open('/dev/full', 'w').write(100_000 * 'x')", 0, 1),
     "no rank 0": ("raise DistNetworkError('connection to server0 timed out')", 1, 2),
     "no rank 1": ("raise DistStoreError('Timed out after 61 seconds waiting for clients')", 0, 2),
     "SIGINT": (KILL.format("SIGINT"), 0, 1),
@@ -129,6 +130,14 @@ def test_an_error_has_rank_host_message_and_traceback(results: Any) -> None:
 def test_a_usage_error_has_no_traceback(results: Any) -> None:
     for name in ("UsageError", "ConfigError"):
         assert results[name] == (2, "", "not like this\n")
+
+
+@FORKS
+def test_a_full_disk_ends_the_run_without_restarts(results: Any) -> None:
+    """By the exit status 2, after which `scripts.agent` does not restart."""
+    status, _, errors = results["full disk"]
+    assert status == 2 and "No space left on device" in errors and "the same command resumes" in errors
+    assert "Traceback" not in errors
 
 
 @FORKS

@@ -36,7 +36,7 @@ def open_file(path: Path, preamble: Sequence[str], last: Sequence[int] | None) -
     if len(lines) >= PREAMBLE and lines[PREAMBLE - 1] == preamble[-1] and last is not None:
         kept = [line for line in lines[PREAMBLE:] if _sort_key(line) <= _position(*last)]
     text = "".join(f"{line}\n" for line in (*preamble, *kept))
-    write_atomically(path, lambda temporary: temporary.write_text(text))
+    write_atomically(path, lambda file: file.write(text.encode()))
     return path.open("a")
 
 

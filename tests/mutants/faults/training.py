@@ -13,8 +13,8 @@ TRAINING = [
     Fault(
         "best-checkpoint-removed",
         "dgc_training/checkpoint/files.py",
-        'kept = {self._read_name("latest"), self._read_name("best")}',
-        'kept = {self._read_name("latest")}',
+        'return {self._read_name("latest"), self._read_name("best"), *last}',
+        'return {self._read_name("latest"), *last}',
         ["tests/training/test_checkpoint.py"],
     ),
     Fault(
