@@ -17,24 +17,28 @@
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from dgc.comm.collectives import all_gather_object, all_reduce
-from dgc.comm.requests import as_bytes
-from dgc.comm.transport import Transport
+from dgc.comm.requests import AllGather, as_bytes
+from dgc.comm.transport import CrossMachineTransport, Transport
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
 QUALIFIED = (type, FunctionType, BuiltinFunctionType)
 PER_RANK = (torch.Generator, torch.nn.Module, torch.optim.Optimizer, Transport)
 ABSENT = "missing"
+MAX_IN_FLIGHT = 64  # exchanges of all optimizers of a transport
 
 
 def describe(**settings: object) -> dict[str, str]:
@@ -75,14 +79,107 @@ def check_settings(transport: Transport, name: str, **settings: object) -> None:
     largest = all_reduce(transport, both, "max", f"{name}.digest").tolist()
     if largest == [digest, -digest]:
         return
-    first, *others = all_gather_object(transport, own, name)
+    _raise_first_difference(all_gather_object(transport, own, name), "every rank needs the same settings")
+
+
+@dataclass
+class _Sequence:
+    """The exchanges of a transport: optimizers by crc32 of their names, number of exchanges, those in flight."""
+
+    optimizers: dict[int, str] = field(default_factory=dict)
+    exchanges: int = 0
+    pending: "list[Agreement]" = field(default_factory=list)
+
+
+_sequences: WeakKeyDictionary[Transport, _Sequence] = WeakKeyDictionary()
+
+
+class Agreement:
+    """Compares numbers that may change during training, in each exchange and without a round of their own.
+
+    The messages of all exchanges on a transport have one order, whatever optimizer they are of. Ranks that step
+    two optimizers in different orders therefore get an error, and do not wait for each other.
+
+    Args:
+        transport: Connects the ranks.
+        optimizer: Name of the optimizer, unique on the transport.
+        what: The exchange, for errors.
+        cure: What to do about a difference, for errors.
+
+    Example:
+        >>> from dgc.optim.agreement import Agreement
+        >>> rates = Agreement(transport, "a", "an exchange of models", "use the same lr on every rank")
+        >>> with rates.exchange():
+        ...     rates.begin(lr=0.1)  # before the exchange begins
+        ...     rates.end()  # before this rank waits for anything else of it
+    """
+
+    def __init__(self, transport: Transport, optimizer: str, what: str, cure: str):
+        self._transport, self._what, self._cure = transport, what, cure
+        root = transport.inner if isinstance(transport, CrossMachineTransport) else transport
+        self._sequence = _sequences.setdefault(root, _Sequence())
+        self._optimizer = crc32(optimizer.encode())
+        self._sequence.optimizers[self._optimizer] = optimizer
+        self._own: dict[str, str] = {}
+        self._flight: Any = None
+        self._failure: str | None = None
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Context of all that begins, continues or ends an exchange. After an error it refuses further use.
+
+        Raises:
+            RuntimeError: It had an error before.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"{self._what} failed before, and its messages may still be under way: resume the run from its "
+                f"last checkpoint. The error was: {self._failure}"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def begin(self, **settings: object) -> None:
+        """Send a digest of the settings of this rank, 16 bytes that are not metered."""
+        self._own = describe(**settings)
+        digest = torch.tensor([self._optimizer, crc32(repr(self._own).encode())], dtype=torch.int64)
+        # Horovod negotiates each new name, and refuses a name that is in flight
+        name = f"dgc.agreement.{self._sequence.exchanges % MAX_IN_FLIGHT}"
+        self._sequence.exchanges += 1
+        self._flight = self._transport.launch(name, (AllGather(digest),))
+        self._sequence.pending.append(self)
+
+    def end(self) -> None:
+        """Wait for the digests, also those of exchanges that have begun before and not ended.
+
+        Raises:
+            ValueError: A setting differs. Raised on every rank, with the first one, both values and ranks.
+        """
+        while self in self._sequence.pending:
+            self._sequence.pending.pop(0)._compare()
+
+    def _compare(self) -> None:
+        with self.exchange():
+            (replies,) = self._transport.wait(self._flight)
+            digests, cure = [reply.tolist() for reply in replies], f"in {self._what}, {self._cure}"
+            # no further message: ranks that step other optimizers may not expect it
+            optimizers = self._sequence.optimizers
+            _raise_first_difference([{"optimizer": optimizers.get(crc, "unknown")} for crc, _ in digests], cure)
+            if any(digest != digests[0] for digest in digests):
+                _raise_first_difference(all_gather_object(self._transport, self._own, "agreement"), cure)
+
+
+def _raise_first_difference(found: Sequence[dict[str, str]], cure: str) -> None:
+    """Raise ValueError for the first setting that differs between ranks. found: by rank, see `describe`."""
+    first, *others = found
     for rank, other in enumerate(others, 1):
         for path in dict.fromkeys(chain(first, other)):
             a, b = first.get(path, ABSENT), other.get(path, ABSENT)
             if a != b:
-                raise ValueError(
-                    f"{path} is {a} on rank 0 and {b} on rank {rank}: every rank needs the same settings"
-                )
+                raise ValueError(f"{path} is {a} on rank 0 and {b} on rank {rank}: {cure}")
 
 
 def first_difference(other: Sequence[Any], own: Sequence[Any], noun: str) -> str:

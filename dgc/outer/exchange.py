@@ -12,12 +12,17 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.ordered import OrderedConversations
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, Result
+from dgc.optim.agreement import Agreement
 from dgc.optim.exchange.planning import compressors_in_order
 from dgc.optim.options import register_compressors
 from dgc.outer.fragment import Fragment
 
 EXCHANGE_STATE = ("z0", "outer", "compression", "flight", "means", "dropped")
 ERRORS = ("errors", "residuals")  # keys of a compressor's state with what a rank has not sent, by parameter name
+AGREE = (
+    "every rank must step its optimizers in the same order, and SlowMo and 0/1 Adam need the same learning rate "
+    "on all ranks: give a ReduceLROnPlateau the mean of their losses"
+)
 SERVER_ERRORS = "server_errors"  # what a rank has not sent of the mean: each rank has a part
 
 
@@ -67,6 +72,7 @@ class OuterExchange:
         for plan in planned:
             plan.compressor.plan(plan.bucket, transport.size, transport.rank)
         self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
+        self._agreement = Agreement(transport, optimizer_text(name, named), "an exchange of outer steps", AGREE)
         self._flight: Flight | None = None
         self._warns = transport.rank == 0
 
@@ -92,26 +98,33 @@ class OuterExchange:
         Args:
             numbers: The fragments.
             x, bias: See `Fragment.begin`.
-            due, lr, outer_factor: See `Flight`.
+            due, lr, outer_factor: See `Flight`. Ranks may have different lr if no outer optimizer reads it.
         """
-        assert self._flight is None, "the exchange before has not been used"
-        self._flight = Flight(list(numbers), due, lr, outer_factor=outer_factor)
-        for fragment in self._in_flight():
-            for name, conversation in fragment.begin(x, bias):
-                self._conversations.start(name, conversation)
+        with self._agreement.exchange():
+            assert self._flight is None, "the exchange before has not been used"
+            self._flight = Flight(list(numbers), due, lr, outer_factor=outer_factor)
+            fragments = self._in_flight()
+            common: dict[str, Any] = {"lr": lr} if any(f.reads_inner_lr for f in fragments) else {}
+            self._agreement.begin(due=due, **common, outer_factor=outer_factor)
+            for fragment in fragments:
+                for name, conversation in fragment.begin(x, bias):
+                    self._conversations.start(name, conversation)
 
     def _in_flight(self) -> list[Fragment]:
         return [] if self._flight is None else [self.fragments[i] for i in self._flight.fragments]
 
     def advance(self) -> None:
         """Continue what has arrived, without waiting."""
-        self._conversations.advance()
+        with self._agreement.exchange():
+            self._conversations.advance()
 
     def arrive(self) -> None:
         """Wait for the means of the exchange in flight, if any, without using them."""
         if self._flight is None or self._flight.arrived:
             return
-        results = iter(self._conversations.finish())
+        with self._agreement.exchange():
+            self._agreement.end()
+            results = iter(self._conversations.finish())
         fragments = self._in_flight()
         own = [[next(results) for _ in fragment.planned] for fragment in fragments]
         # a result that is not finite in one bucket drops all of them
@@ -198,6 +211,11 @@ class OuterExchange:
 
     def _named(self) -> list[tuple[str, Any]]:
         return [(f"{type(c).__name__}.{i}", c) for i, c in enumerate(self.compressors)]
+
+
+def optimizer_text(name: str, named: Sequence[tuple[str, Tensor]]) -> str:
+    """The optimizer of a model, for errors."""
+    return f"{name} (of {len(named)} tensors, the first {named[0][0]})"
 
 
 def keeps_own_errors(compressor: Compressor) -> bool:

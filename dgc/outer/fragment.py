@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation
@@ -65,6 +66,8 @@ class Fragment:
         mean = {s.name: s.of(bucket.flat) for bucket, s in buckets}
         self._tensors = [(s, z0[s.name], mean[s.name]) for s in segments]
         self.optimizer = outer(list(z0.values()))
+        if not isinstance(self.optimizer, Optimizer):
+            raise ValueError(f"outer must return an optimizer of torch for tensors, not {self.optimizer!r}")
         self._rates: list[Any] = [group.get("lr") for group in self.optimizer.param_groups]
         self.restart()
 
@@ -95,6 +98,11 @@ class Fragment:
         """Undo the exchange in the error state."""
         for plan in self.planned:
             plan.compressor.rollback(plan.bucket)
+
+    @property
+    def reads_inner_lr(self) -> bool:
+        """Whether a step depends on the learning rate of the inner optimizer."""
+        return "inner_lr" in self.optimizer.defaults
 
     def check_learning_rate(self) -> None:
         """Raise ValueError if the optimizer has no learning rate to schedule."""

@@ -11,13 +11,17 @@ Nesterov is `torch.optim.SGD`. Any other optimizer of torch may take its place.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-# Makes the optimizer of z0. Each parameter group has the inner optimizer's learning rate as `inner_lr`.
+from dgc.compression.arguments import NUMBER, require
+
+# Makes the optimizer of z0. Each parameter group has the inner optimizer's learning rate as `inner_lr`. If the
+# optimizer has a default of it, ranks must have the same learning rate in the step of an exchange.
 OuterOptimizer: TypeAlias = Callable[[list[Tensor]], Optimizer]
 
 
@@ -41,7 +45,8 @@ class SlowMo:
     alpha: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1 or not self.alpha > 0:
+        require("a number", NUMBER, beta=self.beta, alpha=self.alpha)
+        if not 0 <= self.beta < 1 or not 0 < self.alpha < inf:
             raise ValueError(f"SlowMo needs beta in [0, 1) and alpha above 0, not {self.beta} and {self.alpha}")
 
     def __call__(self, parameters: list[Tensor]) -> Optimizer:
@@ -67,7 +72,8 @@ class Nesterov:
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1 or not self.outer_lr > 0:
+        require("a number", NUMBER, outer_lr=self.outer_lr, momentum=self.momentum)
+        if not 0 <= self.momentum < 1 or not 0 < self.outer_lr < inf:
             raise ValueError(
                 f"Nesterov needs momentum in [0, 1) and outer_lr above 0, not {self.momentum} and {self.outer_lr}"
             )

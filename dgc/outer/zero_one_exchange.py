@@ -12,8 +12,10 @@ from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result, StatelessCompressor, conversation_of
 from dgc.compression.route import Route
 from dgc.gossip.model import FlatModel
+from dgc.optim.agreement import Agreement
 from dgc.optim.exchange.planning import compressors_in_order, plan_buckets
 from dgc.optim.options import register_compressors
+from dgc.outer.exchange import AGREE, optimizer_text
 
 
 class ZeroOneExchange:
@@ -52,24 +54,32 @@ class ZeroOneExchange:
         self.dropped = 0
         self._gradients = gradients
         self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
+        self._agreement = Agreement(transport, optimizer_text(name, named), "an exchange of 0/1 Adam", AGREE)
         self._warns = transport.rank == 0
 
     def zero_(self) -> None:
         for plan in self._planned:
             plan.bucket.flat.zero_()
 
-    def average(self, are_gradients: bool = False) -> bool:
+    def average(self, common: Mapping[str, object], are_gradients: bool = False) -> bool:
         """Replace the buffers by their means, and return True. If these are not finite, return False.
 
         Args:
+            common: What must be equal on every rank, by name.
             are_gradients: The buffers hold gradients, to be sent by `gradients` without error state.
+
+        Raises:
+            ValueError: Some of `common` is not.
         """
-        for plan in self._planned:
-            name, compressor = plan.bucket.name, plan.compressor
-            if are_gradients:
-                name, compressor = f"{name}.gradients", self._gradients  # messages of a name have one size
-            self._conversations.start(name, conversation_of(compressor, plan.bucket))
-        results = self._conversations.finish()
+        with self._agreement.exchange():
+            self._agreement.begin(are_gradients=are_gradients, **common)
+            for plan in self._planned:
+                name, compressor = plan.bucket.name, plan.compressor
+                if are_gradients:
+                    name, compressor = f"{name}.gradients", self._gradients  # messages of a name have one size
+                self._conversations.start(name, conversation_of(compressor, plan.bucket))
+            self._agreement.end()
+            results = self._conversations.finish()
         reason = next((result.nonfinite for result in results if result.nonfinite), None)
         for plan, result in zip(self._planned, results, strict=True):
             if reason is None:

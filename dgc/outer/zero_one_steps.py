@@ -131,8 +131,8 @@ class ZeroOneSteps:
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         adam, self.model = self.adam, model
-        groups = [{key: value for key, value in g.items() if key != "params"} for g in adam.param_groups]
-        check_settings(transport, f"{name}.optimizer", param_groups=groups)
+        self.rates = [0.0 for _ in adam.param_groups]  # sum of gamma since the last exchange
+        check_settings(transport, f"{name}.optimizer", **self._common())
         self.exchange = ZeroOneExchange(
             model, self.compression, self.gradients, self.bucket_mb, transport, meter, f"{name}.u"
         )
@@ -145,7 +145,11 @@ class ZeroOneSteps:
             for s, p in zip(model.segments, model.parameters, strict=True)
         ]
         adam.use_buffers({tensor.parameter: tensor.u for tensor in self._tensors})
-        self.rates = [0.0 for _ in groups]  # sum of gamma since the last exchange
+
+    def _common(self) -> dict[str, object]:
+        """What is equal on every rank in the step of an exchange."""
+        groups = [{key: value for key, value in g.items() if key != "params"} for g in self.adam.param_groups]
+        return {"param_groups": groups, "rates": self.rates}
 
     @property
     def adam(self) -> ZeroOneAdam:
@@ -181,7 +185,7 @@ class ZeroOneSteps:
         for tensor in self._tensors:
             if tensor.parameter.grad is not None:
                 tensor.u.copy_(dense(tensor.parameter.grad))
-        is_finite = self.exchange.average(are_gradients=True)
+        is_finite = self.exchange.average(self._common(), are_gradients=True)
         self.adam.advance(updates_variance=is_finite)
         if is_finite:
             for tensor in self._tensors:
@@ -204,7 +208,7 @@ class ZeroOneSteps:
 
     def _synchronize(self) -> None:
         """A step of T_u: take m and x of all ranks from the mean of u."""
-        if not self.exchange.average():
+        if not self.exchange.average(self._common()):
             self.exchange.zero_()
         groups = self.adam.param_groups
         for tensor in self._tensors:

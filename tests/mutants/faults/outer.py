@@ -164,4 +164,32 @@ OUTER = [
         "group[\"lr\"] *= factor",
         ["tests/outer/test_outer_steps.py::test_the_outer_learning_rate_follows_its_schedule"],
     ),
+    Fault(
+        "exchange-in-flight-goes-on-after-a-load",
+        "dgc/outer/exchange.py",
+        "self.arrive()  # what is in flight ends here",
+        "pass  # what is in flight ends here",
+        ["tests/outer/test_in_flight.py::test_a_state_loaded_at_any_position_goes_on_bit_for_bit"],
+    ),
+    Fault(
+        "fragments-count-steps-together",
+        "dgc/memory/state.py",
+        "return max((counts.get(s.name, 0) for s in bucket.segments), default=0)",
+        "return max(counts.values(), default=0)",
+        ["tests/outer/test_in_flight.py::test_a_state_loaded_at_any_position_goes_on_bit_for_bit"],
+    ),
+    Fault(
+        "learning-rates-not-compared",
+        "dgc/outer/exchange.py",
+        '= {"lr": lr} if any',
+        "= {} if any",
+        ["tests/outer/test_in_flight.py::test_a_learning_rate_that_drifts_on_one_rank_is_an_error_of_every_rank"],
+    ),
+    Fault(
+        "exchanges-that-began-before-not-compared",
+        "dgc/optim/agreement.py",
+        "self._sequence.pending.pop(0)._compare()",
+        "self._sequence.pending.pop()._compare()",
+        ["tests/outer/test_in_flight.py::test_two_models_stepped_in_another_order_are_an_error_of_every_rank"],
+    ),
 ]
