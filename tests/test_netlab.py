@@ -51,6 +51,13 @@ def test_numbers_of_hosts_and_ranks() -> None:
     for hosts in (-1, 0, 1, 65):
         with pytest.raises(ValueError, match="the number of hosts must be 2 to 64"):
             Laboratory(hosts, "1gbit")
+    not_numbers: Any = ("2", 2.5, True, None)
+    for hosts in not_numbers:
+        with pytest.raises(ValueError, match="hosts must be a whole number from 2 to 64, not"):
+            Laboratory(hosts, "1gbit")
+    rate: Any = 100
+    with pytest.raises(ValueError, match="100 is not a rate such as"):
+        Laboratory(2, rate)
 
 
 @pytest.mark.parametrize(

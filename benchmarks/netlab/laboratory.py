@@ -29,6 +29,7 @@ from typing import IO
 from benchmarks.netlab.locks import lock, try_lock
 from benchmarks.netlab.rates import parse_latency, parse_rate
 from benchmarks.netlab.sigterm import RaisedSigterm
+from dgc.compression.arguments import WHOLE, require
 
 LOCKS = Path("/run/dgc-netlab")
 PREFIX = "dgclab"
@@ -72,6 +73,7 @@ class Laboratory:
     """
 
     def __init__(self, hosts: int, rate: str, latency: str | None = None):
+        require(f"a whole number from 2 to {MAX_HOSTS}", WHOLE, hosts=hosts)
         if not 2 <= hosts <= MAX_HOSTS:
             raise ValueError(f"the number of hosts must be 2 to {MAX_HOSTS}, not {hosts}")
         self.hosts, self.bits_per_second = hosts, parse_rate(rate)

@@ -31,7 +31,7 @@ def parse_latency(text: str) -> float:
 
 
 def _parse(text: str, units: dict[str, float], what: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", str(text))
     if found is None or found[2] not in units:
         raise ValueError(f"{text!r} is not {what}")
     return float(found[1]) * units[found[2]]

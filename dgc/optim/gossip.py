@@ -21,7 +21,7 @@ from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel, local
 from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
 from dgc.optim.agreement import check_settings, first_difference
-from dgc.optim.options import check_no_unfrozen, name_parameters, unique_prefix
+from dgc.optim.options import check_no_unfrozen, check_optimizer_state, name_parameters, unique_prefix
 from dgc.optim.wrapper import Wrapper
 
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
@@ -235,8 +235,14 @@ class GossipOptimizer(Wrapper):
         algorithm = dict(state)
         if "optimizer" not in algorithm:
             raise ValueError("the state is not that of a GossipOptimizer: it has no optimizer state of this rank")
-        self.inner.load_state_dict(algorithm.pop("optimizer"))
-        super().load_compression_state_dict(algorithm)
+        optimizer = algorithm.pop("optimizer")
+        check_optimizer_state(self.inner, optimizer)
+        super().load_compression_state_dict(algorithm)  # before the optimizer, because it refuses other algorithms
+        self.inner.load_state_dict(optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check_optimizer_state(self.inner, state_dict)
+        super().load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return f"GossipOptimizer({self.inner!r}, {type(self.gossip).__name__}, size={self.transport.size})"

@@ -1,7 +1,7 @@
 """Checks and conversions of DistributedOptimizer's arguments."""
 
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -14,6 +14,8 @@ from dgc.compression.dense import CastCompressor, DenseCompressor
 from dgc.compression.protocol import Compressor, StatelessCompressor, uses_point_to_point
 from dgc.compression.route import Route, Rule
 
+# what schedulers and torch add to parameter groups
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 _optimizers_of: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
 _in_use: WeakSet[Compressor] = WeakSet()
 
@@ -112,6 +114,21 @@ def check_no_unfrozen(param_groups: Sequence[dict[str, Any]], known: Container[T
                     f"parameter {i} of group {g}, of shape {tuple(p.shape)}, requires a gradient now but did "
                     f"not when {wrapper} was built: close() it and wrap the optimizer again"
                 )
+
+
+def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise ValueError for the state of another kind of optimizer, whose step would not find what it needs.
+
+    Versions of torch add settings, and schedulers have theirs: groups differ in both directions if it is another.
+    """
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        missing = sorted(optimizer.defaults.keys() - saved.keys())
+        unknown = sorted(saved.keys() - own.keys() - OF_SCHEDULERS)
+        if missing and unknown:
+            raise ValueError(
+                f"the state is that of another optimizer than {type(optimizer).__name__}: it has {unknown} and "
+                f"lacks {missing}. Load it into an optimizer of the class that saved it"
+            )
 
 
 def reduction_factor(op: Any, size: int) -> int:

@@ -8,7 +8,10 @@ f depends on t alone, so a run that resumes has the same rates.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TypeAlias
+
+from dgc.compression.arguments import NUMBER, WHOLE, require
 
 OuterSchedule: TypeAlias = Callable[[int], float]
 
@@ -34,10 +37,11 @@ class Ramp:
     steps: int = 1000
 
     def __post_init__(self) -> None:
-        if not self.first > 0 or not self.last > 0 or self.steps < 1:
+        require("a whole number of at least 1", WHOLE, least=1, steps=self.steps)
+        require("a number", NUMBER, first=self.first, last=self.last)
+        if not 0 < self.first < inf or not 0 < self.last < inf:
             raise ValueError(
-                "Ramp needs first and last above 0 and steps of at least 1, not "
-                f"{self.first}, {self.last} and {self.steps}"
+                f"Ramp needs first and last above 0 and finite, not {self.first} and {self.last}"
             )
 
     def __call__(self, step: int) -> float:

@@ -41,7 +41,14 @@ from dgc.gossip.protocol import Gossip
 from dgc.memory.state import check_tensor
 from dgc.optim.agreement import check_equal
 from dgc.optim.options import as_route
-from dgc.outer.arguments import COMMON_START, check_alpha, check_arguments, check_momentum, check_schedule
+from dgc.outer.arguments import (
+    COMMON_START,
+    check_alpha,
+    check_arguments,
+    check_momentum,
+    check_schedule,
+    outer_factor,
+)
 from dgc.outer.exchange import EXCHANGE_STATE, OuterExchange, keeps_own_errors
 from dgc.outer.fragment import Fragment, divide
 from dgc.outer.optimizers import OuterOptimizer, average
@@ -131,6 +138,7 @@ class OuterSteps:
         how = (self.compression, self.outer or average, self.bucket_mb)
         fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]
         if self.outer_schedule is not None:
+            outer_factor(self.outer_schedule, self.average_every)
             for fragment in fragments:
                 fragment.check_learning_rate()
         self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
@@ -182,7 +190,7 @@ class OuterSteps:
             self.base.synchronize_messages()
         x = self.z if self.base is None else self.base.biased_parameters()
         delay = 0 if is_warmup else self.delay
-        factor = None if self.outer_schedule is None else float(self.outer_schedule(self.steps))
+        factor = None if self.outer_schedule is None else outer_factor(self.outer_schedule, self.steps)
         self.exchange.begin(due, x, self.bias(), self.steps + delay, None if is_warmup else lr, factor)
         if delay == 0:
             self._land()

@@ -8,6 +8,8 @@
 
 from dataclasses import asdict, dataclass
 
+from dgc.compression.arguments import WHOLE, require
+
 
 @dataclass(frozen=True)
 class ZeroOneSchedule:
@@ -23,9 +25,7 @@ class ZeroOneSchedule:
     local_step_clipper: int
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        require("a whole number of at least 1", WHOLE, least=1, **asdict(self))
 
     def updates_variance(self, t: int) -> bool:
         """Whether step t is in T_v."""

@@ -60,7 +60,12 @@ def _compute(formula: str, read: Callable[[str], Any]) -> Any:
         code = compile(_TOKEN.sub(name, formula).strip(), "<formula>", "eval")
         # With floats 9**9**9 is an error. With integers it would exhaust the memory.
         eval(code, _GLOBALS, {key: float(value) for key, value in values.items()})
-        return eval(code, _GLOBALS, values) + 0
+        result = eval(code, _GLOBALS, values) + 0
+        if isinstance(result, complex):
+            raise ValueError(f"{short(repr(formula))} is not a real number")
+        return result
+    except ZeroDivisionError:
+        raise ValueError(f"{short(repr(formula))} divides by zero") from None
     except OverflowError:
         raise ValueError(f"{short(repr(formula))} is too large") from None
     except (SyntaxError, TypeError):

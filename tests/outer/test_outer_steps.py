@@ -1,6 +1,7 @@
 """Laws of outer steps: nothing is lost, replicas are equal, runs resume, a fragment at a time is in flight."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -50,6 +51,14 @@ COMPRESSIONS: dict[str, Callable[[], Any]] = {
 every_compression = pytest.mark.parametrize("make", COMPRESSIONS.values(), ids=COMPRESSIONS)
 
 
+class _Any:
+    """Values of any type where another one is annotated."""
+
+    def __getitem__(self, value: Any) -> Any:
+        return value
+
+
+ANY = _Any()
 SIZES = [*((name, size) for name in COMPRESSIONS for size in (1, 3)), ("2 bits", 64)]
 
 
@@ -367,17 +376,38 @@ def test_islands_average_gradients_inside_and_exchange_between() -> None:
     ("make", "match"),
     [
         (lambda: OuterSteps(0), "at least 1 step"),
+        (lambda: OuterSteps(ANY[2.5]), "average_every must be a whole number of at least 1 step, not 2.5"),
+        (lambda: OuterSteps(ANY[math.nan]), "average_every must be a whole number of at least 1 step, not nan"),
+        (lambda: OuterSteps(ANY[True]), "average_every must be a whole number of at least 1 step, not True"),
+        (lambda: OuterSteps(ANY["2"]), "average_every must be a whole number of at least 1 step, not '2'"),
+        (lambda: OuterSteps(2, delay=ANY[0.5]), "delay must be a whole number of 0 steps or more, not 0.5"),
+        (lambda: OuterSteps(2, warmup_steps=ANY[None]), "warmup_steps must be a whole number of 0 steps or more"),
+        (lambda: OuterSteps(2, alpha=ANY["0"]), "alpha must be a number, not '0'"),
+        (lambda: OuterSteps(2, fragment_mb=ANY["1"]), "fragment_mb must be a number, or None for one fragment"),
+        (lambda: OuterSteps(2, bucket_mb=ANY["1"]), "bucket_mb must be a number, not '1'"),
+        (lambda: OuterSteps(2, ANY[Nesterov()]), "base must be a gossip algorithm such as"),
+        (lambda: OuterSteps(2, outer=ANY[Nesterov]), "outer must make an optimizer"),
+        (lambda: OuterSteps(2, outer=ANY[len]), "outer must return an optimizer of torch"),
+        (lambda: OuterSteps(2, outer_schedule=ANY[Ramp]), "outer_schedule must return a factor"),
+        (lambda: OuterSteps(2, outer_schedule=lambda step: math.nan), "outer_schedule returned nan at step 2: it"),
+        (lambda: OuterSteps(2, outer_schedule=lambda step: -1.0), "outer_schedule returned -1.0 at step 2: it"),
+        (lambda: OuterSteps(2, outer_schedule=ANY[lambda step: None]), "outer_schedule returned None at step 2"),
+        (lambda: Ramp(steps=ANY[2.5]), "steps must be a whole number of at least 1, not 2.5"),
+        (lambda: Ramp(math.inf), "Ramp needs first and last above 0 and finite, not inf"),
+        (lambda: SlowMo(beta=ANY["0.5"]), "beta must be a number, not '0.5'"),
+        (lambda: SlowMo(alpha=math.inf), "SlowMo needs beta in"),
+        (lambda: Nesterov(math.inf), "Nesterov needs momentum in"),
         (lambda: OuterSteps(2, ADPSGD()), "asynchronous"),
         (lambda: OuterSteps(2, outer=0.7), "must make an optimizer"),  # type: ignore[arg-type]
         (lambda: OuterSteps(2, outer_schedule=0.4), "must return a factor"),  # type: ignore[arg-type]
         (lambda: OuterSteps(2, outer=SlowMo(), outer_schedule=Ramp()), "_SlowMomentum has none"),
         (lambda: OuterSteps(2, outer_schedule=Ramp(0.0)), "Ramp needs first and last above 0"),
         (lambda: OuterSteps(2, fragment_mb=0), "fragment_mb must be positive"),
-        (lambda: OuterSteps(2, delay=-1), "delay must be 0 steps or more"),
+        (lambda: OuterSteps(2, delay=-1), "delay must be a whole number of 0 steps or more, not -1"),
         (lambda: OuterSteps(2, alpha=1.0), r"alpha must be in \[0, 1\)"),
         (lambda: OuterSteps(2, delay=2), "with alpha=0 what a rank learns in these steps is dropped"),
         (lambda: OuterSteps(2, compression=by_dimension(), alpha=0.5), "PowerSGDCompressor sends later what it"),
-        (lambda: OuterSteps(2, warmup_steps=-1), "warmup_steps must be 0 steps or more"),
+        (lambda: OuterSteps(2, warmup_steps=-1), "warmup_steps must be a whole number of 0 steps or more"),
         (lambda: OuterSteps(2, OSGP(), delay=1), "OSGP mixes whole models"),
         (lambda: OuterSteps(2, compression=DGCCompressor(0.1, DGCSGDMemory())), r"memory=ResidualMemory\(\)"),
         (lambda: OuterSteps(1, **IN_TWO_PARTS), "2 fragments, but average_every=1"),
@@ -388,6 +418,19 @@ def test_islands_average_gradients_inside_and_exchange_between() -> None:
 def test_what_cannot_be_is_refused(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         on(1, lambda transport: Trained(transport, make()))
+
+
+def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent() -> None:
+    def body(transport: Any) -> None:
+        own = Trained(transport, OuterSteps(2, outer_schedule=lambda step: 1.0 if step < 4 else math.nan))
+        for _ in range(3):
+            own.step()
+        sent = own.optimizer.meter.payload_bytes
+        with pytest.raises(ValueError, match="outer_schedule returned nan at step 4"):
+            own.step()
+        assert own.optimizer.meter.payload_bytes == sent
+
+    on(2, body)
 
 
 def test_models_that_differ_at_the_start_are_refused() -> None:

@@ -335,3 +335,34 @@ def test_sparse_gradients_are_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="ZeroOneAdam takes dense gradients: set sparse=False"):
         optimizer.step()
+
+
+def test_states_of_other_optimizers_are_refused_before_anything_is_loaded() -> None:
+    """In both directions, alone and with the algorithm. A step would otherwise fail with KeyError."""
+
+    def outer() -> Trained:
+        return Trained(alone(), OuterSteps(2), partial(torch.optim.AdamW, lr=0.02))
+
+    for make, other in ((outer, lambda: trained(alone())), (lambda: trained(alone()), outer)):
+        own, saved = make(), other()
+        saved.step()
+        for load, state, words in (
+            (own.optimizer.load_state_dict, saved.optimizer.state_dict(), "that of another optimizer than"),
+            (own.optimizer.load_compression_state_dict, saved.optimizer.compression_state_dict(), "state"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                load(state)
+        own.step()
+        groups = own.optimizer.param_groups
+        assert len(groups) == 1 and groups[0].keys() == make().optimizer.param_groups[0].keys()
+
+
+def test_a_state_of_the_same_optimizer_with_a_scheduler_is_loaded() -> None:
+    own, saved = (Trained(alone(), OuterSteps(2)) for _ in range(2))
+    torch.optim.lr_scheduler.OneCycleLR(saved.optimizer, max_lr=0.1, total_steps=9, cycle_momentum=False)
+    saved.step()
+    older = saved.optimizer.state_dict()
+    for group in older["param_groups"]:
+        del group["foreach"]  # as an earlier version of torch saves it
+    own.optimizer.load_state_dict(older)
+    own.step()

@@ -10,6 +10,7 @@ from torch import Tensor
 from dgc.bucket import Bucket, Segment, as_real, lay_out, make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
+from dgc.compression.arguments import NUMBER, require
 from dgc.compression.protocol import Compressor, SparseResult
 from dgc.optim.agreement import first_difference
 from dgc.optim.sgd import SparseUpdate
@@ -106,6 +107,7 @@ def plan_buckets(
     Raises:
         ValueError: `bucket_mb` is not positive.
     """
+    require("a number", NUMBER, bucket_mb=bucket_mb)
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
     Key = tuple[int, torch.dtype, torch.device]
