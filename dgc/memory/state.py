@@ -65,14 +65,18 @@ class StepCounts:
 
     def load_state_dict(self, state: Any) -> None:
         names = {s.name for bucket, _ in self._counts.values() for s in bucket.segments}
+        if isinstance(state, int):  # older checkpoints have one number for all parameters
+            state = dict.fromkeys(names, state)
         if not isinstance(state, Mapping) or names != state.keys():
             raise ValueError(f"steps must have a number for each of {sorted(names)}, not {state!r}")
         for bucket, _ in list(self._counts.values()):
             self[bucket] = largest_count(state, bucket)
 
 
-def largest_count(counts: Mapping[str, int], bucket: Bucket) -> int:
-    """The largest count of the bucket's parameters, 0 without any."""
+def largest_count(counts: Mapping[str, int] | int, bucket: Bucket) -> int:
+    """The largest count of the bucket's parameters, 0 without any. A number counts for all parameters."""
+    if isinstance(counts, int):
+        return counts
     return max((counts.get(s.name, 0) for s in bucket.segments), default=0)
 
 

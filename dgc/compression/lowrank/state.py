@@ -5,7 +5,7 @@ A checkpoint is a dict with these keys:
     errors                 by name, in the shape of the tensor
     P, Q                   by name, [n, r] and [m, r], with rows in the order of the shape
     sums                   by name, [2]
-    half_steps, steps      by name, numbers
+    half_steps, steps      by name, numbers; older ones have one number for all
     accordion              state of `Accordion`, or empty
 """
 
@@ -237,7 +237,7 @@ def load_errors(saved: Mapping[str, Any], buckets: Sequence[Bucket], error_feedb
             if factor.dim() != 2:
                 raise ValueError(f"{side} of {name} has shape {tuple(factor.shape)}, not that of a matrix")
     for key in COUNTS:
-        if not isinstance(saved[key], Mapping):
+        if not isinstance(saved[key], Mapping | int):
             raise ValueError(f"{key} must have a number for each parameter, not {saved[key]!r}")
     for name, pair in saved["sums"].items():
         check_tensor(f"sums of {name}", pair, (2,), torch.float64)
