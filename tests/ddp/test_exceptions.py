@@ -240,9 +240,10 @@ def test_a_parameter_that_is_frozen_later_stays_unchanged() -> None:
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_a_compiled_model() -> None:
-    compiled = torch.compile(DistributedDataParallel(Net()), backend="eager")
+    compiled: Any = torch.compile(DistributedDataParallel(Net()), backend="eager")
     exchange = compress(compiled, dgc(), transport=LockstepWorld(1).transports[0])
     gradients(compiled)
     assert exchange.error_norm() > 0
     with pytest.raises(ValueError, match="compress needs a model in DistributedDataParallel, not Net"):
-        compress(torch.compile(Net(), backend="eager"), dgc(), transport=LockstepWorld(1).transports[0])
+        compiled = torch.compile(Net(), backend="eager")
+        compress(compiled, dgc(), transport=LockstepWorld(1).transports[0])

@@ -46,6 +46,10 @@ class Failing(torch.autograd.Function):
         return gradient
 
 
+def fail(*_: Any) -> None:
+    raise MemoryError("of the model")
+
+
 class Net(nn.Module):
     """Layers 1 and above are groups of their own. Backward can fail before it reaches the inputs of layer `at`."""
 
@@ -106,7 +110,8 @@ def test_after_an_exception_the_exchange_is_clean_or_refuses(
     """Before any group, after one, and after all but the outermost. The first pass starts none until its end."""
     one, other = Trainer(transport), Trainer(transport)
     for _ in range(steps):
-        one.step(), other.step()
+        for trainer in (one, other):
+            trainer.step()
     one.fail(at)
     if reset:
         one.model.reset_iter_state()
@@ -115,7 +120,8 @@ def test_after_an_exception_the_exchange_is_clean_or_refuses(
             one.exchange.compression_state_dict()
     if reset and not has_started:
         for _ in range(3):
-            one.step(), other.step()
+            for trainer in (one, other):
+                trainer.step()
     else:
         for _ in range(2):
             with pytest.raises(RuntimeError, match=BROKEN if has_started else RESET):
@@ -131,11 +137,12 @@ def test_after_an_exception_the_exchange_is_clean_or_refuses(
 def test_an_exception_in_forward_changes_nothing(transport: Transport, layer: int) -> None:
     one, other = Trainer(transport), Trainer(transport)
     for _ in range(3):
-        handle = one.model.layers[layer].register_forward_hook(lambda *_: one.undefined)  # type: ignore[attr-defined]
-        with pytest.raises(AttributeError):
+        handle = one.model.layers[layer].register_forward_hook(fail)
+        with pytest.raises(MemoryError):
             one.step()
         handle.remove()
-        one.step(), other.step()
+        for trainer in (one, other):
+            trainer.step()
     assert all(map(torch.equal, one.weights, other.weights))
 
 

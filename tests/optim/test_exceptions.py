@@ -1,6 +1,7 @@
 """After an exception that the program catches, an optimizer continues with equal replicas, or refuses to."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def test_an_exception_before_a_bucket_has_started_leaves_nothing_after_zero_grad
                 optimizer.step()
             return list(values(model).values())
 
-        one, other = (LockstepWorld(2).run(lambda t, fails=fails: body(t, fails)) for fails in (True, False))
+        one, other = (LockstepWorld(2).run(partial(body, fails=fails)) for fails in (True, False))
         assert same(one[0], other[0]) and same(one[1], other[0]), (layer, passes)
 
 
