@@ -282,6 +282,7 @@ def test_a_rank_ends_with_its_launcher(variables: dict[str, str], ends: bool) ->
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, cwd=REPOSITORY, env=others | variables, **pipes) as parent:
+        assert parent.stdout is not None and parent.stderr is not None
         rank, watches = parent.stdout.readline().split()
         assert watches == str(ends)
         parent.kill()
