@@ -18,6 +18,8 @@ PAUSE = 5.0  # seconds; a shorter wait is a pause, no limit
 def unscaled(tree: ast.AST) -> Iterator[int]:
     """Lines with a limit that is a bare number: run(timeout=60), .wait(60), .join(60), time.monotonic() + 60."""
     for node in ast.walk(tree):
+        if not isinstance(node, ast.expr):
+            continue
         limits: list[ast.expr] = []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("run", "wait", "join", "communicate"):
@@ -43,7 +45,7 @@ def test_limits_of_pytest_are_scaled() -> None:
 
 
 def test_started_processes_know_the_speed() -> None:
-    assert slowness() >= 1 and patient(3) == 3 * slowness()
+    assert slowness() >= 2 and patient(3) == 3 * slowness()
     words = [sys.executable, "-c", "import environment; print(environment.slowness())"]
     told = subprocess.check_output(words, env={**os.environ, "PYTHONPATH": python_path(TESTS)}, text=True)
     assert float(told) == slowness() == float(os.environ[SLOWNESS])

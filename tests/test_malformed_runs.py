@@ -322,7 +322,9 @@ def test_damaged_tensorboard_files(tmp_path: Path, capsys: pytest.CaptureFixture
     for i, change in enumerate(changes):
         run = written(tmp_path / f"run{i}", change)
         assert f"the TensorBoard files in {run} are damaged" in refused(capsys, run), change
-    good = [{METRIC: [inf, nan]}, {"train/loss": [inf, -inf]}, {"train/loss": []}, {METRIC: []}]
+    good: list[dict[str, list[float]]] = [
+        {METRIC: [inf, nan]}, {"train/loss": [inf, -inf]}, {"train/loss": []}, {METRIC: []}
+    ]  # fmt: skip
     words = [str(written(tmp_path / f"good{i}", change)) for i, change in enumerate(good)]
     assert main([*words, "--out", str(tmp_path / "page")]) == 0
     capsys.readouterr()

@@ -221,7 +221,7 @@ def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
     copy, environment = job(tmp_path, LONG="2")
     (tmp_path / "bin" / "mpirun").write_text(MPIRUN)
     (tmp_path / "bin" / "mpirun").chmod(0o755)
-    command = ["bash", copy, "--configs", "a.py"]
+    command = ["bash", str(copy), "--configs", "a.py"]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=patient(60))
     assert done.returncode == 3 and not Path(environment["CALLS"]).exists()
 
