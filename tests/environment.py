@@ -22,7 +22,7 @@ def python_path(*folders: Path | str) -> str:
 def slowness() -> float:
     """How many times longer than a quiet machine this one takes, at least 2: measured once in a session.
 
-    Every core runs a Python process that counts, since tests use every core. Twice the time leaves room for another
+    Every core runs a Python process that counts, since tests use every core. Twice the time leaves room for a
     program that starts later.
     """
     if SLOWNESS not in os.environ:
