@@ -47,6 +47,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.comm.torch_distributed",
     ),
     "dgc.comm.__init__": ("dgc.comm",),
+    "dgc.identity": ("dgc.comm",),
+    "dgc.redistribute": ("dgc.identity",),
     "dgc.wire": ("dgc.kernels.selection", "dgc.kernels.codec"),
     "dgc.selection": ("dgc.bucket", "dgc.kernels.__init__"),
     "dgc.selection.estimators": ("dgc.kernels.__init__", "dgc.selection"),
@@ -88,6 +90,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.compression",
     ),
     "dgc.compression.aggregate": (
+        "dgc.identity",
         "dgc.bucket",
         "dgc.comm",
         "dgc.comm.connect",
@@ -123,7 +126,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.gossip.adpsgd",
         "dgc.gossip.hierarchical_gossip",
     ),
-    "dgc.optim": ("dgc.bucket", "dgc.comm", "dgc.comm.connect", "dgc.compression"),
+    "dgc.optim": ("dgc.identity", "dgc.bucket", "dgc.comm", "dgc.comm.connect", "dgc.compression"),
     "dgc.optim.sgd": ("dgc.bucket", "dgc.kernels.__init__"),
     "dgc.optim.exchange": ("dgc.bucket", "dgc.comm", "dgc.compression", "dgc.optim", "dgc.optim.sgd"),
     "dgc.optim.momentum": (
@@ -143,7 +146,13 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.optim.momentum",
     ),
     "dgc.optim.gossip": ("dgc.comm", "dgc.comm.connect", "dgc.compression", "dgc.gossip", "dgc.optim"),
-    "dgc.optim.__init__": ("dgc.optim", "dgc.optim.sgd", "dgc.optim.distributed", "dgc.optim.gossip"),
+    "dgc.optim.__init__": (
+        "dgc.redistribute",
+        "dgc.optim",
+        "dgc.optim.sgd",
+        "dgc.optim.distributed",
+        "dgc.optim.gossip",
+    ),
     "dgc.outer": (
         "dgc.bucket",
         "dgc.comm",
@@ -212,6 +221,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc_training.faults",
     ),
     "dgc_training.checkpoint": (
+        "dgc.identity",
+        "dgc.redistribute",
         "dgc.comm",
         "dgc.comm.__init__",
         "dgc.optim.__init__",

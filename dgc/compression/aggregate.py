@@ -40,6 +40,7 @@ from dgc.comm.transport import Transport
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.lowrank.powersgd import PowerSGDCompressor
 from dgc.compression.protocol import Compressor, NonFiniteGradientError
+from dgc.identity import Identity, compare_steps, identified, verified
 
 _built: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()  # exchanges per transport, equal on all ranks
 
@@ -127,13 +128,16 @@ class PowerSGD(Aggregator):
         self.compressor = PowerSGDCompressor(**asdict(config))
         self._exchange = _Exchange(self.params, self.compressor, transport or default_transport())
         self.transport, self.meter = self._exchange.transport, self._exchange.meter
-        self.step_counter = 0
+        self.step_counter, self._compares_steps = 0, True
 
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """See Aggregator.aggregate.
 
         After NonFiniteGradientError the errors are as if NaN and inf had been zero and nothing had been sent.
         """
+        if self._compares_steps:  # in the first step and after a load
+            compare_steps(self.transport, self.step_counter)
+            self._compares_steps = False
         averages = self._exchange.average(gradients)
         self.step_counter += 1
         return averages
@@ -157,12 +161,29 @@ class PowerSGD(Aggregator):
         return self.uncompressed_num_floats / max(1, self.compressed_num_floats)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state."""
-        return self.compressor.state_dict()
+        """This rank's state. It differs between ranks: save it on each."""
+        return identified(self.compressor.state_dict(), self._identity())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
+        """Load this rank's state. Call it on every rank: the next step compares the steps of all states.
+
+        Args:
+            state: What `state_dict()` returned on this rank, or this rank's element of what
+                `dgc.optim.redistribute` returns.
+            allow_other_rank: Load the state of another rank, or of another number of ranks. What this rank had not
+                sent is lost.
+
+        Raises:
+            ValueError: The state is that of another rank, compressor or model.
+        """
+        state, _ = verified(state, self._identity(), allow_other_rank)
         self.compressor.load_state_dict(state)
-        self.step_counter = max(state["steps"].values(), default=0)
+        steps = state["steps"]  # per parameter; older states have one number
+        self.step_counter = steps if isinstance(steps, int) else max(steps.values(), default=0)
+        self._compares_steps = True
+
+    def _identity(self) -> Identity:
+        return Identity(self.transport.rank, self.transport.size, self.step_counter)
 
 
 def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:

@@ -122,7 +122,7 @@ class DDPExchange(CountsEpochs):
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
         compressors = compressors_in_order(self._planned, named)
-        super().__init__(compressors)
+        super().__init__(compressors, self.transport)
         self._loss_scale = LossScale(grad_scaler, self._planned)
         self._check_momentum = momentum_check(optimizer, self._planned, self.transport)
         check_agreement(self._planned, self.transport)
@@ -193,7 +193,7 @@ class DDPExchange(CountsEpochs):
 
     def _start(self, b: int) -> None:
         if not self._order.has_started:
-            self._epochs.begin_step()
+            self._begin_step()
         plan, stream = self._planned[b], self._streams[self._planned[b].bucket.device]
         self.meter.count_dense(plan.bucket.numel, self.transport.size)
         with stream.after_caller():

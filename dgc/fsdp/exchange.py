@@ -61,6 +61,8 @@ class FSDPExchange(CountsEpochs):
         dropped_steps (int): Backward passes whose gradients were dropped because of NaN or inf.
     """
 
+    _is_sharded = True
+
     def __init__(
         self,
         plans: Sequence[GroupPlan],
@@ -72,7 +74,7 @@ class FSDPExchange(CountsEpochs):
         steps_per_epoch: int | None,
     ):
         self._count_epochs(steps_per_epoch)
-        super().__init__(methods)
+        super().__init__(methods, transport)
         self.meter, self.dropped_steps = TrafficMeter(), 0
         self._plans, self._transport, self._name = plans, transport, name
         self._planned = [bucket for plan in plans for bucket in plan.buckets]
@@ -154,7 +156,7 @@ class FSDPExchange(CountsEpochs):
         for plan in (self._plans[g] for g in groups if self._plans[g].group.is_exchanged):
             if not self._has_started:
                 self._has_started = True
-                self._epochs.begin_step()
+                self._begin_step()
             plan.fill()
             for planned in plan.buckets:
                 self.meter.count_dense(planned.bucket.numel, self._machines)

@@ -55,6 +55,7 @@ class ShardedGossipOptimizer(GossipOptimizer):
     """
 
     _worker = "machine"
+    _is_sharded = True
 
     def __init__(
         self,
@@ -134,8 +135,8 @@ class ShardedGossipOptimizer(GossipOptimizer):
         }
         return {**state, "optimizer": {**optimizer, "state": plain}}
 
-    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_compression_state_dict(state)
+    def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
+        super().load_compression_state_dict(state, allow_other_rank=allow_other_rank)
         self._forget_unsharded()
         for p, own in self.inner.state.items():
             for key, value in own.items():

@@ -9,3 +9,4 @@ from dgc.optim.gossip import GossipOptimizer as GossipOptimizer
 from dgc.optim.onebit_adam import OneBitAdam as OneBitAdam
 from dgc.optim.sgd import DGCSGD as DGCSGD
 from dgc.optim.wrapper import Wrapper as Wrapper
+from dgc.redistribute import redistribute as redistribute

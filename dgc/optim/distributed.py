@@ -136,7 +136,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         prefix = unique_prefix(self.transport)
         planned = plan_buckets(named, self.route.compressor_for, bucket_mb, prefix)
         compressors = compressors_in_order(planned, named)
-        Wrapper.__init__(self, optimizer, compressors)
+        Wrapper.__init__(self, optimizer, compressors, self.transport)
         self._loss_scale = LossScale(grad_scaler, planned)
         self._momentum = MomentumCheck(optimizer, planned, self.transport, self._factor)
         check_agreement(planned, self.transport)
@@ -148,7 +148,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             self.transport,
             self.meter,
             self._loss_scale,
-            self._epochs.begin_step,
+            self._begin_step,
             prefix,
         )
         self._epochs.begin()

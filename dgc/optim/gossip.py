@@ -68,8 +68,9 @@ class GossipOptimizer(Wrapper):
     ):
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
-        super().__init__(optimizer, [gossip])
         self.transport = transport or default_transport(point_to_point=True)
+        super().__init__(optimizer, [gossip], self._all_ranks)
+        self._takes_common_steps = gossip.is_synchronous
         self.gossip, self.nonfinite = gossip, nonfinite
         # HierarchicalGossip's algorithm between machines counts these as its ranks
         self.meter = TrafficMeter(1 if gossip.needs_groups else self.transport.local_size)
@@ -109,6 +110,7 @@ class GossipOptimizer(Wrapper):
         check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
         self.meter.count_dense(self.model.z.numel(), self.transport.size)
         step = self.inner.step if self._has_finite_gradients() else _no_step
+        self._begin_step()
         self._timed("step", lambda: self.gossip.update(step, float(self.param_groups[0]["lr"])))
         return loss
 
@@ -231,13 +233,14 @@ class GossipOptimizer(Wrapper):
         self.gossip.flush()
         return {**super().compression_state_dict(), "optimizer": self.inner.state_dict()}
 
-    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+    def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         algorithm = dict(state)
         if "optimizer" not in algorithm:
             raise ValueError("the state is not that of a GossipOptimizer: it has no optimizer state of this rank")
         optimizer = algorithm.pop("optimizer")
         check_optimizer_state(self.inner, optimizer)
-        super().load_compression_state_dict(algorithm)  # before the optimizer, because it refuses other algorithms
+        # before the optimizer, because it refuses other algorithms
+        super().load_compression_state_dict(algorithm, allow_other_rank=allow_other_rank)
         self.inner.load_state_dict(optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

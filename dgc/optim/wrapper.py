@@ -21,16 +21,17 @@ class Wrapper(HasCompression, Optimizer):
     Args:
         inner: The wrapped optimizer.
         methods: Its compressors, or its gossip algorithm.
+        transport: Connects all ranks.
     """
 
     transport: Transport
     meter: TrafficMeter
     dropped_steps: int  # number of steps dropped because of NaN or inf in a gradient
 
-    def __init__(self, inner: Optimizer, methods: Sequence[Method]):
+    def __init__(self, inner: Optimizer, methods: Sequence[Method], transport: Transport):
         # Optimizer.__init__ is not called: it would create its own groups and hooks
         self.inner: Any = inner
-        HasCompression.__init__(self, methods)
+        HasCompression.__init__(self, methods, transport)
 
     # --- the wrapped optimizer ---------------------------------------------------------------------
 
@@ -84,7 +85,8 @@ class Wrapper(HasCompression, Optimizer):
         """Continue as an island that joins or returns, from the state of another one, which must have been loaded.
 
         It begins with the common model, and without error state: what it has not sent is lost, or was that of
-        another island and would be counted twice. Call it on every rank of the island, before zero_grad().
+        another island and would be counted twice. Load that state with allow_other_rank=True. Call it on every
+        rank of the island, before zero_grad().
         """
         raise ValueError(f"no island can join in mid-run with {self!r}: use `dgc.outer.OuterSteps` without a base")
 

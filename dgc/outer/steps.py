@@ -125,6 +125,10 @@ class OuterSteps:
         return min(c.compress_ratio for c in self._compressors) / self.average_every
 
     @property
+    def fixed_settings(self) -> dict[str, Any]:
+        return {"average_every": self.average_every, "fragment_mb": self.fragment_mb}
+
+    @property
     def needs_groups(self) -> bool:
         return self.base is not None and self.base.needs_groups
 

@@ -24,7 +24,7 @@ x', with m = 0. A rank whose gradient is not finite leaves out a step of its own
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -120,6 +120,10 @@ class ZeroOneSteps:
         if self.schedule.updates_variance(t):
             return 1.0
         return min(c.compress_ratio for c in self._compressors) / self.schedule.interval(t)
+
+    @property
+    def fixed_settings(self) -> dict[str, Any]:
+        return asdict(self.schedule)
 
     def use_optimizer(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, ZeroOneAdam):

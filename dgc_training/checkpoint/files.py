@@ -12,7 +12,7 @@ differs from its manifest is refused.
 
 Ranks on several machines need no shared file system: each rank reads the file that it wrote, and rank 0 sends the
 shared part and every decision to the others. A different number of ranks reads the files of the old ranks that it
-takes error state from (`dgc_training.checkpoint.reshard`), so they must be readable.
+takes error state from (`dgc.redistribute`), so they must be readable.
 """
 
 import json
@@ -30,10 +30,10 @@ import torch
 
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
 from dgc.optim import ErrorStatePart
+from dgc.redistribute import FixedSize, share_of
 from dgc_training.atomic_write import write_atomically, write_json
 from dgc_training.checkpoint.islands import Islands, read_islands
 from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors, reader
-from dgc_training.checkpoint.reshard import FixedSize, redistribute
 from dgc_training.faults.failure import RESUMES, UsageError
 
 
@@ -259,7 +259,7 @@ class Checkpoints:
             return content["compression"]
 
         try:
-            compression = redistribute(read_compression, manifest["machines"], rank, size, part)
+            compression = share_of(read_compression, manifest["machines"], rank, size, part)
         except FixedSize as error:
             raise FixedSize(
                 f"was saved by {manifest['size']} ranks and cannot be resumed by {size}: {error}. Start "

@@ -18,6 +18,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from dgc.comm import Transport, all_gather_object
+from dgc.identity import KEY
 from dgc.optim import Wrapper
 from dgc_training.checkpoint.files import Loaded
 from dgc_training.checkpoint.progress import TrainingProgress, check_progress
@@ -159,7 +160,10 @@ class RunState:
         with loading("shared.pt"):
             self.optimizer.load_state_dict(shared["optimizer"])
         with loading(own_file):
-            self.optimizer.load_compression_state_dict(own["compression"])
+            compression = own["compression"]
+            # islands take over states of other numbers; the files of earlier versions have no identities
+            moved = islands is not None or KEY not in compression
+            self.optimizer.load_compression_state_dict(compression, allow_other_rank=moved)
             if islands is not None and self.transport.rank in islands.joined:
                 self.optimizer.join()
         with loading("shared.pt"):

@@ -10,8 +10,8 @@ from compression.ranks import Ranks, normal
 from dgc.compression import DoubleSqueezeCompressor
 from dgc.compression.quantized.double_squeeze import divide_into_chunks
 from dgc.paper.onebit_adam import compress
+from dgc.redistribute import redistribute
 from dgc.testing import flat, gradients
-from dgc_training.checkpoint.reshard import redistribute
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SHAPES = ((7, 20), (33,), (0, 4), (5,), (2, 3, 8))
@@ -78,8 +78,8 @@ def test_another_number_of_ranks_keeps_the_mean_of_the_errors(new_size: Any) -> 
     ranks, states = state_of(3)
     expected = torch.stack(ranks.errors()).double().mean(0)
     others = ranks_of(new_size)
-    for rank, compressor in enumerate(others.compressors):
-        compressor.load_state_dict(redistribute(lambda old: states[old], [0, 1, 2], rank, new_size, None))
+    for compressor, state in zip(others.compressors, redistribute(states, new_size), strict=True):
+        compressor.load_state_dict(state)
     torch.testing.assert_close(torch.stack(others.errors()).double().mean(0), expected, rtol=0, atol=1e-6)
     for rank, compressor in enumerate(others.compressors):
         served = flat(list(compressor.state_dict()["server_errors"].values()))

@@ -15,9 +15,9 @@ from dgc.compression import NonFiniteGradientError, PowerSGDCompressor
 from dgc.compression.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
 from dgc.compression.lowrank.accordion import Accordion
 from dgc.compression.lowrank.matrices import CompressionRule
+from dgc.redistribute import blend, shares
 from dgc.testing import Fleet
 from dgc_models import resnet18
-from dgc_training.checkpoint.reshard import blend, shares
 
 MODES: dict[str, dict[str, Any]] = {
     "half step": {},

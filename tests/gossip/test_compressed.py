@@ -14,8 +14,8 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import CHOCO, DPSGD, HierarchicalGossip, PowerGossip, Sign, TopK, TopologyError, two_way_ring
 from dgc.gossip.difference.powergossip import as_matrix, orthonormal
 from dgc.outer import OuterSteps, SlowMo
+from dgc.redistribute import blend, shares
 from dgc.wire import PayloadError
-from dgc_training.checkpoint.reshard import blend, shares
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 

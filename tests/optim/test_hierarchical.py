@@ -205,7 +205,7 @@ def test_a_state_of_another_division_is_refused(first: Any, then: Any) -> None:
     states = LockstepWorld(4, 2).run(
         lambda t: Run(t, METHODS["dgc"](), **first).optimizer.compression_state_dict()
     )
-    with pytest.raises(ValueError, match="redistribute it with dgc_training.checkpoint.reshard"):
+    with pytest.raises(ValueError, match="redistribute it with dgc.optim.redistribute"):
         LockstepWorld(4, 2).run(
             lambda t: Run(t, METHODS["dgc"](), **then).optimizer.load_compression_state_dict(states[t.rank])
         )

@@ -26,8 +26,8 @@ from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import GossipOptimizer
 from dgc.outer import Nesterov, OuterSteps, Ramp, SlowMo
+from dgc.redistribute import redistribute
 from dgc.wire import RiceIndices, TwoBitValues
-from dgc_training.checkpoint.reshard import blend, shares
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -344,8 +344,7 @@ def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> No
 
     def after(transport: Any) -> Any:
         own = Trained(transport, make())
-        weights = shares(4, new, transport.rank)
-        own.optimizer.load_compression_state_dict(blend({rank: states[rank] for rank in weights}, weights))
+        own.optimizer.load_compression_state_dict(redistribute(states, new)[transport.rank])
         loaded = own.z.double(), errors(own)
         for _ in range(8):
             own.step()

@@ -15,7 +15,7 @@ from dgc.memory import DGCSGDMemory
 from dgc.optim import DistributedOptimizer, GossipOptimizer
 from dgc.outer import OuterSteps, ZeroOneAdam, ZeroOneSteps
 from dgc.outer.zero_one_schedule import ZeroOneSchedule
-from dgc_training.checkpoint.reshard import blend, shares
+from dgc.redistribute import redistribute
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 # T_v = {0, 1, 2, 4}; the gap is 1 up to step 7, then 2 for two steps, then 3: T_u has 0 to 7, 9, 12, 15, ..
@@ -140,8 +140,7 @@ def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
 
     def after(transport: Any) -> Any:
         own = trained(transport)
-        weights = shares(4, new, transport.rank)
-        own.optimizer.load_compression_state_dict(blend({rank: states[rank] for rank in weights}, weights))
+        own.optimizer.load_compression_state_dict(redistribute(states, new)[transport.rank])
         loaded = own.z.double()
         for _ in range(2):  # to the step after which all ranks have one model
             own.step()

@@ -21,9 +21,9 @@ from environment import REPOSITORY, patient, python_path
 from parallel.processes import children, free_port, send
 
 from dgc.comm.lockstep import LockstepWorld
+from dgc.redistribute import merge
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.reading import read_manifest, read_tensors
-from dgc_training.checkpoint.reshard import merge
 
 CHECKPOINT_EVERY = 3
 LATE = "has ended on the other machines"

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.bucket import make_bucket
+from dgc.comm.collectives import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.torch_distributed import connect
 from dgc.compression import (
@@ -513,7 +514,16 @@ def saved_and_loaded(transport: Any, folder: Path) -> Finding:
     exchange.load_compression_state_dict(torch.load(own))
     train(model, optimizer, inputs[4:])
     exchange.close()
-    return {**found, "loaded": digest(whole(model)), "loaded error": exchange.error_norm()}
+    found |= {"loaded": digest(whole(model)), "loaded error": exchange.error_norm()}
+
+    states = all_gather_object(transport, torch.load(own))
+    found["whose"] = [told(partial(exchange.load_compression_state_dict, state), ValueError) for state in states]
+    model, optimizer, exchange = build()
+    if transport.rank < 2:  # only on the first machine
+        exchange.load_compression_state_dict(torch.load(own))
+    found["one machine"] = told(lambda: loss_of(model, inputs[4]).backward(), ValueError)
+    exchange.close()
+    return found
 
 
 def bytes_between_machines(transport: Any) -> Finding:

@@ -92,6 +92,17 @@ def test_a_loaded_run_continues_bit_for_bit(found: list[dict[str, Any]]) -> None
         assert result["loaded error"] == result["error"] > 0
 
 
+def test_only_the_error_state_of_this_shard_and_machine_loads(found: list[dict[str, Any]]) -> None:
+    for rank, own in enumerate(found):
+        machine, shard = divmod(rank, 2)
+        whose, other_machine = own["saved_and_loaded"]["whose"], (rank + 2) % 4
+        loads = f"of 2 on machine {1 - machine} of 2, and shard {shard} of 2 on machine {machine} of 2 loads it"
+        assert whose[rank] == "" and f"that of shard {shard} {loads}. What is not sent" in whose[other_machine]
+        assert all("shards are different parts" in whose[i] for i in range(4) if i % 2 != shard)
+        told = own["saved_and_loaded"]["one machine"]
+        assert "different steps (ranks 0, 1: step 4; ranks 2, 3: step 0)" in told
+
+
 MODELS = {
     "two dimensions": "over a mesh of 2 dimensions. On such a mesh (HSDP) FSDP2 averages over machines at full",
     "whole world": "the model is sharded over ranks [0, 1, 2, 3], and this machine has ranks",

@@ -10,7 +10,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, PowerSGDCompressor, ThresholdCompressor
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc_training.checkpoint.reshard import blend, merge, redistribute, select, shares
+from dgc.redistribute import blend, merge, redistribute, select, share_of, shares
 
 
 @pytest.mark.parametrize("old", range(1, 9))
@@ -37,8 +37,7 @@ def train(transport: Any, memory: Any, states: Any = None, steps: int = 4) -> An
         transport=transport,
     )
     if states is not None:
-        weights = shares(len(states), transport.size, transport.rank)
-        optimizer.load_compression_state_dict(blend(dict(enumerate(states)), weights))
+        optimizer.load_compression_state_dict(redistribute(states, transport.size)[transport.rank])
     generator = torch.Generator().manual_seed(transport.rank)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -59,7 +58,7 @@ def test_the_mean_is_preserved_to_rounding(memory: Any, old: Any, new: Any) -> N
     before = LockstepWorld(old).run(lambda transport: train(transport, memory))
     after = LockstepWorld(new).run(lambda transport: train(transport, memory, before, steps=0))
     tensors = 0
-    for name, first in leaves(before[0]).items():
+    for name, first in leaves({key: part for key, part in before[0].items() if key != "identity"}).items():
         olds, news = ([leaves(state)[name] for state in states] for states in (before, after))
         if isinstance(first, torch.Tensor):
             tensors += 1
@@ -130,7 +129,7 @@ def run(
     )
     optimizer.begin_epoch(0)
     if states is not None:
-        own = redistribute(states.__getitem__, machines, transport.rank, transport.size, optimizer.part)
+        own = share_of(states.__getitem__, machines, transport.rank, transport.size, optimizer.part)
         optimizer.load_compression_state_dict(own)
         return optimizer.compression_state_dict()
     generator = torch.Generator().manual_seed(transport.rank)

@@ -147,9 +147,24 @@ def test_unavailable_kernels_are_one_error(monkeypatch: pytest.MonkeyPatch, tmp_
             run(["--run-dir", str(tmp_path / "run"), "--configs.train.kernels", name])
 
 
-@pytest.mark.parametrize("start", ["e0001s00005", "e0001s00010"])
+def without_identities(folder: Path) -> None:
+    """Give the files of ranks the form of versions that did not save whose state they are."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for rank in range(manifest["size"]):
+        path = folder / f"rank{rank}.pt"
+        own = read_tensors(path)
+        assert own["compression"].pop("identity")["rank"] == rank
+        torch.save(own, path)
+        manifest["files"][path.name] = fingerprint(path)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("start", ["e0001s00005", "e0001s00010", "e0001s00010 of an earlier version"])
 def test_a_run_resumed_in_mid_epoch_ends_bit_identical(copy: Any, start: Any) -> None:
     checkpoints = copy / "checkpoints"
+    start, *is_old = start.split(" ", 1)
+    if is_old:
+        without_identities(checkpoints / start)
     last = [read_tensors(checkpoints / "e0002" / name) for name in ("shared.pt", "rank0.pt", "rank1.pt")]
     shutil.rmtree(checkpoints / "e0002")
     (checkpoints / "latest.json").write_text(json.dumps({"checkpoint": start}))
@@ -160,6 +175,8 @@ def test_a_run_resumed_in_mid_epoch_ends_bit_identical(copy: Any, start: Any) ->
         # Simulated ranks are threads of one process and share its random generators.
         for state in (expected, again):
             state.pop("random", None)
+            if is_old and "compression" in state:
+                del state["compression"]["identity"]  # its step counts from here
         assert_equal(expected, again)
 
 

@@ -16,13 +16,14 @@ place of ranks: `merge` puts the parts of an old machine together, and `select` 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgc.optim import ErrorStatePart
+from dgc.identity import KEY, ErrorStatePart, Identity, identified, identity_of
 
 
 class FixedSize(ValueError):
@@ -110,38 +111,99 @@ def select(state: Any, part: ErrorStatePart) -> Any:
 
 
 def redistribute(
+    states: Sequence[Mapping[str, Any]], size: int, parts: Sequence[ErrorStatePart | None] | None = None
+) -> list[dict[str, Any]]:
+    """Redistribute the states of all ranks of a run to another number of ranks. Their mean is unchanged.
+
+    Args:
+        states: What `compression_state_dict()` returned on every rank, in any order; without identities, in the
+            order of the ranks. Of a model that FSDP2 shards, the number of shards stays, and ranks are counted
+            machine by machine.
+        size: The new number of ranks.
+        parts: For two levels (`hierarchical`), the `part` of the new optimizer of each rank.
+
+    Returns:
+        The state of each new rank.
+
+    Raises:
+        ValueError: The states are not those of all ranks of one step and one run, or `size` is not a positive
+            multiple of the number of shards.
+        FixedSize: Values differ between ranks and cannot be summed. The message has the key.
+
+    Example:
+        >>> states = [torch.load(f"rank{rank}.pt") for rank in range(4)]
+        >>> optimizer.load_compression_state_dict(redistribute(states, 2)[optimizer.transport.rank])
+    """
+    known = [identity for identity in map(identity_of, states) if identity is not None]
+    shards = known[0].shards if known else 1
+    if size < 1 or size % shards:
+        raise ValueError(f"{size} ranks cannot have {shards} shards on each machine")
+    if known:
+        owners = [(identity.rank, identity.shard) for identity in known]
+        wanted = [(rank, shard) for rank in range(known[0].size) for shard in range(shards)]
+        if sorted(owners) != wanted or len(known) < len(states):
+            raise ValueError(
+                f"{len(states)} states, those of {', '.join(map(str, known))}: pass the state of every rank once"
+            )
+        states = [state for _, state in sorted(zip(owners, states, strict=True), key=lambda pair: pair[0])]
+    new = []
+    for rank in range(size):
+        old = [dict(state) for state in states[rank % shards :: shards]]
+        saved = [state.get("part") for state in old]
+        machines = [r if part is None else part["machine"] for r, part in enumerate(saved)]
+        part = None if parts is None else parts[rank]
+        new.append(share_of(old.__getitem__, machines, rank // shards, size // shards, part))
+    return new
+
+
+def share_of(
     read: Callable[[int], dict[str, Any]],
     machines: Sequence[int],
     rank: int,
     size: int,
     part: ErrorStatePart | None,
 ) -> dict[str, Any]:
-    """This rank's share of the error state that other ranks or machines have saved.
+    """One rank's share of the states that other ranks or machines have saved. See `redistribute`.
 
     Args:
-        read: returns the saved `compression_state_dict()` of an old rank.
-        machines: for each old rank, the number of the error state that it had a part of: its machine's on two
+        read: Returns the saved `compression_state_dict()` of an old rank. Only those that are needed are read.
+        machines: For each old rank, the number of the error state that it had a part of: its machine's on two
             levels, otherwise its own.
-        rank, size: this rank and the number of ranks.
-        part: the new optimizer's `part`.
+        rank, size: This rank and the number of ranks.
+        part: The new optimizer's `part`.
 
     Raises:
-        FixedSize: with the key, if values differ and cannot be summed.
+        FixedSize: With the key, if values differ and cannot be summed.
     """
     own, states = (rank, size) if part is None else (part["machine"], part["machines"])
     weights = shares(max(machines) + 1, states, own)
     ranks = {old: [rank for rank, machine in enumerate(machines) if machine == old] for old in weights}
-    saved = {old: [_without_part(read(rank)) for rank in ranks[old]] for old in weights}
+    saved = {old: [dict(read(rank)) for rank in ranks[old]] for old in weights}
+    identity = _common_identity([state.pop(KEY, None) for of in saved.values() for state in of])
+    for state in (state for of in saved.values() for state in of):
+        state.pop("part", None)
     try:
         merged = {old: merge(parts) for old, parts in saved.items()}
-        mixed = blend(merged, weights, "compression")
+        mixed: dict[str, Any] = blend(merged, weights, "compression")
     except ValueError as error:
         raise FixedSize(str(error)) from error
-    return cast(dict[str, Any], mixed) if part is None else {**select(mixed, part), "part": part}
+    if part is not None:
+        mixed = {**select(mixed, part), "part": part}
+    return mixed if identity is None else identified(mixed, replace(identity, rank=rank, size=size))
 
 
-def _without_part(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name != "part"}
+def _common_identity(saved: Sequence[Any]) -> Identity | None:
+    """The identity of one of the states, whose step, size and settings all have. None if one has no identity."""
+    identities = [identity_of({KEY: identity}) for identity in saved]
+    known = [identity for identity in identities if identity is not None]
+    for identity in known:
+        if replace(identity, rank=known[0].rank) != known[0]:
+            others = ", with other settings" if identity.settings != known[0].settings else ""
+            raise ValueError(
+                f"the states are not those of one run at one step: that of {known[0]} is of step {known[0].step}, "
+                f"that of {identity} of step {identity.step}{others}"
+            )
+    return known[0] if len(known) == len(saved) else None
 
 
 def _blend_tensors(parts: list[Tensor], weights: list[float], where: str) -> Tensor:
@@ -153,4 +215,5 @@ def _blend_tensors(parts: list[Tensor], weights: list[float], where: str) -> Ten
     if not first.is_floating_point():
         raise ValueError(f"{where} differs between the ranks that saved it and is not a floating-point tensor")
     total = sum(weight * part.double() for weight, part in zip(weights, parts, strict=True))
-    return cast(Tensor, total).to(first.dtype)
+    assert isinstance(total, Tensor)
+    return total.to(first.dtype)

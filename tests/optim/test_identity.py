@@ -1,0 +1,335 @@
+"""Whose state it is: the state of this rank loads, that of any other is refused by name, for every adapter."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gossip.networks import Trained, top_k
+from optim.nets import alone, dgc, dgc_sgd, loss_of, net, wrap
+from states import assert_equal
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc.comm import all_gather_object
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DGCCompressor, SparseCompressor
+from dgc.compression.aggregate import Config, PowerSGD, optimizer_step
+from dgc.ddp import compress
+from dgc.gossip import OSGP, SGP
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import GossipOptimizer, broadcast_optimizer_state, redistribute
+from dgc.outer import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+
+
+class Adapter:
+    """An adapter with a model of its own."""
+
+    def __init__(self, owner: Any, step: Callable[[int], object]) -> None:
+        self.owner, self._step = owner, step
+
+    def train(self, steps: Any) -> "Adapter":
+        for number in steps:
+            self._step(number)
+        return self
+
+    def state(self) -> dict[str, Any]:
+        save = getattr(self.owner, "compression_state_dict", None) or self.owner.state_dict
+        return copy.deepcopy(save())
+
+    def load(self, state: dict[str, Any], **options: Any) -> None:
+        load = getattr(self.owner, "load_compression_state_dict", None) or self.owner.load_state_dict
+        load(copy.deepcopy(state), **options)
+
+
+def optimizer(transport: Any, hierarchical: str = "off") -> Adapter:
+    model = net()
+    wrapped = wrap(model, transport, dgc_sgd, compression=dgc(0.1), hierarchical=hierarchical)
+
+    def step(number: int) -> None:
+        wrapped.zero_grad()
+        loss_of(model, number, transport.rank).backward()
+        wrapped.step()
+
+    return Adapter(wrapped, step)
+
+
+def aggregator(transport: Any) -> Adapter:
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    powersgd = PowerSGD(model.parameters(), Config(1, 1.0, start_compressing_after_num_steps=0), transport)
+
+    def step(number: int) -> None:
+        loss_of(model, number, transport.rank).backward()
+        optimizer_step(sgd, powersgd)
+
+    return Adapter(powersgd, step)
+
+
+def gossiping(algorithm: Any, *make: Any) -> Any:
+    def build(transport: Any) -> Adapter:
+        own = Trained(transport, algorithm(), *make)
+        return Adapter(own.optimizer, lambda number: own.step())
+
+    return build
+
+
+def zero_one(parameters: Any) -> Any:
+    return ZeroOneAdam(parameters, lr=0.02)
+
+
+ADAPTERS: dict[str, Any] = {
+    "optimizer": optimizer,
+    "two levels": lambda transport: optimizer(transport, "on"),
+    "aggregator": aggregator,
+    "outer steps": gossiping(lambda: OuterSteps(2, compression=top_k())),
+    "0/1 Adam": gossiping(lambda: ZeroOneSteps(2, 1, 1, 2), zero_one),
+    "gossip": gossiping(SGP),
+    "gossip with overlap": gossiping(OSGP),
+}
+OWN_PARTS = ("gossip with overlap", "0/1 Adam")  # messages and server errors have a place of their own on a rank
+
+
+def world(name: str, size: int = 2) -> LockstepWorld:
+    return LockstepWorld(2 * size, 2) if name == "two levels" else LockstepWorld(size)
+
+
+def content(state: Any) -> Any:
+    return {key: value for key, value in state.items() if key not in ("identity", "part")}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_only_the_state_of_this_rank_loads(name: str) -> None:
+    build = ADAPTERS[name]
+    larger = world(name, 3).run(lambda transport: build(transport).train(range(3)).state())
+
+    def body(transport: Any) -> None:
+        rank, size = transport.rank, transport.size
+        adapter = build(transport).train(range(3))
+        state = adapter.state()
+        states = all_gather_object(transport, state)
+        assert state["identity"] | {"rank": rank, "size": size, "step": 3} == state["identity"]
+        other = states[(rank + size // 2) % size]  # on two levels: of the same tensors on the other machine
+        again = build(transport)
+        again.load(state)
+        assert_equal(again.state(), state)
+        for foreign, whose in ((other, other["identity"]["rank"]), (larger[rank], rank)):
+            its_size = foreign["identity"]["size"]
+            with pytest.raises(
+                ValueError, match=f"that of rank {whose} of {its_size}, and rank {rank} of {size} loads it"
+            ) as told:
+                again.load(foreign)
+            cures = ("on every rank", "redistribute", "allow_other_rank=True")
+            assert all(cure in str(told.value) for cure in cures)
+        assert_equal(again.state(), state)  # a refused state changes nothing
+        shard = {**state, "identity": {**state["identity"], "shard": 1, "shards": 2}}
+        with pytest.raises(ValueError, match=f"shard 1 of 2 on machine {rank} .*shards are different parts"):
+            again.load(shard, allow_other_rank=True)
+        again.load(other, allow_other_rank=True)
+        assert again.state()["identity"] == state["identity"]
+        if name not in OWN_PARTS:
+            assert_equal(content(again.state()), content(other))
+        with pytest.raises(ValueError, match="identity of the state is damaged"):
+            again.load({**state, "identity": {"owner": 1}})
+        with pytest.warns(UserWarning, match="an earlier version saved it: make sure that it is that of rank"):
+            again.load({key: value for key, value in state.items() if key != "identity"})
+        again.train(range(3, 5))
+
+    world(name).run(body)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("steps", [{0: 3, 1: 2}, {0: 3, 1: 0}])
+def test_states_of_different_steps_are_refused_before_anything_is_sent(name: str, steps: Any) -> None:
+    """Also where one rank has loaded none."""
+    build = ADAPTERS[name]
+
+    def saved(transport: Any) -> dict[int, Any]:
+        adapter = build(transport)
+        return {n: adapter.train([n]).state() for n in (1, 2, 3)}
+
+    states = world(name).run(saved)
+
+    def body(transport: Any) -> None:
+        its = steps.get(transport.rank, 3)
+        adapter = build(transport)
+        if its:
+            adapter.load(states[transport.rank][its])
+        with pytest.raises(ValueError, match=rf"ranks? 0.*: step 3; rank 1: step {steps[1]}\): .*on every rank"):
+            adapter.train(range(3, 4))
+
+    world(name).run(body)
+
+
+def test_ddp() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def build() -> Adapter:
+        model = DistributedDataParallel(net())
+        sgd = dgc_sgd(model)
+        exchange = compress(model, dgc(0.1), sgd, transport=alone())
+
+        def step(number: int) -> None:
+            sgd.zero_grad()
+            loss_of(model, number).backward()
+            sgd.step()
+
+        return Adapter(exchange, step)
+
+    state = build().train(range(3)).state()
+    again = build()
+    again.load(state)
+    assert again.train(range(3, 4)).state()["identity"]["step"] == 4
+    foreign = {**state, "identity": {**state["identity"], "rank": 1, "size": 2}}
+    with pytest.raises(ValueError, match="that of rank 1 of 2, and rank 0 of 1 loads it"):
+        again.load(foreign)
+    again.load(foreign, allow_other_rank=True)
+    optimizer(alone()).load(state)
+    dist.destroy_process_group()
+
+
+def other_outer_steps(H: int, **options: Any) -> Any:
+    return gossiping(lambda: OuterSteps(H, None, Nesterov(), **options))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (other_outer_steps(4), other_outer_steps(3), r"OuterSteps.0.average_every=4, and here it is 3"),
+        (
+            other_outer_steps(4, fragment_mb=2.5e-4),
+            other_outer_steps(4),
+            "OuterSteps.0.fragment_mb=0.00025, and here it is None",
+        ),
+        (
+            gossiping(lambda: ZeroOneSteps(2, 1, 1, 2), zero_one),
+            gossiping(lambda: ZeroOneSteps(2, 1, 1, 4), zero_one),
+            "ZeroOneSteps.0.local_step_clipper=2, and here it is 4",
+        ),
+    ],
+)
+def test_settings_that_give_the_state_another_meaning_are_refused(saved: Any, loaded: Any, message: str) -> None:
+    def body(transport: Any) -> None:
+        state = saved(transport).train(range(3)).state()
+        with pytest.raises(ValueError, match=message):
+            loaded(transport).load(state, allow_other_rank=True)
+
+    LockstepWorld(2).run(body)
+
+
+def test_ratio_formats_and_buckets_may_change() -> None:
+    def build(transport: Any, **options: Any) -> Adapter:
+        model, settings = net(), {"compress_ratio": 0.1, **options}
+        bucket_mb = settings.pop("bucket_mb", 25.0)
+        compression = DGCCompressor(memory=DGCSGDMemory(0.9), **settings)
+        wrapped = wrap(model, transport, dgc_sgd, compression=compression, bucket_mb=bucket_mb)
+        return Adapter(wrapped, lambda number: (loss_of(model, number).backward(), wrapped.step()))
+
+    def body(transport: Any) -> None:
+        state = build(transport).train(range(3)).state()
+        for options in (
+            {"compress_ratio": 0.5},
+            {"fp16_values": True},
+            {"int32_indices": True},
+            {"bucket_mb": 1e-4},
+        ):
+            other = build(transport, **options)
+            other.load(state)
+            memories = [s["DGCCompressor.0"]["memory"] for s in (state, other.state())]
+            torch.testing.assert_close(*memories, rtol=0, atol=0)
+            other.train(range(3, 4))
+
+    LockstepWorld(2).run(body)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "aggregator"])
+@pytest.mark.parametrize("new", [1, 2, 6])
+def test_redistributed_states_load_and_their_mean_is_unchanged(name: str, new: int) -> None:
+    build = ADAPTERS[name]
+    states = LockstepWorld(4).run(lambda transport: build(transport).train(range(3)).state())
+    mixed = redistribute([states[2], states[0], states[3], states[1]], new)  # identities say which is which
+    assert [state["identity"]["rank"] for state in mixed] == list(range(new))
+    in_order = redistribute(states, new)
+    assert_equal(mixed, in_order)
+
+    def body(transport: Any) -> Any:
+        adapter = build(transport)
+        adapter.load(mixed[transport.rank])
+        found = adapter.state()
+        adapter.train(range(3, 4))
+        return found
+
+    found = LockstepWorld(new).run(body)
+
+    def mean(states: Any) -> torch.Tensor:
+        errors = [
+            s["errors"] if name == "aggregator" else s["DGCCompressor.0"]["memory"]["velocities"] for s in states
+        ]
+        return torch.stack([torch.cat([e.flatten().double() for e in its.values()]) for its in errors]).mean(0)
+
+    torch.testing.assert_close(mean(found), mean(states), rtol=0, atol=1e-6)
+
+
+def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
+    states = LockstepWorld(3).run(lambda transport: optimizer(transport).train(range(3)).state())
+    for wrong in (states[:2], [*states[:2], states[1]], [*states, states[0]]):
+        with pytest.raises(ValueError, match="pass the state of every rank once"):
+            redistribute(wrong, 2)
+    later = {**states[1], "identity": {**states[1]["identity"], "step": 4}}
+    with pytest.raises(ValueError, match="rank 0 of 3 is of step 3, that of rank 1 of 3 of step 4"):
+        redistribute([states[0], later, states[2]], 1)
+    without = [{key: value for key, value in state.items() if key != "identity"} for state in states]
+    assert all("identity" not in state for state in redistribute(without, 2))
+
+
+def test_shards_are_redistributed_among_machines() -> None:
+    def state(machine: int, shard: int) -> dict[str, Any]:
+        identity = {"rank": machine, "size": 2, "step": 3, "shard": shard, "shards": 2, "settings": {}}
+        return {"errors": {"w": torch.full((2,), 10.0 * shard + machine)}, "identity": identity}
+
+    states = [state(machine, shard) for machine in range(2) for shard in range(2)]
+    one = redistribute(states[::-1], 2)
+    assert [s["errors"]["w"][0].item() for s in one] == [0.5, 10.5]
+    assert [(s["identity"]["rank"], s["identity"]["size"], s["identity"]["shard"]) for s in one] == [
+        (0, 1, 0),
+        (0, 1, 1),
+    ]
+    four = redistribute(states, 8)
+    assert [s["errors"]["w"][0].item() for s in four] == [0.0, 10.0, 0.0, 10.0, 1.0, 11.0, 1.0, 11.0]
+    with pytest.raises(ValueError, match="3 ranks cannot have 2 shards on each machine"):
+        redistribute(states, 3)
+
+
+def test_a_broadcast_of_the_optimizer_leaves_every_rank_its_error_state() -> None:
+    def body(transport: Any) -> None:
+        adapter = optimizer(transport).train(range(3))
+        before = adapter.state()
+        broadcast_optimizer_state(adapter.owner, transport=transport)
+        assert_equal(adapter.state(), before)
+
+    LockstepWorld(2).run(body)
+
+
+def test_steps_of_asynchronous_ranks_are_not_compared() -> None:
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Alone(SGP):
+        is_synchronous = False
+
+    own = GossipOptimizer(sgd, model.named_parameters(), Alone(), transport=alone())
+    assert own.compression_state_dict()["identity"]["step"] is None
+
+
+def test_a_memory_of_another_kind_is_refused() -> None:
+    def with_memory(memory: Any) -> Any:
+        make = dgc_sgd if memory is DGCSGDMemory else lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+        return wrap(net(), alone(), make, compression=SparseCompressor(0.1, memory()))
+
+    state = with_memory(DGCSGDMemory).compression_state_dict()
+    with pytest.raises(ValueError, match=r"state of another memory: it has \['momentums', 'velocities'\]"):
+        with_memory(ResidualMemory).load_compression_state_dict(state)
