@@ -131,8 +131,9 @@ def redistribute(
         FixedSize: Values differ between ranks and cannot be summed. The message has the key.
 
     Example:
-        >>> states = [torch.load(f"rank{rank}.pt") for rank in range(4)]
-        >>> optimizer.load_compression_state_dict(redistribute(states, 2)[optimizer.transport.rank])
+        >>> states = [{"errors": torch.full((2,), float(rank))} for rank in range(4)]
+        >>> redistribute(states, 2)[1]
+        {'errors': tensor([2.5000, 2.5000])}
     """
     known = [identity for identity in map(identity_of, states) if identity is not None]
     shards = known[0].shards if known else 1

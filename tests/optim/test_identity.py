@@ -286,6 +286,20 @@ def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
     assert all("identity" not in state for state in redistribute(without, 2))
 
 
+def test_states_are_redistributed_to_two_levels_and_back() -> None:
+    flat = LockstepWorld(3).run(lambda transport: optimizer(transport).train(range(3)).state())
+
+    def on_machines(transport: Any) -> Any:
+        adapter = ADAPTERS["two levels"](transport)
+        parts = all_gather_object(transport, adapter.owner.part)
+        adapter.load(redistribute(flat, transport.size, parts)[transport.rank])
+        return adapter.train(range(3, 4)).state()
+
+    divided = LockstepWorld(4, 2).run(on_machines)
+    back = redistribute(divided, 2)
+    LockstepWorld(2).run(lambda transport: optimizer(transport).load(back[transport.rank]))
+
+
 def test_shards_are_redistributed_among_machines() -> None:
     def state(machine: int, shard: int) -> dict[str, Any]:
         identity = {"rank": machine, "size": 2, "step": 3, "shard": shard, "shards": 2, "settings": {}}

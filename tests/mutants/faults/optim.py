@@ -211,4 +211,18 @@ OPTIM = [
         "own = z",
         ["tests/training/test_gossip.py::test_ranks_save_their_models_and_the_mean"],
     ),
+    Fault(
+        "state-of-another-rank-loaded",
+        "dgc/identity.py",
+        "(identity.rank, identity.size) != (own.rank, own.size)",
+        "identity.size != own.size",
+        ["tests/optim/test_identity.py::test_only_the_state_of_this_rank_loads"],
+    ),
+    Fault(
+        "steps-of-loaded-states-not-compared",
+        "dgc/optim/compression_state.py",
+        "compare_steps(self._ranks, self._steps)",
+        "pass",
+        ["tests/optim/test_identity.py::test_states_of_different_steps_are_refused_before_anything_is_sent"],
+    ),
 ]
