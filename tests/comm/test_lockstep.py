@@ -133,7 +133,7 @@ def test_replies_are_not_shared_between_ranks() -> None:
 def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
     """After rounds before the payload, such as that of a clipping norm, the message is still being computed."""
 
-    worked = []
+    worked: list[float] = []
 
     def work(seconds: float) -> None:
         start = time.perf_counter()

@@ -15,6 +15,7 @@ from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip import DPSGD, OSGP, SGP, Int8Message, TopologyError
 from dgc.optim import GossipOptimizer
 from dgc.outer import Nesterov, OuterSteps, SlowMo
+from dgc.redistribute import redistribute
 from dgc.wire.sealed import sealed_bytes
 
 ROUNDING = 2e-6

@@ -341,7 +341,9 @@ def test_steps_of_asynchronous_ranks_are_not_compared() -> None:
 
 def test_a_memory_of_another_kind_is_refused() -> None:
     def with_memory(memory: Any) -> Any:
-        make = dgc_sgd if memory is DGCSGDMemory else lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+        def make(m: Any) -> Any:
+            return dgc_sgd(m) if memory is DGCSGDMemory else torch.optim.SGD(m.parameters(), lr=0.1)
+
         return wrap(net(), alone(), make, compression=SparseCompressor(0.1, memory()))
 
     state = with_memory(DGCSGDMemory).compression_state_dict()

@@ -207,7 +207,8 @@ def slow_once(transport: Any) -> Finding:
 
     It lasts until every other rank has come as far as it can without it, and a second longer.
     """
-    folder, found = Path(sys.argv[1]), {}
+    folder = Path(sys.argv[1])
+    found: Finding = {}
     for algorithm in (SGP(gossip.ring), OSGP(gossip.ring)):
         own = Trained(transport, algorithm)
         begun = []
