@@ -562,7 +562,8 @@ def refused_models(transport: Any) -> Finding:
     def attempt(model: Any, compressor: Any = None, **options: Any) -> str:
         return told(lambda: compress(model, compressor, **{"transport": transport, **options}), ValueError)
 
-    half = network()
+    half, with_complex = network(), network()
+    with_complex[0].weight = nn.Parameter(with_complex[0].weight.detach().to(torch.complex64))
     fully_shard(half[0], mesh=mesh)
     with_result = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, 0))
     groups = network()
@@ -578,7 +579,7 @@ def refused_models(transport: Any) -> Finding:
         "several groups": attempt(groups),
         "replicated": attempt(replicate(network(), mesh=mesh)),
         "all frozen": attempt(frozen),
-        "complex": attempt(shard(network().to(torch.complex64), mesh)),
+        "complex": attempt(shard(with_complex, mesh)),
         "policy": attempt(shard(network(), mesh), nonfinite="ignore"),
         "compressor in use": attempt(shard(network(), mesh), dgc),
         "setting differs": attempt(shard(network(), mesh), ThresholdCompressor(2, 0.5 + transport.rank)),
