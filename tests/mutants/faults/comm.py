@@ -55,7 +55,7 @@ COMM = [
     Fault(
         "threads-of-process-groups-outlive-the-program",
         "dgc/comm/torch_distributed/transport.py",
-        "        self._lanes.close()\n",
+        "        groups += self._lanes.close()\n",
         "",
         ["tests/comm/test_torch_distributed.py"],
     ),
