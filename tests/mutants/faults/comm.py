@@ -111,8 +111,8 @@ COMM = [
     Fault(
         "object-of-rank-0-broadcast",
         "dgc/comm/collectives.py",
-        "Broadcast(data, root)",
-        "Broadcast(data, 0)",
+        "Broadcast(payload, root)",
+        "Broadcast(payload, 0)",
         ["tests/comm/test_collectives.py"],
     ),
     Fault(

@@ -153,8 +153,8 @@ TRAINING = [
     Fault(
         "place-in-the-epoch-not-converted",
         "dgc_training/checkpoint/state.py",
-        "min(progress.step * loaded.size // size, self.schedule.steps_per_epoch - 1)",
-        "min(progress.step, self.schedule.steps_per_epoch - 1)",
+        "min(progress.step * loaded.size // self.transport.size, steps - 1)",
+        "min(progress.step, steps - 1)",
         ["tests/training/test_train.py::test_resuming_on_another_number_of_ranks_warns"],
     ),
     Fault(
