@@ -563,7 +563,8 @@ def refused_models(transport: Any) -> Finding:
         return told(lambda: compress(model, compressor, **{"transport": transport, **options}), ValueError)
 
     half, with_complex = network(), network()
-    with_complex[0].weight = nn.Parameter(with_complex[0].weight.detach().to(torch.complex64))
+    first: Any = with_complex[0]
+    first.weight = nn.Parameter(first.weight.detach().to(torch.complex64))
     fully_shard(half[0], mesh=mesh)
     with_result = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, 0))
     groups = network()
