@@ -109,8 +109,8 @@ class GossipOptimizer(Wrapper):
                 loss = closure()
         check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
         self.meter.count_dense(self.model.z.numel(), self.transport.size)
+        self._begin_step()  # collective in the first step: before what may raise an error on some ranks only
         step = self.inner.step if self._has_finite_gradients() else _no_step
-        self._begin_step()
         self._timed("step", lambda: self.gossip.update(step, float(self.param_groups[0]["lr"])))
         return loss
 
