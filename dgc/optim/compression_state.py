@@ -129,16 +129,16 @@ class HasCompression:
             methods[name].load_state_dict(state[name])
         self._steps, self._compares_steps = self._steps if step is None else step, True
 
-
-def _division(part: ErrorStatePart | None, allow_other_rank: bool) -> Any:
-    """What a state must have in common with the rank that loads it, of the division of a machine's error state."""
-    return part["tensors"] if part is not None and allow_other_rank else part
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: save state_dict() and, on each rank, "
             "compression_state_dict(), and load them into a new one"
         )
+
+
+def _division(part: ErrorStatePart | None, allow_other_rank: bool) -> Any:
+    """What a state must have in common with the rank that loads it, of the division of a machine's error state."""
+    return part["tensors"] if part is not None and allow_other_rank else part
 
 
 def _describe(part: ErrorStatePart | None) -> str:
