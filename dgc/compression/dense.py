@@ -15,6 +15,7 @@ from dgc.compression.envelope import envelope_of
 from dgc.compression.finite import check_mean, probe
 from dgc.compression.protocol import Compressor, DenseResult, Result, StatelessCompressor
 from dgc.memory.clip import Clipping
+from dgc.wire.sealed import no_segments
 
 
 class DenseCompressor(StatelessCompressor):
@@ -46,10 +47,10 @@ class BF16Compressor(StatelessCompressor):
 
     def reduce(self, bucket: Bucket) -> Conversation[Result]:
         own = probe(bucket.flat)
-        bounds = torch.tensor([0, bucket.numel], dtype=torch.int64, device=bucket.device)
+        none, bounds = no_segments(bucket.device)  # the mean shows what is not finite
         envelope = envelope_of(bucket, bounds, 0.5, "BF16Compressor")
         codes = bucket.flat.to(torch.bfloat16).view(torch.uint8)
-        payloads, _ = yield from envelope.gather(codes, bounds[-1])  # the mean shows what is not finite
+        payloads, _ = yield from envelope.gather(codes, none)
         total = torch.zeros_like(bucket.flat, dtype=torch.float32)
         for payload in payloads:
             total += payload.view(torch.bfloat16)

@@ -19,7 +19,7 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation, Op, read
 from dgc.kernels.codec.protocol import Terms
-from dgc.wire.sealed import open_sealed, seal, seal_each
+from dgc.wire.sealed import no_segments, open_sealed, seal, seal_each
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ def seal_numbers(numbers: Sequence[int], device: torch.device) -> UInt8[Tensor, 
     """Return a sealed payload of a few whole numbers."""
     envelope = _envelope_of_numbers("numbers", len(numbers), device)
     codes = torch.tensor(numbers, dtype=torch.int64, device=device).view(torch.uint8)
-    return envelope.seal(codes, envelope.bounds[-1])
+    return envelope.seal(codes, no_segments(device)[0])
 
 
 def open_numbers(what: str, payloads: Sequence[Tensor], count: int) -> Conversation[list[list[int]]]:
@@ -95,4 +95,4 @@ def open_numbers(what: str, payloads: Sequence[Tensor], count: int) -> Conversat
 
 
 def _envelope_of_numbers(what: str, count: int, device: torch.device) -> Envelope:
-    return Envelope(what, torch.tensor([0, 1], dtype=torch.int64, device=device), Terms(1.0, count))
+    return Envelope(what, no_segments(device)[1], Terms(1.0, count))

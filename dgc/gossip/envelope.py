@@ -6,14 +6,13 @@ Bytes of a message: 24 and its content, rounded up to a multiple of 8.
 from collections.abc import Mapping
 from zlib import crc32
 
-import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
 from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
-from dgc.wire.sealed import Opened, open_sealed, seal_, sealed_bytes
+from dgc.wire.sealed import Opened, no_segments, open_sealed, seal_, sealed_bytes
 
 Payload = UInt8[Tensor, "total"]
 
@@ -38,8 +37,7 @@ def message_of(tensor: Tensor) -> Payload:
 
 def write_header_(payload: Payload, what: str) -> None:
     """Seal a message. what: its kind, the same for sender and receiver."""
-    ends = torch.tensor([0, 1], dtype=torch.int64, device=payload.device)
-    seal_(kernels.of(payload).codec, payload, ends[1], ends, _terms(what))
+    seal_(kernels.of(payload).codec, payload, *no_segments(payload.device), _terms(what))
 
 
 def opened(payload: Payload, nbytes: int, what: str, source: int) -> Opened:

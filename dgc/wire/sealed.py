@@ -7,9 +7,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
@@ -64,9 +65,22 @@ def seal_(
     terms: Terms,
 ) -> None:
     """Write the header into a buffer that has the codes and is zero elsewhere."""
-    none = torch.zeros((), dtype=torch.int32, device=payload.device)
-    one = torch.ones((), dtype=torch.float32, device=payload.device)
+    none, one = _count_and_scale(payload.device)
     codec.seal_(payload, none, first_nonfinite, bounds, one, terms)
+
+
+# Numbers of the host wait for a GPU when they are copied to it: these are copied once.
+@cache
+def no_segments(device: torch.device) -> tuple[Int64[Tensor, ""], Int64[Tensor, "2"]]:
+    """Return `first_nonfinite` and `bounds` of what has no gradient. Do not change them in place."""
+    bounds = torch.tensor([0, 1], dtype=torch.int64, device=device)
+    return bounds[1], bounds
+
+
+@cache
+def _count_and_scale(device: torch.device) -> tuple[Int32[Tensor, ""], Float32[Tensor, ""]]:
+    none = torch.tensor(0, dtype=torch.int32, device=device)
+    return none, torch.tensor(1.0, dtype=torch.float32, device=device)
 
 
 def unseal(

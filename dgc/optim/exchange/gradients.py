@@ -142,10 +142,10 @@ class GradientExchange:
                 )
 
     def _start(self, b: int) -> None:
-        if not self.in_flight:
-            self._begin_step()
         plan = self.planned[b]
         self._check_unchanged(plan)
+        if not self.in_flight:
+            self._begin_step()
         self.meter.count_dense(plan.bucket.numel, self._transport.size)
         with torch.no_grad(), self._side_stream(b).after_caller():
             if self._loss_scale.enabled:
