@@ -74,6 +74,12 @@ def test_moments(kernels: Any) -> None:
             assert torch.equal(found.largest.double(), largest)
 
 
+def test_moments_of_no_segment(kernels: Any) -> None:
+    """A rank that serves no part of a small bucket has none."""
+    found = kernels.moments(torch.empty(0, dtype=torch.float32), torch.tensor([0]))
+    assert [x.shape for x in vars(found).values()] == [(0,)] * 4
+
+
 def test_tail(kernels: Any) -> None:
     """A lower bound of 0 leaves out zeros alone; one that is the magnitude of an element lets it through."""
     for n in SIZES:

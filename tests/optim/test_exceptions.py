@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim.nets import dgc, dgc_sgd, loss_of, net, run, same, train, values, wrap
+from optim.nets import alone, dgc, dgc_sgd, loss_of, net, run, same, train, values, wrap
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, SparseCompressor
@@ -69,6 +69,22 @@ def test_after_a_bucket_has_started_the_step_must_be_finished_as_on_the_other_ra
         train(model, optimizer, range(4, 6), transport.rank)
 
     run(2, body)
+
+
+def test_a_step_that_is_refused_before_it_begins_does_not_count() -> None:
+    model = net()
+    optimizer = wrap(model, alone())
+
+    def change(p: Any) -> None:
+        p.grad.mul_(2)
+
+    hooks = [p.register_post_accumulate_grad_hook(change) for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="changed between backward"):
+        loss_of(model, 0).backward()
+    for hook in hooks:
+        hook.remove()
+    train(model, optimizer, [0])
+    assert optimizer.compression_state_dict()["identity"]["step"] == 1
 
 
 class FailingCompressor(DenseCompressor):

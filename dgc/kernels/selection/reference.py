@@ -82,6 +82,9 @@ class Reference:
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
         parts = segments_of(v, bounds)
         wide = [part.double() for part in parts]
+        if not parts:
+            none = torch.empty(0, dtype=torch.float64, device=v.device)
+            return Moments(none, none, none, none.float())
         return Moments(
             sums=torch.stack([part.sum() for part in wide]),
             magnitudes=torch.stack([part.abs().sum() for part in wide]),
