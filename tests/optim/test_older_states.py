@@ -1,8 +1,8 @@
 """States that an earlier version saved load, and training continues as it did there.
 
-older_states.pt.xz has, by case, the states of two ranks after 3 steps, and the models 3 steps later. The states have
-no identity, and one number of steps for all parameters. To write such a file for another version, call `write` in its
-checkout.
+older_states.pt.xz has, by case, the states of two ranks after 3 steps, and the models 3 steps later. The states
+have no identity, and one number of steps for all parameters. To write such a file for another version, call
+`write` in its checkout.
 """
 
 import copy
