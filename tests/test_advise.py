@@ -12,6 +12,7 @@ import torch
 from cases import case
 
 from dgc.comm import AllGather, Request
+from dgc.comm.collectives import with_checksum
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Group
 from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
@@ -175,7 +176,7 @@ def test_gossip_sends_a_model_to_one_neighbour(no_type_checks: None) -> None:
             found = measure_candidate(method, load([CNN, *method.files]), workload, size, local_size, 1)
             (messages,) = found.traffic.buckets
             assert [message.kind for message in messages] == ["Exchange"] and found.ready == (1.0,)
-            assert messages[0].peers == 1 and 0 <= messages[0].payload - width * elements <= 16
+            assert messages[0].peers == 1 and 0 <= messages[0].payload - width * elements <= 40
             assert messages[0].awaited == messages[0].payload
             assert found.compute.encode > 0 and found.compute.decode > 0
     assert all(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
@@ -288,7 +289,8 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
     given = ["--methods", "dense", "fp16", "dgc-fp16-packed", "--json", str(file)]
     assert main(words(*given, "--plot", str(tmp_path / "figure.svg"))) == 0
     out, err = capsys.readouterr()
-    assert err.splitlines() == [f"advise: measuring {name} ({i} of 3)" for i, name in enumerate(given[1:4], 1)]
+    methods = [f"advise: measuring {name} ({i} of 3)" for i, name in enumerate(given[1:4], 1)]
+    assert [line for line in err.splitlines() if line in methods] == methods and "the model" in err.splitlines()[0]
     assert "226,794 parameters" in out and "4 machines of 1 rank: 1e+07 bit/s and 50 us" in out
     assert "Recommended: dgc-fp16-packed" in out
     assert "--configs configs/digits/cnn.py configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/packed.py" in out
@@ -473,7 +475,9 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytes
         def reply(self, request: Request) -> Any:
             found = super().reply(request)
             if isinstance(request, AllGather) and request.tensor.dtype == torch.uint8:
-                found = (found[0], torch.frombuffer(bytearray(pickle.dumps(7)), dtype=torch.uint8))
+                seven = pickle.dumps(7)
+                length = with_checksum(len(seven).to_bytes(8, "little"))
+                found = (found[0], length if request.tensor.numel() == length.numel() else with_checksum(seven))
             return found
 
     with pytest.raises(UsageError, match="as many ranks on each machine, not"):

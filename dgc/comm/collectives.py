@@ -31,9 +31,9 @@ def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = 
     """Return `root`'s object on every rank. The object must support pickle. Collective."""
     data = pickle.dumps(obj) if transport.rank == root else b""
     length = all_reduce(transport, torch.tensor([len(data)], dtype=torch.int64), "max", f"{name}.length").item()
-    payload = _with_checksum(data.ljust(int(length), b"\0"))
+    payload = with_checksum(data.ljust(int(length), b"\0"))
     received = _wait_for(transport, f"dgc.control.{name}", Broadcast(payload, root))
-    return pickle.loads(_checked(received, root, name))
+    return pickle.loads(checked(received, root, name))
 
 
 def all_gather_object(
@@ -41,12 +41,12 @@ def all_gather_object(
 ) -> list[Any]:
     """Return the objects of all ranks, in rank order. They must support pickle. Collective on the lane."""
     data = pickle.dumps(obj)
-    own = _with_checksum(len(data).to_bytes(8, "little"))
+    own = with_checksum(len(data).to_bytes(8, "little"))
     found = _wait_for(transport, f"dgc.control.{name}.length", AllGather(own), lane)
-    lengths = [int.from_bytes(_checked(part, rank, name), "little") for rank, part in enumerate(found)]
-    payload = _with_checksum(data.ljust(max(lengths), b"\0"))
+    lengths = [int.from_bytes(checked(part, rank, name), "little") for rank, part in enumerate(found)]
+    payload = with_checksum(data.ljust(max(lengths), b"\0"))
     gathered = _wait_for(transport, f"dgc.control.{name}", AllGather(payload), lane)
-    return [pickle.loads(_checked(part, rank, name)[: lengths[rank]]) for rank, part in enumerate(gathered)]
+    return [pickle.loads(checked(part, rank, name)[: lengths[rank]]) for rank, part in enumerate(gathered)]
 
 
 def barrier(transport: Transport, name: str = "barrier") -> None:
@@ -89,12 +89,17 @@ def find_machine_rank(transport: Transport, what: str) -> MachineRank:
     return MachineRank(transport.group_rank("cross"), across, transport.group_rank("local"), here)
 
 
-def _with_checksum(data: bytes) -> Tensor:
+def with_checksum(data: bytes) -> Tensor:
+    """Return a message of the data, which `checked` opens."""
     return torch.frombuffer(bytearray(data + crc32(data).to_bytes(CRC_BYTES, "little")), dtype=torch.uint8)
 
 
-def _checked(payload: Tensor, rank: int, name: str) -> bytes:
-    """The bytes before the checksum."""
+def checked(payload: Tensor, rank: int, name: str) -> bytes:
+    """Return the data of a message of `with_checksum`.
+
+    Raises:
+        RuntimeError: It has changed. The error names the rank that has sent it, and the message.
+    """
     payload = payload.contiguous()
     whole = ctypes.string_at(payload.data_ptr(), payload.numel())
     data, checksum = whole[:-CRC_BYTES], whole[-CRC_BYTES:]

@@ -16,8 +16,8 @@
 
 import inspect
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
@@ -30,7 +30,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from dgc.comm.collectives import all_gather_object, all_reduce
+from dgc.comm.collectives import all_gather_object, all_reduce, checked, with_checksum
+from dgc.comm.ordered import Intact
 from dgc.comm.requests import AllGather, as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
 
@@ -39,6 +40,7 @@ QUALIFIED = (type, FunctionType, BuiltinFunctionType)
 PER_RANK = (torch.Generator, torch.nn.Module, torch.optim.Optimizer, Transport)
 ABSENT = "missing"
 MAX_IN_FLIGHT = 64  # exchanges of all optimizers of a transport
+DIGEST = struct.Struct("<II")  # crc32 of the optimizer and of the settings
 
 
 def describe(**settings: object) -> dict[str, str]:
@@ -122,34 +124,20 @@ class Agreement:
         self._sequence.optimizers[self._optimizer] = optimizer
         self._own: dict[str, str] = {}
         self._flight: Any = None
-        self._failure: str | None = None
+        self._intact = Intact()
 
-    @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """Context of all that begins, continues or ends an exchange. After an error it refuses further use.
-
-        Raises:
-            RuntimeError: It had an error before.
-        """
-        if self._failure is not None:
-            raise RuntimeError(
-                f"{self._what} failed before, and its messages may still be under way: resume the run from its "
-                f"last checkpoint. The error was: {self._failure}"
-            )
-        try:
-            yield
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            raise
+    def exchange(self) -> Intact:
+        """Context of all that begins, continues or ends an exchange. After an error it refuses further use."""
+        return self._intact
 
     def begin(self, **settings: object) -> None:
-        """Send a digest of the settings of this rank, 16 bytes that are not metered."""
+        """Send a digest of the settings of this rank, 12 bytes with their checksum, which are not metered."""
         self._own = describe(**settings)
-        digest = torch.tensor([self._optimizer, crc32(repr(self._own).encode())], dtype=torch.int64)
+        digest = DIGEST.pack(self._optimizer, crc32(repr(self._own).encode()))
         # Horovod negotiates each new name, and refuses a name that is in flight
         name = f"dgc.agreement.{self._sequence.exchanges % MAX_IN_FLIGHT}"
         self._sequence.exchanges += 1
-        self._flight = self._transport.launch(name, (AllGather(digest),))
+        self._flight = self._transport.launch(name, (AllGather(with_checksum(digest)),))
         self._sequence.pending.append(self)
 
     def end(self) -> None:
@@ -164,7 +152,8 @@ class Agreement:
     def _compare(self) -> None:
         with self.exchange():
             (replies,) = self._transport.wait(self._flight)
-            digests, cure = [reply.tolist() for reply in replies], f"in {self._what}, {self._cure}"
+            cure = f"in {self._what}, {self._cure}"
+            digests = [DIGEST.unpack(checked(reply, rank, "a digest")) for rank, reply in enumerate(replies)]
             # no further message: ranks that step other optimizers may not expect it
             optimizers = self._sequence.optimizers
             _raise_first_difference([{"optimizer": optimizers.get(crc, "unknown")} for crc, _ in digests], cure)

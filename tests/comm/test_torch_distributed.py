@@ -144,7 +144,7 @@ def test_a_message_during_the_shutdown_of_python_does_no_harm(tmp_path: Path) ->
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, rank], **pipes) for rank in "01"]
     try:
-        ends = [rank.communicate(timeout=60) for rank in ranks]
+        ends = [rank.communicate(timeout=patient(60)) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from environment import patient
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from dgc_training.launcher import print_error
@@ -29,4 +30,4 @@ def test_torchrun_lists_no_rank_that_it_ends(monkeypatch: pytest.MonkeyPatch) ->
     with subprocess.Popen([sys.executable, "-c", RANKS], stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == "waits\n"
         rank.send_signal(signal.SIGTERM)
-        assert rank.wait(60) == 0
+        assert rank.wait(patient(60)) == 0

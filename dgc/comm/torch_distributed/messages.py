@@ -103,7 +103,7 @@ class MessageGroup:
         if self.size > 1:
             # Gloo closes them when any message times out, and has no other call for it
             with suppress(RuntimeError):
-                receive = group.recv([torch.empty(1)], (self.rank + 1) % self.size, 0)
+                receive = group.recv([torch.empty(1, dtype=torch.uint8)], (self.rank + 1) % self.size, 0)
                 receive.wait(timedelta(milliseconds=1))
         return group
 
