@@ -147,14 +147,14 @@ class DDPExchange(CountsEpochs):
     def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
         with torch.no_grad():  # DDP's reducer holds a lock
-            buffer = bucket.buffer()
-            if bucket.index() == 0:
+            buffer, parameters = bucket.buffer(), bucket.parameters()
+            # not bucket.index() == 0, which static_graph does not give first in its first step
+            if not self._buffers or parameters[0] in self._views:
                 self._begin()
             devices: Any = [buffer.device] if buffer.is_cuda else None
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
             self._buffers.append((future, buffer))
             # not bucket.gradients(), which are wrong for complex parameters: DDP stores pairs of real numbers
-            parameters = bucket.parameters()
             sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
             for p, gradient in zip(parameters, buffer.split(sizes), strict=True):
                 b, i = self._slots[p]
