@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from dgc.arguments import checked
 from dgc.comm.collectives import all_gather_object, all_reduce
 from dgc.comm.transport import Transport
 
@@ -27,6 +28,7 @@ class ErrorStatePart(TypedDict):
     others: list[str]  # names of those that other ranks of the machine have
 
 
+@checked
 @dataclass(frozen=True)
 class Identity:
     """Whose state it is. All values are plain, so that `torch.load(weights_only=True)` reads them.
@@ -57,6 +59,12 @@ def identified(state: Mapping[str, Any], identity: Identity) -> dict[str, Any]:
     return {**state, KEY: asdict(identity)}
 
 
+def check_is_state(state: Any) -> None:
+    """Raise ValueError for what is no state at all."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state must be what compression_state_dict() returned, not {state!r}")
+
+
 def identity_of(state: Mapping[str, Any]) -> Identity | None:
     """Return the identity of a state. None: it was saved without one.
 
@@ -68,7 +76,7 @@ def identity_of(state: Mapping[str, Any]) -> Identity | None:
         return None
     try:
         return Identity(**saved)
-    except TypeError:
+    except (TypeError, ValueError):
         raise ValueError(f"{KEY} of the state is damaged: {saved!r}") from None
 
 
@@ -88,6 +96,7 @@ def verified(
     Raises:
         ValueError: The state belongs elsewhere. The message names whose it is, and the cures.
     """
+    check_is_state(state)
     identity = identity_of(state)
     content = {name: value for name, value in state.items() if name != KEY}
     if identity is None:

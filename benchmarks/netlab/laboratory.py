@@ -29,7 +29,7 @@ from typing import IO
 from benchmarks.netlab.locks import lock, try_lock
 from benchmarks.netlab.rates import parse_latency, parse_rate
 from benchmarks.netlab.sigterm import RaisedSigterm
-from dgc.compression.arguments import WHOLE, require
+from dgc.arguments import WHOLE, require
 
 LOCKS = Path("/run/dgc-netlab")
 PREFIX = "dgclab"

@@ -1,7 +1,7 @@
 """Base class of compressors with a dense result: error feedback, seeds, and undo of dropped steps.
 
-    v = g + e                 e: residual of earlier steps. NaN and TOO_LARGE in g count as zero and are flagged.
-    (mean, e) = exchange(v)   mean over ranks of the sent values, and this rank's new residual
+v = g + e                 e: residual of earlier steps. NaN and TOO_LARGE in g count as zero and are flagged.
+(mean, e) = exchange(v)   mean over ranks of the sent values, and this rank's new residual
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +14,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
@@ -31,6 +32,7 @@ def place_of_mean(bucket: Bucket) -> Float32[Tensor, "n"]:
     return torch.empty(bucket.numel, dtype=torch.float32, device=bucket.device)
 
 
+@checked
 class ErrorFeedbackCompressor(ABC):
     """Base class of compressors with a dense result.
 

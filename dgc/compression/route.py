@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import inf
 
+from dgc.arguments import checked
 from dgc.bucket import Segment
 from dgc.compression.dense import average_alike
 from dgc.compression.protocol import Compressor, uses_point_to_point
 
 
+@checked
 @dataclass(frozen=True)
 class Rule:
     """Matches parameters by name, number of dimensions and number of elements.
@@ -36,6 +38,7 @@ class Rule:
         )
 
 
+@checked
 class Route:
     """Chooses compressors by rules in order. Tensors that a compressor does not accept go to its own fallback.
 
@@ -55,6 +58,9 @@ class Route:
     def __init__(self, rules: Sequence[Rule]):
         if not rules:
             raise ValueError("a Route needs at least one Rule")
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise ValueError(f"rules must have a Rule(compressor) for each compressor, not {rule!r}")
         self.rules = tuple(rules)
         self._chosen: list[Compressor] = []
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dgc.compression.arguments import NUMBER, WHOLE, require
+from dgc.arguments import NUMBER, WHOLE, require
 
 
 @dataclass(frozen=True)

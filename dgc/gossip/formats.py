@@ -16,6 +16,7 @@ from jaxtyping import Float32, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import checked
 from dgc.comm.requests import as_bytes
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -67,6 +68,7 @@ class FP32Message:
         return section.view(torch.float32)
 
 
+@checked
 @dataclass(frozen=True)
 class HalfPrecisionMessage:
     """16-bit messages with one scale.
@@ -102,6 +104,7 @@ class HalfPrecisionMessage:
         return section[FP32:].clone().view(HALF_DTYPES[self.dtype]).float() * scale
 
 
+@checked
 @dataclass(frozen=True)
 class Int8Message:
     """8-bit messages with one scale per block.

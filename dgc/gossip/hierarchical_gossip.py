@@ -34,6 +34,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.comm.collectives import find_machine_rank
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
@@ -46,6 +47,7 @@ from dgc.gossip.pushsum.sgp import SGP
 from dgc.memory.state import check_tensor
 
 
+@checked
 class HierarchicalGossip:
     """Gossip between machines, with all-reduce inside each machine (arXiv 1811.10792, section 5).
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.kernels import PassInputs, SparseVector
@@ -29,6 +30,7 @@ from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import DeferredUpdate, FlatState, Snapshots, load_parts, parts_of
 
 
+@checked
 class DGCSGDMemory:
     """Error feedback with momentum correction and momentum factor masking (Lin et al. 2018, Algorithm 1).
 

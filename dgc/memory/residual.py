@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.kernels import PassInputs, SparseVector
@@ -19,6 +20,7 @@ from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import DeferredUpdate, FlatState, Snapshots, load_parts, parts_of
 
 
+@checked
 class ResidualMemory:
     """Error feedback without momentum (Mem-SGD, Stich et al. 2018): the unsent rest is added to the next gradient.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgc.comm.transport import Transport
 from dgc.identity import ErrorStatePart as ErrorStatePart
-from dgc.identity import Identity, compare_steps, identified, verified
+from dgc.identity import Identity, check_is_state, compare_steps, identified, verified
 from dgc.optim.epochs import EpochCount
 
 
@@ -169,6 +169,7 @@ class CountsEpochs(HasCompression):
         return {**super().compression_state_dict(), **self._epochs.state_dict()}
 
     def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
+        check_is_state(state)
         epochs = state.get("epochs")
         self._epochs.check(epochs)
         rest = {name: part for name, part in state.items() if name != "epochs"}

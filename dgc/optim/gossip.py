@@ -20,6 +20,7 @@ from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel, local
 from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
+from dgc.identity import check_is_state
 from dgc.optim.agreement import check_settings, first_difference
 from dgc.optim.options import check_no_unfrozen, check_optimizer_state, name_parameters, unique_prefix
 from dgc.optim.wrapper import Wrapper
@@ -234,6 +235,7 @@ class GossipOptimizer(Wrapper):
         return {**super().compression_state_dict(), "optimizer": self.inner.state_dict()}
 
     def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
+        check_is_state(state)
         algorithm = dict(state)
         if "optimizer" not in algorithm:
             raise ValueError("the state is not that of a GossipOptimizer: it has no optimizer state of this rank")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from torch.optim import Optimizer
 
-from dgc.compression.arguments import NOTHING, NUMBER, WHOLE, require
+from dgc.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.gossip.protocol import Gossip

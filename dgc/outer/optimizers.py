@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from dgc.compression.arguments import NUMBER, require
+from dgc.arguments import NUMBER, require
 
 # Makes the optimizer of z0. Each parameter group has the inner optimizer's learning rate as `inner_lr`. If the
 # optimizer has a default of it, ranks must have the same learning rate in the step of an exchange.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
 
-from dgc.compression.arguments import NUMBER, WHOLE, require
+from dgc.arguments import NUMBER, WHOLE, require
 
 OuterSchedule: TypeAlias = Callable[[int], float]
 
@@ -40,9 +40,7 @@ class Ramp:
         require("a whole number of at least 1", WHOLE, least=1, steps=self.steps)
         require("a number", NUMBER, first=self.first, last=self.last)
         if not 0 < self.first < inf or not 0 < self.last < inf:
-            raise ValueError(
-                f"Ramp needs first and last above 0 and finite, not {self.first} and {self.last}"
-            )
+            raise ValueError(f"Ramp needs first and last above 0 and finite, not {self.first} and {self.last}")
 
     def __call__(self, step: int) -> float:
         return self.first + (self.last - self.first) * min(1.0, step / self.steps)

@@ -1,14 +1,14 @@
 """The steps in which 0/1 Adam communicates (Lu et al. 2022, arXiv 2202.06009), as DeepSpeed's options choose them.
 
-    T_v     F = var_freeze_step, kappa = var_update_scaler:
-            k_0 = 0,  k_(j+1) = k_j + 2**(j // kappa),  all k_j < F
-    T_u     every step before F; then the gap H is 1 for local_step_scaler steps, 2 for as many, 4, ..,
-            and at most local_step_clipper
+T_v     F = var_freeze_step, kappa = var_update_scaler:
+        k_0 = 0,  k_(j+1) = k_j + 2**(j // kappa),  all k_j < F
+T_u     every step before F; then the gap H is 1 for local_step_scaler steps, 2 for as many, 4, ..,
+        and at most local_step_clipper
 """
 
 from dataclasses import asdict, dataclass
 
-from dgc.compression.arguments import WHOLE, require
+from dgc.arguments import WHOLE, require
 
 
 @dataclass(frozen=True)

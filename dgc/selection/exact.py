@@ -25,11 +25,13 @@ from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import checked
 from dgc.kernels import Budget, PassInputs, SparseVector
 from dgc.selection.plan import Plan
 from dgc.selection.selector import Selector, SelectorResult
 
 
+@checked
 @dataclass(frozen=True)
 class Exact(Selector):
     """Exact top-k by magnitude, in a separate pass after u and v are updated.
@@ -48,6 +50,7 @@ class Exact(Selector):
         return kernels.of(v).selection.select(v, self.budget(plan)).elements
 
 
+@checked
 @dataclass(frozen=True)
 class Radix(Exact):
     """Exact top-k by magnitude, by radix digits: the baseline of studies of selection. `Exact` chooses the same in
@@ -61,6 +64,7 @@ class Radix(Exact):
         return kernels.of(v).selection.radix_select(v, self.budget(plan))
 
 
+@checked
 @dataclass(frozen=True)
 class Histogram(Exact):
     """Exact top-k by magnitude, from a histogram of the bits of |v| and without history.
@@ -74,6 +78,7 @@ class Histogram(Exact):
         return SelectorResult(chosen.elements, chosen.first_nonfinite)
 
 
+@checked
 @dataclass(frozen=True)
 class Predicted(Exact):
     """Exact top-k by magnitude, with a lower bound predicted from the last two thresholds. The default of

@@ -17,11 +17,13 @@ from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import checked
 from dgc.kernels import PassInputs, SparseVector
 from dgc.selection.plan import Plan
 from dgc.selection.selector import Selector, SelectorResult
 
 
+@checked
 @dataclass(frozen=True)
 class TopKPerChunk(Selector):
     """Exact top-k by magnitude of each chunk of a tensor (SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706).

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.kernels.codec.mean import IndexKind
 from dgc.kernels.codec.protocol import Codec, PackedCode, RiceCode
 from dgc.kernels.selection.protocol import SparseVector
@@ -116,6 +117,7 @@ class RiceSection:
         return codec.rice_decode(section, count, self.code)
 
 
+@checked
 @dataclass(frozen=True)
 class PlainIndices:
     """Indices within the bucket, not compressed.

@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.kernels.codec.mean import WORDS
 from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
 from dgc.kernels.selection.protocol import Budget, SparseVector
@@ -81,6 +82,7 @@ class Layout:
     nbytes: int
 
 
+@checked
 @dataclass(frozen=True)
 class SparseFormat:
     """Payload format of a sparse selection.

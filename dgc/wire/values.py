@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.kernels.codec.mean import ValueKind
 from dgc.kernels.codec.protocol import Codec, Header
 from dgc.kernels.selection.protocol import SparseVector
@@ -69,6 +70,7 @@ class ValueFormat(Protocol):
         ...
 
 
+@checked
 @dataclass(frozen=True)
 class CastValues:
     """Values cast to a floating-point type.

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.dense import DenseCompressor
@@ -69,6 +70,7 @@ class _Step:
     largest: list[float] = field(default_factory=list)
 
 
+@checked
 class PowerSGDCompressor:
     """PowerSGD with error feedback (Vogels et al. 2019, arXiv 1905.13727; 2020, arXiv 2008.01425, Algorithm 2).
 

@@ -21,10 +21,12 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.compression.all_gather import AllGatherCompressor, Codes
 
 
+@checked
 class SVDCompressor(AllGatherCompressor):
     """The best approximation of rank r, by singular value decomposition (Vogels et al. 2019, arXiv 1905.13727).
 
@@ -103,6 +105,7 @@ class SVDCompressor(AllGatherCompressor):
             at += (n + m) * r
 
 
+@checked
 class AtomoCompressor(SVDCompressor):
     """Unbiased low-rank gradients by random choice of singular vectors (Wang et al. 2018, arXiv 1806.04090,
     Algorithm 1).

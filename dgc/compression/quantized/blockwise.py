@@ -9,10 +9,12 @@ feedback compensates for the difference.
 from jaxtyping import Int64
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.compression.quantized.uniform import UniformCompressor
 from dgc.kernels import Moments
 
 
+@checked
 class BlockwiseCompressor(UniformCompressor):
     """Block-wise quantization (Dettmers et al. 2022, arXiv 2110.02861, section 2.1).
 

@@ -15,10 +15,12 @@ from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.compression.all_gather import AllGatherCompressor, Codes
 
 
+@checked
 class NaturalCompressor(AllGatherCompressor):
     """Natural compression: rounding to powers of two (Horvath et al. 2019, arXiv 1905.10988, section 2).
 

@@ -19,10 +19,12 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
 
 
+@checked
 class OneBitCompressor(AllGatherCompressor):
     """1-bit SGD: each row is quantized to two means (Seide et al., Interspeech 2014).
 

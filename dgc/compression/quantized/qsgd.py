@@ -13,12 +13,14 @@ in the paper's experiments.
 from jaxtyping import Int64
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.compression.quantized.uniform import UniformCompressor
 from dgc.kernels import Moments
 
 NORMS = ("l2", "max")
 
 
+@checked
 class QSGDCompressor(UniformCompressor):
     """Stochastic quantization (Alistarh et al. 2017, arXiv 1610.02132, section 3.1).
 

@@ -20,10 +20,12 @@ from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
 
 
+@checked
 class SignSGDCompressor(AllGatherCompressor):
     """signSGD and Signum with majority vote (Bernstein et al. 2018, arXiv 1802.04434; 2019, arXiv 1810.05291).
 

@@ -12,10 +12,12 @@ is kept as well.
 from jaxtyping import Int64
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.compression.quantized.uniform import UniformCompressor
 from dgc.kernels import Moments
 
 
+@checked
 class TernGradCompressor(UniformCompressor):
     """Ternary gradients (Wen et al. 2017, arXiv 1705.07878, Algorithm 1 and section 3.3).
 

@@ -36,6 +36,7 @@ from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
@@ -44,6 +45,7 @@ WIRES = ("auto", "gather", "scatter", "server")
 WORD = 4
 
 
+@checked
 class ThresholdCompressor(ErrorFeedbackCompressor):
     """Threshold quantization with error feedback, as defined by MXNet's key-value store.
 

@@ -30,9 +30,9 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import WHOLE, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation, read
-from dgc.compression.arguments import WHOLE, require
 from dgc.compression.finite import first_nonfinite_message, probe, sparse_overflow_message
 from dgc.compression.protocol import DenseResult, Result, SparseResult
 from dgc.compression.sparse.sparse import SparseCompressor, Step

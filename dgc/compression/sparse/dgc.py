@@ -16,7 +16,7 @@ v. Sums are taken in rank order, so that replicas stay equal bit for bit.
 import warnings
 from collections.abc import Sequence
 
-from dgc.compression.arguments import FLAG, NOTHING, NUMBER, WHOLE, require
+from dgc.arguments import FLAG, NOTHING, NUMBER, WHOLE, require
 from dgc.compression.sparse.sparse import SparseCompressor
 from dgc.memory import Memory
 from dgc.selection import Exact, Sampled, Selector

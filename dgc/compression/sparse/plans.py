@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from dgc.arguments import NOTHING, NUMBER, require
 from dgc.bucket import Bucket
-from dgc.compression.arguments import NOTHING, NUMBER, require
 from dgc.selection import Plan, plan_selection
 
 VECTORS = ("dense", "sparse")

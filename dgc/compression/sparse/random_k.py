@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.error_feedback import ErrorFeedbackCompressor
@@ -29,6 +30,7 @@ from dgc.selection.plan import share
 from dgc.wire import CastValues
 
 
+@checked
 class RandomKCompressor(ErrorFeedbackCompressor):
     """Random-k sparsification with a shared seed (Stich et al. 2018, arXiv 1809.07599).
 

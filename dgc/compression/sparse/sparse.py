@@ -28,10 +28,10 @@ from zlib import crc32
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
-from dgc.compression.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.compression.envelope import Envelope
 from dgc.compression.finite import first_nonfinite_message, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result

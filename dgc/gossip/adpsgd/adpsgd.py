@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.comm.channel import Channel, open_channel
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
@@ -37,6 +38,7 @@ from dgc.gossip.topology.topology import Graph, build_topology
 from dgc.memory.state import check_tensor
 
 
+@checked
 class ADPSGD:
     """AD-PSGD: asynchronous averaging of pairs of ranks (Lian et al. 2018, arXiv 1710.06952, Algorithm 1).
 

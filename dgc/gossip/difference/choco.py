@@ -26,6 +26,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
 from dgc.gossip.difference.base import DifferenceGossip
@@ -44,6 +45,7 @@ def digest(topology: Topology, mixing: Mixing) -> int:
     return crc32(repr([sorted(mixing(topology, rank, 0).items()) for rank in range(topology.size)]).encode())
 
 
+@checked
 class CHOCO(DifferenceGossip):
     """CHOCO-SGD (Koloskova et al. 2019, arXiv 1902.00340, Algorithm 2; 2020, arXiv 1907.09356).
 

@@ -19,6 +19,7 @@ from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import checked
 from dgc.bucket import Segment
 from dgc.comm.requests import as_bytes
 from dgc.gossip.envelope import message_of, opened, write_header_
@@ -62,6 +63,7 @@ class Quantizer(Protocol):
     def plan(self, segments: Sequence[Segment], device: torch.device) -> Coder: ...
 
 
+@checked
 @dataclass(frozen=True)
 class TopK:
     """Top-k by magnitude in each tensor.

@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation
 from dgc.gossip.difference.base import DifferenceGossip
@@ -95,6 +96,7 @@ def all_peers(topology: Topology | None) -> list[set[int]]:
     return [{peer for t in rounds for peer in topology.in_peers(rank, t)} for rank in range(topology.size)]
 
 
+@checked
 class PowerGossip(DifferenceGossip):
     """Low-rank gossip with differences of models (Vogels et al. 2020, arXiv 2008.01425).
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dgc.arguments import checked
 from dgc.gossip.formats import Message
 from dgc.gossip.pushsum.sgp import SGP
 from dgc.gossip.topology.mixing import Mixing, uniform
@@ -23,6 +24,7 @@ from dgc.gossip.topology.sgp_graphs import n_peer_exponential
 from dgc.gossip.topology.topology import Graph
 
 
+@checked
 class OSGP(SGP):
     """Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2).
 

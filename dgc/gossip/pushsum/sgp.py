@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.comm.collectives import all_reduce
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
@@ -40,6 +41,7 @@ from dgc.gossip.topology.topology import Graph, Topology, build_topology
 POLL_INTERVAL = 5e-4  # seconds
 
 
+@checked
 class SGP(WeightedModel):
     """Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 1).
 

@@ -4,6 +4,7 @@ Odd ranks initiate an average and wait for the reply. Even ranks only reply. Ran
 another in a cycle (Lian, Zhang, Zhang, Liu: AD-PSGD, ICML 2018, arXiv 1710.06952).
 """
 
+from dgc.arguments import checked
 from dgc.gossip.topology.topology import Peers, Topology
 
 CURE = (
@@ -12,6 +13,7 @@ CURE = (
 )
 
 
+@checked
 def bipartite_complete(size: int) -> Topology:
     """Every odd rank with every even one in turn: in round t the i-th odd with the (i + t)-th even rank.
 

@@ -4,10 +4,12 @@ import random
 from collections.abc import Sequence
 from math import isqrt
 
+from dgc.arguments import checked
 from dgc.gossip.topology.sgp_graphs import n_peer_exponential, powers, ring
 from dgc.gossip.topology.topology import Peers, Topology, TopologyError
 
 
+@checked
 def full(size: int) -> Topology:
     """Every rank sends to every other rank: the exact mean in one round.
 
@@ -17,6 +19,7 @@ def full(size: int) -> Topology:
     return Topology("full", size, 1, lambda rank, _: (r for r in range(size) if r != rank))
 
 
+@checked
 def two_way_ring(size: int) -> Topology:
     """A ring in which each rank exchanges with both neighbours. With two ranks, there is one neighbour.
 
@@ -29,6 +32,7 @@ def two_way_ring(size: int) -> Topology:
     return ring(size, min(2, size - 1))
 
 
+@checked
 def static_exponential(size: int) -> Topology:
     """Rank r sends to r + 1, r + 2, r + 4, .. in every round (Ying et al. 2021, arXiv 2110.13363).
 
@@ -40,6 +44,7 @@ def static_exponential(size: int) -> Topology:
     )
 
 
+@checked
 def star(size: int, hub: int = 0) -> Topology:
     """Every rank exchanges with the hub, and the hub with every rank.
 
@@ -55,6 +60,7 @@ def star(size: int, hub: int = 0) -> Topology:
     return Topology("star", size, 1, lambda rank, _: (r for r in range(size) if r != rank and hub in (r, rank)))
 
 
+@checked
 def grid(size: int) -> Topology:
     """A rectangle in which each rank exchanges with its neighbours. Opposite sides are not connected.
 
@@ -72,6 +78,7 @@ def grid(size: int) -> Topology:
     return Topology("grid", size, 1, out)
 
 
+@checked
 def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
     """Random pairs, with new pairs in each round. If the number of ranks is odd, one rank has no peer in a round.
 
@@ -93,6 +100,7 @@ def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
     return Topology("random_matching", size, rounds, out, "Try another seed, or more rounds")
 
 
+@checked
 def hierarchical(size: int, local_size: int) -> Topology:
     """Alternates rounds inside machines and between machines.
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.gossip.topology.topology import Topology
 
 Shares = dict[int, float]  # by receiver, including the rank itself
@@ -69,6 +70,7 @@ def mixing_matrix(topology: Topology, mixing: Mixing, round: int) -> Float64[Ten
     return torch.tensor(columns, dtype=torch.float64).T
 
 
+@checked
 def check_mixing(topology: Topology, mixing: Mixing, doubly_stochastic: bool = False) -> None:
     """Validates mixing weights.
 

@@ -24,6 +24,7 @@ in which a rank would send to itself or to one rank twice is rejected.
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
+from dgc.arguments import checked
 from dgc.gossip.topology.topology import Topology, TopologyError, from_schedules
 
 Order = Literal["paper", "later"]
@@ -37,6 +38,7 @@ def powers(base: int, limit: int) -> list[int]:
     return result
 
 
+@checked
 def n_peer_exponential(size: int, peers: int = 1) -> Topology:
     """The n-peer exponential graph of SGP (arXiv 1811.10792), in which each round uses one power of peers + 1.
 
@@ -62,6 +64,7 @@ def n_peer_exponential(size: int, peers: int = 1) -> Topology:
     return from_schedules("n_peer_exponential", schedules, peers, cure=cure)
 
 
+@checked
 def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
     """The exponential graph of SGP (arXiv 1811.10792): offsets +2^i and -2^i in turn.
 
@@ -76,6 +79,7 @@ def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
     return _two_directions("exponential", size, peers, order, powers(2, size - 1), False)
 
 
+@checked
 def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
     """The bipartite exponential graph of SGP (arXiv 1811.10792): offsets +-1, then +-(1 + 2^i).
 
@@ -90,6 +94,7 @@ def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> To
     return _two_directions("bipartite_exponential", size, peers, order, offsets, True)
 
 
+@checked
 def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
     """The linear graph of SGP (arXiv 1811.10792): offsets +i and -i for odd i.
 
@@ -98,6 +103,7 @@ def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
     return _two_directions("linear", size, peers, order, range(1, size, 2), False)
 
 
+@checked
 def bipartite_linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
     """The bipartite linear graph: the offsets of `linear`, between ranks of opposite parity.
 
@@ -106,6 +112,7 @@ def bipartite_linear(size: int, peers: int = 1, order: str = "paper") -> Topolog
     return _two_directions("bipartite_linear", size, peers, order, range(1, size, 2), True)
 
 
+@checked
 def ring(size: int, peers: int = 1) -> Topology:
     """A ring, the same in all rounds.
 

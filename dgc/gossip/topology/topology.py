@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
+from dgc.arguments import checked
+
 Peers = tuple[int, ...]
 
 
@@ -16,6 +18,7 @@ class TopologyError(ValueError):
     """A graph that is not valid for gossip. The message names the fault and a graph that would work."""
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Topology:
     """A communication graph that repeats after `period` rounds.

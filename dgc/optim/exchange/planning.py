@@ -7,10 +7,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dgc.arguments import NUMBER, require
 from dgc.bucket import Bucket, Segment, as_real, lay_out, make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
-from dgc.compression.arguments import NUMBER, require
 from dgc.compression.protocol import Compressor, SparseResult
 from dgc.optim.agreement import first_difference
 from dgc.optim.sgd import SparseUpdate

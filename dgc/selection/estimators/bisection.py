@@ -15,9 +15,11 @@ reach the mean, which is the lower end of the bracket, all elements are candidat
 
 from dataclasses import dataclass
 
+from dgc.arguments import checked
 from dgc.selection.estimators.estimator import Counts, Estimator, Ranges, Thresholds, narrow
 
 
+@checked
 @dataclass(frozen=True)
 class Bisection(Estimator):
     """RedSync's threshold search by bisection (Fang et al. 2019, doi 10.1016/j.jpdc.2019.05.016).

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 
 import torch
 
+from dgc.arguments import checked
 from dgc.selection.estimators.estimator import Counts, Estimator, Ranges, Thresholds
 
 FIRST_DENSITY = 0.25
 
 
+@checked
 @dataclass(frozen=True)
 class Exponential(Estimator):
     """SIDCo with exponential stages (Abdelmoniem et al. 2021, arXiv 2101.10761).

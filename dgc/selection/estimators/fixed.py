@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from dgc.arguments import checked
 from dgc.selection.estimators.estimator import Counts, Estimator, Ranges, Thresholds
 
 
+@checked
 @dataclass(frozen=True)
 class Fixed(Estimator):
     """Selects every element with magnitude at or above a fixed threshold (Dutta et al. 2019, arXiv 1911.08250).

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from dgc.arguments import checked
 from dgc.selection.estimators.estimator import Bracket, Counts, Estimator, Ranges, Thresholds, narrow
 
 
+@checked
 @dataclass(frozen=True)
 class Gaussian(Estimator):
     """Threshold from a fitted normal distribution, GaussianK (Shi et al. 2019, arXiv 1911.08772).

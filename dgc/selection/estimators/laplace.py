@@ -26,12 +26,14 @@ from dataclasses import dataclass
 
 import torch
 
+from dgc.arguments import checked
 from dgc.selection.estimators.estimator import Bracket, Counts, Estimator, Ranges, Thresholds, narrow
 
 STOP = {"redsync": (1.0, 2.0), "tight": (0.8, 1.25), "exact": (1.0, 1.0)}
 METHODS = ("bisection", "secant")
 
 
+@checked
 @dataclass(frozen=True)
 class Laplace(Estimator):
     """Threshold from a fitted Laplace distribution, LDTE-BS (Chen, Liu, Han 2021).

@@ -14,9 +14,11 @@ the mean, all elements are candidates.
 
 from dataclasses import dataclass
 
+from dgc.arguments import checked
 from dgc.selection.estimators.bisection import Bisection
 
 
+@checked
 @dataclass(frozen=True)
 class MSTopk(Bisection):
     """MSTopk, a threshold search by bisection that selects exactly k elements (Shi et al. 2021, arXiv 2010.10458).

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.selection.estimators.estimator import Counts, Estimator, Ranges, Thresholds
 from dgc.selection.plan import share
 
 
+@checked
 @dataclass(frozen=True)
 class Sampled(Estimator):
     """Threshold from a sample, with adaptation and resampling (Lin et al. 2018, arXiv 1712.01887, section 3).

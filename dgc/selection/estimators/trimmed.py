@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from dgc.arguments import checked
 from dgc.selection.estimators.estimator import Counts, Estimator, Ranges, Thresholds
 
 
+@checked
 @dataclass(frozen=True)
 class Trimmed(Estimator):
     """RedSync's trimmed top-k (Fang et al. 2019, doi 10.1016/j.jpdc.2019.05.016).
