@@ -112,6 +112,8 @@ def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:
     Raises:
         ValueError: An element is not a pair of a name and a tensor.
     """
+    if not isinstance(named_parameters, Iterable):
+        raise ValueError(f"named_parameters must be model.named_parameters(), not {named_parameters!r}")
     pairs = list(named_parameters)
     for pair in pairs:
         match pair:

@@ -155,7 +155,14 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.gossip.adpsgd",
         "dgc.gossip.hierarchical_gossip",
     ),
-    "dgc.optim": ("dgc.identity", "dgc.bucket", "dgc.comm", "dgc.comm.connect", "dgc.compression"),
+    "dgc.optim": (
+        "dgc.arguments",
+        "dgc.identity",
+        "dgc.bucket",
+        "dgc.comm",
+        "dgc.comm.connect",
+        "dgc.compression",
+    ),
     "dgc.optim.sgd": ("dgc.bucket", "dgc.kernels.__init__"),
     "dgc.optim.exchange": (
         "dgc.arguments",
@@ -207,6 +214,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.optim.exchange",
     ),
     "dgc.outer.zero_one_steps": (
+        "dgc.arguments",
         "dgc.comm",
         "dgc.compression",
         "dgc.compression.quantized",

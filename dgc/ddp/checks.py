@@ -102,6 +102,8 @@ def momentum_check(
     Raises:
         ValueError: The memory applies momentum, and the optimizer is missing, lacks parameters or applies it too.
     """
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer or None, not {optimizer!r}")
     corrected = [
         (segment.name, p)
         for plan in planned

@@ -27,7 +27,7 @@ from dgc.optim.exchange.planning import PlannedBucket, check_agreement, compress
 from dgc.optim.exchange.scaling import LossScale, is_used
 from dgc.optim.exchange.start_order import StartOrder
 from dgc.optim.exchange.streams import SideStream
-from dgc.optim.options import as_route, check_nonfinite, register_compressors, unique_prefix
+from dgc.optim.options import as_route, check_nonfinite, check_transport, register_compressors, unique_prefix
 
 
 class DDPExchange(CountsEpochs):
@@ -98,6 +98,7 @@ class DDPExchange(CountsEpochs):
         model = check_model(model)
         check_nonfinite(nonfinite, grad_scaler)
         route = as_route(compression)
+        check_transport(transport)
         self.transport = transport or connect(
             "auto" if hierarchical == "auto" else hierarchical in ("on", True), point_to_point=route.point_to_point
         )

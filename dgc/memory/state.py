@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import WHOLE, require
 from dgc.bucket import Bucket
 from dgc.kernels import SparseVector
 
@@ -73,11 +74,19 @@ class StepCounts:
             self[bucket] = largest_count(state, bucket)
 
 
+def check_count(what: str, saved: Any) -> None:
+    """Raise ValueError if a saved count is not a whole number of 0 or more. The message begins with `what`."""
+    require("a whole number of 0 or more", WHOLE, least=0, **{what: saved})
+
+
 def largest_count(counts: Mapping[str, int] | int, bucket: Bucket) -> int:
     """The largest count of the bucket's parameters, 0 without any. A number counts for all parameters."""
     if isinstance(counts, int):
         return counts
-    return max((counts.get(s.name, 0) for s in bucket.segments), default=0)
+    own = {s.name: counts.get(s.name, 0) for s in bucket.segments}
+    for name, count in own.items():
+        check_count(f"steps of {name}", count)
+    return max(own.values(), default=0)
 
 
 class DeferredUpdate:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from dgc.arguments import WHOLE, require
 from dgc.comm.transport import Transport
 from dgc.identity import ErrorStatePart as ErrorStatePart
 from dgc.identity import Identity, check_is_state, compare_steps, identified, verified
@@ -80,6 +81,7 @@ class HasCompression:
 
     def begin_epoch(self, epoch: int) -> float:
         """Set the epoch, counted from 0, for the warm-up of the compressors. Returns the new compress_ratio."""
+        require("a whole number of at least 0", WHOLE, least=0, epoch=epoch)
         for method in self._methods:
             method.begin_epoch(epoch)
         return self.compress_ratio

@@ -34,6 +34,7 @@ from dgc.optim.options import (
     check_arguments,
     check_no_unfrozen,
     check_nonfinite,
+    check_transport,
     name_parameters,
     reduction_factor,
     register_compressors,
@@ -117,6 +118,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         check_not_wrapped(named)
         self.route = as_route(compression)
         self._count_epochs(steps_per_epoch)
+        check_transport(transport)
         self.transport = transport or default_transport(point_to_point=self.route.point_to_point)
         self.meter = TrafficMeter(self.transport.local_size)
         self.nonfinite, self.dropped_steps = nonfinite, 0

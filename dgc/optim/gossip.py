@@ -22,7 +22,13 @@ from dgc.gossip.model import FlatModel, local
 from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
 from dgc.identity import check_is_state
 from dgc.optim.agreement import check_settings, first_difference
-from dgc.optim.options import check_no_unfrozen, check_optimizer_state, name_parameters, unique_prefix
+from dgc.optim.options import (
+    check_no_unfrozen,
+    check_optimizer_state,
+    check_transport,
+    name_parameters,
+    unique_prefix,
+)
 from dgc.optim.wrapper import Wrapper
 
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
@@ -69,6 +75,9 @@ class GossipOptimizer(Wrapper):
     ):
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
+        if isinstance(gossip, type) or not isinstance(gossip, Gossip):
+            raise ValueError(f"gossip must be an algorithm such as dgc.gossip.SGP(), not {gossip!r}")
+        check_transport(transport)
         self.transport = transport or default_transport(point_to_point=True)
         super().__init__(optimizer, [gossip], self._all_ranks)
         self._takes_common_steps = gossip.is_synchronous

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.arguments import WHOLE, require
 from dgc.bucket import named_pairs
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import CastCompressor, DenseCompressor
@@ -22,8 +23,7 @@ _in_use: WeakSet[Compressor] = WeakSet()
 
 def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any) -> None:
     """Raise ValueError for unsupported arguments, and warn about arguments without effect."""
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
+    require("a whole number of at least 1", WHOLE, least=1, backward_passes_per_step=passes)
     if predivide != 1.0:
         raise ValueError("gradient_predivide_factor is not supported: leave it at 1.0")
     if num_groups or groups is not None:
@@ -43,6 +43,8 @@ def check_nonfinite(nonfinite: str, grad_scaler: Any) -> None:
     """Raise ValueError for an unknown response to NaN, or one that does not fit a GradScaler."""
     if nonfinite not in ("skip", "raise"):
         raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
+    if grad_scaler is not None and not callable(getattr(grad_scaler, "is_enabled", None)):
+        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler or None, not {grad_scaler!r}")
     if grad_scaler is not None and grad_scaler.is_enabled() and nonfinite == "raise":
         raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
 
@@ -55,6 +57,8 @@ def name_parameters(
     Raises:
         ValueError: Two parameters have the same name, or a parameter of the optimizer has none.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
     owned = {
         p: f"group{g}.param{i}"
         for g, group in enumerate(optimizer.param_groups)
@@ -74,6 +78,12 @@ def name_parameters(
     if unnamed:
         raise ValueError(f"named_parameters lacks {len(unnamed)} parameters of the optimizer: {unnamed[:5]}")
     return [(name, p) for name, p in named if p.requires_grad]
+
+
+def check_transport(transport: Any) -> None:
+    """Raise ValueError for what is neither a transport nor None."""
+    if transport is not None and not isinstance(transport, Transport):
+        raise ValueError(f"transport must be what dgc.comm connects, or None, not {transport!r}")
 
 
 def as_route(compression: Any) -> Route:

@@ -2,12 +2,13 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.ordered import OrderedConversations
 from dgc.comm.transport import Transport
@@ -26,6 +27,7 @@ AGREE = (
 SERVER_ERRORS = "server_errors"  # what a rank has not sent of the mean: each rank has a part
 
 
+@checked
 @dataclass
 class Flight:
     """An exchange that has begun and is not used yet.
@@ -183,7 +185,7 @@ class OuterExchange:
         names = {s.name for fragment in self.fragments for s in fragment.segments}
         if names != state["z0"].keys():
             raise ValueError(f"z0 of another model: of {sorted(state['z0'])}, not {sorted(names)}")
-        flight = None if state["flight"] is None else Flight(**state["flight"])
+        flight = None if (saved_flight := state["flight"]) is None else _flight_from(saved_flight)
         if flight is not None and not set(flight.fragments) <= set(range(len(self.fragments))):
             raise ValueError(f"an exchange of fragments {flight.fragments} is in flight: use the same fragment_mb")
         self.arrive()  # what is in flight ends here: its means and errors are replaced below
@@ -211,6 +213,13 @@ class OuterExchange:
 
     def _named(self) -> list[tuple[str, Any]]:
         return [(f"{type(c).__name__}.{i}", c) for i, c in enumerate(self.compressors)]
+
+
+def _flight_from(state: Any) -> Flight:
+    names = {f.name for f in fields(Flight)}
+    if not isinstance(state, Mapping) or state.keys() != names:
+        raise ValueError(f"flight must have {sorted(names)}, not {state!r}")
+    return Flight(**state)
 
 
 def optimizer_text(name: str, named: Sequence[tuple[str, Tensor]]) -> str:

@@ -38,7 +38,7 @@ from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
-from dgc.memory.state import check_tensor
+from dgc.memory.state import check_count, check_tensor
 from dgc.optim.agreement import check_equal
 from dgc.optim.options import as_route
 from dgc.outer.arguments import (
@@ -262,6 +262,7 @@ class OuterSteps:
         if state.keys() != {"steps", own, *EXCHANGE_STATE}:
             wanted = sorted(("steps", own, *EXCHANGE_STATE))
             raise ValueError(f"state of another algorithm: it has {sorted(state)}, not {wanted}")
+        check_count("steps", state["steps"])
         if self.base is None:
             check_tensor("z", state["z"], self.z.shape)
             self.z.copy_(state["z"])

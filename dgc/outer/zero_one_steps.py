@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.arguments import NUMBER, require
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import for_gradients
@@ -38,7 +39,7 @@ from dgc.compression.protocol import Compressor, StatelessCompressor
 from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
 from dgc.compression.route import Route
 from dgc.gossip.model import FlatModel
-from dgc.memory.state import check_tensor
+from dgc.memory.state import check_count, check_tensor
 from dgc.optim.agreement import check_equal, check_settings
 from dgc.optim.options import as_route
 from dgc.outer.arguments import COMMON_START, check_momentum
@@ -272,6 +273,8 @@ class ZeroOneSteps:
                 check_tensor(f"{part} of {tensor.name}", state[part][tensor.name], tensor.z.shape)
         if len(state["rates"]) != len(self.rates):
             raise ValueError(f"state of {len(state['rates'])} parameter groups, not {len(self.rates)}")
+        require("a list of numbers", NUMBER, **{f"rates[{i}]": rate for i, rate in enumerate(state["rates"])})
+        check_count("local_steps", state["local_steps"])
         self.exchange.load_state_dict(state)
         for tensor in self._tensors:
             for part in PARTS:

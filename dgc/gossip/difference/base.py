@@ -23,7 +23,7 @@ from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import MISSING_ZERO_GRAD
 from dgc.gossip.topology.mixing import ROUNDING, Mixing, Shares, check_mixing
 from dgc.gossip.topology.topology import Graph, Peers, Topology, build_topology
-from dgc.memory.state import check_tensor
+from dgc.memory.state import check_count, check_tensor
 
 
 class DifferenceGossip(ABC):
@@ -149,6 +149,8 @@ class DifferenceGossip(ABC):
         if state.keys() != {"z", "steps", "round", "size", *self._state()}:
             raise ValueError(f"state of another algorithm: it has {sorted(state)}")
         check_tensor("z", state["z"], self.z.shape)
+        for name in ("steps", "round", "size"):
+            check_count(name, state[name])
         if state["size"] == self.size:
             self._load(state)
         else:

@@ -74,7 +74,9 @@ def shares_from_state(state: Mapping[str, Any], rank: int, size: int, z: Vector)
     Raises:
         ValueError: if the state is not finite, or of another model.
     """
-    for share in state.values():
+    for distance, share in state.items():
+        if share.keys() != {"x", "w"}:
+            raise ValueError(f"received {distance} has {sorted(share)}, not ['w', 'x']")
         check_tensor("received x", share["x"], z.shape)
         check_tensor("received w", share["w"], (), torch.float64)
     return {

@@ -37,6 +37,7 @@ from dgc.gossip.pushsum.weighted_model import WeightedModel
 from dgc.gossip.topology.mixing import Mixing, check_mixing, uniform
 from dgc.gossip.topology.sgp_graphs import n_peer_exponential
 from dgc.gossip.topology.topology import Graph, Topology, build_topology
+from dgc.memory.state import check_count
 
 POLL_INTERVAL = 5e-4  # seconds
 
@@ -256,6 +257,7 @@ class SGP(WeightedModel):
             raise ValueError(f"state of another algorithm: it has {sorted(state)}")
         if (epoch := state["graph_epoch"]) not in self._graphs:
             raise ValueError(f"state of another graph_from_epoch: its graph begins with epoch {epoch}")
+        check_count("round", state["round"])
         super().load_state_dict(state)
         self.round, self.staleness = state["round"], 0
         self._graph_epoch, self._conversation, self._in_step = state["graph_epoch"], None, False

@@ -12,7 +12,7 @@ from torch import Tensor
 from dgc.gossip.formats import Vector
 from dgc.gossip.model import FlatModel
 from dgc.gossip.pushsum.messages import ReceivedShare, shares_from_state, shares_to_state
-from dgc.memory.state import check_tensor
+from dgc.memory.state import check_count, check_tensor
 
 
 class WeightedModel:
@@ -86,6 +86,7 @@ class WeightedModel:
         for name in ("z", "x"):
             check_tensor(name, state[name], self.z.shape)
         check_tensor("w", state["w"], (), torch.float64)
+        check_count("size", state["size"])
         received = shares_from_state(state["received"], self.rank, self.size, self.z)
         self.w = float(state["w"])
         # a state that is summed over several ranks has a valid sum of x, but not of z

@@ -67,7 +67,7 @@ def grid(size: int) -> Topology:
     Args:
         size (int): number of ranks. The rectangle is as close to a square as the divisors of `size` allow.
     """
-    rows = next(r for r in range(isqrt(size), 0, -1) if size % r == 0)
+    rows = next((r for r in range(isqrt(max(size, 0)), 0, -1) if size % r == 0), 1)
     columns = size // rows
 
     def out(rank: int, _: int) -> Peers:

@@ -4,7 +4,7 @@ The shares of a rank are a column of the round's mixing matrix P. Each column su
 preserved. If each row sums to one as well, all ranks converge to the mean without push-sum weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float64
@@ -86,6 +86,8 @@ def check_mixing(topology: Topology, mixing: Mixing, doubly_stochastic: bool = F
         sent, received = [0.0] * topology.size, [0.0] * topology.size
         for rank in range(topology.size):
             shares = mixing(topology, rank, t)
+            if not isinstance(shares, Mapping):
+                raise topology.error(f"mixing must return a share for each rank in round {t}, not {shares!r}")
             if min(shares.values()) < 0 or not shares.get(rank, 0.0) > 0:
                 raise topology.error(f"in round {t} rank {rank} sends a negative share, or keeps nothing")
             sent[rank] = sum(shares.values())

@@ -148,6 +148,8 @@ Graph = Callable[[int], Topology]  # returns the topology for a number of ranks
 def build_topology(graph: Graph, size: int) -> Topology:
     """Calls `graph(size)`. Raises TopologyError if the graph has another number of ranks."""
     topology = graph(size)
+    if not isinstance(topology, Topology):
+        raise TopologyError(f"graph must return a Topology for {size} ranks, not {topology!r}")
     if topology.size != size:
         raise TopologyError(f"{topology.name} is for {topology.size} ranks, not for {size}")
     return topology
