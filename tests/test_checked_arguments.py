@@ -103,7 +103,7 @@ def test_gossip_needs_an_algorithm_a_topology_and_shares() -> None:
     for gossip, message in (
         (lambda: SGP, "gossip must be an algorithm"),
         (lambda: SGP(graph=lambda size: None), "graph must return a Topology"),  # type: ignore[arg-type,return-value]
-        (lambda: SGP(mixing=lambda *_: None), "mixing must return a share"),  # type: ignore[arg-type,return-value]
+        (lambda: SGP(mixing=lambda *_: None), "mixing must return a share"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=message):
             start(gossip)
