@@ -1,9 +1,9 @@
 """The laws of compressors, checked with simulated ranks in one process. docs/extending.md shows their use.
 
-equal replicas    every rank gets the same mean gradient, bit for bit
-nothing lost      mean over ranks of (gradient + old error) = mean gradient + mean over ranks of new error
-state             a compressor that loads another one's state continues as that one, bit for bit
-dropped steps     every rank reports a NaN by parameter and rank, and what a rank sent returns to its error
+    equal replicas    every rank gets the same mean gradient, bit for bit
+    nothing lost      mean over ranks of (gradient + old error) = mean gradient + mean over ranks of new error
+    state             a compressor that loads another one's state continues as that one, bit for bit
+    dropped steps     every rank reports a NaN by parameter and rank, and what a rank sent returns to its error
 """
 
 from collections.abc import Callable, Sequence

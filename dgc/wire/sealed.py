@@ -1,8 +1,8 @@
 """Codes of any kind in one uint8 buffer of planned size.
 
-bytes 0-23   header as in `payload`: count 0, first tensor with a non-finite gradient, checksum, scale 1,
-             nominal ratio, form (crc32 of the compressor's name)
-then         codes, padded with zeros to a multiple of 8 bytes
+    bytes 0-23   header as in `payload`: count 0, first tensor with a non-finite gradient, checksum, scale 1,
+                 nominal ratio, form (crc32 of the compressor's name)
+    then         codes, padded with zeros to a multiple of 8 bytes
 """
 
 from collections.abc import Sequence

@@ -145,7 +145,9 @@ class DoubleSqueezeCompressor(ErrorFeedbackCompressor):
         answer[: chunks.end(self.rank)] = join(scales, signs)
         return answer
 
-    def _mean(self, answers: Sequence[Codes], chunks: _Chunks, mean: Float32[Tensor, "n"]) -> Float32[Tensor, "n"]:
+    def _mean(
+        self, answers: Sequence[Codes], chunks: _Chunks, mean: Float32[Tensor, "n"]
+    ) -> Float32[Tensor, "n"]:
         """Decode the servers' chunks into `mean`, which is zero."""
         parts = [split(answer[: chunks.end(r)], chunks.header(r)) for r, answer in enumerate(answers)]
         scales, signs = (torch.cat(sections) for sections in zip(*parts, strict=True))

@@ -89,6 +89,7 @@ class OneByOne(Quantizers):
         torch.sub(levels if width == 2 else levels * 2, size, out=mean)
         self._scale_(mean, bounds, factors, size)
 
+
     def _scale_(self, mean: Dense, bounds: Bounds, factors: Each | None, size: int) -> None:
         """Multiply by the factors of the segments, then divide by `size`."""
         if factors is not None:
