@@ -25,7 +25,6 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.arguments import checked
 from dgc.kernels.codec.mean import ValueKind
 from dgc.kernels.codec.protocol import Codec, Header
 from dgc.kernels.selection.protocol import SparseVector
@@ -34,7 +33,6 @@ from dgc.wire.values import CastValues, within
 BINS = 4
 
 
-@checked
 @dataclass(frozen=True)
 class TwoBitValues:
     """Two bits per element and a table of 4 fp32 means per tensor (SparseLoCo, arXiv 2508.15706).
