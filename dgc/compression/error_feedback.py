@@ -1,7 +1,7 @@
 """Base class of compressors with a dense result: error feedback, seeds, and undo of dropped steps.
 
-v = g + e                 e: residual of earlier steps. NaN and TOO_LARGE in g count as zero and are flagged.
-(mean, e) = exchange(v)   mean over ranks of the sent values, and this rank's new residual
+    v = g + e                 e: residual of earlier steps. NaN and TOO_LARGE in g count as zero and are flagged.
+    (mean, e) = exchange(v)   mean over ranks of the sent values, and this rank's new residual
 """
 
 from abc import ABC, abstractmethod
