@@ -21,7 +21,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 
@@ -58,7 +57,6 @@ def _mean_squares(bucket: Bucket) -> Conversation[Tensor]:
     return mean
 
 
-@checked
 @dataclass(frozen=True)
 class ClipByValue:
     """Clip each element: g = min(max(g, -clip_value), clip_value).
@@ -83,7 +81,6 @@ class ClipByValue:
         bucket.flat.clamp_(-self.clip_value, self.clip_value)
 
 
-@checked
 @dataclass(frozen=True)
 class ClipByNorm:
     """Scale each tensor by its local norm: g = g * min(1, max_norm / |g|).
@@ -121,7 +118,6 @@ class ClipByNorm:
                 part.mul_((self.max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
-@checked
 @dataclass(frozen=True)
 class ClipByGlobalNorm:
     """Scale each tensor by the root mean square, over all ranks, of its L2 norm. The scale is equal on all ranks.

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dgc.arguments import checked
+from dgc.arguments import FLAG, NUMBER, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.kernels import PassInputs, SparseVector
@@ -30,7 +30,6 @@ from dgc.memory.protocol import MomentumCorrection
 from dgc.memory.state import DeferredUpdate, FlatState, Snapshots, load_parts, parts_of
 
 
-@checked
 class DGCSGDMemory:
     """Error feedback with momentum correction and momentum factor masking (Lin et al. 2018, Algorithm 1).
 
@@ -58,6 +57,8 @@ class DGCSGDMemory:
         gradient_clipping: Clipping | None = None,
         momentum_masking: bool = True,
     ):
+        require("a number", NUMBER, momentum=momentum)
+        require("True or False", FLAG, nesterov=nesterov, momentum_masking=momentum_masking)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
         if not isinstance(gradient_clipping, Clipping | None) or isinstance(gradient_clipping, type):

@@ -1,5 +1,6 @@
 """The payloads of all ranks decoded and added in one call: the bits of the reference, and the same errors."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -212,5 +213,6 @@ def test_formats_of_users_have_no_sections() -> None:
             return 4 * capacity
 
     form = FORMATS["fp32 rice"]
-    own = type(form)(Own(), form.indices)  # type: ignore[arg-type]
+    own = copy.copy(form)
+    object.__setattr__(own, "values", Own())
     assert sections_of(own, budget_of(3, 0, 100), 100) is None
