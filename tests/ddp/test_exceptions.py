@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from environment import REPOSITORY, patient
+from failing_backward import Failing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -35,22 +36,6 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-class Failing(torch.autograd.Function):
-    """Fails in backward while `fails` is set."""
-
-    fails = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if Failing.fails:
-            raise MemoryError("of the model")
-        return gradient
 
 
 class Net(nn.Module):

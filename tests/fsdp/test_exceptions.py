@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failing_backward import Failing
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -28,22 +29,6 @@ def transport() -> Iterator[Transport]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield connect(hierarchical=True)
     dist.destroy_process_group()
-
-
-class Failing(torch.autograd.Function):
-    """Fails in backward while `fails` is set."""
-
-    fails = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if Failing.fails:
-            raise MemoryError("of the model")
-        return gradient
 
 
 def fail(*_: Any) -> None:
