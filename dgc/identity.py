@@ -75,9 +75,12 @@ def identity_of(state: Mapping[str, Any]) -> Identity | None:
     if saved is None:
         return None
     try:
-        return Identity(**saved)
+        identity = Identity(**saved)
+        if identity.step is None or 0 <= identity.step < 2**63:
+            return identity
     except (TypeError, ValueError):
-        raise ValueError(f"{KEY} of the state is damaged: {saved!r}") from None
+        pass
+    raise ValueError(f"{KEY} of the state is damaged: {saved!r}")
 
 
 def verified(

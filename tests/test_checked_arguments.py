@@ -11,14 +11,16 @@ from torch.optim import SGD
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, PowerSGDCompressor, QSGDCompressor, Route, Rule
-from dgc.gossip import CHOCO, OSGP, SGP, TopK, grid, ring
+from dgc.gossip import CHOCO, OSGP, SGP, FlatModel, TopK, from_weights, grid, ring
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DistributedOptimizer, GossipOptimizer
+from dgc.outer import Nesterov, OuterSteps, ZeroOneAdam
 from dgc.selection import Sampled
 from dgc.wire import SparseFormat
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 Make = Callable[..., Any]
+NO_STATES: tuple[Any, ...] = (None, [], {})
 WRONG: list[tuple[str, Make, dict[str, Any]]] = [
     ("rank", PowerSGDCompressor, {"rank": "4"}),
     ("rank", PowerSGDCompressor, {"rank": math.nan}),
@@ -34,6 +36,9 @@ WRONG: list[tuple[str, Make, dict[str, Any]]] = [
     ("message", SGP, {"message": "fp16"}),
     ("graph", SGP, {"graph": "ring"}),
     ("ratio", TopK, {"ratio": math.nan}),
+    ("named_parameters", FlatModel, {"named_parameters": None}),
+    ("lr", ZeroOneAdam, {"params": [], "lr": "x"}),
+    ("matrices", from_weights, {"matrices": torch.eye(2)}),
     ("size", ring, {"size": 4.0}),
     ("size", grid, {"size": True}),
 ]
@@ -85,9 +90,50 @@ def test_what_is_no_state_is_refused() -> None:
     counted = {**saved, name: {**saved[name], "steps": {"weight": None, "bias": 1}}}
     with pytest.raises(ValueError, match="steps"):
         optimizer.load_compression_state_dict(counted)
-    for damage in ({"step": "two"}, {"settings": [1]}, {"rank": None}):
+    for damage in ({"step": "two"}, {"step": 10**30}, {"settings": [1]}, {"rank": None}):
         with pytest.raises(ValueError, match="^identity of the state is damaged"):
             optimizer.load_compression_state_dict({**saved, "identity": {**saved["identity"], **damage}})
+
+
+@pytest.mark.parametrize("wrap", [wrapped, lambda: with_gossip(SGP())])
+def test_what_is_no_state_of_an_optimizer_and_no_closure(wrap: Any) -> None:
+    for state in NO_STATES:
+        with pytest.raises(ValueError, match="^state_dict must be what state_dict"):
+            wrap().load_state_dict(state)
+    with pytest.raises(ValueError, match="^closure must be a function, not 3"):
+        wrap().step(3)
+
+
+def with_gossip(gossip: Any) -> GossipOptimizer:
+    model = nn.Linear(4, 4)
+    sgd = SGD(model.parameters(), lr=0.1)
+    transport = LockstepWorld(1).transports[0]
+    return GossipOptimizer(sgd, model.named_parameters(), gossip, transport=transport)
+
+
+def test_damaged_states_of_methods_are_named() -> None:
+    def refused(optimizer: Any, message: str, value: Any, *path: str) -> None:
+        def damaged(state: Any, key: str, *rest: str) -> Any:
+            return {**state, key: damaged(state[key], *rest) if rest else value}
+
+        method = next(name for name in optimizer.compression_state_dict() if name.endswith(".0"))
+        state = damaged(optimizer.compression_state_dict(), method, *path)
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_compression_state_dict(state)
+
+    def on_rank(transport: Any) -> None:
+        model = nn.Linear(4, 4)
+        torch.nn.init.zeros_(model.weight)
+        sgd = SGD(model.parameters(), lr=0.1)
+        choco = GossipOptimizer(sgd, model.named_parameters(), CHOCO(), transport=transport)
+        refused(choco, "^graph must be a whole number, not", torch.ones(2), "graph")
+        refused(choco, "^copies_valid must be True or False, not", torch.ones(2), "copies_valid")
+
+    refused(wrapped(), "^ratio of the history must be a number or None, not", torch.ones(2), "history", "ratio")
+    outer = with_gossip(OuterSteps(2, outer=Nesterov()))
+    buffer = {name: {"momentum_buffer": "text"} for name in ("weight", "bias")}
+    refused(outer, "^outer momentum_buffer of weight is text: 'text'", buffer, "outer")
+    LockstepWorld(2).run(on_rank)
 
 
 def test_gossip_needs_an_algorithm_a_topology_and_shares() -> None:

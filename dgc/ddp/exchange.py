@@ -21,7 +21,7 @@ from dgc.ddp.checks import NoCopies, check_model, check_pass, momentum_check, tr
 from dgc.ddp.delivery import after_ddp, deliver_unused, drop_gradients
 from dgc.optim.agreement import check_settings
 from dgc.optim.compression_state import CountsEpochs
-from dgc.optim.exchange.gradients import check_not_wrapped
+from dgc.optim.exchange.gradients import check_not_wrapped, claim
 from dgc.optim.exchange.hierarchy import plan_compressors
 from dgc.optim.exchange.planning import PlannedBucket, check_agreement, compressors_in_order, plan_buckets
 from dgc.optim.exchange.scaling import LossScale, is_used
@@ -119,7 +119,7 @@ class DDPExchange(CountsEpochs):
             compression=compression,
         )
         named, self._frozen = trained_and_frozen(model)
-        check_not_wrapped(named)
+        check_not_wrapped(named, by_ddp=True)
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
         compressors = compressors_in_order(self._planned, named)
@@ -144,6 +144,7 @@ class DDPExchange(CountsEpochs):
         self._epochs.begin()
         model.register_comm_hook(self, _hook)
         model._comm_hooks = NoCopies(model._comm_hooks)
+        claim(self._slots, model)
 
     def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""

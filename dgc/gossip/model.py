@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from dgc.arguments import checked
 from dgc.bucket import Segment, lay_out
 
 
@@ -15,6 +16,7 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+@checked
 class FlatModel:
     """A model as one flat vector z [n] fp32, which holds all parameters that are not empty.
 

@@ -35,6 +35,7 @@ from dgc.optim.options import (
     check_no_unfrozen,
     check_nonfinite,
     check_transport,
+    loss_of,
     name_parameters,
     reduction_factor,
     register_compressors,
@@ -241,10 +242,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         self.exchange.intact.check()
         check_no_unfrozen(self.param_groups, self.exchange, "DistributedOptimizer")
         self._momentum.check(self.inner)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self.exchange.is_state_initialisation():
             if not self.inner.state:
                 self._make_sparse()

@@ -26,6 +26,7 @@ from dgc.optim.options import (
     check_no_unfrozen,
     check_optimizer_state,
     check_transport,
+    loss_of,
     name_parameters,
     unique_prefix,
 )
@@ -113,10 +114,7 @@ class GossipOptimizer(Wrapper):
         self._timed("wait", self.gossip.begin_step)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
         self.meter.count_dense(self.model.z.numel(), self.transport.size)
         self._begin_step()  # collective in the first step: before what may raise an error on some ranks only
@@ -253,10 +251,6 @@ class GossipOptimizer(Wrapper):
         # before the optimizer, because it refuses other algorithms
         super().load_compression_state_dict(algorithm, allow_other_rank=allow_other_rank)
         self.inner.load_state_dict(optimizer)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_optimizer_state(self.inner, state_dict)
-        super().load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return f"GossipOptimizer({self.inner!r}, {type(self.gossip).__name__}, size={self.transport.size})"

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.optim.options import loss_of
+
 
 class OneBitAdam(Optimizer):
     """Adam whose momentum is exchanged in 1 bit per element after a warm-up (Tang et al. 2021, arXiv 2102.02888).
@@ -128,10 +130,7 @@ class OneBitAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         frozen = self.exchanges_momentum
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
             for group in self.param_groups:

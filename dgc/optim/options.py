@@ -1,10 +1,11 @@
 """Checks and conversions of DistributedOptimizer's arguments."""
 
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -126,11 +127,13 @@ def check_no_unfrozen(param_groups: Sequence[dict[str, Any]], known: Container[T
                 )
 
 
-def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise ValueError for the state of another kind of optimizer, whose step would not find what it needs.
+def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
+    """Raise ValueError for what is no state, or that of another kind of optimizer, which lacks what a step needs.
 
     Versions of torch add settings, and schedulers have theirs: groups differ in both directions if it is another.
     """
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        raise ValueError(f"state_dict must be what state_dict() returned, not {state!r}")
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         missing = sorted(optimizer.defaults.keys() - saved.keys())
         unknown = sorted(saved.keys() - own.keys() - OF_SCHEDULERS)
@@ -139,6 +142,19 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
                 f"the state is that of another optimizer than {type(optimizer).__name__}: it has {unknown} and "
                 f"lacks {missing}. Load it into an optimizer of the class that saved it"
             )
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss of the closure of an optimizer's step, evaluated with gradients. None without a closure.
+
+    Raises:
+        ValueError: It is not a function.
+    """
+    if closure is None:
+        return None
+    require("a function", (Callable,), closure=closure)
+    with torch.enable_grad():
+        return closure()
 
 
 def reduction_factor(op: Any, size: int) -> int:

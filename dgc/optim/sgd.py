@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 import dgc.kernels as kernels
 from dgc.bucket import fills_a_block
+from dgc.optim.options import loss_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +106,7 @@ class DGCSGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, sparse: Sequence[SparseUpdate] = ()) -> Any:
         """Update the parameters. `sparse` replaces the .grad of its parameters; frozen ones stay unchanged."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         updated = {p for update in sparse for p in update.parameters if p.requires_grad}
         lrs = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         for group in self.param_groups:

@@ -10,6 +10,7 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import SparseOrDense
 from dgc.optim.compression_state import HasCompression, Method
+from dgc.optim.options import check_optimizer_state
 
 
 class Wrapper(HasCompression, Optimizer):
@@ -52,6 +53,7 @@ class Wrapper(HasCompression, Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check_optimizer_state(self.inner, state_dict)
         self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -169,6 +169,8 @@ class Fragment:
             for key, value in loaded.items():
                 if isinstance(value, Tensor):
                     check_tensor(f"outer {key} of {segment.name}", value, None, value.dtype)
+                elif isinstance(value, str):
+                    raise ValueError(f"outer {key} of {segment.name} is text: {value!r}")
             self.optimizer.state[z0] = _copied(loaded)
             if not loaded:
                 del self.optimizer.state[z0]

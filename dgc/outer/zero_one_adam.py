@@ -20,7 +20,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.arguments import checked
+from dgc.optim.options import loss_of
 
+
+@checked
 class ZeroOneAdam(Optimizer):
     """Adam for `ZeroOneSteps`, which says when the second moment is updated and exchanges the first one (Lu et al.
     2022, arXiv 2202.06009, Algorithm 1).
@@ -118,10 +122,7 @@ class ZeroOneAdam(Optimizer):
                 "ZeroOneAdam steps only within ZeroOneSteps: wrap it in GossipOptimizer(optimizer, "
                 "model.named_parameters(), ZeroOneSteps(...)), or use torch.optim.AdamW"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.numel():

@@ -1,5 +1,6 @@
 """What dgc.ddp refuses, in one process."""
 
+import gc
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -118,6 +119,19 @@ def test_parameters_of_a_distributed_optimizer() -> None:
     DistributedOptimizer(SGD(model.parameters(), lr=0.1), named, DenseCompressor(), transport=alone())
     with pytest.raises(ValueError, match="belongs to another DistributedOptimizer already"):
         compress(model, DenseCompressor(), transport=alone())
+
+
+def test_a_distributed_optimizer_of_compressed_parameters() -> None:
+    model = wrapped()
+    compress(model, DenseCompressor(), transport=alone())
+    module = model.module
+    with pytest.raises(ValueError, match="^dgc.ddp.compress exchanges the gradient of 0.weight already"):
+        DistributedOptimizer(SGD(module.parameters(), lr=0.1), module.named_parameters(), transport=alone())
+    again = DistributedDataParallel(module)
+    compress(again, DenseCompressor(), transport=alone())  # in place of the first one
+    del model, again
+    gc.collect()
+    DistributedOptimizer(SGD(module.parameters(), lr=0.1), module.named_parameters(), transport=alone())
 
 
 def test_another_number_of_ranks_than_the_models_process_group() -> None:

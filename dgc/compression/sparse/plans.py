@@ -72,6 +72,7 @@ class Plans:
         """
         if not isinstance(state, dict) or state.keys() != {"ratio", "tensors"}:
             raise ValueError("history is not a mapping of ratio and tensors")
+        require("a number or None", NUMBER + NOTHING, **{"ratio of the history": state["ratio"]})
         for name, rows in state["tensors"].items():
             if bad := [key for key, row in rows.items() if bool(row.isnan().any())]:
                 raise ValueError(f"history of {name}: {bad[0]} has NaN")

@@ -26,7 +26,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from dgc.arguments import checked
+from dgc.arguments import FLAG, WHOLE, checked, require
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange
 from dgc.gossip.difference.base import DifferenceGossip
@@ -140,6 +140,8 @@ class CHOCO(DifferenceGossip):
         self._copies_valid = False
 
     def _load(self, state: dict[str, Any]) -> None:
+        require("a whole number", WHOLE, graph=state["graph"])
+        require("True or False", FLAG, copies_valid=state["copies_valid"])
         if state["graph"] != self._digest:
             raise ValueError("state of another graph or mixing, in which d is a sum over other neighbours")
         for name in ("xhat", "d"):

@@ -133,6 +133,7 @@ def hierarchical(size: int, local_size: int) -> Topology:
     return Topology("hierarchical", size, 2 * between.period, out)
 
 
+@checked
 def from_weights(matrices: Sequence[Sequence[Sequence[float]]]) -> Topology:
     """The edges of weight matrices. Use it together with `mixing_from_weights`.
 

@@ -6,7 +6,8 @@ without a gradient counts as zero.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +23,36 @@ from dgc.optim.exchange.scaling import LossScale
 from dgc.optim.exchange.start_order import StartOrder
 from dgc.optim.exchange.streams import SideStream
 
-_wrapped = WeakIdKeyDictionary()  # parameters with hooks
+# of each parameter with hooks, a weak reference to what averages its gradients
+_owners: MutableMapping[Tensor, weakref.ref[Any]] = WeakIdKeyDictionary()
 
 
-def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that no other exchange uses these parameters, because it would average their gradients twice.
+def claim(parameters: Iterable[Tensor], owner: Any) -> None:
+    """Record that `owner`, a GradientExchange or a DistributedDataParallel, averages these gradients."""
+    _owners.update((p, weakref.ref(owner)) for p in parameters)
+
+
+def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]], by_ddp: bool = False) -> None:
+    """Check that nothing else averages the gradients of these parameters, because they would be averaged twice.
+
+    Args:
+        named_parameters: (name, parameter) pairs.
+        by_ddp: A new DistributedDataParallel is to average them, in place of an earlier one.
 
     Raises:
-        ValueError: A parameter belongs to another DistributedOptimizer.
+        ValueError: A parameter belongs to another DistributedOptimizer, or to a DistributedDataParallel.
     """
     for name, p in named_parameters:
-        if p in _wrapped:
+        owner = _owners[p]() if p in _owners else None
+        if isinstance(owner, GradientExchange):
             raise ValueError(
                 f"{name} belongs to another DistributedOptimizer already: close() that one before wrapping its "
                 "parameters again"
+            )
+        if owner is not None and not by_ddp:
+            raise ValueError(
+                f"dgc.ddp.compress exchanges the gradient of {name} already: step the optimizer itself, without "
+                "DistributedOptimizer, or delete the model in DistributedDataParallel first"
             )
 
 
@@ -81,7 +98,7 @@ class GradientExchange:
         self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
         self._order = StartOrder([len(plan.parameters) for plan in planned], transport, name)
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._slots]
-        _wrapped.update((p, True) for p in self._slots)
+        claim(self._slots, self)
         self._reset()
 
     def _reset(self) -> None:
@@ -228,4 +245,4 @@ class GradientExchange:
         for handle in self._handles:
             handle.remove()
         for p in self._slots:
-            _wrapped.pop(p, None)
+            _owners.pop(p, None)
