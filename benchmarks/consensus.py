@@ -24,7 +24,7 @@ import torch
 from benchmarks.results import print_json
 from dgc import gossip
 from dgc.gossip import Topology, TopologyError, uniform
-from dgc.gossip.topology.mixing import mixing_matrix
+from dgc.gossip.topology import mixing_matrix
 
 TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
     "n_peer_exponential": gossip.n_peer_exponential,

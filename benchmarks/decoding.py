@@ -35,10 +35,10 @@ from benchmarks.wire import INDICES, VALUES
 from dgc.bucket import Bucket, Segment
 from dgc.compression.protocol import SparseResult
 from dgc.kernels import SparseVector
-from dgc.kernels.codec.mean import NativeMeanDecoder
+from dgc.kernels.codec.reference import NativeMeanDecoder
 from dgc.selection import plan_selection
 from dgc.wire import SparseFormat
-from dgc.wire.mean import Gathered, sections_of
+from dgc.wire.payload import Gathered, sections_of
 
 FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2 bits rice")
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -29,7 +29,7 @@ from dgc.comm.connect import choose_transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc.ddp import compress
 from dgc.gossip.model import FlatModel
-from dgc.gossip.topology.bipartite import peer_schedule
+from dgc.gossip.topology import peer_schedule
 from dgc.testing import check_compressor
 
 DGC = Path(dgc.__path__[0])

@@ -114,7 +114,7 @@ def connect(
     transport: Transport = horovod
     built_for_gpu = hvd.cuda_built() or hvd.rocm_built()
     if point_to_point:
-        from dgc.comm.mpi.point_to_point import PointToPointTransport  # only this needs mpi4py
+        from dgc.comm.mpi import PointToPointTransport  # only this needs mpi4py
 
         transport, built_for_gpu = PointToPointTransport(horovod), False
     if torch.cuda.is_available() and not built_for_gpu:

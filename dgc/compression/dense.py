@@ -11,11 +11,10 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.envelope import envelope_of
-from dgc.compression.finite import check_mean, probe
+from dgc.compression.envelope import check_mean, envelope_of, probe
 from dgc.compression.protocol import Compressor, DenseResult, Result, StatelessCompressor
-from dgc.memory.clip import Clipping
-from dgc.wire.sealed import no_segments
+from dgc.memory import Clipping
+from dgc.wire.payload import no_segments
 
 
 class DenseCompressor(StatelessCompressor):

@@ -18,11 +18,10 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.envelope import Envelope, envelope_of
-from dgc.compression.finite import first_nonfinite_message, overflow
+from dgc.compression.envelope import Envelope, envelope_of, first_nonfinite_message, overflow
 from dgc.compression.protocol import Compressor, DenseResult, Result
-from dgc.memory.protocol import MomentumCorrection
-from dgc.memory.state import FlatState, Snapshots, StepCounts, load_parts
+from dgc.memory import MomentumCorrection
+from dgc.state import FlatState, Snapshots, StepCounts, load_parts
 
 
 def place_of_mean(bucket: Bucket) -> Float32[Tensor, "n"]:

@@ -44,8 +44,7 @@ from dgc.comm.requests import (
     as_bytes,
     between_machines,
 )
-from dgc.compression.envelope import open_numbers, seal_numbers
-from dgc.compression.finite import nonfinite_message, probe
+from dgc.compression.envelope import nonfinite_message, open_numbers, probe, seal_numbers
 from dgc.compression.protocol import (
     Compressor,
     DenseResult,
@@ -55,7 +54,7 @@ from dgc.compression.protocol import (
     uses_point_to_point,
 )
 from dgc.kernels.selection.reference import first_tensor_nonfinite
-from dgc.memory.protocol import MomentumCorrection
+from dgc.memory import MomentumCorrection
 from dgc.wire import PayloadError
 
 RUNNING = -1  # in place of a number of rounds

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation
-from dgc.memory.protocol import MomentumCorrection as MomentumCorrection
+from dgc.memory import MomentumCorrection as MomentumCorrection
 
 
 @dataclass(frozen=True)

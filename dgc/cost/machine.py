@@ -2,10 +2,15 @@
 
 On two levels, each rank of a machine has a share of every bucket (dgc/compression/hierarchical.py). Shares hold
 whole tensors, so one rank may have most of a bucket and another nothing.
+
+Cold caches, as after forward and backward of a large model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+
+import torch
 
 from dgc.cost.model import Message, Traffic
 
@@ -57,3 +62,23 @@ def _together(messages: Sequence[Message]) -> Message:
         awaited=max(message.awaited for message in messages),
         machine=sum(message.cross for message in messages),
     )
+
+
+CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def cache_evictor() -> Callable[[], None]:
+    """A function that replaces the content of this machine's caches."""
+    data = torch.zeros(2 * last_level_cache() // 4, dtype=torch.float32)
+
+    def evict() -> None:
+        data.add_(1.0)
+
+    return evict
+
+
+def last_level_cache(folder: Path = CACHE) -> int:
+    """Bytes of the largest cache of a core, as Linux reports it; 64 MiB if it does not."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    sizes = [file.read_text().strip() for file in folder.glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=2**26)

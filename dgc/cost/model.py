@@ -22,15 +22,146 @@ of all its ranks).
 Differences from the paper: The number of steps of all-gather and reduce-scatter is that of powers of two.
 Requests of a round, and the rounds of all buckets, follow each other on one network. `Prediction.step` has them
 overlap with backward (overlap.py).
+
+The network of a cluster, on one or two levels, by a few numbers.
+
+The time of a step in which exchanges overlap with backward, simulated with one network and one processor.
+
+A bucket's gradients are complete at some point of backward. Its exchange then alternates between computing
+(encode, combine, decode) and messages. Of both resources one bucket at a time has each:
+
+    processor    work of an exchange comes first, in the order in which it became possible; backward continues in
+                 the time between
+    network      messages in the order in which they were handed over
+
+The step ends when backward and all exchanges have ended.
+
+Differences from the exchange in dgc/optim/exchange: There, replies are used when the next hook of backward runs,
+and messages after the third round of a conversation wait for the end of backward. On a GPU, encoding may overlap
+with backward. The network needs no processor here; MPI and Gloo use one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
-from math import ceil, log2
+from math import ceil, inf, isfinite, log2
 
-from dgc.cost.network import Network
-from dgc.cost.overlap import BucketWork, overlapped
+
+@dataclass(frozen=True)
+class Network:
+    """Latency and bandwidth between the ranks.
+
+    Args:
+        latency: Seconds per message between machines.
+        bandwidth: Bytes per second that a machine sends to others. All its ranks share it.
+        ranks_per_machine: Ranks of each machine.
+        inner_latency: Seconds per message inside a machine.
+        inner_bandwidth: Bytes per second that one rank sends inside its machine.
+        machine_bandwidth: Bytes per second that all ranks of a machine send inside it together.
+        reduction: Seconds to add one byte of an all-reduce or reduce-scatter.
+        half_reduction: The same for 16-bit floating-point numbers, which MPI libraries add in software.
+        cores: Cores of a machine. With more ranks than cores, computing takes as many times as long.
+
+    Raises:
+        ValueError: A number is not in its range.
+
+    Example:
+        >>> from dgc.cost import Network
+        >>> network = Network(latency=30e-6, bandwidth=1.25e9, ranks_per_machine=8)  # 10 Gbit/s Ethernet
+    """
+
+    latency: float
+    bandwidth: float
+    ranks_per_machine: int = 1
+    inner_latency: float = 2e-6
+    inner_bandwidth: float = 10e9
+    machine_bandwidth: float = inf
+    reduction: float = 0.0
+    half_reduction: float = 0.0
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "inner_bandwidth", "machine_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Network: {name} must be above 0 bytes per second, not {getattr(self, name)}")
+        for name in ("latency", "inner_latency", "reduction", "half_reduction"):
+            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"Network: {name} must be 0 or more, in seconds, not {getattr(self, name)}")
+        for name, number in (("ranks_per_machine", self.ranks_per_machine), ("cores", self.cores)):
+            if number is not None and number < 1:
+                raise ValueError(f"Network: {name} must be at least 1, not {number}")
+
+    def local_size(self, size: int) -> int:
+        """Ranks on one machine, of `size` ranks.
+
+        Raises:
+            ValueError: The machines would have different numbers of ranks.
+        """
+        local = min(size, self.ranks_per_machine)
+        if size < 1 or size % local:
+            raise ValueError(f"{size} ranks do not fill machines of {local}: take a multiple of {local}")
+        return local
+
+    def slowdown(self, size: int) -> float:
+        """Factor of compute time if the ranks of a machine share its cores."""
+        return 1.0 if self.cores is None else max(1.0, self.local_size(size) / self.cores)
+
+
+@dataclass(frozen=True)
+class BucketWork:
+    """The exchange of one bucket.
+
+    Attributes:
+        ready: Share of backward, 0 to 1, after which the gradients are complete.
+        computing: Seconds before the first message, between messages, and after the last one.
+        messages: Seconds of each message on the network, one less than `computing`.
+    """
+
+    ready: float
+    computing: tuple[float, ...]
+    messages: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.computing) != len(self.messages) + 1:
+            raise ValueError(
+                f"BucketWork: {len(self.messages)} messages need {len(self.messages) + 1} times of computing "
+                f"around them, not {len(self.computing)}"
+            )
+        if not 0 <= self.ready <= 1:
+            raise ValueError(f"BucketWork: ready must be a share of backward from 0 to 1, not {self.ready}")
+
+
+def overlapped(backward: float, buckets: Sequence[BucketWork]) -> float:
+    """Seconds from the start of backward until it and the exchange of all buckets have ended.
+
+    Args:
+        backward: Seconds of backward alone.
+        buckets: The exchanges. Of those that are ready at the same time, the first one starts first.
+    """
+    waiting = sorted(range(len(buckets)), key=lambda b: buckets[b].ready)  # for their gradients
+    possible: list[tuple[float, int, int]] = []  # (time, bucket, number) of computing that can begin then
+    clock = progress = network_free = 0.0
+    while waiting or possible or progress < backward:
+        if possible and possible[0][0] <= clock:
+            _, b, number = heappop(possible)
+            clock += buckets[b].computing[number]
+            if number < len(buckets[b].messages):
+                network_free = max(clock, network_free) + buckets[b].messages[number]
+                heappush(possible, (network_free, b, number + 1))
+            continue
+        if waiting and buckets[waiting[0]].ready * backward <= progress:
+            heappush(possible, (clock, waiting.pop(0), 0))
+            continue
+        target = buckets[waiting[0]].ready * backward if waiting else backward
+        reply = possible[0][0] if possible else float("inf")
+        if progress >= target:  # backward has ended
+            clock = reply
+        elif clock + (target - progress) <= reply:
+            clock, progress = clock + (target - progress), target
+        else:
+            clock, progress = reply, progress + (reply - clock)
+    return clock
 
 
 @dataclass(frozen=True)

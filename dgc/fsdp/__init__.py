@@ -2,5 +2,5 @@
 
 from dgc.fsdp.compression import compress as compress
 from dgc.fsdp.exchange import FSDPExchange as FSDPExchange
-from dgc.fsdp.mesh import local_mesh as local_mesh
 from dgc.fsdp.outer import ShardedGossipOptimizer as ShardedGossipOptimizer
+from dgc.fsdp.shards import local_mesh as local_mesh

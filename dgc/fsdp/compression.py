@@ -23,10 +23,8 @@ from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
-from dgc.fsdp.exchange import FSDPExchange
-from dgc.fsdp.mesh import machines
-from dgc.fsdp.planning import plan_groups
-from dgc.fsdp.shards import parameter_groups
+from dgc.fsdp.exchange import FSDPExchange, plan_groups
+from dgc.fsdp.shards import machines, parameter_groups
 from dgc.optim.agreement import check_settings
 from dgc.optim.exchange.planning import check_agreement
 from dgc.optim.exchange.scaling import is_used

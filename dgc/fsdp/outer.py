@@ -25,8 +25,7 @@ from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.fsdp.mesh import machines
-from dgc.fsdp.shards import check_ended, parameter_groups, sharded_like
+from dgc.fsdp.shards import check_ended, machines, parameter_groups, sharded_like
 from dgc.gossip.model import local
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.gossip import GossipOptimizer

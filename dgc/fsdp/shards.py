@@ -10,6 +10,8 @@ each. The last ranks may have fewer rows, or none. The rest of the place is padd
 A parameter that is sharded along another dimension has no padding, because FSDP2 requires a multiple of n there.
 
 All attributes of FSDP2 that are not part of its interface are read in this file.
+
+The mesh of the ranks of one machine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +20,14 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+
+from dgc.comm.collectives import all_gather_object, find_machine_rank
+from dgc.comm.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -254,3 +261,29 @@ def _dim(p: DTensor) -> int:
 def _local(gradient: Tensor) -> Tensor:
     assert isinstance(gradient, DTensor)
     return gradient.to_local()
+
+
+def machines(transport: Transport) -> list[list[int]]:
+    """Return the ranks of each machine. Collective.
+
+    Raises:
+        ValueError: Machines have different numbers of ranks. Raised on every rank.
+    """
+    own = find_machine_rank(transport, "FSDP2 between machines").machine
+    numbers = all_gather_object(transport, own, "machines")
+    return [[rank for rank, number in enumerate(numbers) if number == machine] for machine in sorted(set(numbers))]
+
+
+def local_mesh(transport: Transport, device_type: str | None = None) -> DeviceMesh:
+    """Return the one-dimensional mesh of this machine's ranks, for `fully_shard`. Collective.
+
+    Args:
+        transport: Connects the ranks, with torch.distributed initialised.
+        device_type: Device of the parameters. None: "cuda" if there is one, else "cpu".
+
+    Raises:
+        ValueError: Machines have different numbers of ranks.
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    groups = [dist.new_group(ranks) for ranks in machines(transport)]  # every rank takes part in all of them
+    return DeviceMesh.from_group(groups[transport.group_rank("cross")], device_type, mesh_dim_names=("local",))

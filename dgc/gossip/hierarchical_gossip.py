@@ -40,11 +40,10 @@ from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllGather, AllReduce, Conversation, as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.gossip.model import FlatModel
-from dgc.gossip.model_slice import ModelSlice
+from dgc.gossip.model import FlatModel, ModelSlice
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, Joinable
-from dgc.gossip.pushsum.sgp import SGP
-from dgc.memory.state import check_tensor
+from dgc.gossip.sgp import SGP
+from dgc.state import check_tensor
 
 
 @checked

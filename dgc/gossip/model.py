@@ -1,4 +1,7 @@
-"""The model of a rank as one flat vector, for gossip to send and average."""
+"""The model of a rank as one flat vector, for gossip to send and average.
+
+The model of a gossip algorithm in which each rank of a machine holds a slice of the model.
+"""
 
 from collections.abc import Sequence
 
@@ -77,3 +80,27 @@ class FlatModel:
             part = local(p)
             if part.data_ptr() != view.data_ptr():
                 part.copy_(view)
+
+
+class ModelSlice(FlatModel):
+    """Elements start .. end - 1 of a model. The segments of its tensors are one-dimensional.
+
+    Args:
+        model (FlatModel): the whole model.
+        start (int): first element.
+        end (int): element after the last one.
+    """
+
+    def __init__(self, model: FlatModel, start: int, end: int):
+        self._model, self.parameters, self.z = model, model.parameters, model.z[start:end]
+        self.segments = tuple(
+            Segment(s.name, max(s.offset, start) - start, length, (length,), (1,))
+            for s in model.segments
+            if (length := min(s.offset + s.numel, end) - max(s.offset, start)) > 0
+        )
+
+    def gather(self) -> None:
+        self._model.gather()
+
+    def scatter(self) -> None:
+        self._model.scatter()

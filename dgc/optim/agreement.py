@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from dgc.comm.collectives import all_gather_object, all_reduce, checked, with_checksum
-from dgc.comm.ordered import Intact
+from dgc.comm.conversation import Intact
 from dgc.comm.requests import AllGather, as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.connect import default_transport
+from dgc.comm.conversation import Intact
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.ordered import Intact
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip.model import FlatModel, local

@@ -23,14 +23,28 @@ If a pseudo-gradient has NaN or inf, every rank goes back to z0. What was finite
 compressor, if it has one, and is sent later.
 
 Payload in bytes: that of the compressors every H steps, and that of the base. Dense: 4 n.
+
+Checks of the arguments of `OuterSteps`.
+
+Schedules of the outer learning rate: factors by the number of inner steps, as SparseLoCo's alpha from 0.4 to 1
+(Sarfi et al. 2025, arXiv 2508.15706).
+
+    z0 = outer(z0, D),   with the learning rate of `outer` times f(t)      t: step in which the exchange began
+
+f depends on t alone, so a run that resumes has the same rates.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from math import inf
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from dgc.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
@@ -38,21 +52,152 @@ from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
-from dgc.memory.state import check_count, check_tensor
 from dgc.optim.agreement import check_equal
 from dgc.optim.options import as_route
-from dgc.outer.arguments import (
-    COMMON_START,
-    check_alpha,
-    check_arguments,
-    check_momentum,
-    check_schedule,
-    outer_factor,
-)
-from dgc.outer.exchange import EXCHANGE_STATE, OuterExchange, keeps_own_errors
-from dgc.outer.fragment import Fragment, divide
+from dgc.outer.exchange import EXCHANGE_STATE, Fragment, OuterExchange, divide, keeps_own_errors
 from dgc.outer.optimizers import OuterOptimizer, average
-from dgc.outer.schedule import OuterSchedule
+from dgc.state import check_count, check_tensor
+
+COMMON_START = (
+    "call dgc.optim.broadcast_parameters(model.state_dict()) before GossipOptimizer, because ranks exchange only "
+    "changes"
+)
+
+
+def check_arguments(
+    average_every: int,
+    base: Gossip | None,
+    outer: object,
+    outer_schedule: object,
+    fragment_mb: float | None,
+    delay: int,
+    alpha: float,
+    warmup_steps: int,
+) -> None:
+    """Raise ValueError for an argument that is out of range, or arguments that do not fit together."""
+    require("a whole number of at least 1 step", WHOLE, least=1, average_every=average_every)
+    require("a whole number of 0 steps or more", WHOLE, least=0, delay=delay, warmup_steps=warmup_steps)
+    require("a number", NUMBER, alpha=alpha)
+    require("a number, or None for one fragment", NUMBER + NOTHING, fragment_mb=fragment_mb)
+    if base is not None and (isinstance(base, type) or not isinstance(base, Gossip)):
+        raise ValueError(f"base must be a gossip algorithm such as SGP(), or None, not {base!r}")
+    if base is not None and not base.is_synchronous:
+        raise ValueError(
+            f"{type(base).__name__} is asynchronous, so its ranks have no common step after which to average"
+        )
+    is_optimizer = isinstance(outer, type) and issubclass(outer, Optimizer)
+    if outer is not None and not is_optimizer and not _is_maker(outer):
+        raise ValueError(
+            f"outer must make an optimizer from a list of tensors, such as Nesterov() or partial(torch.optim.SGD, "
+            f"lr=1.0), not {outer!r}"
+        )
+    if outer_schedule is not None and not _is_maker(outer_schedule):
+        raise ValueError(
+            "outer_schedule must return a factor of the outer learning rate for a step, such as "
+            f"Ramp(0.4, 1.0, 3000), not {outer_schedule!r}"
+        )
+    if fragment_mb is not None and not fragment_mb > 0:
+        raise ValueError(f"fragment_mb must be positive, or None for one fragment, not {fragment_mb}")
+    if not 0 <= alpha < 1:
+        raise ValueError(f"alpha must be in [0, 1): at 1 a rank would never take over a mean. It is {alpha}")
+    if alpha == 0 and delay == average_every:
+        raise ValueError(
+            f"delay={delay} is all of average_every={average_every} steps, and with alpha=0 what a rank learns "
+            "in these steps is dropped: use a shorter delay, or alpha=0.5"
+        )
+    if base is not None and (fragment_mb is not None or delay or alpha):
+        raise ValueError(
+            f"{type(base).__name__} mixes whole models between exchanges: leave out fragment_mb, delay and alpha, "
+            "or the base"
+        )
+
+
+def outer_factor(schedule: Callable[[int], float], step: int) -> float:
+    """The factor of the outer learning rate. Raises ValueError if it is not a finite number of at least 0."""
+    value = schedule(step)
+    try:
+        factor = float(value)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not 0 <= factor < math.inf:
+        raise ValueError(
+            f"outer_schedule returned {value!r} at step {step}: it must return the factor of the outer learning "
+            "rate, a finite number of at least 0"
+        )
+    return factor
+
+
+def _is_maker(value: object) -> bool:
+    """Whether it can be called, and is no class whose instances are meant, such as Nesterov for Nesterov()."""
+    return callable(value) and not isinstance(value, type)
+
+
+def check_momentum(route: Route) -> None:
+    """Raise ValueError if a compressor applies momentum, which is the outer optimizer's."""
+    for rule in route.rules:
+        if rule.compressor.correction is not None:
+            raise ValueError(
+                f"{type(rule.compressor).__name__} applies momentum to pseudo-gradients, and the outer optimizer "
+                "does too: give it memory=ResidualMemory()"
+            )
+
+
+def check_alpha(alpha: float, compressors: Iterable[Compressor]) -> None:
+    """Raise ValueError if what a compressor keeps for later would stay in the model as well, and be sent twice."""
+    for compressor in compressors:
+        if alpha and any(True for _ in compressor.errors()):
+            raise ValueError(
+                f"alpha={alpha} keeps a share of the rank's own model, and {type(compressor).__name__} sends "
+                "later what it has not sent of it, which would count twice: use alpha=0, or a compressor without "
+                "error state such as FP16Compressor()"
+            )
+
+
+def check_schedule(fragments: int, average_every: int, delay: int) -> None:
+    """Raise ValueError if the exchanges of two fragments would be in flight at once."""
+    if fragments > average_every:
+        raise ValueError(
+            f"the model has {fragments} fragments, but average_every={average_every} steps begin at most as many "
+            "exchanges: increase fragment_mb or average_every"
+        )
+    if delay > average_every // fragments:
+        raise ValueError(
+            f"delay={delay} is too long: with {fragments} fragments every {average_every} steps, an exchange "
+            f"begins {average_every // fragments} steps after the one before it, which must have ended"
+        )
+
+
+OuterSchedule: TypeAlias = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A factor of the outer learning rate that goes linearly from one value to another, and then stays.
+
+    Args:
+        first (float): factor at step 0, positive.
+        last (float): factor from step `steps` on, positive.
+        steps (int): inner steps until `last`, at least 1.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+        >>> sparseloco = OuterSteps(30, outer_schedule=Ramp(0.4, 1.0, steps=3000))
+    """
+
+    first: float = 0.4
+    last: float = 1.0
+    steps: int = 1000
+
+    def __post_init__(self) -> None:
+        require("a whole number of at least 1", WHOLE, least=1, steps=self.steps)
+        require("a number", NUMBER, first=self.first, last=self.last)
+        if not 0 < self.first < inf or not 0 < self.last < inf:
+            raise ValueError(f"Ramp needs first and last above 0 and finite, not {self.first} and {self.last}")
+
+    def __call__(self, step: int) -> float:
+        return self.first + (self.last - self.first) * min(1.0, step / self.steps)
 
 
 class OuterSteps:

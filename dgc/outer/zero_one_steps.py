@@ -21,9 +21,19 @@ gradients before local steps begin. Here it is u in every step of T_u, and the e
 
 If a mean gradient of T_v is not finite, no rank changes anything in this step. If a rank's u is not, all return to
 x', with m = 0. A rank whose gradient is not finite leaves out a step of its own.
+
+The messages of 0/1 Adam: buffers with one part for each tensor, averaged as gradients or compressed.
+
+The steps in which 0/1 Adam communicates (Lu et al. 2022, arXiv 2202.06009), as DeepSpeed's options choose them.
+
+T_v     F = var_freeze_step, kappa = var_update_scaler:
+        k_0 = 0,  k_(j+1) = k_j + 2**(j // kappa),  all k_j < F
+T_u     every step before F; then the gap H is 1 for local_step_scaler steps, 2 for as many, 4, ..,
+        and at most local_step_clipper
 """
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,21 +41,166 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import NUMBER, require
+from dgc.arguments import NUMBER, WHOLE, require
+from dgc.comm.conversation import OrderedConversations
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import for_gradients
-from dgc.compression.protocol import Compressor, StatelessCompressor
-from dgc.compression.quantized.double_squeeze import DoubleSqueezeCompressor
+from dgc.compression.double_squeeze import DoubleSqueezeCompressor
+from dgc.compression.protocol import Compressor, Result, StatelessCompressor, conversation_of
 from dgc.compression.route import Route
 from dgc.gossip.model import FlatModel
-from dgc.memory.state import check_count, check_tensor
-from dgc.optim.agreement import check_equal, check_settings
-from dgc.optim.options import as_route
-from dgc.outer.arguments import COMMON_START, check_momentum
+from dgc.optim.agreement import Agreement, check_equal, check_settings
+from dgc.optim.exchange.planning import compressors_in_order, plan_buckets
+from dgc.optim.options import as_route, register_compressors
+from dgc.outer.exchange import AGREE, optimizer_text
+from dgc.outer.steps import COMMON_START, check_momentum
 from dgc.outer.zero_one_adam import ZeroOneAdam, dense
-from dgc.outer.zero_one_exchange import ZeroOneExchange
-from dgc.outer.zero_one_schedule import ZeroOneSchedule
+from dgc.state import check_count, check_tensor
+
+
+class ZeroOneExchange:
+    """Buffers in fp32, by parameter name, whose means over the ranks replace them. Construction is collective.
+
+    Args:
+        model: The model of this rank.
+        route: Chooses the compressors.
+        gradients: Averages gradients.
+        bucket_mb: Largest size of a bucket in MB.
+        transport: Connects the ranks.
+        meter: Counts bytes and seconds.
+        name: Prefix of lanes and messages, unique on the transport.
+
+    Raises:
+        ValueError: A compressor belongs to another optimizer, or does not fit the transport.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        route: Route,
+        gradients: StatelessCompressor,
+        bucket_mb: float,
+        transport: Transport,
+        meter: TrafficMeter,
+        name: str,
+    ):
+        named = [(s.name, s.of(model.z)) for s in model.segments]
+        self._planned = plan_buckets(named, route.compressor_for, bucket_mb, name)
+        self.compressors = compressors_in_order(self._planned, named)
+        register_compressors(self.compressors, transport)
+        for plan in self._planned:
+            plan.compressor.plan(plan.bucket, transport.size, transport.rank)
+        self.parts = {s.name: s.of(plan.bucket.flat) for plan in self._planned for s in plan.bucket.segments}
+        self.dropped = 0
+        self._gradients = gradients
+        self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
+        self._agreement = Agreement(transport, optimizer_text(name, named), "an exchange of 0/1 Adam", AGREE)
+        self._warns = transport.rank == 0
+
+    def zero_(self) -> None:
+        for plan in self._planned:
+            plan.bucket.flat.zero_()
+
+    def average(self, common: Mapping[str, object], are_gradients: bool = False) -> bool:
+        """Replace the buffers by their means, and return True. If these are not finite, return False.
+
+        Args:
+            common: What must be equal on every rank, by name.
+            are_gradients: The buffers hold gradients, to be sent by `gradients` without error state.
+
+        Raises:
+            ValueError: Some of `common` is not.
+        """
+        with self._agreement.exchange():
+            self._agreement.begin(are_gradients=are_gradients, **common)
+            for plan in self._planned:
+                name, compressor = plan.bucket.name, plan.compressor
+                if are_gradients:
+                    name, compressor = f"{name}.gradients", self._gradients  # messages of a name have one size
+                self._conversations.start(name, conversation_of(compressor, plan.bucket))
+            self._agreement.end()
+            results = self._conversations.finish()
+        reason = next((result.nonfinite for result in results if result.nonfinite), None)
+        for plan, result in zip(self._planned, results, strict=True):
+            if reason is None:
+                result.write_to(plan.bucket)
+            elif not are_gradients:
+                plan.compressor.rollback(plan.bucket)
+        if reason is not None:
+            self._drop(reason)
+        return reason is None
+
+    def _drop(self, reason: str) -> None:
+        self.dropped += 1
+        if self.dropped == 1 and self._warns:
+            warnings.warn(
+                f"in an exchange of 0/1 Adam, {reason}: every rank drops the steps since the exchange before. "
+                "Further drops are only counted, as dropped_exchanges",
+                stacklevel=2,
+            )
+
+    def errors(self) -> Iterable[Tensor]:
+        return (error for compressor in self.compressors for error in compressor.errors())
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        compression = {name: compressor.state_dict() for name, compressor in self._named()}
+        return {"compression": compression, "dropped": self.dropped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        compressors, saved = dict(self._named()), state["compression"]
+        if compressors.keys() != saved.keys():
+            raise ValueError(f"state of other compressors: {sorted(saved)}, not {sorted(compressors)}")
+        for name, compressor in compressors.items():
+            compressor.load_state_dict(saved[name])
+        self.dropped = state["dropped"]
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return [(f"{type(c).__name__}.{i}", c) for i, c in enumerate(self.compressors)]
+
+
+@dataclass(frozen=True)
+class ZeroOneSchedule:
+    """The steps of T_v and the gaps of T_u. Steps are counted from 0. The arguments are those of `ZeroOneSteps`.
+
+    Raises:
+        ValueError: if an argument is not a whole number of at least 1.
+    """
+
+    var_freeze_step: int
+    var_update_scaler: int
+    local_step_scaler: int
+    local_step_clipper: int
+
+    def __post_init__(self) -> None:
+        require("a whole number of at least 1", WHOLE, least=1, **asdict(self))
+
+    def updates_variance(self, t: int) -> bool:
+        """Whether step t is in T_v."""
+        kappa = self.var_update_scaler
+        doublings = (t // kappa + 1).bit_length() - 1  # kappa (2**i - 1) is the first step with gaps of 2**i
+        return t < self.var_freeze_step and (t - kappa * (2**doublings - 1)) % 2**doublings == 0
+
+    def interval(self, t: int) -> int:
+        """H: the gap of T_u in step t."""
+        doublings = max(0, t - self.var_freeze_step) // self.local_step_scaler
+        return min(self.local_step_clipper, 2 ** min(doublings, 62))
+
+    def exchanges_sum(self, t: int, local_steps: int) -> bool:
+        """Whether step t, the `local_steps`-th since the last exchange, ends with an exchange: it is in T_u."""
+        return local_steps >= self.interval(t)
+
+    def exchanges(self, steps: int) -> int:
+        """Number of exchanges in the first `steps` steps, of gradients or sums."""
+        count = local_steps = 0
+        for t in range(steps):
+            local_steps += 1
+            if self.updates_variance(t) or self.exchanges_sum(t, local_steps):
+                count, local_steps = count + 1, 0
+        return count
+
 
 PARTS = ("z", "z0", "u")
 STATE = {*PARTS, "rates", "local_steps", "compression", "dropped"}

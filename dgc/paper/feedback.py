@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.compression.finite import first_nonfinite_message, overflow_message
+from dgc.compression.envelope import first_nonfinite_message, overflow_message
 from dgc.compression.protocol import DenseResult, StatelessCompressor
 
 

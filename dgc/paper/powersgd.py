@@ -1,5 +1,5 @@
 """PowerSGD as its paper writes it: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2.
-The fast implementation is `dgc.compression.lowrank.powersgd` with mode="paper"; its other modes are not here.
+The fast implementation is `dgc.compression.powersgd` with mode="paper"; its other modes are not here.
 
 At worker w, gradient g_w is a matrix [n, m] with an error e_w, at first 0, and a factor Q [m, r], at first random:
 

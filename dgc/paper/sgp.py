@@ -1,5 +1,5 @@
 """Stochastic Gradient Push as its paper writes it: Assran, Loizou, Ballas, Rabbat, ICML 2019, arXiv 1811.10792,
-Algorithm 1 (SGP) and Algorithm 2 (overlap SGP). The fast ones are `dgc.gossip.pushsum.sgp` and `osgp`.
+Algorithm 1 (SGP) and Algorithm 2 (overlap SGP). The fast ones are `dgc.gossip.sgp` and `osgp`.
 
 Node i has biased parameters x_i, a weight w_i, at first 1, and the model z_i = x_i / w_i. In step k it sends to
 each out-neighbour j the share p_ji of x_i and w_i, and keeps the share p_ii. Its shares sum to one.
@@ -22,8 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dgc.comm.requests import Conversation, Exchange
-from dgc.gossip.topology.mixing import Mixing, Shares
-from dgc.gossip.topology.topology import Peers, Topology
+from dgc.gossip.topology import Mixing, Peers, Shares, Topology
 
 Gradient = Callable[[Tensor, int], Tensor]  # of z and k
 

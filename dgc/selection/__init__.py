@@ -1,20 +1,20 @@
 """Selectors, which choose the elements to send, and the plan of how many each tensor sends."""
 
-from dgc.selection.estimators.bisection import Bisection as Bisection
-from dgc.selection.estimators.estimator import Estimator as Estimator
-from dgc.selection.estimators.exponential import Exponential as Exponential
-from dgc.selection.estimators.fixed import Fixed as Fixed
-from dgc.selection.estimators.gaussian import Gaussian as Gaussian
-from dgc.selection.estimators.laplace import Laplace as Laplace
-from dgc.selection.estimators.mstopk import MSTopk as MSTopk
-from dgc.selection.estimators.sampled import Sampled as Sampled
-from dgc.selection.estimators.trimmed import Trimmed as Trimmed
+from dgc.selection.estimators import Bisection as Bisection
+from dgc.selection.estimators import Estimator as Estimator
+from dgc.selection.estimators import Exponential as Exponential
+from dgc.selection.estimators import Fixed as Fixed
+from dgc.selection.estimators import Gaussian as Gaussian
+from dgc.selection.estimators import Laplace as Laplace
+from dgc.selection.estimators import MSTopk as MSTopk
+from dgc.selection.estimators import Sampled as Sampled
+from dgc.selection.estimators import Trimmed as Trimmed
 from dgc.selection.exact import Exact as Exact
 from dgc.selection.exact import Histogram as Histogram
 from dgc.selection.exact import Predicted as Predicted
 from dgc.selection.exact import Radix as Radix
 from dgc.selection.per_chunk import TopKPerChunk as TopKPerChunk
-from dgc.selection.plan import Plan as Plan
-from dgc.selection.plan import plan_selection as plan_selection
+from dgc.selection.selector import Plan as Plan
 from dgc.selection.selector import Selector as Selector
 from dgc.selection.selector import SelectorResult as SelectorResult
+from dgc.selection.selector import plan_selection as plan_selection

@@ -19,8 +19,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.kernels import PassInputs, SparseVector
-from dgc.selection.plan import Plan
-from dgc.selection.selector import Selector, SelectorResult
+from dgc.selection.selector import Plan, Selector, SelectorResult
 
 
 @checked

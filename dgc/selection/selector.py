@@ -1,14 +1,129 @@
-"""The interface between compressors and selectors."""
+"""The interface between compressors and selectors.
 
+The number of elements that each tensor of a bucket sends, and how a larger selection is reduced to it.
+"""
+
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
+import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.kernels import PassInputs, SparseVector
-from dgc.selection.plan import Plan
+from dgc.bucket import Segment
+from dgc.kernels import Budget, PassInputs, SparseVector
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Parallel tables with one entry per tensor of the bucket. The payload holds `capacity` elements.
+
+    ratio: that of tensors of two or more dimensions. ratios: those of all tensors.
+    history: tensors that a selector keeps for its next step. If the selector `remembers`, each tensor in it has
+    one row per tensor of the bucket.
+    """
+
+    names: tuple[str, ...]
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    ks: tuple[int, ...]
+    ratio: float
+    ratios: tuple[float, ...]
+    device: torch.device = CPU
+    history: dict[str, Tensor] = field(default_factory=dict)
+    _chunked: dict[int, Budget] = field(default_factory=dict)
+
+    @cached_property
+    def capacity(self) -> int:
+        return sum(self.ks)
+
+    @cached_property
+    def per_tensor(self) -> Budget:
+        """The k of every tensor."""
+        return self._budget([*self.offsets, sum(self.numels)], self.ks)
+
+    @cached_property
+    def per_bucket(self) -> Budget:
+        """One k for the whole bucket: large tensors may send more than their share, and small ones nothing."""
+        return self._budget([0, sum(self.numels)], [self.capacity])
+
+    def per_chunk(self, chunk_size: int) -> Budget:
+        """The k of every tensor, divided among chunks of about `chunk_size` elements: see `per_chunk`."""
+        if chunk_size not in self._chunked:
+            bounds: list[int] = []
+            ks: list[int] = []
+            for offset, numel, k in zip(self.offsets, self.numels, self.ks, strict=True):
+                chunks = min(-(-numel // chunk_size), k)
+                sent = [i * k // chunks for i in range(chunks)] + [k]
+                # from k and not from the size, so that no chunk has fewer elements than it sends
+                bounds += [offset + start * numel // k for start in sent[:-1]]
+                ks += [end - start for start, end in pairwise(sent)]
+            self._chunked[chunk_size] = self._budget([*bounds, sum(self.numels)], ks)
+        return self._chunked[chunk_size]
+
+    def split(self, v: Tensor) -> list[Tensor]:
+        return [v[o : o + n] for o, n in zip(self.offsets, self.numels, strict=True)]
+
+    def shared(self, counts: Int64[Tensor, "S"]) -> Budget:
+        """How many of `counts` candidates each tensor may send: its k, and slots that other tensors leave free.
+
+        Free slots are divided in proportion to each tensor's number of candidates beyond its k.
+        """
+        ks = self.per_tensor.ks
+        kept = counts.minimum(ks)
+        surplus = counts - kept
+        free, requested = self.capacity - kept.sum(), surplus.sum()
+        extra = surplus.where(requested <= free, free * surplus // requested.clamp(min=1))
+        return Budget(self.per_tensor.bounds, kept + extra, self.capacity)
+
+    def rows_of_history(self) -> dict[str, dict[str, Tensor]]:
+        """The history by tensor name, independent of the division into buckets."""
+        return {name: {key: h[i].clone() for key, h in self.history.items()} for i, name in enumerate(self.names)}
+
+    def take_history(self, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Loads rows of `rows_of_history`, if there are rows for all tensors of this plan."""
+        own = [rows.get(name, {}) for name in self.names]
+        for key in own[0] if own and all(row.keys() == own[0].keys() for row in own) else ():
+            self.history[key] = torch.stack([row[key].to(self.device) for row in own])
+
+    def _budget(self, bounds: Sequence[int], ks: Sequence[int]) -> Budget:
+        return Budget(
+            torch.tensor(bounds, dtype=torch.int64, device=self.device),
+            torch.tensor(ks, dtype=torch.int64, device=self.device),
+            self.capacity,
+        )
+
+
+def share(numel: int, ratio: float) -> int:
+    """ceil(ratio * numel), not affected by float rounding: 0.07 * 100 is 7.000000000000001 in floats."""
+    return math.ceil(numel * ratio * (1 - 1e-9))
+
+
+def plan_selection(
+    segments: Sequence[Segment], ratio: float, device: torch.device = CPU, vector_ratio: float | None = None
+) -> Plan:
+    """The plan with k = ceil(ratio * numel) for each tensor: at least one element of every non-empty tensor.
+
+    Tensors of less than two dimensions have `vector_ratio`, or `ratio` if that is larger.
+    """
+    vectors = max(ratio, vector_ratio or 0.0)
+    ratios = tuple(ratio if len(s.shape) > 1 else vectors for s in segments)
+    return Plan(
+        names=tuple(s.name for s in segments),
+        offsets=tuple(s.offset for s in segments),
+        numels=tuple(s.numel for s in segments),
+        ks=tuple(share(s.numel, own) for s, own in zip(segments, ratios, strict=True)),
+        ratio=ratio,
+        ratios=ratios,
+        device=device,
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,33 @@ A format plans a section of fixed size. The size depends only on the capacity an
 indices always fit. The length of packed and Rice codes depends on the indices. Their plan has room for the likely
 length (`lengths`). If a selection does not fit, a few of its elements are not sent. If a code would need more
 bytes than int32 indices, the section holds int32 indices instead.
+
+Planned lengths of packed and Rice codes, which must not depend on the indices.
+
+Model: k of n elements are sent, and all are equally likely. Gaps are then geometric with p = k/n:
+
+    P(gap >= s) = (1-p)**s
+
+Packed, blocks of 128. A block's width exceeds w if its largest gap is 2**w or more:
+
+    P(width > w) = 1 - (1 - (1-p)**(2**w))**128         E[width] = sum over w >= 0 of P(width > w)
+
+Rice with parameter b, M = 2**b. A gap's high and low part, q = gap >> b and r = gap mod M, are independent:
+
+    P(q >= 1) = x = (1-p)**M      E[q] = x/(1-x)      V_q = x/(1-x)**2      V_r = (1-p)/p**2 - M**2 V_q
+    bits = k (b + 1 + E[q])
+
+All gaps sum to n - k, so sum q = (n - k - sum r) / M varies little. For sums of k independent normal variables
+with that sum given, the variance is k V_q V_r / (M**2 V_q + V_r).
+
+The plan is the expected length plus one standard deviation, plus one byte per block. If the longest possible code
+needs at most 4 more bytes, that length is planned instead. All of this uses decimal arithmetic with 50 digits,
+which rounds equally on every machine, because all ranks must compute the same sizes.
 """
 
 from dataclasses import dataclass
+from decimal import Context, Decimal, localcontext
+from functools import cache
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -14,10 +38,114 @@ from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec.mean import IndexKind
-from dgc.kernels.codec.protocol import Codec, PackedCode, RiceCode
+from dgc.kernels.codec.protocol import (
+    LARGEST_PARAMETER,
+    PACKED_BLOCK,
+    RICE_BLOCK,
+    Codec,
+    PackedCode,
+    RiceCode,
+    block_count,
+)
+from dgc.kernels.codec.reference import IndexKind
 from dgc.kernels.selection.protocol import SparseVector
-from dgc.wire.lengths import plan_packed, plan_rice
+
+FURTHER_BITS = 32
+ARITHMETIC = Context(prec=50)
+
+
+@cache
+def plan_packed(capacity: int, numel: int) -> PackedCode:
+    """Plan a packed code. Requires numel >= capacity >= 1."""
+    full, rest = divmod(capacity, PACKED_BLOCK)
+    with localcontext(ARITHMETIC):
+        mean, variance = Decimal(0), Decimal(0)
+        for blocks, size in ((full, PACKED_BLOCK), (1, rest)):
+            width, spread = _width(size, capacity, numel)
+            mean += blocks * size * width
+            variance += blocks * size**2 * spread
+        likely = _ceil(mean + variance.sqrt())
+    blocks = block_count(capacity, PACKED_BLOCK)
+    longest = packed_longest(capacity, numel)
+    room = _room(likely, longest)
+    sure = max(room // numel.bit_length(), PACKED_BLOCK * _sure_blocks(room, blocks, numel))
+    return PackedCode(capacity, numel, _nbytes(room + 8 * blocks), capacity if room == longest else sure)
+
+
+@cache
+def plan_rice(capacity: int, numel: int) -> RiceCode:
+    """Plan a Rice code with the parameter b* that needs the fewest bits. Requires numel >= capacity >= 1."""
+    with localcontext(ARITHMETIC):
+        p = Decimal(capacity) / numel
+        plans = [(_rice_bits(b, p, capacity), b) for b in range(LARGEST_PARAMETER)]
+        exact, parameter = min(plans)
+        likely = _ceil(exact)
+    room = _room(likely, capacity * (parameter + 1) + (numel - capacity >> parameter))
+    return RiceCode(capacity, numel, _nbytes(room + 8 * block_count(capacity, RICE_BLOCK)), parameter)
+
+
+def packed_longest(count: int, numel: int) -> int:
+    """Return a number of bits that is enough for the gaps of any `count` of `numel` elements.
+
+    For every w >= 1, a gap g needs at most w - 1 + g / 2**(w-1) bits. The largest gaps of B blocks sum to at most
+    n, so the widths of the blocks sum to at most B (w-1) + n / 2**(w-1).
+    """
+    if count <= PACKED_BLOCK:
+        return count * (numel - count).bit_length()
+    return PACKED_BLOCK * _widths(block_count(count, PACKED_BLOCK), numel)
+
+
+def _widths(blocks: int, numel: int) -> int:
+    return min(blocks * w + (numel >> w) for w in range(LARGEST_PARAMETER))
+
+
+def _sure_blocks(room: int, blocks: int, numel: int) -> int:
+    """Return the largest number of full blocks that always fit into `room` bits, by bisection."""
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if PACKED_BLOCK * _widths(middle, numel) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _width(size: int, capacity: int, numel: int) -> tuple[Decimal, Decimal]:
+    """Return the expected width of a block of `size` gaps, and its variance."""
+    mean = square = Decimal(0)
+    beyond = 1 - Decimal(capacity) / numel  # (1-p)**(2**w)
+    for w in range(LARGEST_PARAMETER):
+        wider = 1 - (1 - beyond) ** size
+        mean += wider
+        square += (2 * w + 1) * wider
+        beyond *= beyond
+    return mean, max(Decimal(0), square - mean * mean)
+
+
+def _rice_bits(b: int, p: Decimal, capacity: int) -> Decimal:
+    """Return the expected number of bits plus one standard deviation."""
+    m = 2**b
+    x = (1 - p) ** m
+    v_q = x / (1 - x) ** 2
+    v_r = max(Decimal(0), (1 - p) / p**2 - m**2 * v_q)
+    both = m**2 * v_q + v_r
+    variance = capacity * v_q * v_r / both if both else Decimal(0)
+    return capacity * (b + 1 + x / (1 - x)) + variance.sqrt()
+
+
+def _room(likely: int, longest: int) -> int:
+    return longest if longest <= likely + FURTHER_BITS else likely
+
+
+def _ceil(x: Decimal) -> int:
+    return int(x.to_integral_value(rounding="ROUND_CEILING"))
+
+
+def _nbytes(bits: int) -> int:
+    """Return the bytes for these bits, rounded up to a multiple of 4."""
+    return -(-bits // 32) * 4
+
 
 INT32_MAX = torch.iinfo(torch.int32).max
 

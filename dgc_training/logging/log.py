@@ -21,7 +21,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from dgc.comm.trace import Trace
+from dgc.comm.meter import Trace
 from dgc_training.checkpoint.progress import BYTES
 from dgc_training.checkpoint.state import RunState
 from dgc_training.config import to_yaml

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from dgc.comm.trace import Trace
+from dgc.comm.meter import Trace
 
 T = TypeVar("T")
 

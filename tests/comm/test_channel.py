@@ -73,7 +73,7 @@ def test_a_message_that_is_too_long_is_an_error() -> None:
 
 
 def test_both_are_channels() -> None:
-    from dgc.comm.mpi.channel import MPIChannel
+    from dgc.comm.mpi import MPIChannel
 
     assert isinstance(ChannelWorld(1).channels[0], Channel)
     assert all(hasattr(MPIChannel, name) for name in ("isend", "irecv", "test"))
@@ -82,7 +82,7 @@ def test_both_are_channels() -> None:
 def test_without_mpi_the_cure_is_named() -> None:
     pytest.importorskip("mpi4py")
     program = """
-from dgc.comm.mpi.channel import MPIChannel
+from dgc.comm.mpi import MPIChannel
 try:
     MPIChannel()
 except ValueError as error:

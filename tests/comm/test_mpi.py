@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dgc.comm import Exchange
+from dgc.comm import mpi as point_to_point
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.mpi import point_to_point
-from dgc.comm.mpi.point_to_point import PointToPointTransport, mpi_buffer
+from dgc.comm.mpi import PointToPointTransport, mpi_buffer
 
 
 class RecordingMPI:

@@ -8,8 +8,8 @@ import torch
 from cases import case
 
 from dgc.comm import AllReduce, TrafficMeter
+from dgc.comm.conversation import LANES, OrderedConversations
 from dgc.comm.lockstep import LockstepError, LockstepTransport, LockstepWorld
-from dgc.comm.ordered import LANES, OrderedConversations
 
 
 def rounds(rank: int, number: int) -> Any:

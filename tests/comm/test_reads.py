@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dgc.comm import AllReduce, TrafficMeter
+from dgc.comm.conversation import OrderedConversations
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
-from dgc.comm.ordered import OrderedConversations
 from dgc.comm.requests import Read, next_requests, read
 from dgc.comm.staging import HostCopy
 

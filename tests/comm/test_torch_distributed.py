@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from environment import patient
 
-from dgc.comm.torch_distributed.groups import destroy
+from dgc.comm.torch_distributed import destroy
 
 # The function that is registered first is called last.
 PROGRAM = """

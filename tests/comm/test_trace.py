@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.meter import PHASES
-from dgc.comm.trace import Trace
+from dgc.comm.meter import PHASES, Trace
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer

@@ -10,7 +10,7 @@ from compression.ranks import Ranks, normal
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import ChunkCompressor, DenseResult, FP16Compressor, SparseResult
-from dgc.compression.sparse.chunks import divide, largest
+from dgc.compression.chunks import divide, largest
 from dgc.memory import DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import PayloadError

@@ -10,7 +10,7 @@ import dgc.kernels as kernels
 from dgc.bucket import make_bucket
 from dgc.comm.requests import next_requests
 from dgc.compression import DenseResult, DGCCompressor, SparseCompressor, SparseResult
-from dgc.compression.sparse.exchange.protocol import Chosen
+from dgc.compression.sparse_sum import Chosen
 from dgc.kernels import SparseVector
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.selection import plan_selection

@@ -19,7 +19,7 @@ from dgc.compression import (
 )
 from dgc.compression.dense import CastCompressor
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.wire.sealed import sealed_bytes
+from dgc.wire.payload import sealed_bytes
 
 N = 301
 

@@ -8,7 +8,7 @@ from cases import case
 from compression.ranks import Ranks, normal
 
 from dgc.compression import DoubleSqueezeCompressor
-from dgc.compression.quantized.double_squeeze import divide_into_chunks
+from dgc.compression.double_squeeze import divide_into_chunks
 from dgc.paper.onebit_adam import compress
 from dgc.redistribute import redistribute
 from dgc.testing import flat, gradients

@@ -20,11 +20,11 @@ from dgc.compression import (
     SparseCompressor,
 )
 from dgc.compression.dense import ClippedCompressor
-from dgc.compression.sparse.fallback import DenseValuesCompressor
+from dgc.compression.sparse import DenseValuesCompressor
 from dgc.memory import ClipByNorm, ClipByValue, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import CastValues, Int8Values, SignValues, ValueFormat
-from dgc.wire.sealed import sealed_bytes
+from dgc.wire.payload import sealed_bytes
 
 SHAPES = [(64,), (3000,), (7,)]
 N = 3071

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgc.compression.lowrank.orthogonal import check_orthogonalization, orthonormalize
+from dgc.compression.matrices import check_orthogonalization, orthonormalize
 
 every_way = pytest.mark.parametrize("way", ["auto", "qr", "gram_schmidt", "cholesky_qr"])
 

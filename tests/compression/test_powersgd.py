@@ -9,12 +9,11 @@ import torch
 from cases import case
 from torch import Tensor, nn
 
+from dgc.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import NonFiniteGradientError, PowerSGDCompressor
-from dgc.compression.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
-from dgc.compression.lowrank.accordion import Accordion
-from dgc.compression.lowrank.matrices import CompressionRule
+from dgc.compression.matrices import Accordion, CompressionRule
 from dgc.redistribute import blend, shares
 from dgc.testing import Fleet
 from dgc_models import resnet18

@@ -20,8 +20,8 @@ from dgc.compression import (
     SVDCompressor,
     TernGradCompressor,
 )
-from dgc.compression.lowrank.svd import inclusion
-from dgc.compression.quantized.onebit import rows_of
+from dgc.compression.signs import rows_of
+from dgc.compression.svd import inclusion
 
 N = 600
 

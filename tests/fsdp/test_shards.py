@@ -10,12 +10,10 @@ import torch
 from torch.distributed.fsdp import fully_shard  # noqa: F401  (registers torch.ops.fsdp)
 
 from dgc.bucket import make_bucket
-from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.lockstep.world import LockstepTransport
+from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import DenseCompressor
-from dgc.fsdp import mesh
-from dgc.fsdp.planning import GroupPlan
-from dgc.fsdp.replicas import check_equal_models
+from dgc.fsdp import shards as mesh
+from dgc.fsdp.exchange import GroupPlan, check_equal_models
 from dgc.fsdp.shards import ParameterGroup, lay_out
 from dgc.optim.exchange.planning import PlannedBucket
 

@@ -15,10 +15,8 @@ from dgc.comm import TrafficMeter
 from dgc.comm.channel import ChannelWorld
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import Topology, TopologyError
-from dgc.gossip.adpsgd.adpsgd import ADPSGD
-from dgc.gossip.adpsgd.link import MessageLink
-from dgc.gossip.adpsgd.protocol import AveragingProtocol, GossipError
-from dgc.gossip.topology.bipartite import bipartite_complete, bipartite_subgraph, peer_schedule
+from dgc.gossip.adpsgd import ADPSGD, AveragingProtocol, GossipError, MessageLink
+from dgc.gossip.topology import bipartite_complete, bipartite_subgraph, peer_schedule
 from dgc.optim import GossipOptimizer
 from dgc.wire import PayloadError
 

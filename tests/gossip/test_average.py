@@ -9,8 +9,8 @@ from gossip.table import CASES, IDS, named
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import metropolis, push_pull_average, push_sum_average, push_sum_round, uniform
-from dgc.gossip.pushsum.average import initial_state
-from dgc.gossip.topology.mixing import mixing_matrix
+from dgc.gossip.average import initial_state
+from dgc.gossip.topology import mixing_matrix
 
 
 def values(size: Any, dtype: Any = torch.float64, shape: Any = (5,)) -> Any:

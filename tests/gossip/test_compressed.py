@@ -12,7 +12,7 @@ from dgc import gossip
 from dgc.bucket import Segment
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import CHOCO, DPSGD, HierarchicalGossip, PowerGossip, Sign, TopK, TopologyError, two_way_ring
-from dgc.gossip.difference.powergossip import as_matrix, orthonormal
+from dgc.gossip.powergossip import as_matrix, orthonormal
 from dgc.outer import OuterSteps, SlowMo
 from dgc.redistribute import blend, shares
 from dgc.wire import PayloadError

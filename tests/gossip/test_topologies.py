@@ -7,7 +7,7 @@ from gossip.table import CASES, IDS, named
 
 from dgc import gossip
 from dgc.gossip import Topology, TopologyError, check_mixing, metropolis, uniform
-from dgc.gossip.topology.mixing import mixing_from_weights, mixing_matrix
+from dgc.gossip.topology import mixing_from_weights, mixing_matrix
 
 
 def schedule(topology: Any, rank: int = 0) -> Any:

@@ -25,7 +25,7 @@ from wire.payloads import (
 
 from dgc.kernels.codec.protocol import HEADER_BYTES, RICE_BLOCK, Terms
 from dgc.wire import PayloadError
-from dgc.wire.lengths import plan_packed, plan_rice
+from dgc.wire.indices import plan_packed, plan_rice
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 

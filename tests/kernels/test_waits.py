@@ -49,7 +49,7 @@ with pytest.MonkeyPatch.context() as environment:
         SignValues,
         TwoBitValues,
     )
-    from dgc.wire.checks import read_scalars
+    from dgc.wire.payload import read_scalars
 
 PACKAGE = Path(kernels.__file__).parents[1]
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
@@ -169,7 +169,7 @@ def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch: pytest.Monke
         reads.append(len(scalars))
         return read_scalars(scalars)
 
-    monkeypatch.setattr("dgc.compression.lowrank.orthogonal.read_scalars", counted)
+    monkeypatch.setattr("dgc.compression.matrices.read_scalars", counted)
     waits_of(PowerSGDCompressor(2, 0, mode="paper"))
     assert reads[-2:] == [2, 2]  # the two steps, each for P of two shapes; before them factors are drawn
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.compression import BF16Compressor, Compressor, DenseCompressor, DGCCompressor, FP16Compressor
 from dgc.compression.dense import CastCompressor
-from dgc.compression.lowrank.powersgd import PowerSGDCompressor
+from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.selection import (
     Bisection,

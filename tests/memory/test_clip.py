@@ -8,8 +8,7 @@ import torch
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
-from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClipValueByGlobalNorm, DGCSGDMemory
-from dgc.memory.clip import Clipping
+from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, ClipValueByGlobalNorm, DGCSGDMemory
 
 SHAPES = {"a": (4, 3), "none": (0, 2), "b": (5,)}
 

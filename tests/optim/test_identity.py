@@ -13,10 +13,10 @@ from states import assert_equal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, SparseCompressor
-from dgc.compression.aggregate import Config, PowerSGD, optimizer_step
 from dgc.ddp import compress
 from dgc.gossip import OSGP, SGP
 from dgc.memory import DGCSGDMemory, ResidualMemory

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
     ChunkCompressor,
@@ -30,7 +31,6 @@ from dgc.compression import (
     SparseCompressor,
     ThresholdCompressor,
 )
-from dgc.compression.aggregate import Config, PowerSGD, optimizer_step
 from dgc.gossip import CHOCO, DPSGD, OSGP, SGP, PowerGossip, TopK
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DGCAdam, DistributedOptimizer, GossipOptimizer, OneBitAdam

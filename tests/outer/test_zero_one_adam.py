@@ -14,7 +14,7 @@ from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DistributedOptimizer, GossipOptimizer
 from dgc.outer import OuterSteps, ZeroOneAdam, ZeroOneSteps
-from dgc.outer.zero_one_schedule import ZeroOneSchedule
+from dgc.outer.zero_one_steps import ZeroOneSchedule
 from dgc.redistribute import redistribute
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

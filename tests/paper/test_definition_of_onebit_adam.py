@@ -12,7 +12,7 @@ from torch import nn
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import OneBitAdamCompressor
-from dgc.compression.quantized.double_squeeze import divide_into_chunks
+from dgc.compression.double_squeeze import divide_into_chunks
 from dgc.optim import DistributedOptimizer, OneBitAdam
 from dgc.paper.onebit_adam import onebit_adam
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression.quantized.double_squeeze import divide_into_chunks
+from dgc.compression.double_squeeze import divide_into_chunks
 from dgc.optim import GossipOptimizer
 from dgc.outer import ZeroOneAdam, ZeroOneSteps
-from dgc.outer.zero_one_schedule import ZeroOneSchedule
+from dgc.outer.zero_one_steps import ZeroOneSchedule
 from dgc.paper.zero_one_adam import synchronization_steps, variance_steps, zero_one_adam
 
 STEPS = 60

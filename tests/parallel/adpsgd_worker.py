@@ -20,8 +20,7 @@ from environment import patient
 from dgc.comm import TrafficMeter, all_gather_object, all_reduce, barrier
 from dgc.comm.channel import open_channel
 from dgc.comm.connect import connect
-from dgc.gossip.adpsgd.adpsgd import ADPSGD
-from dgc.gossip.adpsgd.protocol import GossipError
+from dgc.gossip.adpsgd import ADPSGD, GossipError
 
 Finding = dict[str, Any]
 

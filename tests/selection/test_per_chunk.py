@@ -7,7 +7,7 @@ import torch
 from selection.shapes import laplace, plan_of
 
 from dgc.selection import TopKPerChunk
-from dgc.selection.plan import share
+from dgc.selection.selector import share
 
 
 def by_topk(part: Any, chunk: int, ratio: float) -> list[int]:

@@ -11,7 +11,7 @@ from selection.shapes import SHAPES, laplace, plan_of, rng, wall
 
 from dgc.kernels.selection.reference import largest
 from dgc.selection import Sampled
-from dgc.selection.estimators.estimator import Ranges
+from dgc.selection.estimators import Ranges
 
 
 def estimate(selector: Any, v: Any, ratio: Any, seed: int = 0) -> Any:

@@ -27,7 +27,7 @@ from dgc.selection import (
     Sampled,
     Trimmed,
 )
-from dgc.selection.estimators.estimator import Estimator, Ranges
+from dgc.selection.estimators import Estimator, Ranges
 
 SELECTORS = {
     "exact": Exact(),

@@ -8,7 +8,7 @@ import pytest
 from documented import DOCS, table
 from small_data import write_cifar
 
-import dgc.compression.aggregate
+import dgc.aggregate
 import dgc.gossip
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -160,8 +160,8 @@ def test_replacement_names_exist() -> None:
     here = re.findall("`([A-Za-z_]+)(?:`|\\()", " ".join(row[1] for row in rows))
     names = {name for name in here if name not in ("GossipOptimizer", "graph_from_epoch")}
     assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
-    (line,) = re.findall("    from dgc.compression.aggregate import (.+)", (DOCS / "migrating.md").read_text())
-    assert not [name for name in line.split(", ") if not hasattr(dgc.compression.aggregate, name)]
+    (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
+    assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]
 
 
 def test_a_root_base_cannot_delete_a_declared_key(place: Path) -> None:

@@ -9,7 +9,7 @@ from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, s
 from dgc.kernels.codec.protocol import Terms
 from dgc.kernels.codec.reference import TorchCodec
 from dgc.wire import PayloadError
-from dgc.wire.sealed import seal, unseal
+from dgc.wire.payload import seal, unseal
 
 NUMEL = 5000
 every_format = pytest.mark.parametrize("form", SOME.values(), ids=SOME)

@@ -20,10 +20,10 @@ from wire.payloads import (
     selection_of,
 )
 
-from dgc.kernels.codec.mean import MeanDecoder, NativeMeanDecoder
+from dgc.kernels.codec.reference import MeanDecoder, NativeMeanDecoder
 from dgc.kernels.selection.reference import Reference
 from dgc.wire import PayloadError
-from dgc.wire.mean import Gathered, sections_of
+from dgc.wire.payload import Gathered, sections_of
 
 REFERENCE = Reference()
 BOUNDS = (0, 7, 7, 3000)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from wire.payloads import CODEC, budget_of, clustered, encode, scattered, selection_of
 
-from dgc.kernels.codec.bit_streams import packed_bits, thin
+from dgc.kernels.codec.reference import packed_bits, thin
 from dgc.wire import PackedIndices, RiceIndices, SignValues, SparseFormat
-from dgc.wire.indices import PackedSection, PlainSection, RiceSection
-from dgc.wire.lengths import packed_longest, plan_packed, plan_rice
+from dgc.wire.indices import PackedSection, PlainSection, RiceSection, packed_longest, plan_packed, plan_rice
 
 CODES = {"packed": PackedIndices(), "rice": RiceIndices()}
 every_code = pytest.mark.parametrize("indices", CODES.values(), ids=CODES)

@@ -13,7 +13,7 @@ from dgc.kernels.codec.reference import TorchCodec
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import PayloadError
-from dgc.wire.sealed import seal, unseal
+from dgc.wire.payload import seal, unseal
 
 CODEC, NUMEL = TorchCodec(), 4000
 

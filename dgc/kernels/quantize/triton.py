@@ -9,7 +9,6 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from dgc.kernels.quantize.one_by_one import OneByOne
 from dgc.kernels.quantize.protocol import (
     WORD,
     Bounds,
@@ -23,6 +22,7 @@ from dgc.kernels.quantize.protocol import (
     natural_top_in,
     thresholds_or,
 )
+from dgc.kernels.quantize.reference import OneByOne
 from dgc.kernels.quantize.triton_codes import (
     natural_add,
     natural_encode,

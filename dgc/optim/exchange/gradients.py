@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dgc.comm.conversation import Intact, OrderedConversations
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.ordered import Intact, OrderedConversations
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Result, conversation_of
 from dgc.optim.exchange.planning import PlannedBucket

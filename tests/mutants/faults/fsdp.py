@@ -14,7 +14,7 @@ FSDP = [
     ),
     Fault(
         "only-the-last-backward-pass-counts",
-        "dgc/fsdp/planning.py",
+        "dgc/fsdp/exchange.py",
         "segment.numel].add_(place.rows_of(output))",
         "segment.numel].copy_(place.rows_of(output))",
         ["tests/fsdp/test_shards.py"],
@@ -49,7 +49,7 @@ FSDP = [
     ),
     Fault(
         "models-compared-without-the-order-of-elements",
-        "dgc/fsdp/replicas.py",
+        "dgc/fsdp/exchange.py",
         "return crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)",
         "return int(as_bytes(tensor.detach().cpu().contiguous()).sum())",
         ["tests/fsdp/test_shards.py"],

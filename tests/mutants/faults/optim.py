@@ -26,7 +26,7 @@ OPTIM = [
     ),
     Fault(
         "updates-of-adam-masked",
-        "dgc/compression/sparse/dgc_adam.py",
+        "dgc/compression/adam.py",
         "DGCSGDMemory(momentum_masking=False)",
         "DGCSGDMemory()",
         ["tests/optim/test_dgc_adam.py::test_every_step_is_that_of_the_formulas"],

@@ -5,7 +5,7 @@ from ..fault import Fault
 OUTER = [
     Fault(
         "pseudo-gradient-without-the-weight",
-        "dgc/outer/fragment.py",
+        "dgc/outer/exchange.py",
         "torch.sub(z0 * factor, segment.of(x), out=difference)",
         "torch.sub(z0, segment.of(x), out=difference)",
         ["tests/outer/test_outer_steps.py::test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes"],
@@ -40,14 +40,14 @@ OUTER = [
     ),
     Fault(
         "pseudo-gradient-of-the-other-sign",
-        "dgc/outer/fragment.py",
+        "dgc/outer/exchange.py",
         "torch.sub(z0 * factor, segment.of(x), out=difference)",
         "torch.sub(segment.of(x), z0 * factor, out=difference)",
         ["tests/outer/test_outer_steps.py::test_diloco_by_hand"],
     ),
     Fault(
         "merged-by-the-other-share",
-        "dgc/outer/fragment.py",
+        "dgc/outer/exchange.py",
         "z.lerp_(z0, 1 - alpha)",
         "z.lerp_(z0, alpha)",
         ["tests/outer/test_outer_steps.py::test_a_fragment_is_used_after_the_delay_and_merged_by_alpha"],
@@ -68,14 +68,14 @@ OUTER = [
     ),
     Fault(
         "residual-does-not-decay",
-        "dgc/memory/residual.py",
+        "dgc/memory.py",
         "v.mul_(self.decay)",
         "v.mul_(1.0)",
         ["tests/outer/test_sparseloco.py::test_sparseloco_by_hand"],
     ),
     Fault(
         "chunks-that-leave-the-end-of-a-tensor-to-the-last",
-        "dgc/selection/plan.py",
+        "dgc/selection/selector.py",
         "offset + start * numel // k",
         "offset + start * (numel // k)",
         ["tests/selection/test_per_chunk.py::test_the_largest_of_each_chunk"],
@@ -159,7 +159,7 @@ OUTER = [
     ),
     Fault(
         "scheduled-rates-multiplied-up",
-        "dgc/outer/fragment.py",
+        "dgc/outer/exchange.py",
         "group[\"lr\"] = factor * rate",
         "group[\"lr\"] *= factor",
         ["tests/outer/test_outer_steps.py::test_the_outer_learning_rate_follows_its_schedule"],
@@ -173,7 +173,7 @@ OUTER = [
     ),
     Fault(
         "fragments-count-steps-together",
-        "dgc/memory/state.py",
+        "dgc/state.py",
         "return max(own.values(), default=0)",
         "return max(counts.values(), default=0)",
         ["tests/outer/test_in_flight.py::test_a_state_loaded_at_any_position_goes_on_bit_for_bit"],

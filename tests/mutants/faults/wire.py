@@ -5,7 +5,7 @@ from ..fault import Fault
 WIRE = [
     Fault(
         "checksum-of-a-payload-ignored",
-        "dgc/wire/checks.py",
+        "dgc/wire/payload.py",
         "if not sealed:",
         "if not (sealed or indices_valid):",
         ["tests/wire/test_corruption.py::test_every_flipped_bit_is_noticed"],
@@ -19,28 +19,28 @@ WIRE = [
     ),
     Fault(
         "format-of-other-ranks-not-compared",
-        "dgc/wire/checks.py",
+        "dgc/wire/payload.py",
         "if form != own_form:",
         "if form != own_form and ratio != own_ratio:",
         ["tests/wire/test_terms.py"],
     ),
     Fault(
         "checksum-of-sealed-codes-ignored",
-        "dgc/wire/sealed.py",
+        "dgc/wire/payload.py",
         "if not sealed or count or not 0 <= number <= self._segments:",
         "if count or not 0 <= number <= self._segments:",
         ["tests/wire/test_corruption.py", "tests/wire/test_terms.py"],
     ),
     Fault(
         "checksum-of-messages-between-two-ranks-ignored",
-        "dgc/gossip/envelope.py",
+        "dgc/gossip/messages.py",
         "message.checked(words[each * i : each * (i + 1)])[0][0]",
         "message._codes[0]",
         ["tests/gossip/test_flipped_bits.py"],
     ),
     Fault(
         "checksum-of-asynchronous-messages-ignored",
-        "dgc/gossip/adpsgd/link.py",
+        "dgc/gossip/adpsgd.py",
         "received.checked(read_scalars(received.scalars))",
         "assert received.scalars and read_scalars",
         ["tests/gossip/test_adpsgd.py::test_a_flipped_bit_is_noticed"],
@@ -54,14 +54,14 @@ WIRE = [
     ),
     Fault(
         "2-bit-values-beyond-the-gradients-range",
-        "dgc/wire/two_bits.py",
+        "dgc/wire/values.py",
         "within(selection.values, result, 0.0)",
         "selection.values",
         ["tests/wire/test_payload.py::test_values_stay_in_the_gradients_range"],
     ),
     Fault(
         "no-reserve-in-a-planned-length",
-        "dgc/wire/lengths.py",
+        "dgc/wire/indices.py",
         "likely = _ceil(mean + variance.sqrt())",
         "likely = _ceil(mean)",
         ["tests/wire/test_plans.py"],

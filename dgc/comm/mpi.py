@@ -1,0 +1,182 @@
+"""Point-to-point messages over MPI, for gossip. Another transport, usually Horovod's, carries everything else.
+
+This uses the MPI that Horovod has started with MPI_THREAD_MULTIPLE, on a separate communicator. Messages are
+matched by name (the tag) and, under one name, in the order of sending, as MPI guarantees. A flight is complete
+when its receives are complete. It does not wait for neighbours to receive, so a slow rank delays only the ranks
+that receive from it.
+
+A `Channel` over the MPI that Horovod uses, with a separate communicator and polling.
+
+Horovod calls MPI from its own thread at any time. After construction, no method blocks inside MPI, so the two
+threads cannot block each other.
+
+The MPI that Horovod has started. No other file imports mpi4py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from dgc.comm.channel import Channel, MessageTags
+from dgc.comm.requests import Exchange, Group, Reply, Request, as_bytes
+from dgc.comm.transport import Transport
+
+
+def running_mpi() -> Any:
+    """Return mpi4py's MPI as Horovod started it.
+
+    Raises:
+        ValueError: mpi4py is missing, MPI is not running, or it was started without threads.
+    """
+    cure = "start the ranks with mpirun or horovodrun --mpi, and let Horovod and mpi4py use one MPI"
+    try:
+        import mpi4py
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"point-to-point messages need mpi4py, which is not installed ({error}): pip install mpi4py"
+        ) from None
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        raise ValueError(f"point-to-point messages need MPI, but this run does not use it (Gloo?): {cure}")
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ValueError(
+            "MPI was started without MPI_THREAD_MULTIPLE: unset HOROVOD_MPI_THREADS_DISABLE, and start Horovod "
+            "before anything else starts MPI"
+        )
+    return MPI
+
+
+class MPIChannel:
+    """A channel over MPI. Construction is collective: every rank creates it at the same point of the program.
+
+    Raises:
+        ValueError: MPI is not running, as with Horovod's Gloo controller, or it was started without threads.
+    """
+
+    def __init__(self) -> None:
+        MPI = running_mpi()
+        self._communicator = MPI.COMM_WORLD.Dup()
+        # raise errors: by default MPI ends the process without a message
+        self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
+        self._any = MPI.ANY_SOURCE
+        self.rank: int = self._communicator.Get_rank()
+        self.size: int = self._communicator.Get_size()
+
+    def isend(self, to: int, message: Tensor, tag: int) -> Any:
+        return self._communicator.Isend(message.numpy(), dest=to, tag=tag)
+
+    def irecv(self, buffer: Tensor, tag: int) -> Any:
+        return self._communicator.Irecv(buffer.numpy(), source=self._any, tag=tag)
+
+    def test(self, handle: Any) -> bool:
+        return bool(handle.Test())
+
+
+MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
+
+
+@runtime_checkable
+class GroupedTransport(Transport, Protocol):
+    """A transport that lists the members of its groups."""
+
+    def members(self, group: Group) -> list[int]:
+        """World ranks of this rank's group of that kind."""
+        ...
+
+
+@dataclass(eq=False)
+class PointToPointFlight:
+    """Either the inner transport's flight, or pending receives and the replies that they fill."""
+
+    inner: Any
+    replies: tuple[Reply, ...]
+    receives: list[Any]
+
+
+class PointToPointTransport:
+    """A transport that sends Exchange requests over MPI and all others over `inner`. Construction is collective.
+
+    Args:
+        inner: Transport that runs on MPI. Its ranks must equal MPI's.
+
+    Raises:
+        ValueError: `inner` does not run on MPI, or MPI has no threads, or the rank numbers differ.
+    """
+
+    point_to_point = True
+
+    def __init__(self, inner: GroupedTransport):
+        MPI = running_mpi()
+        self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
+        self.local_rank, self.local_size = inner.local_rank, inner.local_size
+        self._MPI, self._communicator = MPI, MPI.COMM_WORLD.Dup()
+        if (self._communicator.rank, self._communicator.size) != (self.rank, self.size):
+            raise ValueError(
+                f"rank {self.rank} of {self.size} is MPI rank {self._communicator.rank} of "
+                f"{self._communicator.size}: start all ranks with one mpirun"
+            )
+        self._tags = MessageTags(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
+        self._pending_sends: list[tuple[Any, Tensor]] = []  # MPI may still read their tensors
+
+    def group_size(self, group: Group) -> int:
+        return self.inner.group_size(group)
+
+    def group_rank(self, group: Group) -> int:
+        return self.inner.group_rank(group)
+
+    def channel(self) -> Channel:
+        return MPIChannel()
+
+    def open_lane(self, lane: str) -> None:
+        self.inner.open_lane(lane)
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> PointToPointFlight:
+        if not any(isinstance(request, Exchange) for request in requests):
+            return PointToPointFlight(self.inner.launch(name, requests, lane), (), [])
+        flight = PointToPointFlight(None, tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
+        self._pending_sends = [(sending, tensor) for sending, tensor in self._pending_sends if not sending.Test()]
+        for i, request in enumerate(requests):
+            if not isinstance(request, Exchange):
+                raise ValueError(f"{name}: an Exchange cannot be launched together with requests of other kinds")
+            tag, members = self._tags.of(f"{name}.{i}"), self.inner.members(request.group)
+            receives = {source: mpi_buffer(tensor, self._MPI) for source, tensor in request.receives.items()}
+            sends = {to: mpi_buffer(tensor, self._MPI) for to, tensor in request.sends.items()}
+            for source, buffer in receives.items():
+                flight.receives.append(self._communicator.Irecv(buffer, members[source], tag))
+            for to, buffer in sends.items():
+                self._pending_sends.append((self._communicator.Isend(buffer, members[to], tag), request.sends[to]))
+        return flight
+
+    def poll(self, flight: PointToPointFlight) -> bool:
+        if flight.inner is not None:
+            return self.inner.poll(flight.inner)
+        return bool(self._MPI.Request.Testall(flight.receives))
+
+    def wait(self, flight: PointToPointFlight) -> tuple[Reply, ...]:
+        if flight.inner is not None:
+            return self.inner.wait(flight.inner)
+        self._MPI.Request.Waitall(flight.receives)
+        return flight.replies
+
+
+def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:
+    """Return MPI's buffer description of a contiguous tensor.
+
+    The unit is 4 bytes if the number of bytes is a multiple of 4, which allows larger messages, and else 1 byte.
+
+    Raises:
+        ValueError: The tensor is too large for one message.
+    """
+    content = as_bytes(tensor).numpy()
+    unit, datatype = (1, MPI.BYTE) if content.size % 4 else (4, MPI.INT32_T)
+    if content.size > unit * MAX_COUNT:
+        raise ValueError(
+            f"a message of {content.size} bytes is too large: MPI carries at most {MAX_COUNT}, or "
+            f"{4 * MAX_COUNT} if the number is a multiple of 4. Use a smaller model or message format"
+        )
+    return [content, content.size // unit, datatype]

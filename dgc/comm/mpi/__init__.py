@@ -1,1 +1,0 @@
-"""Point-to-point messages over MPI."""

@@ -1,0 +1,226 @@
+"""The exchange of 1-bit Adam (Tang, Gan, Awan, Rajbhandari, Li, Lian, Liu, Zhang, He 2021, arXiv 2102.02888,
+Algorithm 1). The optimizer is `dgc.optim.OneBitAdam`, which owns the momentum m and says which stage it is in.
+
+    warm-up        result = mean over the ranks of g_i, not compressed
+    compression    m_i = beta1 m + (1 - beta1) g_i           m: the same on every rank
+                   result = DoubleSqueeze of m_i             the next m
+
+Payload of a bucket in bytes: warm-up the gradients in their own dtype, or that of `gradients`; compression that of
+DoubleSqueeze.
+
+Differences from the paper: those of DoubleSqueeze. A step that is dropped because of NaN or inf leaves the errors
+of both directions as they were: its gradient is lost, as with uncompressed Adam.
+
+Deep Gradient Compression with Adam: momentum correction of preconditioned gradients.
+
+The optimizer is `dgc.optim.DGCAdam`, which says which stage a step is in. In step t = 1, 2, ..:
+
+    t <= T_w     result = mean over the ranks of g_i, not compressed
+    t > T_w      h_i = g_i / (sqrt(v / c2) + eps)          v, c2: those of step T_w, the same on every rank
+                 result = DGC of h_i: momentum correction with beta1, error feedback, the largest elements
+
+Adam divides by the root of its second moment. Of an element that is sent once in 1/p steps, in one large sum, this
+root is about sqrt(p) times that sum: error feedback before Adam therefore moves it 1/sqrt(p) times as far as one
+gradient would, in place of 1/p times. With p = 1 % steps are ten times too short. Here the division comes before
+compression, by a second moment that no longer changes, so that all that follows is linear in the gradient, and
+what is sent late is not sent smaller.
+
+Sources: DGC is Lin et al. 2018 (arXiv 1712.01887), sections 3.1 to 3.3. The constant second moment after a dense
+warm-up is that of 1-bit Adam (Tang et al. 2021, arXiv 2102.02888, Algorithm 1). To combine them is this project's.
+
+Differences from DGC's paper: momentum is not masked where an element is sent. The warm-up is dense.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.comm.requests import Conversation
+from dgc.compression.dense import for_gradients
+from dgc.compression.dgc import DGCCompressor
+from dgc.compression.double_squeeze import DoubleSqueezeCompressor
+from dgc.compression.protocol import MomentumOwner, Preconditioner, Result, StatelessCompressor
+from dgc.memory import DGCSGDMemory, MomentumCorrection
+
+CHECKS = 200  # of the momentum of a bucket after the warm-up: on a GPU each one waits for the device
+HEAD = 16  # elements of each tensor that are compared
+
+
+class OneBitAdamCompressor(DoubleSqueezeCompressor):
+    """The exchange of 1-bit Adam: gradients at first, then Adam's momentum in 1 bit per element (Tang et al. 2021,
+    arXiv 2102.02888).
+
+    It needs `dgc.optim.OneBitAdam` as the optimizer. From step `freeze_step` of that on, .grad is the momentum and
+    no longer the gradient: do not clip it. If it was clipped, as by trainers that clip by default (Hugging Face:
+    max_grad_norm=1.0), rank 0 warns once.
+
+    Args:
+        gradients (StatelessCompressor, optional): exchanges the gradients of the warm-up; None sends them in their
+            own dtype, `FP16Compressor()` in half the bytes.
+
+    Raises:
+        ValueError: if `gradients` is a compressor with state, or by `DistributedOptimizer`, if the optimizer is
+            not a OneBitAdam.
+
+    Example:
+        >>> optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=1000)
+        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), OneBitAdamCompressor())
+    """
+
+    def __init__(self, gradients: StatelessCompressor | None = None) -> None:
+        super().__init__()
+        self._gradients = for_gradients(gradients)
+        self._owner: MomentumOwner | None = None
+        self._parameters: dict[str, Tensor] = {}
+        self._delivered: dict[str, tuple[Tensor, int, Tensor]] = {}  # the first m, its version, heads of the next
+        self._checks = CHECKS
+
+    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
+        """Take momentum and stage from this optimizer. parameters: those of this compressor, by name."""
+        if isinstance(owner, Preconditioner):
+            raise ValueError(
+                f"OneBitAdamCompressor exchanges momentum, and {type(owner).__name__} takes updates in its place: "
+                "use dgc.optim.OneBitAdam"
+            )
+        self._owner, self._parameters = owner, dict(parameters)
+
+    @property
+    def compress_ratio(self) -> float:
+        """1 until momentum is exchanged."""
+        return super().compress_ratio if self._owner is None or self._owner.exchanges_momentum else 1.0
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        if self._owner is None:
+            raise ValueError(
+                "OneBitAdamCompressor exchanges the momentum of a dgc.optim.OneBitAdam, and has none: wrap that "
+                "optimizer in DistributedOptimizer, or pass it to dgc.ddp.compress; without it, use "
+                "DoubleSqueezeCompressor"
+            )
+        super().plan(bucket, size, rank)
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        assert self._owner is not None
+        if self._owner.exchanges_momentum:
+            return (yield from super().reduce(bucket))
+        return (yield from self._gradients.reduce(bucket))
+
+    def accumulate(self, bucket: Bucket) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+        """v = beta1 m + (1 - beta1) g + e, in a new tensor."""
+        assert self._owner is not None
+        v = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
+        first = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+        momenta = self._owner.momentum_of([self._parameters[s.name] for s in bucket.segments])
+        self._check_unchanged(bucket, [m for _, m in momenta])
+        for s, (beta1, m) in zip(bucket.segments, momenta, strict=True):
+            s.of(v).lerp_(m.to(torch.float32), beta1)
+        return v.add_(self._error[bucket]), first
+
+    def exchange(
+        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+        assert self._owner is not None
+        result = yield from super().exchange(bucket, v, first_nonfinite)
+        if self._checks > 0 and self.rank == 0:
+            ((_, m),) = self._owner.momentum_of([self._parameters[bucket.segments[0].name]])
+            heads = _heads([s.of(result[0]) for s in bucket.segments])
+            self._delivered[bucket.name] = m, m._version, heads
+        return result
+
+    def rollback(self, bucket: Bucket) -> None:
+        super().rollback(bucket)
+        self._delivered.pop(bucket.name, None)
+
+    def _check_unchanged(self, bucket: Bucket, momenta: Sequence[Tensor]) -> None:
+        """Warn if the optimizer did not get the momentum that the last exchange delivered."""
+        if self._checks <= 0 or bucket.name not in self._delivered:
+            return
+        first, version, delivered = self._delivered.pop(bucket.name)
+        if first is not momenta[0] or first._version == version:  # it was loaded, or there was no step
+            return
+        self._checks -= 1
+        heads = _heads(momenta)
+        expected = float((delivered * (heads != 0)).abs().sum())  # a masked element stays at zero
+        if abs(float(heads.abs().sum()) - expected) > 0.01 * expected:
+            self._checks = 0
+            warnings.warn(
+                "gradients were changed between backward and step(), by clipping or scaling. After freeze_step "
+                "they are 1-bit Adam's momentum, which this damps in every step: clip nothing from there on "
+                "(Hugging Face: max_grad_norm=0)",
+                stacklevel=2,
+            )
+
+
+def _heads(tensors: Sequence[Tensor]) -> Float32[Tensor, "heads"]:
+    return torch.cat([tensor.reshape(-1)[:HEAD].to(torch.float32) for tensor in tensors])
+
+
+class DGCAdamCompressor(DGCCompressor):
+    """Gradients at first, then DGC of gradients that Adam's second moment has divided.
+
+    It needs `dgc.optim.DGCAdam` as the optimizer. From step `freeze_step` of that on, .grad is a mean of updates
+    and no longer the gradient: do not clip it.
+
+    Args:
+        compress_ratio (float): fraction of elements sent; above 1 the factor saved (1000 means 0.001).
+        gradients (StatelessCompressor, optional): exchanges the gradients of the warm-up; None sends them in their
+            own dtype, `FP16Compressor()` in half the bytes.
+        options: those of `DGCCompressor`, except `memory`.
+
+    Raises:
+        ValueError: if an argument has a wrong type or is out of range; by `DistributedOptimizer`, if the optimizer
+            is not a DGCAdam, or its groups differ in beta1.
+
+    Example:
+        >>> optimizer = DGCAdam(model.parameters(), lr=1e-3, freeze_step=1000)
+        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), DGCAdamCompressor(0.01))
+    """
+
+    def __init__(self, compress_ratio: float, gradients: StatelessCompressor | None = None, **options: Any):
+        if "memory" in options:
+            raise ValueError("DGCAdamCompressor has a memory of its own: leave `memory` out")
+        self._memory = DGCSGDMemory(momentum_masking=False)
+        super().__init__(compress_ratio, self._memory, **options)
+        self._gradients = for_gradients(gradients)
+        self._owner: Preconditioner | None = None
+        self._parameters: dict[str, Tensor] = {}
+
+    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
+        """Take second moment, beta1 and stage from this optimizer. parameters: this compressor's, by name."""
+        if not isinstance(owner, Preconditioner):
+            raise ValueError(
+                f"DGCAdamCompressor needs a second moment that stays constant, and {type(owner).__name__} does "
+                "not share its own: use dgc.optim.DGCAdam"
+            )
+        betas = sorted({beta1 for beta1, _ in owner.momentum_of(list(parameters.values()))})
+        if len(betas) != 1:
+            raise ValueError(f"DGCAdamCompressor applies one beta1 to all parameters, not {betas}: use one")
+        self._owner, self._parameters, self._memory.momentum = owner, dict(parameters), betas[0]
+
+    @property
+    def correction(self) -> MomentumCorrection | None:
+        return None  # the optimizer knows that .grad is the mean of updates
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        if self._owner is None:
+            raise ValueError(
+                "DGCAdamCompressor divides by the second moment of a dgc.optim.DGCAdam, and has none: wrap that "
+                "optimizer in DistributedOptimizer, or pass it to dgc.ddp.compress; for other optimizers, use "
+                "DGCCompressor"
+            )
+        super().plan(bucket, size, rank)
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        assert self._owner is not None
+        if not self._owner.exchanges_momentum:
+            self._sent_dense[bucket.name] = bucket.numel
+            return (yield from self._gradients.reduce(bucket))
+        flat, parameters = bucket.flat, [self._parameters[s.name] for s in bucket.segments]
+        for s, factor in zip(bucket.segments, self._owner.preconditioner_of(parameters), strict=True):
+            s.of(flat).mul_(factor)
+        return (yield from super().reduce(bucket))

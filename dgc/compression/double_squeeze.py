@@ -1,0 +1,214 @@
+"""DoubleSqueeze with scaled signs: error compensation in both directions (Tang, Lian, Yu, Zhang, Liu 2019, arXiv
+1905.05957, Algorithm 1).
+
+The elements of a bucket are divided into N chunks. Rank r of N is a worker and also the server of chunk r:
+
+    worker i     v = g_i + e_i                        send C[v] to the servers       e_i = v - C[v]
+    server r     s = sum over i of C[v_i] + d_r       send C[s] to all workers       d_r = s - C[s]
+    result       C[s] / N
+
+C[x] = |x|_2 / sqrt(d) sign(x) for each piece of x, with d elements. A piece is the part of one tensor that lies in
+one chunk. It is sent as 4 bytes of scale and 4 ceil(d/32) bytes of signs.
+
+Payload of a bucket in bytes: (N + 1) (24 + B), where B is the size of the largest chunk's C[x], rounded up to 8.
+It hardly depends on N: a rank sends about 1 bit per element to the servers and 1/N bit per element from its own.
+
+Error state: e_i, and in the rank's own chunk d_r. The mean over the ranks of gradient and error state is
+preserved. A checkpoint has both under parameter names. If it is loaded on another number of ranks or with other
+buckets, elements of d that do not belong to the rank's new chunk become part of e.
+
+Differences from the paper: the servers compress the sum and not the mean, which changes d_r by a factor of N. Each
+piece has its own scale, because tensors differ in magnitude. There is no separate server. An element of 0 is sent
+as a negative one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Float32, Int64, UInt8
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.comm.requests import Conversation
+from dgc.compression.all_gather import Codes, join, split
+from dgc.compression.error_feedback import ErrorFeedbackCompressor
+from dgc.state import FlatState, load_parts
+
+WORD = 32  # elements; the signs of a piece fill whole words
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunks:
+    """The chunks of a bucket.
+
+    edges: first element of each chunk, and n. bounds: first element of each piece, and n. own: those of this
+    rank's chunk, from its beginning. pieces: first piece of each chunk, and their number. bytes: first byte of
+    each chunk's signs, and their total. nbytes: size of a chunk's codes.
+    """
+
+    edges: list[int]
+    bounds: Int64[Tensor, "bounds"]
+    own: Int64[Tensor, "own"]
+    pieces: list[int]
+    bytes: list[int]
+    nbytes: int
+
+    def header(self, chunk: int) -> int:
+        """Number of scales of a chunk."""
+        return self.pieces[chunk + 1] - self.pieces[chunk]
+
+    def end(self, chunk: int) -> int:
+        """Bytes of a chunk's scales and signs, without padding."""
+        return 4 * self.header(chunk) + self.bytes[chunk + 1] - self.bytes[chunk]
+
+
+def divide_into_chunks(bucket: Bucket, size: int, rank: int) -> _Chunks:
+    """Divide a bucket into `size` chunks of equal length, but for the last ones, in whole words."""
+    n = bucket.numel
+    length = WORD * -(-n // (WORD * size))
+    edges = [min(chunk * length, n) for chunk in range(size + 1)]
+    bounds = sorted({*(s.offset for s in bucket.segments), *edges})
+    pieces = [bounds.index(edge) for edge in edges]
+    words = [0]
+    for start, end in pairwise(bounds):
+        words.append(words[-1] + -(-(end - start) // WORD))
+    signs = [4 * words[piece] for piece in pieces]
+    own = bounds[pieces[rank] : pieces[rank + 1] + 1]
+    sizes = [4 * (b - a) + d - c for (a, b), (c, d) in zip(pairwise(pieces), pairwise(signs), strict=True)]
+    return _Chunks(
+        edges,
+        torch.tensor(bounds, dtype=torch.int64, device=bucket.device),
+        torch.tensor([bound - own[0] for bound in own], dtype=torch.int64, device=bucket.device),
+        pieces,
+        signs,
+        max(sizes),
+    )
+
+
+class DoubleSqueezeCompressor(ErrorFeedbackCompressor):
+    """Scaled signs to the servers and back, with error feedback in both directions (Tang et al. 2019, arXiv
+    1905.05957, Algorithm 1).
+
+    A rank sends about 1 bit per element, for any number of ranks. For momentum in place of gradients, with Adam:
+    `OneBitAdamCompressor`.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), DoubleSqueezeCompressor())
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chunks: dict[str, _Chunks] = {}
+        self._served: dict[str, tuple[Bucket, Tensor]] = {}  # d_r
+        self._replaced: dict[str, tuple[Bucket, Tensor]] = {}  # d_r before the last step
+
+    @property
+    def compress_ratio(self) -> float:
+        return 1 / 32
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        super().plan(bucket, size, rank)
+        chunks = self._chunks[bucket.name] = divide_into_chunks(bucket, size, rank)
+        length = chunks.edges[rank + 1] - chunks.edges[rank]
+        self._served[bucket.name] = bucket, torch.zeros(length, dtype=torch.float32, device=bucket.device)
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def exchange(
+        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+        chunks = self._chunks[bucket.name]
+        self._replaced.pop(bucket.name, None)
+        scales, signs, kept = squeeze(v, chunks.bounds)
+        envelope = self.envelope(bucket)
+        parts, nonfinite = yield from envelope.scatter(_codes(scales, signs, chunks), first_nonfinite)
+        answers, _ = yield from envelope.gather(self._serve(bucket, parts), self.bounds(bucket)[-1])
+        mean = self._mean(answers, chunks, torch.zeros_like(v))
+        return mean, kept, nonfinite
+
+    def _serve(self, bucket: Bucket, parts: Sequence[Codes]) -> UInt8[Tensor, "nbytes"]:
+        """Add up this rank's chunk of all workers, in rank order, and compress the sum."""
+        chunks, (_, served) = self._chunks[bucket.name], self._served[bucket.name]
+        total = served.clone()
+        for part in parts:
+            scales, signs = split(part[: chunks.end(self.rank)], chunks.header(self.rank))
+            kernels.of(total).quantize.sign_add_(signs, chunks.own, -scales, scales, total)
+        scales, signs, rest = squeeze(total, chunks.own)
+        self._replaced[bucket.name] = self._served[bucket.name]
+        self._served[bucket.name] = bucket, rest
+        answer = torch.zeros(chunks.nbytes, dtype=torch.uint8, device=total.device)
+        answer[: chunks.end(self.rank)] = join(scales, signs)
+        return answer
+
+    def _mean(
+        self, answers: Sequence[Codes], chunks: _Chunks, mean: Float32[Tensor, "n"]
+    ) -> Float32[Tensor, "n"]:
+        """Decode the servers' chunks into `mean`, which is zero."""
+        parts = [split(answer[: chunks.end(r)], chunks.header(r)) for r, answer in enumerate(answers)]
+        scales, signs = (torch.cat(sections) for sections in zip(*parts, strict=True))
+        scales = scales / self.size
+        kernels.of(mean).quantize.sign_add_(signs, chunks.bounds, -scales, scales, mean)
+        return mean
+
+    def rollback(self, bucket: Bucket) -> None:
+        super().rollback(bucket)
+        if bucket.name in self._replaced:
+            self._served[bucket.name] = self._replaced.pop(bucket.name)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def errors(self) -> Iterator[Tensor]:
+        """e and d of each bucket together."""
+        served = self._served_everywhere()
+        return (error + served[bucket] for bucket, error in self._error.items())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "server_errors": self._served_everywhere().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.keys() != {"errors", "server_errors", "steps"}:
+            raise ValueError(f"state of another compressor: {sorted(state)}")
+        saved = self._served_everywhere()
+        load_parts({"server_errors": saved}, {"server_errors": state["server_errors"]})
+        super().load_state_dict({name: state[name] for name in ("errors", "steps")})
+        for bucket, whole in saved.items():
+            own = self._own(bucket)
+            self._served[bucket.name] = bucket, whole[own].clone()
+            whole[own] = 0.0
+            self._error[bucket].add_(whole)
+        self._replaced.clear()
+
+    def _own(self, bucket: Bucket) -> slice:
+        return slice(*self._chunks[bucket.name].edges[self.rank :][:2])
+
+    def _served_everywhere(self) -> FlatState:
+        """d, with zeros in the chunks of other ranks."""
+        state = FlatState("server error")
+        for bucket, served in self._served.values():
+            state.add(bucket)
+            state[bucket][self._own(bucket)] = served
+        return state
+
+
+def squeeze(
+    x: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]
+) -> tuple[Float32[Tensor, "pieces"], Codes, Float32[Tensor, "n"]]:
+    """Return (scales, signs, x - C[x]). No piece is empty."""
+    squares = kernels.of(x).selection.moments(x, bounds).squares
+    scales = (squares / bounds.diff()).sqrt().float()
+    signs, rest = kernels.of(x).quantize.sign_encode(x, bounds, torch.zeros_like(scales), -scales, scales)
+    return scales, signs, rest
+
+
+def _codes(scales: Float32[Tensor, "pieces"], signs: Codes, chunks: _Chunks) -> UInt8[Tensor, "chunks length"]:
+    """The codes of all chunks, each padded to the size of the largest."""
+    rows = torch.zeros(len(chunks.edges) - 1, chunks.nbytes, dtype=torch.uint8, device=signs.device)
+    for r, row in enumerate(rows):
+        own = scales[slice(*chunks.pieces[r : r + 2])]
+        row[: chunks.end(r)] = join(own, signs[slice(*chunks.bytes[r : r + 2])])
+    return rows

@@ -1,1 +1,0 @@
-"""Compressors that send low-rank factors of matrices."""

@@ -1,0 +1,455 @@
+"""The matrices of a bucket, and low-rank products.
+
+v [V] holds gradient + error of a bucket in fp32. The matrix M [n, m] of a tensor is shape[0] x rest. If dimension
+0 is outermost in memory, as in channels_last, the columns of M are in memory order and no data is moved. Matrices
+of the same shape and rank are stored consecutively and multiplied together as a `Batch`. The uncompressed tensors,
+here called dense, follow.
+
+Factors are stored in rows, P [B, r, n] and Q [B, r, m]: in this order both products read M in memory order.
+
+Orthonormal bases for the factors of low-rank methods, in fp32 and for each matrix of a batch.
+
+Vectors are rows. For each of the B matrices in x [B, r, d] the result has r orthonormal rows of d elements with
+the same span; its first k rows span the same space as the first k rows of x. The `share` of a row is the part of
+its length that the rows before it do not explain. There are three methods, and a fourth that repeats other code:
+
+    qr             Householder reflections; orthonormal for any x
+    gram_schmidt   x_i = x_i / |x_i|;  x_j -= (x_j . x_i) x_i for j > i      (modified, Vogels et al. 2019)
+    cholesky_qr    L L^T = x x^T in fp64;  L^-1 x
+
+The last two lose orthogonality if rows are nearly dependent; then Householder replaces them. `auto` uses
+Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest of the three
+for ResNet-18's matrices at ranks 2, 4 and 7) and cholesky_qr on a GPU, which has no fast QR of many small
+matrices.
+
+`authors` repeats what the authors' package, epfml/powersgd, does: at rank 1 x / max(|x|, 1e-16) with one norm |x|
+of the whole batch, otherwise qr. The rows of B equal matrices of rank 1 then have a length of about 1 / sqrt(B),
+not 1, so a step sends only a part of what it should. The error feedback keeps the rest.
+
+A row that is zero, or has a share of at most epsilon, determines no direction and is replaced by a random row.
+Without this, a gradient that was zero once (an unused layer) would never be compressed again, because its factor
+would stay zero.
+
+Differences from the paper: It adds epsilon to the norm instead, so such a row stays zero.
+
+Accordion: the rank of each tensor, adapted during training (Agarwal, Wang, Lee, Venkataraman, Papailiopoulos
+2020, arXiv 2010.16248, Algorithm 1).
+
+While a tensor's gradients change fast, training is in a critical regime, and compression errors have lasting
+effects. With |d| the norm of the tensor's gradient in an interval of epochs:
+
+    high rank   while | |d_previous| - |d| | / |d_previous| >= change, and until two intervals are known
+    low rank    otherwise
+
+Differences from the paper: |d| is the root mean square, over the interval's steps, of the norm of the applied
+gradient, which the factors give at no cost. The paper sums all gradients. The learning rate is not used: the
+effect of its decay on the gradients appears in the next interval.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from math import isqrt, prod, sqrt
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float32, Float64, Int64
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket, Segment
+from dgc.wire.payload import read_scalars
+
+Orthogonalization = Literal["auto", "qr", "gram_schmidt", "cholesky_qr", "authors"]
+SAFE = 1e-2  # smallest share of a row at which the last two methods are accurate
+
+
+def check_orthogonalization(name: str, epsilon: float) -> None:
+    """Raises ValueError unless orthonormalize accepts the arguments."""
+    if name not in get_args(Orthogonalization):
+        ways = ", ".join(get_args(Orthogonalization))
+        raise ValueError(f"orthogonalization must be one of {ways}, not {name!r}")
+    if not 0 < epsilon < 1:
+        raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
+
+
+def orthonormalize(
+    x: Float32[Tensor, "B r d"],
+    way: str = "auto",
+    epsilon: float = 1e-8,
+    noise: Callable[[], Tensor] | None = None,
+) -> Float32[Tensor, "B r d"]:
+    """An orthonormal basis for each matrix. x is finite and r <= d.
+
+    noise: returns [B, r, d] fp32, the source of rows that replace undetermined ones; it must be the same on all
+    ranks. None: random numbers from a fixed seed.
+    """
+    return orthonormalize_each([x], way, epsilon, [noise])[0]
+
+
+def orthonormalize_each(
+    xs: Sequence[Float32[Tensor, "_ _ _"]],
+    way: str,
+    epsilon: float,
+    noises: Sequence[Callable[[], Tensor] | None],
+) -> list[Float32[Tensor, "_ _ _"]]:
+    """Applies `orthonormalize` to each. If all rows determine a direction, the host waits for a GPU only once."""
+    tried = [attempt(x, way, epsilon) for x in xs]
+    accepted = read_scalars([valid for _, valid in tried])
+    return [
+        basis if accept else completed(x, epsilon, noise)
+        for x, (basis, _), accept, noise in zip(xs, tried, accepted, noises, strict=True)
+    ]
+
+
+def attempt(
+    x: Float32[Tensor, "B r d"], way: str, epsilon: float
+) -> tuple[Float32[Tensor, "B r d"], Bool[Tensor, ""]]:
+    """Returns (basis, whether it is valid): not if rows determine no direction or rounding has spoilt it."""
+    if way == "authors" and x.shape[1] == 1:
+        whole = torch.linalg.vector_norm(x)
+        return x / whole.clamp(min=1e-16), whole.isfinite()
+    if way == "authors":
+        way = "qr"
+    if way == "auto":
+        way = "gram_schmidt" if x.shape[1] == 1 else "cholesky_qr" if x.is_cuda else "qr"
+    if x.shape[1] == 1 and way == "gram_schmidt":  # the same result in fewer operations
+        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True)
+        least, largest = norm.aminmax()
+        return x / norm, (least > 0) & (largest < torch.inf)
+    basis, share = {"qr": qr, "gram_schmidt": gram_schmidt, "cholesky_qr": cholesky_qr}[way](x)
+    # the share of a zero row is NaN, and comparisons with NaN are false
+    return basis, (share > (epsilon if way == "qr" or x.shape[1] == 1 else SAFE)).all()
+
+
+def completed(
+    x: Float32[Tensor, "B r d"], epsilon: float, noise: Callable[[], Tensor] | None
+) -> Float32[Tensor, "B r d"]:
+    """The basis by Householder reflections, with noise for rows that determine no direction."""
+    basis, share = qr(x)
+    lost = ~(share > epsilon)
+    if bool(lost.any()):
+        basis, _ = qr(replaced(x, lost, noise() if noise is not None else _noise_like(x)))
+    return basis
+
+
+def qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+    """Returns (basis, share), like the others. LAPACK expects columns: the transpose of x, which costs no copy."""
+    q, r = torch.linalg.qr(x.mT)
+    return q.mT, r.diagonal(dim1=1, dim2=2).abs() / torch.linalg.vector_norm(r, dim=1)
+
+
+def gram_schmidt(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+    basis = x.clone()
+    before = torch.linalg.vector_norm(x, dim=2)
+    left = []
+    for i in range(x.shape[1]):
+        row, rest = basis[:, i : i + 1], basis[:, i + 1 :]
+        norm = torch.linalg.vector_norm(row, dim=2, keepdim=True)
+        left.append(norm.view(-1))
+        row.div_(norm)
+        if rest.shape[1]:
+            rest.baddbmm_(rest.bmm(row.mT), row, alpha=-1)
+    return basis, torch.stack(left, dim=1) / before
+
+
+def cholesky_qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+    wide = x.double()
+    gram = wide.bmm(wide.mT)
+    L, info = torch.linalg.cholesky_ex(gram)
+    identity = torch.eye(x.shape[1], dtype=wide.dtype, device=x.device).expand_as(gram)
+    inverse = torch.linalg.solve_triangular(L, identity, upper=False)
+    share = (L / gram.diagonal(dim1=1, dim2=2).sqrt()[:, :, None]).diagonal(dim1=1, dim2=2)
+    return inverse.bmm(wide).float(), torch.where(info[:, None] == 0, share, 0.0).float()
+
+
+def replaced(
+    x: Float32[Tensor, "B r d"], lost: Bool[Tensor, "B r"], noise: Float32[Tensor, "B r d"]
+) -> Float32[Tensor, "B r d"]:
+    """x with the lost rows moved behind the others, which keep their span, and replaced by noise."""
+    order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
+    return torch.where(lost[:, :, None], noise, x).gather(1, order)
+
+
+def _noise_like(x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.device)
+
+
+@dataclass
+class Accordion:
+    """State of the rank selection.
+
+    Args:
+        low (int): rank outside critical regimes.
+        high (int): rank in critical regimes, at least `low`.
+        change (float): relative change of the norm at which a regime is critical.
+        every (int): length of an interval in epochs.
+        epoch (int, optional): last epoch that began.
+        norms (dict): norm of each tensor in the last interval, by name.
+        ranks (dict): current rank of each tensor by name, once it is known.
+
+    Raises:
+        ValueError: if high < low, change is not positive or every is less than 1.
+    """
+
+    low: int
+    high: int
+    change: float = 0.5
+    every: int = 1
+    epoch: int | None = None
+    norms: dict[str, float] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.high < self.low:
+            raise ValueError(f"high_rank must be at least rank = {self.low}, not {self.high}")
+        if not self.change > 0 or self.every < 1:
+            raise ValueError(
+                f"rank_change must be positive, not {self.change}, and rank_every at least 1, not {self.every}"
+            )
+
+    def ends_interval(self, epoch: int) -> bool:
+        """Whether an interval ends before this epoch. After a resume the same epoch may begin again."""
+        last, self.epoch = self.epoch, epoch
+        return last is not None and epoch // self.every > last // self.every
+
+    def choose(self, sums: Mapping[str, tuple[float, float]]) -> None:
+        """Chooses the rank of each tensor.
+
+        sums: by name, the sum of squared norms over an interval, and the number of its steps.
+        """
+        for name, (squares, steps) in sums.items():
+            if steps:
+                norm, before = sqrt(squares / steps), self.norms.get(name)
+                critical = before is None or abs(before - norm) >= self.change * before
+                self.ranks[name] = self.high if critical else self.low
+                self.norms[name] = norm
+
+    def rank(self, name: str) -> int:
+        return self.ranks.get(name, self.high)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "norms": dict(self.norms), "ranks": dict(self.ranks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.norms, self.ranks = state["epoch"], dict(state["norms"]), dict(state["ranks"])
+
+
+Factor = tuple[Float32[Tensor, "_ _ _"], ...]  # P or Q, by batch
+Products = list[tuple[Float32[Tensor, "_ _ _"], Float32[Tensor, "_ _ _"]]]  # (U, W) of U^T W, by batch
+
+
+def memory_order(segment: Segment) -> list[int] | None:
+    """Dimensions 1.. from outermost to innermost in memory; None if dimension 0 is not outermost."""
+    shape, stride = segment.shape, segment.stride
+    rest = range(1, len(shape))
+    if shape and shape[0] > 1 and any(shape[d] > 1 and stride[d] > stride[0] for d in rest):
+        return None
+    return sorted(rest, key=lambda d: -stride[d])
+
+
+def permute_columns(segment: Segment, Q: Float32[Tensor, "r m"], to_memory: bool) -> Float32[Tensor, "r m"]:
+    """Permutes columns from the order of the shape to memory order, or back."""
+    order = memory_order(segment)
+    if order is None or order == sorted(order):
+        return Q
+    if to_memory:
+        return Q.reshape(-1, *segment.shape[1:]).permute(0, *order).reshape(Q.shape)
+    back = [1 + order.index(d) for d in sorted(order)]
+    return Q.reshape(-1, *(segment.shape[d] for d in order)).permute(0, *back).reshape(Q.shape)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`count` matrices [n, m] of rank `rank`, stored from `offset` in v.
+
+    members: positions of their tensors in the bucket. numel: number of elements of these tensors. The rest of a
+    square matrix is padding.
+    """
+
+    members: tuple[int, ...]
+    offset: int
+    count: int
+    n: int
+    m: int
+    rank: int
+    numel: int
+
+    def of(self, v: Float32[Tensor, "V"]) -> Float32[Tensor, "B n m"]:
+        end = self.offset + self.count * self.n * self.m
+        return v[self.offset : end].view(self.count, self.n, self.m)
+
+    def factor_shape(self, side: str) -> tuple[int, int, int]:
+        """Shape of "P" or "Q"."""
+        return self.count, self.rank, self.n if side == "P" else self.m
+
+
+class Layout:
+    """Positions of a bucket's tensors in v.
+
+    Args:
+        bucket (Bucket): the bucket.
+        groups (mapping): positions in the bucket of the tensors of each batch, by (n, m, rank).
+        square (bool): the only batch is one matrix of all tensors.
+    """
+
+    def __init__(self, bucket: Bucket, groups: Mapping[tuple[int, int, int], Sequence[int]], square: bool = False):
+        self.bucket, self.segments, self.square = bucket, bucket.segments, square
+        self.batches: list[Batch] = []
+        self.begin_dense = 0
+        for (n, m, rank), members in groups.items():
+            count, numel = 1 if square else len(members), sum(self.segments[i].numel for i in members)
+            self.batches.append(Batch(tuple(members), self.begin_dense, count, n, m, rank, numel))
+            self.begin_dense += count * n * m
+        compressed = [i for batch in self.batches for i in batch.members]
+        self.dense = sorted(set(range(len(self.segments))) - set(compressed))
+        order = compressed + self.dense
+        starts = accumulate((self.segments[i].numel for i in order), initial=0)
+        self._starts = dict(zip(order, starts, strict=False))  # position in v of each tensor, in the order of v
+        self.numel = self.begin_dense + sum(self.segments[i].numel for i in self.dense)
+        # tensors that v holds in the order of the shape, not in memory order
+        self._moved = {i for i in compressed if not square and memory_order(self.segments[i]) is None}
+
+    def names(self, batch: Batch) -> list[str]:
+        """A name for each matrix of the batch. A square is named after the bucket's first and last tensors."""
+        names = [self.segments[i].name for i in batch.members]
+        return [f"{names[0]}..{names[-1]}"] if self.square else names
+
+    def permute_columns(
+        self, batch: Batch, Q: Sequence[Float32[Tensor, "r m"]], to_memory: bool
+    ) -> list[Float32[Tensor, "r m"]]:
+        """Permutes the columns of each matrix's Q from the order of the shapes to that of v, or back."""
+        if self.square:
+            return list(Q)
+        return [permute_columns(self.segments[i], q, to_memory) for i, q in zip(batch.members, Q, strict=True)]
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the bucket by segment, each one-dimensional in the order of v."""
+        pieces = self.bucket.gradients
+        if len(pieces) != len(self.segments):
+            pieces = pieces[0].split([s.numel for s in self.segments])
+        return [
+            g.as_strided(s.shape, s.stride).reshape(-1) if i in self._moved else g
+            for i, (g, s) in enumerate(zip(pieces, self.segments, strict=True))
+        ]
+
+    @cached_property
+    def extents(self) -> Int64[Tensor, "2 parts"]:
+        """Start in v, and number of elements from gradients, of each batch and of the dense tensors.
+
+        Computed once, because a copy from the host waits for the device.
+        """
+        parts = [(batch.offset, batch.numel) for batch in self.batches]
+        if self.dense:
+            parts.append((self.begin_dense, self.numel - self.begin_dense))
+        starts, counts = [start for start, _ in parts], [count for _, count in parts]
+        return torch.tensor([starts, counts], dtype=torch.int64, device=self.bucket.device)
+
+    @cached_property
+    def bounds(self) -> Int64[Tensor, "bounds"]:
+        """Start in v of each tensor, in the order of v, and the end."""
+        return torch.tensor([*self._starts.values(), self.numel], dtype=torch.int64, device=self.bucket.device)
+
+    def number_of(self, place: int) -> int:
+        """The number in the bucket, from 1, of the tensor at this place in v, from 1; 0 for 0."""
+        return list(self._starts)[place - 1] + 1 if place else 0
+
+    def part_of(self, v: Float32[Tensor, "_"], i: int, offset: int = 0) -> Tensor:
+        """Tensor i's part of v, with its shape. offset: position in the whole v where the given v begins."""
+        s, start = self.segments[i], self._starts[i] - offset
+        part = v[start : start + s.numel]
+        return part.view(s.shape) if i in self._moved else part.as_strided(s.shape, s.stride)
+
+    def write_product(self, b: int, U: Float32[Tensor, "B R n"], W: Float32[Tensor, "B R m"]) -> None:
+        """Writes U^T W of a batch into the bucket, without a copy if it is fp32 in the same memory order."""
+        batch, flat = self.batches[b], self.bucket.flat
+        outer = kernels.of(flat).lowrank.outer
+        if flat.dtype != torch.float32 or not self._moved.isdisjoint(batch.members):
+            product = torch.empty(batch.count, batch.n, batch.m, dtype=torch.float32, device=flat.device)
+            outer(U, W, list(product))
+            for i in batch.members:
+                self.segments[i].of(flat).copy_(self.part_of(product.view(-1), i, batch.offset))
+        elif self.square:
+            rows, rest = divmod(flat.numel(), batch.m)
+            outer(U[:, :, :rows], W, [flat[: rows * batch.m].view(rows, batch.m)])
+            if rest:
+                outer(U[:, :, rows : rows + 1], W[:, :, :rest], [flat[rows * batch.m :].view(1, rest)])
+        else:
+            segments = [self.segments[i] for i in batch.members]
+            outer(U, W, [flat[s.offset : s.offset + s.numel].view(batch.n, batch.m) for s in segments])
+
+    def write_dense(self, mean: Float32[Tensor, "D"]) -> None:
+        """Writes the mean of the dense tensors into the bucket."""
+        segments = [self.segments[i] for i in self.dense]
+        for s, part in zip(segments, mean.split([s.numel for s in segments]), strict=True):
+            self.bucket.flat[s.offset : s.offset + s.numel].copy_(part)
+
+
+@dataclass(frozen=True)
+class CompressionRule:
+    """Which tensors are compressed, and with which rank.
+
+    half_steps: K. square: one matrix per bucket. start: number of uncompressed steps. accordion: proposes a rank
+    for each tensor; `rank` is tried where that saves too little.
+    """
+
+    rank: int
+    half_steps: int
+    min_compression_rate: float
+    square: bool = False
+    start: int = 0
+    accordion: Accordion | None = None
+
+    def rank_of(self, name: str, numel: int, n: int, m: int) -> int:
+        """Rank of the matrix [n, m] with `numel` elements from gradients; 0: not compressed."""
+        for r in [self.rank] if self.accordion is None else [self.accordion.rank(name), self.rank]:
+            rho = min(r, n, m)
+            if rho and numel > self.min_compression_rate * (rho * (n + m) * self.half_steps / 2):
+                return rho
+        return 0
+
+    def layout(self, bucket: Bucket, steps: int) -> Layout:
+        """The layout after this many steps."""
+        if steps < self.start:
+            return Layout(bucket, {})
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        if self.square:
+            side = isqrt(max(0, bucket.numel - 1)) + 1
+            rank = self.rank_of(bucket.name, bucket.numel, side, side)
+            groups[side, side, rank] = list(range(len(bucket.segments)))
+        for i, s in enumerate(bucket.segments):
+            if len(s.shape) > 1 and not self.square:
+                n, m = s.shape[0], prod(s.shape[1:])
+                groups.setdefault((n, m, self.rank_of(s.name, s.numel, n, m)), []).append(i)
+        compressed = {(n, m, rank): members for (n, m, rank), members in groups.items() if rank}
+        return Layout(bucket, compressed, self.square)
+
+    def floats_sent(self, layout: Layout) -> float:
+        """Numbers that a rank sends per step, averaged over two steps."""
+        factors = sum(batch.count * batch.rank * (batch.n + batch.m) for batch in layout.batches)
+        return factors * self.half_steps / 2 + layout.numel - layout.begin_dense
+
+
+def factor_views(flat: Float32[Tensor, "_"], shapes: Sequence[tuple[int, int, int]]) -> Factor:
+    """Consecutive parts of a flat tensor, with these shapes."""
+    parts = flat.split([prod(shape) for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
+    """Adds X^T Y to each product if even, else Y^T X."""
+    terms = list(zip(X, Y, strict=True) if even else zip(Y, X, strict=True))
+    if products:
+        terms = [
+            (torch.cat([U, U_new], 1), torch.cat([W, W_new], 1))
+            for (U, W), (U_new, W_new) in zip(products, terms, strict=True)
+        ]
+    products[:] = terms
+
+
+def square_norms(U: Float32[Tensor, "B R n"], W: Float32[Tensor, "B R m"]) -> Float64[Tensor, "B 2"]:
+    """The squared norm of each U^T W, computed from the factors, and 1 for the step."""
+    squares = (U.bmm(U.mT) * W.bmm(W.mT)).sum(dim=(1, 2), dtype=torch.float64)
+    return torch.stack([squares, torch.ones_like(squares)], dim=1)

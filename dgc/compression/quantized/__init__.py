@@ -1,1 +1,0 @@
-"""Compressors that send every element with a few bits."""

@@ -1,0 +1,101 @@
+"""Random-k and random block with a shared seed (Stich, Cordonnier, Jaggi 2018, arXiv 1809.07599; Vogels,
+Karimireddy, Jaggi 2019, arXiv 1905.13727, appendix on other compressors).
+
+From each tensor of d elements all ranks send the same k = ceil(D d) elements. The choice does not depend on the
+data, so only the values are sent, with an all-reduce:
+
+    random k      one element from each of k stretches of nearly equal length
+    random block  k consecutive elements from a random start, with wrap-around
+
+With error feedback, unsent elements are kept. Without it, sent values are divided by their probability, so that
+the expected value is v.
+
+Payload of a bucket in bytes: 4 sum of k (fp16: 2), and 24 for a header.
+
+Differences from the paper: Random k takes one element from each stretch, not any k elements. This needs no list of
+all elements.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from dgc.arguments import checked
+from dgc.bucket import Bucket
+from dgc.comm.requests import Conversation
+from dgc.compression.error_feedback import ErrorFeedbackCompressor
+from dgc.selection.selector import share
+from dgc.wire import CastValues
+
+
+@checked
+class RandomKCompressor(ErrorFeedbackCompressor):
+    """Random-k sparsification with a shared seed (Stich et al. 2018, arXiv 1809.07599).
+
+    Args:
+        compress_ratio (float): fraction of elements sent, D; above 1 the factor saved.
+        error_feedback (bool): keep unsent elements and add them to the next gradient.
+        values (str): dtype of the payload, "fp32" or "fp16".
+        seed (int): seed of the choice, the same on all ranks.
+
+    Raises:
+        ValueError: if compress_ratio is not positive or values is another dtype.
+    """
+
+    def __init__(self, compress_ratio: float, error_feedback: bool = True, values: str = "fp32", seed: int = 0):
+        if not 0 < compress_ratio < math.inf:
+            raise ValueError(f"compress_ratio must be positive and finite, not {compress_ratio}")
+        if values not in ("fp32", "fp16"):
+            raise ValueError(f"values must be fp32 or fp16, not {values!r}")
+        super().__init__(error_feedback, seed)
+        self._ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
+        self._cast = CastValues(values)
+
+    @property
+    def compress_ratio(self) -> float:
+        return self._ratio
+
+    def choose(
+        self, numel: int, k: int, generator: torch.Generator
+    ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:
+        """Returns (ascending indices into a tensor of `numel` elements, inverse probability of each)."""
+        edges = torch.arange(k + 1, dtype=torch.int64) * numel // k
+        lengths = edges.diff()
+        within = (torch.rand(k, generator=generator, dtype=torch.float64) * lengths).long()
+        return edges[:-1] + within.minimum(lengths - 1), lengths
+
+    def exchange(
+        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+        generator = torch.Generator().manual_seed(self.noise(bucket, shared=True))
+        parts, factors = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float32)]
+        for s in bucket.segments:
+            if s.numel:
+                k = share(s.numel, self._ratio)
+                chosen, factor = self.choose(s.numel, k, generator)
+                parts.append(chosen + s.offset)
+                factors.append(torch.ones(k, dtype=torch.float32) * (1 if self.error_feedback else factor))
+        indices, scale = torch.cat(parts).to(v.device), torch.cat(factors).to(v.device)
+        values = self._cast.quantize(v[indices] * scale, self.size, bucket.dtype)
+        kept = v.clone()
+        kept[indices] -= values.float()
+        mean, nonfinite = yield from self.envelope(bucket).reduce(values, first_nonfinite)
+        dense = torch.zeros_like(v)
+        dense[indices] = mean.float()
+        return dense, kept, nonfinite
+
+
+class RandomBlockCompressor(RandomKCompressor):
+    """Random-block sparsification: k consecutive elements from a random start (Vogels et al. 2019, arXiv
+    1905.13727).
+
+    Args and errors are those of RandomK.
+    """
+
+    def choose(
+        self, numel: int, k: int, generator: torch.Generator
+    ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:
+        start = int(torch.randint(numel, (), generator=generator, dtype=torch.int64))
+        return ((start + torch.arange(k, dtype=torch.int64)) % numel).sort().values, numel / k

@@ -1,0 +1,158 @@
+"""signSGD and Signum with majority vote (Bernstein, Wang, Azizzadenesheli, Anandkumar 2018, arXiv 1802.04434;
+Bernstein, Zhao, Azizzadenesheli, Anandkumar 2019, arXiv 1810.05291).
+
+    signSGD   send sign(g);  result = sign(sum over ranks)
+    Signum    m = beta m + (1 - beta) g;  send sign(m)
+
+The stored state is e = beta v with v = g + e: v equals m / (1 - beta) and has the signs of m. The result is -1, 0
+(a tie) or 1 for every element. Learning rates must therefore be much smaller than for SGD: the papers use 1e-4.
+
+Codes: for each tensor of d elements 4 bytes, a 1 unless all elements are 0, and its signs, 4 ceil(d/32) bytes.
+
+Differences from the papers: An element of 0 votes as a negative one. If the whole tensor is 0 on a rank, that rank
+does not vote.
+
+EF-signSGD: scaled signs with error feedback (Karimireddy, Rebjock, Stich, Jaggi 2019, arXiv 1901.09847,
+Algorithm 1; Sign+Norm in Vogels et al. 2019).
+
+    p = g + e;  send (|p|_1 / d) sign(p) of each tensor of d elements;  e = p - what was sent
+
+Codes: 4 bytes of scale for each tensor, then its signs, 4 ceil(d/32) bytes.
+
+Differences from the paper: e has the unit of gradients and is not scaled by the learning rate. An element of 0 is
+sent as a negative one.
+
+1-bit SGD (Seide, Fu, Droppo, Li, Yu: Interspeech 2014).
+
+    v = g + e;  of each row of a tensor, the elements above 0 are sent as their mean, the others as their mean
+    e = v - what was sent
+
+These two means minimize the squared error. A row holds the weights of one output, that is, one index of the
+outermost dimension in memory. A vector is one row.
+
+Codes: 8 bytes of means for each row, then the signs of its d elements, 4 ceil(d/32) bytes.
+
+Differences from the paper: The paper uses columns, because its matrices are the transposes of PyTorch's. All ranks
+gather all codes, where the paper sums stripes and quantizes the sums again.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.arguments import checked
+from dgc.bucket import Bucket, Segment
+from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
+
+
+@checked
+class SignSGDCompressor(AllGatherCompressor):
+    """signSGD and Signum with majority vote (Bernstein et al. 2018, arXiv 1802.04434; 2019, arXiv 1810.05291).
+
+    Args:
+        momentum (float): beta of Signum, in [0, 1); 0 is signSGD, which keeps no state.
+
+    Raises:
+        ValueError: if momentum is out of range.
+    """
+
+    bits = 1
+
+    def __init__(self, momentum: float = 0.0):
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is from 0 to below 1, not {momentum}")
+        super().__init__(error_feedback=momentum > 0)
+        self.momentum = momentum
+
+    def nbytes(self, bucket: Bucket) -> int:
+        return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
+
+    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+        bounds = self.bounds(bucket)
+        one = (kernels.of(v).selection.moments(v, bounds).largest > 0).float()
+        codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(one), -one, one)
+        return join(one, codes), v * self.momentum
+
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        """Writes the majority, the sign of the sum."""
+        ones, signs = split_all(codes, len(bucket.segments))
+        lows = [-own for own in ones]
+        kernels.of(mean).quantize.sign_mean_(signs, self.bounds(bucket), lows, ones, None, 1, mean)
+        mean.sign_()
+
+
+class ScaledSignCompressor(AllGatherCompressor):
+    """Signs scaled by the mean magnitude, with error feedback (Karimireddy et al. 2019, arXiv 1901.09847,
+    Algorithm 1).
+
+    Args:
+        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
+        seed (int): not used.
+    """
+
+    bits = 1
+
+    def nbytes(self, bucket: Bucket) -> int:
+        return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
+
+    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+        bounds = self.bounds(bucket)
+        scales = (kernels.of(v).selection.moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
+        cuts = scales.new_zeros(scales.shape)
+        codes, kept = kernels.of(v).quantize.sign_encode(v, bounds, cuts, -scales, scales)
+        return join(scales, codes), kept
+
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        scales, signs = split_all(codes, len(bucket.segments))
+        lows = [-own for own in scales]
+        kernels.of(mean).quantize.sign_mean_(signs, self.bounds(bucket), lows, scales, None, self.size, mean)
+
+
+@checked
+class OneBitCompressor(AllGatherCompressor):
+    """1-bit SGD: each row is quantized to two means (Seide et al., Interspeech 2014).
+
+    Args:
+        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
+    """
+
+    bits = 1
+
+    def __init__(self, error_feedback: bool = True):
+        super().__init__(error_feedback)
+        self._rows: dict[str, Int64[Tensor, "rows"]] = {}
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        super().plan(bucket, size, rank)
+        edges = [s.offset + i * (s.numel // rows_of(s)) for s in bucket.segments for i in range(rows_of(s))]
+        self._rows[bucket.name] = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
+
+    def nbytes(self, bucket: Bucket) -> int:
+        return sum(rows_of(s) * (8 + 4 * -(-(s.numel // rows_of(s)) // 32)) for s in bucket.segments)
+
+    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+        rows = self._rows[bucket.name]
+        moments = kernels.of(v).selection.moments(v, rows)
+        above = torch.cat([rows.new_zeros(1), (v > 0).cumsum(0)])[rows].diff()
+        highs = (moments.magnitudes + moments.sums) / 2 / above.clamp(min=1)
+        lows = (moments.sums - moments.magnitudes) / 2 / (rows.diff() - above).clamp(min=1)
+        means = torch.stack([lows.float(), highs.float()])
+        cuts = torch.zeros_like(means[0])
+        codes, kept = kernels.of(v).quantize.sign_encode(v, rows, cuts, means[0], means[1])
+        return join(means.view(-1), codes), kept
+
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        rows = self._rows[bucket.name]
+        means, signs = split_all(codes, 2 * (rows.numel() - 1))
+        lows, highs = zip(*(own.view(2, -1).unbind() for own in means), strict=True)
+        kernels.of(mean).quantize.sign_mean_(signs, rows, lows, highs, None, self.size, mean)
+
+
+def rows_of(segment: Segment) -> int:
+    """Number of rows of a tensor: the length of its outermost dimension in memory, or 1 below two dimensions."""
+    if len(segment.shape) < 2 or segment.numel == 0:
+        return 1
+    return max(zip(segment.stride, segment.shape, strict=True), key=lambda pair: (pair[0], pair[1]))[1]

@@ -1,0 +1,462 @@
+"""Sparse compression: each rank sends a few elements of its accumulated gradient, and keeps the rest.
+
+On each of N ranks, with local gradient g and error state v of the memory:
+
+    v = memory(v, g)                       error feedback: v + g; DGC: v + (m u + g)
+    S = selector(v)                        the positions of the elements to send
+    send v_S;  memory: v_S = 0             payloads of planned size per bucket
+    result = 1/N * sum over ranks          by an exchange, so that replicas stay equal bit for bit
+
+With its parts this is DGC (`dgc`), top-k with error feedback (Stich et al. 2018, arXiv 1809.07599) and threshold-v
+(Dutta et al. 2020, arXiv 1911.08250). NaN and inf in g count as zero. Each payload carries a flag for them, and
+every rank's result has all flags.
+
+The option `exchange` says how the ranks sum what they send. Each has a file in the folder `exchange`, with its
+bytes. By default one all-gather of one payload per bucket.
+
+Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)) for the ratio D. If its exchange
+costs more than a dense all-reduce, or D = 1: all of v, 4 bytes per element (2 for 16-bit values), and a header of
+24. The header reveals a rank that uses another ratio.
+
+The number of elements that each bucket sends at the current ratio, and the selector's history.
+
+The compressors of what a sparse method leaves: vectors, and all else that it does not accept.
+
+At a ratio of 0.1 % these tensors are most of the bytes, if they travel as fp32. With codes of fewer bits Q:
+
+    v = g + e;  send Q(v);  e = v - Q(v)      error feedback: what rounding takes is sent later
+
+    fp16, bf16   v cast to the type
+    int8         the nearest of 255 levels; every block of up to 1024 elements of a tensor has a scale, its largest
+                 magnitude / 127 (`BlockwiseCompressor`)
+
+All ranks gather all codes and sum them in rank order. Bytes of an all-gather grow with the number of ranks N. With
+many ranks an all-reduce costs fewer: of v as fp16 for fp16, of v as fp32 for the others. The transport rounds a
+sum in fp16. This is the only rounding that no error state keeps.
+
+Payload of a bucket in bytes: 24 + codes, rounded up to 8; codes: 2 per element, or for int8 1 per element and 4
+per block. If an all-gather of the codes costs more than the all-reduce: 24 + 2 (fp16) or 4 per element. This
+begins with N = 3 for fp16, N = 5 for bf16, and N = 8 for int8, or earlier if tensors have only a few elements.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.arguments import NOTHING, NUMBER, WHOLE, require
+from dgc.bucket import Bucket, Segment, named_pairs
+from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
+from dgc.comm.requests import Conversation
+from dgc.compression.all_gather import AllGatherCompressor, Codes
+from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor
+from dgc.compression.envelope import Envelope, first_nonfinite_message, overflow
+from dgc.compression.protocol import Compressor, DenseResult, Result
+from dgc.compression.sparse_sum import Chosen, exchange_of
+from dgc.compression.uniform import BlockwiseCompressor
+from dgc.compression.warmup import RatioWarmup
+from dgc.kernels import PassInputs
+from dgc.memory import Clipping, Memory, MomentumCorrection
+from dgc.selection import Plan, Predicted, Selector, plan_selection
+from dgc.state import StepCounts
+from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
+from dgc.wire.payload import sealed_bytes
+
+VECTORS = ("dense", "sparse")
+
+
+class Plans:
+    """The plan of each bucket for one ratio, with the selector's history.
+
+    A history belongs to one ratio: another ratio begins without one.
+
+    Args:
+        vectors: "sparse" if tensors of less than two dimensions are compressed, or "dense".
+        vector_ratio: Ratio of these tensors; above 1 the factor saved. A larger ratio of the others, as in a
+            warm-up, is theirs too. None: that of the others.
+        compress_ratio: Ratio of the other tensors after a warm-up.
+
+    Raises:
+        ValueError: An argument is none of these, or `vector_ratio` is given for vectors that go dense, or is less
+            than `compress_ratio`.
+    """
+
+    def __init__(self, vectors: str, vector_ratio: float | None, compress_ratio: float) -> None:
+        if vectors not in VECTORS:
+            raise ValueError(f"vectors must be 'dense' or 'sparse', not {vectors!r}")
+        require("None or a number", NUMBER + NOTHING, vector_ratio=vector_ratio)
+        if vector_ratio is not None:
+            if vectors == "dense":
+                raise ValueError("vector_ratio has no effect on vectors that are sent dense: set vectors='sparse'")
+            if not 0 < vector_ratio < math.inf:
+                raise ValueError(f"vector_ratio must be positive and finite, not {vector_ratio}")
+            vector_ratio = min(vector_ratio, 1 / vector_ratio)
+            if vector_ratio < compress_ratio:
+                raise ValueError(
+                    f"vector_ratio is {vector_ratio:g}, less than the compress_ratio of {compress_ratio:g}: small "
+                    "tensors need the larger share"
+                )
+        self._vector_ratio = vector_ratio
+        self._plans: dict[str, Plan] = {}
+        self._history: dict[str, Any] = {"ratio": None, "tensors": {}}  # loaded rows by tensor name
+
+    def of(self, bucket: Bucket, ratio: float) -> Plan:
+        """Return the bucket's plan for this ratio."""
+        plan = self._plans.get(bucket.name)
+        if plan is None or plan.ratio != ratio:
+            plan = plan_selection(bucket.segments, ratio, bucket.device, self._vector_ratio)
+            if self._history["ratio"] != ratio:
+                self._history = {"ratio": None, "tensors": {}}
+            plan.take_history(self._history["tensors"])
+            self._plans[bucket.name] = plan
+        return plan
+
+    def state_dict(self, ratio: float, remembers: bool) -> dict[str, Any]:
+        """Return the history by tensor name. remembers: whether the selector needs its history."""
+        tensors = dict(self._history["tensors"]) if self._history["ratio"] == ratio else {}
+        if remembers:
+            for plan in self._plans.values():
+                tensors |= plan.rows_of_history()
+        return {"ratio": ratio, "tensors": tensors}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load a history.
+
+        Raises:
+            ValueError: It is not one, or has NaN.
+        """
+        if not isinstance(state, dict) or state.keys() != {"ratio", "tensors"}:
+            raise ValueError("history is not a mapping of ratio and tensors")
+        require("a number or None", NUMBER + NOTHING, **{"ratio of the history": state["ratio"]})
+        for name, rows in state["tensors"].items():
+            if bad := [key for key, row in rows.items() if bool(row.isnan().any())]:
+                raise ValueError(f"history of {name}: {bad[0]} has NaN")
+        self._plans.clear()
+        self._history = state
+
+
+DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
+BLOCK = 1024
+
+
+def make_fallback(dense_values: str | None, values: ValueFormat, clipping: Clipping | None) -> Compressor:
+    """Return the compressor of the tensors that a sparse method does not accept.
+
+    Args:
+        dense_values: Its values, one of DENSE_VALUES. None: those that fit `values`.
+        values: Format of the method's own values.
+        clipping: The limit on means.
+
+    Raises:
+        ValueError: `dense_values` is none of these.
+    """
+    if dense_values not in (*DENSE_VALUES, None):
+        raise ValueError(f"dense_values must be None or one of {', '.join(DENSE_VALUES)}, not {dense_values!r}")
+    name = dense_values or _fitting(values)
+    if name == "fp32" or (name == "fp16" and dense_values is None):
+        dense = DenseCompressor() if name == "fp32" else FP16Compressor()
+        return dense if clipping is None else ClippedCompressor(dense, clipping)
+    return DenseValuesCompressor(name, clipping)
+
+
+def _fitting(values: ValueFormat) -> str:
+    """Return the type of dense values that costs about as much per element as `values`, or the next larger one."""
+    if isinstance(values, CastValues):
+        return values.dtype
+    return "int8" if values.nbytes(BLOCK, 0) < 2 * BLOCK else values.dense.dtype
+
+
+class DenseValuesCompressor(AllGatherCompressor):
+    """Sends every element as fp16, bf16 or int8, with error feedback. `SparseCompressor(dense_values=)` makes it.
+
+    Args:
+        values (str): "fp16", "bf16" or "int8".
+        clipping (Clipping, optional): limit on the mean of each tensor.
+
+    Raises:
+        ValueError: if values is none of these.
+
+    Example:
+        >>> vectors = DGCCompressor(0.001, DGCSGDMemory(momentum=0.9), dense_values="int8").fallback
+    """
+
+    def __init__(self, values: str, clipping: Clipping | None = None):
+        if values not in DENSE_VALUES[1:]:
+            raise ValueError(f"values must be one of {', '.join(DENSE_VALUES[1:])}, not {values!r}")
+        super().__init__()
+        self.values, self.clipping = values, clipping
+        self.bits = 8 if values == "int8" else 16
+        self._blocks = BlockwiseCompressor(8, BLOCK, error_feedback=False)
+        self._gathers: dict[str, bool] = {}
+
+    @property
+    def compress_ratio(self) -> float:
+        return self.bits / 32 if self.values == "int8" and all(self._gathers.values()) else 1.0
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        super().plan(bucket, size, rank)
+        self._blocks.plan(bucket, size, rank)
+        ranks = max(2, size)  # one process uses the rule for two
+        gathered = all_gather_wire_bytes(self.nbytes(bucket), ranks)
+        reduced = all_reduce_wire_bytes(bucket.numel * self._reduced.itemsize, ranks)
+        self._gathers[bucket.name] = gathered <= reduced
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        result = yield from super().reduce(bucket)
+        if self.clipping is not None and result.nonfinite is None:
+            self.clipping.clip_mean(bucket)
+        return result
+
+    def exchange(
+        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+        if self._gathers[bucket.name]:
+            return (yield from super().exchange(bucket, v, first_nonfinite))
+        sent = self._reduced.quantize(v, self.size, bucket.dtype)
+        kept = v - sent.float()
+        message = sent.clone()  # the reply may overwrite it
+        mean, nonfinite = yield from self.envelope(bucket).reduce(message, first_nonfinite)
+        return mean.float(), kept, nonfinite
+
+    @property
+    def _reduced(self) -> CastValues:
+        """Format of an all-reduce. No transport can add bf16 or int8."""
+        return CastValues("fp16" if self.values == "fp16" else "fp32")
+
+    # --- codes ------------------------------------------------------------------------------------
+
+    def nbytes(self, bucket: Bucket) -> int:
+        return self._blocks.nbytes(bucket) if self.values == "int8" else 2 * bucket.numel
+
+    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+        if self.values == "int8":
+            return self._blocks.encode(v, bucket)
+        cast = CastValues(self.values).quantize(v, result=bucket.dtype)
+        return cast.view(torch.uint8), v - cast.float()
+
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        if self.values == "int8":
+            return self._blocks.mean_(codes, bucket, mean)
+        mean.zero_()
+        for own in codes:
+            mean += own.view(CastValues(self.values).torch_dtype)
+        mean.div_(self.size)
+
+
+MEMORIES = (
+    "a dgc.memory.Memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(),"
+    " which keeps nothing back, so that what is not sent is lost"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The inputs of one step of a bucket.
+
+    Attributes:
+        inputs: The pass over gradient and error state.
+        plan: Number of elements per tensor.
+        seed: Seed of the selector's random numbers.
+        clipped: Index of the first non-finite element that clipping has replaced, or n; None without clipping.
+        dense: Whether all of v is sent, because that costs less.
+    """
+
+    inputs: PassInputs
+    plan: Plan
+    seed: int
+    clipped: Tensor | None
+    dense: bool
+
+    def first_nonfinite(self, found: Tensor) -> Tensor:
+        """Index of the gradient's first non-finite element. found: that of the pass, which is after clipping."""
+        return found if self.clipped is None else self.clipped.minimum(found)
+
+
+class SparseCompressor:
+    """Sends the elements that a selector chooses from the error state of a memory.
+
+    Args:
+        compress_ratio (float): fraction of each tensor's elements to send; above 1 the factor saved (1000 means
+            0.001).
+        memory (Memory): treatment of unsent elements: ResidualMemory() adds them to the next gradient,
+            DGCSGDMemory(momentum) also corrects momentum as DGC does, NoMemory() discards them.
+        selector (Selector, optional): which elements; default `Predicted`, the exact top-k of every tensor.
+        values (ValueFormat, optional): format of the values; default fp32.
+        indices (IndexFormat, optional): format of the indices; default int64.
+        exchange (str): how the ranks sum what they send. "all_gather": every rank receives all of it.
+            "reduce_scatter": each rank sums a part of the bucket and selects again; all results together have up
+            to twice as many elements as one rank selects, and the bytes per rank do not grow with the number of
+            ranks. "gtopk": pairs of ranks add and select again what their groups have; the transport must carry
+            messages from rank to rank (`connect`). "auto": the one of the first two that sends fewer bytes.
+        warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
+            Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer. Otherwise the
+            first step warns and the ratio stays at that of the first epoch.
+        seed (int): seed of the selector's random numbers.
+        dense_values (str, optional): values of tensors that are not compressed: "fp32", or with error feedback
+            "fp16", "bf16" or "int8". None: fp32, fp16 without error feedback or bf16, as `values`; else int8.
+        vectors (str): "sparse" compresses tensors of less than two dimensions as well. "dense" leaves them out.
+        vector_ratio (float, optional): ratio of these tensors, at least compress_ratio. None: compress_ratio.
+
+    Raises:
+        ValueError: if an argument has a wrong type or is out of range; the message names it.
+
+    Example:
+        >>> compression = SparseCompressor(0.01, ResidualMemory(), values=Int8Values(), indices=RiceIndices())
+        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
+    """
+
+    def __init__(
+        self,
+        compress_ratio: float,
+        memory: Memory,
+        selector: Selector | None = None,
+        values: ValueFormat | None = None,
+        indices: IndexFormat | None = None,
+        *,
+        warmup_epochs: int = -1,
+        warmup_coeff: float | Sequence[float] | None = None,
+        seed: int = 0,
+        dense_values: str | None = None,
+        vectors: str = "dense",
+        vector_ratio: float | None = None,
+        exchange: str = "all_gather",
+    ):
+        require("a number", NUMBER, compress_ratio=compress_ratio)
+        require(MEMORIES, (Memory,), memory=memory)
+        require("None or a selector of dgc.selection", (Selector, *NOTHING), selector=selector)
+        require("None or a format of dgc.wire", (ValueFormat, *NOTHING), values=values)
+        require("None or a format of dgc.wire", (IndexFormat, *NOTHING), indices=indices)
+        require("a whole number", WHOLE, seed=seed)
+        if not 0 < compress_ratio < math.inf:
+            raise ValueError(f"compress_ratio must be positive and finite, not {compress_ratio}")
+        self.compress_ratio = min(compress_ratio, 1 / compress_ratio)
+        self.memory, self.selector = memory, selector or Predicted()
+        self.format = SparseFormat(values or CastValues("fp32"), indices or PlainIndices("int64"))
+        self.warmup = RatioWarmup(self.compress_ratio, warmup_epochs, warmup_coeff)
+        self.compress_ratio = self.warmup.at(0)
+        self.seed, self.dense_values = seed, dense_values
+        self._fallback = make_fallback(dense_values, self.format.values, memory.gradient_clipping)
+        self.exchange, self._exchange = exchange, exchange_of(exchange)
+        self._names: set[str] | None = None
+        self._steps = StepCounts()
+        self._sent_dense: dict[str, int] = {}  # per bucket: elements sent dense in the last step
+        self.vectors, self.vector_ratio = vectors, vector_ratio
+        self._plans = Plans(vectors, vector_ratio, self.warmup.ratio)
+        self._size, self._rank, self._numel = 1, 0, 0
+        self._awaits_epoch = warmup_epochs > 0
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        step = yield from self._begin(bucket)
+        if step.dense:
+            return (yield from self._reduce_dense(bucket, step))
+        chosen = self.selector.select(step.inputs, step.plan, step.seed)
+        first = step.first_nonfinite(chosen.first_nonfinite)
+        place = (self.format, self.memory, self._size, self._rank)
+        return (yield from self._exchange.mean(Chosen(bucket, step.plan, chosen.elements, first, *place)))
+
+    def _reduce_dense(self, bucket: Bucket, step: Step) -> Conversation[Result]:
+        """Sends all of v."""
+        v = step.inputs.v
+        first = step.first_nonfinite(kernels.of(v).selection.accumulate_(step.inputs))
+        values = self.format.values.dense.quantize(v, self._size, bucket.dtype)
+        self.memory.sent_all_(bucket, values.float())
+        # The reply may overwrite its message. The memory needs v until the step is known to be valid.
+        bucket.release()  # the gradients are accumulated and need no copy
+        message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
+        mean, nonfinite = yield from self._envelope(bucket, step).reduce(message, first)
+        bucket.flat.copy_(mean)
+        return DenseResult(first_nonfinite_message(bucket, nonfinite) or (yield from overflow(bucket)))
+
+    def _envelope(self, bucket: Bucket, step: Step) -> Envelope:
+        terms = self.format.terms(step.plan.ratio)
+        return Envelope(f"bucket {bucket.name}", step.plan.per_tensor.bounds, terms)
+
+    def rollback(self, bucket: Bucket) -> None:
+        self.memory.rollback_(bucket)
+
+    # --- the plan of a step -----------------------------------------------------------------------
+
+    def _begin(self, bucket: Bucket) -> Conversation[Step]:
+        if self._awaits_epoch:
+            self._awaits_epoch = False
+            if self._rank == 0:
+                self.warmup.warn_of_no_epoch()
+        clipped = yield from self.memory.clip(bucket)
+        plan, count = self._plans.of(bucket, self.compress_ratio), self._steps[bucket]
+        # new for each bucket and step, and the same in a resumed run: dense steps count too
+        seed = crc32(f"{self.seed} {bucket.segments[0].name} {count}".encode())
+        dense = self._dense_is_cheaper(bucket, plan)
+        self._steps[bucket], self._sent_dense[bucket.name] = count + 1, bucket.numel * dense
+        return Step(self.memory.pass_inputs(bucket), plan, seed, clipped, dense)
+
+    def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
+        size = max(2, self._size)  # one process uses the rule for two
+        sparse = self._exchange.wire_bytes(self.format, plan, bucket.numel, size)
+        dense = all_reduce_wire_bytes(bucket.numel * self.format.values.dense.itemsize, size)
+        return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)
+
+    @property
+    def dense_share(self) -> float:
+        """Fraction of elements sent dense in the last step, because that costs less; 0 before the first."""
+        return sum(self._sent_dense.values()) / max(1, self._numel)
+
+    # --- setup and state --------------------------------------------------------------------------
+
+    @property
+    def correction(self) -> MomentumCorrection | None:
+        return self.memory.correction
+
+    @property
+    def point_to_point(self) -> bool:
+        return self._exchange.point_to_point
+
+    @property
+    def fallback(self) -> Compressor:
+        """Sends vectors and all else that `accepts` refuses, and clips means by the memory's gradient_clipping."""
+        return self._fallback
+
+    def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Compresses only these tensors. Without this call: those that `vectors` says."""
+        self._names = {name for name, _ in named_pairs(named_parameters)}
+
+    def accepts(self, segment: Segment) -> bool:
+        if self._names is None:
+            return len(segment.shape) > 1 or self.vectors == "sparse"
+        return segment.name in self._names
+
+    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+        self.format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices
+        self.memory.plan(bucket)
+        self._size, self._rank = size, rank
+        self._numel += bucket.numel
+        self._steps[bucket] = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.compress_ratio, self._awaits_epoch = self.warmup.at(epoch), False
+
+    def warmup_compress_ratio(self, epoch: int) -> None:
+        """Same as `begin_epoch`, under the original's name."""
+        self.begin_epoch(epoch)
+
+    def errors(self) -> Iterable[Tensor]:
+        return self.memory.errors()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "memory": self.memory.state_dict(),
+            "steps": self._steps.state_dict(),
+            "history": self._plans.state_dict(self.compress_ratio, self.selector.remembers),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.keys() != {"memory", "steps", "history"}:
+            raise ValueError(f"state of another compressor: {sorted(state)}")
+        self._plans.load_state_dict(state["history"])
+        self.memory.load_state_dict(state["memory"])
+        self._steps.load_state_dict(state["steps"])

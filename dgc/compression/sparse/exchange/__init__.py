@@ -1,1 +1,0 @@
-"""Exchanges: how the elements that each rank has selected become the mean over all ranks."""

@@ -1,0 +1,647 @@
+"""The interface between the sparse compressor and an exchange.
+
+The exchange of a name.
+
+All-gather: every rank receives the selection of every rank.
+
+    result = 1/N * sum over ranks          in rank order, so that replicas stay equal bit for bit
+
+One round. Bytes per rank: b (N-1) for a payload of b bytes.
+
+The exchange that sends fewer bytes: all-gather, or reduce-scatter.
+
+The choice follows from the number of ranks and the planned sizes of payloads, so it is the same on every rank.
+With fp32 values and int32 indices the reduce-scatter sends fewer bytes from 4 ranks on. It has a second round, and
+a step changes fewer elements. gTop-k is not considered: it needs messages from rank to rank, and in these formats
+it sends no fewer bytes than the better of the two.
+
+Bytes per rank: the smaller of those of the two.
+
+A sparse all-reduce whose bytes per rank do not grow with the number of ranks (after Ok-Topk: Li and Hoefler
+2022, arXiv 2201.07598).
+
+Each of N ranks owns one region of the bucket (`regions`). With x_r the k elements that rank r has selected:
+
+    round 1    rank r sends the part of x_r in each region to the region's owner           all-to-all
+               the owner adds:                s = sum over r of x_r, in rank order
+               the owner selects again:       t = the c_2 largest |s_i|, of equal ones the first
+    round 2    every rank receives the t of all regions                                    all-gather
+               result = t / N
+
+Nothing is lost. Each rank removes from its error state only what it has sent of the elements of the result. All
+others wait there, whether they did not fit into a payload of round 1 or were not selected again. The owner keeps
+what the format rounds in round 2, s_i - t_i, as the whole sum. Therefore
+
+    mean over ranks of (gradient + old error) = result + mean over ranks of new error
+
+Capacity of round 1. Blocks are dealt to regions without regard to the data, so each selected element falls into a
+region with probability 1/N. The number in one region has the mean m = k/N and the standard deviation
+d = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d elements, and then holds all of them with a probability
+of 0.84 (normal approximation). On average 0.083 d elements per region wait for another step, the smallest ones:
+1.7 % of m = 25, less of larger m. For N = 1, d = 0.
+
+Capacity of round 2. The N ranks together select up to N k different elements. Those that the result does not have
+wait on all ranks that selected them. With m elements per region they wait long, and a short training is less
+accurate. So c_2 is 2 m where both rounds then cost at most six words of 4 bytes per selected element (in fp32 and
+int32), and what fits into six words where they cost more, but at least 1.5 m:
+
+    c_2 = min(2 m, max(1.5 m, 3 k / (N-1) - c_1 - 6))              6 elements have the bytes of two headers
+
+Bytes per rank: (N-1) (SparseFormat.nbytes(c_1) + SparseFormat.nbytes(c_2)). In fp32 and int32 that is
+
+    (N-1) (8 (m + d) + 8 c_2 + 48)        at most 24 k, where 1.5 m do not cost more
+
+int8 and sign values have 4 bytes more per payload for each tensor of the bucket.
+
+The first tensor with NaN or inf of each rank is in the header of every payload of round 1. Every rank thus learns
+all flags.
+
+Differences from the paper: Thresholds are not reused from earlier steps: both selections are exact in every step,
+and payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data. The result has up to 2 k
+elements; in the paper it has about k.
+
+The division of a bucket into regions, one per rank, of equal size whatever the tensors look like.
+
+Blocks of B elements are dealt to the N ranks in turn. Element i belongs to the region
+
+    r = (i // B) mod N      at the place      p = (i // (B N)) B + i mod B
+
+B is a prime number that divides the dimensions of few layers. If B N divided the length of a tensor's rows, a
+region would hold the same columns of every row, and columns differ in their magnitudes. B is small, because large
+elements are close together, in filters and rows: of 149 elements selected from 14,664 on 16 ranks, 21 % find their
+region's payload full with B = 61 and 5 % with B = 13. The map keeps the order of elements within a region, and so
+the tensors of a bucket are adjacent in each region.
+
+gTop-k (Shi et al. 2019, arXiv 1901.04359) by recursive doubling, for any number of ranks.
+
+With x the k elements that a rank has selected, and P the largest power of two up to the number of ranks N:
+
+    first            rank P + p sends its x to rank p:               x_p = top_2k(x_p + x_{P+p})
+    j = 0, 1, ..     ranks r and r xor 2**j exchange their x:        x = top_2k(x of one + x of the other)
+    last             rank p sends x to rank P + p
+    result           x / N
+
+After round j, each group of 2**(j+1) ranks holds the same x, bit for bit. top_2k keeps the 2 k largest magnitudes,
+of equal ones the first.
+
+Nothing is lost. Each rank removes from its error state only the elements that the result has. Of an element of the
+result, a part of the sum may have been dropped by another group, or rounded by the format. All ranks of that group
+see this part. One of them keeps it: for element i the member number (i // B) mod (size of the group), so that each
+keeps its share. Therefore
+
+    mean over ranks of (gradient + old error) = result + mean over ranks of new error
+
+Before the first round an all-gather of headers brings each rank's first tensor with NaN or inf, and its settings,
+to every rank.
+
+Bytes of a rank: 24 (N-1) for the header, and for its messages b = SparseFormat.nbytes(k) for x as selected, and
+B = SparseFormat.nbytes(2 k) for a sum:
+
+    p < N - P         B (log2 P + 1)
+    N - P <= p < P    b + B (log2 P - 1), or nothing for P = 1
+    p >= P            b
+
+Messages go from rank to rank.
+
+Differences from the paper: The paper keeps k elements of each sum. The N ranks together select up to N k different
+ones, and those that the result does not have wait on all ranks that selected them. With k they wait long, and a
+short training is less accurate. The paper reduces along a tree to one rank and broadcasts, 2 b log2 P bytes, and
+needs a power of two. There the parts that are dropped of elements of the result are lost.
+
+Operations on sparse vectors of a few elements. None waits for the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float32, Int64
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.bucket import Bucket
+from dgc.comm.meter import all_gather_wire_bytes
+from dgc.comm.requests import AllGather, AllToAll, Conversation, Exchange, read
+from dgc.compression.envelope import (
+    Envelope,
+    first_nonfinite_message,
+    overflow_message,
+    probe,
+    sparse_overflow_message,
+)
+from dgc.compression.protocol import DenseResult, Result, SparseResult
+from dgc.kernels import Budget, Merged, SelectionKernels, SparseVector
+from dgc.memory import Memory
+from dgc.selection import Plan
+from dgc.wire import Encoded, SparseFormat
+from dgc.wire.payload import Gathered, sealed_bytes, sections_of
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The elements of a bucket that one rank has selected in one step.
+
+    Attributes:
+        bucket: The bucket.
+        plan: Number of elements per tensor.
+        elements: The elements, with the capacity of the plan.
+        first_nonfinite: Index of the gradient's first non-finite element; n if there is none.
+        form: Format of the payloads.
+        memory: Learns what has been sent.
+        size: Number of ranks.
+        rank: This rank.
+    """
+
+    bucket: Bucket
+    plan: Plan
+    elements: SparseVector
+    first_nonfinite: Tensor
+    form: SparseFormat
+    memory: Memory
+    size: int
+    rank: int
+
+    @property
+    def kernels(self) -> kernels.Tier:
+        return kernels.of(self.elements.values)
+
+    @property
+    def what(self) -> str:
+        """Name of the payloads in errors."""
+        return f"bucket {self.bucket.name}"
+
+    def encode(
+        self,
+        elements: SparseVector | None = None,
+        first_nonfinite: Tensor | None = None,
+        budget: Budget | None = None,
+    ) -> Encoded:
+        """Encode the selection, or other elements with the capacity of `budget`, as one payload."""
+        plan, bucket = self.plan, self.bucket
+        first = self.first_nonfinite if first_nonfinite is None else first_nonfinite
+        how = (budget or plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio)
+        return self.form.encode(self.kernels.codec, self.elements if elements is None else elements, *how)
+
+    def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> Conversation[SparseResult]:
+        """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
+        merged = self.kernels.selection.merge_mean(parts, self.size, self.bucket.numel)
+        return (yield from self._result(merged, nonfinite))
+
+    def mean_of(self, payloads: Sequence[Tensor]) -> Conversation[Result]:
+        """The mean of payloads of the whole plan, one from each rank.
+
+        It is written into the bucket at once where it is needed there anyway: only a memory with momentum
+        correction leaves the optimizer nothing to do but to subtract the sparse mean.
+        """
+        bucket, planned = self.bucket, (self.plan.per_tensor, self.bucket.numel)
+        decoder, sections = self.kernels.decoder, sections_of(self.form, *planned)
+        if decoder is None or sections is None:
+            decoding = self.form.decoding(self.kernels.codec, payloads, *planned, self.plan.ratio, self.what)
+            return (yield from self.mean(*decoding.checked((yield from read(decoding.scalars)))))
+        settings = (self.plan.per_tensor, self.size, self.plan.ratio, self.what)
+        gathered = Gathered(payloads, self.form, sections, *settings)
+        if self.memory.correction is not None or bucket.dtype != torch.float32:
+            return (yield from self._result(*gathered.mean(decoder)))
+        bucket.release()  # the gradients are accumulated and need no copy
+        finite, nonfinite = gathered.mean_into_(bucket.flat, decoder)
+        message = first_nonfinite_message(bucket, nonfinite)
+        return DenseResult(message if finite else message or overflow_message(bucket))
+
+    def _result(self, merged: Merged, nonfinite: Sequence[int]) -> Conversation[SparseResult]:
+        # entries that are not valid are zero
+        count, finite = yield from read([merged.count, probe(merged.values).isfinite()])
+        indices, values = merged.indices[:count], merged.values[:count]
+        message = first_nonfinite_message(self.bucket, nonfinite)
+        if not finite and message is None:
+            message = sparse_overflow_message(self.bucket, indices, values)
+        return SparseResult(indices, values, message)
+
+
+@runtime_checkable
+class SparseExchange(Protocol):
+    """Sums what the ranks have selected. The result is identical, bit for bit, on every rank."""
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether messages go from rank to rank, which not every transport can do."""
+        ...
+
+    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
+        """Bytes that a rank sends for a bucket of `numel` elements, by the meter's formulas.
+
+        The same on every rank: where ranks send different numbers of bytes, the largest.
+        """
+        ...
+
+    def mean(self, chosen: Chosen) -> Conversation[Result]:
+        """Exchange the selections. Tells the memory what has left this rank."""
+        ...
+
+
+class AllGatherExchange:
+    """Every rank sends its whole selection to every rank."""
+
+    point_to_point = False
+
+    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
+        return all_gather_wire_bytes(form.nbytes(plan.per_tensor, numel), size)
+
+    def mean(self, chosen: Chosen) -> Conversation[Result]:
+        encoded = chosen.encode()
+        chosen.memory.sent_(chosen.bucket, encoded.sent)
+        (payloads,) = yield (AllGather(encoded.payload),)
+        return (yield from chosen.mean_of(payloads))
+
+
+BEYOND = 2**31 - 1  # larger than any index
+
+
+def vector(indices: Int64[Tensor, "count"], values: Float32[Tensor, "count"]) -> SparseVector:
+    """A sparse vector without room for more elements."""
+    count = torch.full((), indices.numel(), dtype=torch.int32, device=indices.device)
+    return SparseVector(indices.to(torch.int32), values, count)
+
+
+def live(x: SparseVector) -> Bool[Tensor, "capacity"]:
+    """A mask of the valid entries."""
+    return torch.arange(x.indices.numel(), dtype=torch.int64, device=x.indices.device) < x.count
+
+
+def largest_of(kernel: SelectionKernels, x: SparseVector, k: int) -> SparseVector:
+    """The k elements of largest magnitude, of equal ones the first. Zeros are left out."""
+    # never fewer elements than slots
+    values = torch.nn.functional.pad(torch.where(live(x), x.values, 0.0), (0, k))
+    ends = torch.tensor([0, values.numel()], dtype=torch.int64, device=values.device)
+    budget = Budget(ends, torch.full((1,), k, dtype=torch.int64, device=values.device), k)
+    chosen = kernel.select(values, budget).elements
+    indices = torch.nn.functional.pad(x.indices, (0, k))[chosen.indices.long()]
+    return SparseVector(torch.where(live(chosen), indices, 0), chosen.values, chosen.count)
+
+
+def shared(x: SparseVector, other: SparseVector) -> SparseVector:
+    """The elements of x at indices that `other` has too. Indices ascend in both."""
+    wanted = torch.nn.functional.pad(torch.where(live(other), other.indices, BEYOND), (0, 1), value=BEYOND)
+    found = live(x) & (wanted[torch.searchsorted(wanted, x.indices)] == x.indices)
+    indices, order = torch.where(found, x.indices, BEYOND).sort()
+    indices = torch.where(indices < BEYOND, indices, 0)
+    return SparseVector(indices, x.values[order], found.sum(dtype=torch.int32))
+
+
+def subtract(kernel: SelectionKernels, x: SparseVector, part: SparseVector) -> SparseVector:
+    """x - part, at the indices of x. Those of `part` must be among them."""
+    at = torch.searchsorted(torch.where(live(x), x.indices, BEYOND), part.indices).to(torch.int32)
+    rest = x.values.clone()
+    kernel.remove_sent_(SparseVector(at, part.values, part.count), None, rest)
+    return SparseVector(x.indices, rest, x.count)
+
+
+BLOCK = 13
+
+
+@dataclass(frozen=True, eq=False)
+class Regions:
+    """Regions of a bucket.
+
+    Attributes:
+        size: Number of regions.
+        numel: Number of elements of the largest region, the first.
+        bounds: For each region, the bounds of the tensors within it.
+    """
+
+    size: int
+    numel: int
+    bounds: Int64[Tensor, "regions bounds"]
+
+    def index_of(self, place: Int64[Tensor, "..."], region: Int64[Tensor, "..."] | int) -> Int64[Tensor, "..."]:
+        """The index within the bucket."""
+        return place // BLOCK * (BLOCK * self.size) + region * BLOCK + place % BLOCK
+
+    def deal(self, elements: SparseVector, capacity: int) -> list[SparseVector]:
+        """The elements of each region by place: at most `capacity` ones, the largest, of equal ones the first."""
+        index, values = elements.indices.long(), elements.values
+        numbers = torch.arange(index.numel(), dtype=torch.int64, device=index.device)
+        region = torch.where(live(elements), index // BLOCK % self.size, self.size)
+        # floats of one sign have the order of their bits
+        by_magnitude = (region << 32) - values.abs().view(torch.int32)
+        order = by_magnitude.argsort(stable=True)
+        slots = torch.empty_like(numbers)
+        slots[order] = numbers - self._starts(region)[region[order]]
+        region = torch.where(slots < capacity, region, self.size)
+        order = region.argsort(stable=True)  # within a region by index, and so by place
+        region, index = region[order], index[order]
+        slots = numbers - self._starts(region)[region]
+        # one more slot, at the end, takes what is left out
+        at = torch.where(region < self.size, region * capacity + slots, self.size * capacity)
+        places = torch.zeros(self.size * capacity + 1, dtype=torch.int32, device=index.device)
+        places[at] = (index // (BLOCK * self.size) * BLOCK + index % BLOCK).to(torch.int32)
+        dealt = torch.zeros(self.size * capacity + 1, dtype=torch.float32, device=index.device)
+        dealt[at] = values[order]
+        rows = (table[:-1].view(self.size, capacity) for table in (places, dealt))
+        counts = self._counts(region)[:-1].to(torch.int32)
+        return [SparseVector(*part) for part in zip(*rows, counts, strict=True)]
+
+    def join(self, parts: Sequence[SparseVector]) -> SparseVector:
+        """One vector of the bucket from one of each region. It does not wait for the device."""
+        index, values = self._of_bucket(parts)
+        index, order = index.view(-1).sort()
+        indices = torch.where(index < BEYOND, index, 0).to(torch.int32)
+        count = torch.stack([p.count for p in parts]).sum(dtype=torch.int32)
+        return SparseVector(indices, values.view(-1)[order], count)
+
+    def _of_bucket(
+        self, parts: Sequence[SparseVector]
+    ) -> tuple[Int64[Tensor, "regions capacity"], Float32[Tensor, "regions capacity"]]:
+        """(indices within the bucket, values) of each region's vector; BEYOND and 0 past its end."""
+        places, counts = torch.stack([p.indices for p in parts]).long(), torch.stack([p.count for p in parts])
+        region = torch.arange(self.size, dtype=torch.int64, device=places.device).unsqueeze(1)
+        numbers = torch.arange(places.shape[1], dtype=torch.int64, device=places.device)
+        valid, values = numbers < counts.unsqueeze(1), torch.stack([p.values for p in parts])
+        return torch.where(valid, self.index_of(places, region), BEYOND), torch.where(valid, values, 0.0)
+
+    def _counts(self, region: Int64[Tensor, "k"]) -> Int64[Tensor, "regions"]:
+        """Number of elements of each region, and of those that are left out."""
+        counts = torch.zeros(self.size + 1, dtype=torch.int64, device=region.device)
+        return counts.index_add_(0, region, torch.ones_like(region))
+
+    def _starts(self, region: Int64[Tensor, "k"]) -> Int64[Tensor, "regions"]:
+        counts = self._counts(region)
+        return counts.cumsum(0) - counts
+
+
+def largest_region(numel: int, size: int) -> int:
+    """Number of elements of the largest of `size` regions."""
+    turns, rest = divmod(numel, BLOCK * size)
+    return turns * BLOCK + min(rest, BLOCK)
+
+
+def divide_into_regions(bounds: Int64[Tensor, "bounds"], numel: int, size: int) -> Regions:
+    """Divide a bucket. bounds: those of its tensors."""
+    first = BLOCK * torch.arange(size, dtype=torch.int64, device=bounds.device).unsqueeze(1)
+    turns, rest = bounds // (BLOCK * size), bounds % (BLOCK * size)
+    return Regions(size, largest_region(numel, size), turns * BLOCK + (rest - first).clamp(0, BLOCK))
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """The regions of a bucket for one plan. send, keep: elements of a payload of round 1 and of round 2."""
+
+    plan: Plan
+    regions: Regions
+    send: int
+    keep: int
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, ...]:
+        """The bounds of the tensors in each region."""
+        return self.regions.bounds.unbind()
+
+    @cached_property
+    def numels(self) -> tuple[Tensor, ...]:
+        """The sizes of the tensors in each region."""
+        return self.regions.bounds.diff().unbind()
+
+    def budget(self, region: int, capacity: int) -> Budget:
+        """Every tensor may fill the whole payload."""
+        return Budget(self.bounds[region], self.numels[region], capacity)
+
+
+class ReduceScatterExchange:
+    """Each rank sums and selects again what all ranks have selected in its region of the bucket."""
+
+    point_to_point = False
+
+    def __init__(self) -> None:
+        self._divisions: dict[str, Division] = {}  # by bucket
+
+    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
+        region, whole = largest_region(numel, size), plan.per_tensor
+        budgets = [Budget(whole.bounds, whole.ks, capacity) for capacity in capacities(plan.capacity, numel, size)]
+        return (size - 1) * sum(form.nbytes(budget, region) for budget in budgets)
+
+    def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
+        division, bucket, form = self._division(chosen), chosen.bucket, chosen.form
+        regions, codec = division.regions, chosen.kernels.codec
+        settings = (regions.numel, chosen.plan.ratio, chosen.what)
+
+        dealt = [
+            self._encode(chosen, division, r, division.send, part, chosen.first_nonfinite)
+            for r, part in enumerate(regions.deal(chosen.elements, division.send))
+        ]
+        sent = regions.join([encoded.sent for encoded in dealt])
+        payloads = [encoded.payload for encoded in dealt]
+        splits = tuple(payload.numel() for payload in payloads)
+        (received,) = yield (AllToAll(torch.cat(payloads), splits),)
+        budget = division.budget(chosen.rank, division.send)
+        decoding = form.decoding(codec, received, budget, *settings)
+        parts, nonfinite = decoding.checked((yield from read(decoding.scalars)))
+
+        kernel = chosen.kernels.selection
+        total = kernel.merge_mean(parts, 1, regions.numel).vector  # a mean over one rank is the sum
+        again = largest_of(kernel, total, division.keep)
+        finite = torch.full_like(chosen.first_nonfinite, bucket.numel)
+        encoded = self._encode(chosen, division, chosen.rank, division.keep, again, finite)
+        (payloads,) = yield (AllGather(encoded.payload),)
+        budget = division.budget(chosen.rank, division.keep)
+        decoding = form.decoding(codec, payloads, budget, *settings, bounds=division.bounds)
+        parts, _ = decoding.checked((yield from read(decoding.scalars)))
+        result = regions.join(parts)
+        rest = shared(subtract(kernel, total, encoded.sent), encoded.sent)
+        indices = regions.index_of(rest.indices.long(), chosen.rank).to(torch.int32)
+        chosen.memory.sent_(bucket, shared(sent, result))
+        chosen.memory.returned_(bucket, SparseVector(indices, rest.values, rest.count))
+        return (yield from chosen.mean([result], nonfinite))
+
+    def _division(self, chosen: Chosen) -> Division:
+        bucket, plan = chosen.bucket, chosen.plan
+        division = self._divisions.get(bucket.name)
+        if division is None or division.plan is not plan:
+            regions = divide_into_regions(plan.per_tensor.bounds, bucket.numel, chosen.size)
+            division = Division(plan, regions, *capacities(plan.capacity, bucket.numel, chosen.size))
+            self._divisions[bucket.name] = division
+        return division
+
+    def _encode(
+        self, chosen: Chosen, division: Division, region: int, capacity: int, part: SparseVector, first: Tensor
+    ) -> Encoded:
+        plan = chosen.plan
+        how = (division.budget(region, capacity), division.regions.numel, first, chosen.bucket.dtype, plan.ratio)
+        return chosen.form.encode(chosen.kernels.codec, part, *how, tensors=plan.per_tensor.bounds)
+
+
+def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
+    """Elements of a payload of round 1 and of round 2, for k of `numel` elements on `size` ranks.
+
+    In whole numbers, because all ranks must compute the same.
+    """
+    region = largest_region(numel, size)
+    send = min(region, -(-(k + isqrt(k * (size - 1))) // size))
+    within_six_words = 3 * k // max(1, size - 1) - send - 6
+    keep = min(-(-2 * k // size), max(-(-3 * k // (2 * size)), within_six_words))
+    return send, min(region, size * send, keep)
+
+
+class AutoExchange:
+    """For each bucket, the all-gather unless the reduce-scatter sends fewer bytes."""
+
+    point_to_point = False
+
+    def __init__(self) -> None:
+        self._gather, self._scatter = AllGatherExchange(), ReduceScatterExchange()
+
+    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
+        return self.choose(form, plan, numel, size).wire_bytes(form, plan, numel, size)
+
+    def mean(self, chosen: Chosen) -> Conversation[Result]:
+        planned = (chosen.form, chosen.plan, chosen.bucket.numel, chosen.size)
+        return (yield from self.choose(*planned).mean(chosen))
+
+    def choose(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> SparseExchange:
+        """The exchange for a bucket of `numel` elements."""
+        gathered, scattered = (e.wire_bytes(form, plan, numel, size) for e in (self._gather, self._scatter))
+        return self._scatter if scattered < gathered else self._gather
+
+
+class GTopKExchange:
+    """Pairs of ranks add and select again what their groups have selected."""
+
+    point_to_point = True
+
+    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
+        power = largest_power_of_two(size)
+        doublings = power.bit_length() - 1
+        own, summed = (form.nbytes(budget_of(plan, numel, is_sum), numel) for is_sum in (False, True))
+        header = all_gather_wire_bytes(sealed_bytes(0), size)
+        if size > power:
+            return header + (doublings + 1) * summed
+        return header + (own + (doublings - 1) * summed if doublings else 0)
+
+    def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
+        held = _Held(chosen)
+        nonfinite = yield from _all_flags(chosen)
+        size, rank, power = chosen.size, chosen.rank, largest_power_of_two(chosen.size)
+        twin = rank - power if rank >= power else rank + power  # of the first and the last round, if there is one
+        twins = [twin] if twin < size else []
+        if size > power:
+            if rank >= power:
+                yield from held.swap({twin: held.message(1)})
+            else:
+                for part in (yield from held.swap({}, twins, sums=False)):
+                    held.add(held.x, part, 1)
+        for j in range(power.bit_length() - 1):
+            partner = rank ^ 1 << j
+            if rank >= power:
+                yield from held.swap({})
+                continue
+            sums = j > 0 or partner + power < size
+            (other,) = yield from held.swap({partner: held.message(1 << j)}, [partner], sums)
+            lower, upper = (held.x, other) if rank < partner else (other, held.x)
+            held.add(lower, upper, 2 << j)
+        if size > power:
+            if rank >= power:
+                (held.x,) = yield from held.swap({}, twins, sums=True)
+            else:
+                message = held.message(power)  # with or without a twin: x is now what the twins receive
+                yield from held.swap(dict.fromkeys(twins, message))
+        held.tell_memory()
+        return (yield from chosen.mean([held.x], nonfinite))
+
+
+class _Held:
+    """The elements x that a rank holds between rounds, and those that it keeps.
+
+    The ranks of a group hold the same. `members` is the size of the group, a power of two.
+    """
+
+    def __init__(self, chosen: Chosen):
+        self._chosen = chosen
+        encoded = chosen.encode()
+        self.x = self._own = encoded.sent
+        self._payload: Tensor | None = encoded.payload  # of x
+        self._kept: list[SparseVector] = []
+
+    def message(self, members: int) -> Tensor:
+        """The payload of x, for one rank. x is then what it receives, and a member keeps the rounding."""
+        chosen, payload = self._chosen, self._payload
+        if payload is None:
+            finite = torch.full_like(chosen.first_nonfinite, chosen.bucket.numel)
+            encoded = chosen.encode(self.x, finite, self._budget(sums=True))
+            self._keep(subtract(chosen.kernels.selection, self.x, encoded.sent), members)
+            self.x, payload = encoded.sent, encoded.payload
+        self._payload = None
+        return payload
+
+    def add(self, lower: SparseVector, upper: SparseVector, members: int) -> None:
+        """Set x to the largest elements of the sum of two groups. `members`: of both together."""
+        chosen, kernel = self._chosen, self._chosen.kernels.selection
+        total = kernel.merge_mean([lower, upper], 1, chosen.bucket.numel).vector  # over one rank: the sum
+        self.x, self._payload = largest_of(kernel, total, self._budget(sums=True).capacity), None
+        self._keep(subtract(kernel, total, self.x), members)
+
+    def swap(
+        self, sends: dict[int, Tensor], sources: Sequence[int] = (), sums: bool = False
+    ) -> Conversation[list[SparseVector]]:
+        """Send payloads by rank, and return those of other ranks. sums: whether the sources send sums."""
+        chosen, budget, bucket = self._chosen, self._budget(sums), self._chosen.bucket
+        nbytes = chosen.form.nbytes(budget, bucket.numel)
+        receives = {r: torch.empty(nbytes, dtype=torch.uint8, device=bucket.device) for r in sources}
+        (received,) = yield (Exchange(sends, receives),)
+        planned = (budget, bucket.numel, chosen.plan.ratio, chosen.what)
+        payloads = [received[r] for r in sources]
+        decoding = chosen.form.decoding(chosen.kernels.codec, payloads, *planned, ranks=sources)
+        return decoding.checked((yield from read(decoding.scalars)))[0]
+
+    def tell_memory(self) -> None:
+        """Tell the memory what of this rank's elements is in x, the result, and what this rank keeps of them."""
+        bucket, memory = self._chosen.bucket, self._chosen.memory
+        memory.sent_(bucket, shared(self._own, self.x))
+        if self._kept:
+            rest = self._chosen.kernels.selection.merge_mean(self._kept, 1, bucket.numel).vector
+            memory.returned_(bucket, shared(rest, self.x))
+
+    def _budget(self, sums: bool) -> Budget:
+        return budget_of(self._chosen.plan, self._chosen.bucket.numel, sums)
+
+    def _keep(self, rest: SparseVector, members: int) -> None:
+        own = rest.indices // BLOCK % members == self._chosen.rank % members
+        self._kept.append(SparseVector(rest.indices, torch.where(own, rest.values, 0.0), rest.count))
+
+
+def budget_of(plan: Plan, numel: int, sums: bool) -> Budget:
+    """The elements of a message: those that a rank has selected, or twice as many of a sum."""
+    if not sums:
+        return plan.per_tensor
+    return Budget(plan.per_tensor.bounds, plan.per_tensor.ks, min(numel, 2 * plan.capacity))
+
+
+def largest_power_of_two(size: int) -> int:
+    """The largest power of two up to `size`."""
+    return 1 << size.bit_length() - 1
+
+
+def _all_flags(chosen: Chosen) -> Conversation[list[int]]:
+    """For each rank, the position (from 1) of its first tensor with NaN or inf, or 0."""
+    nothing = torch.empty(0, dtype=torch.uint8, device=chosen.bucket.device)
+    envelope = Envelope(chosen.what, chosen.plan.per_tensor.bounds, chosen.form.terms(chosen.plan.ratio))
+    _, nonfinite = yield from envelope.gather(nothing, chosen.first_nonfinite)
+    return nonfinite
+
+
+def exchange_of(name: str) -> SparseExchange:
+    """The exchange that the option `exchange` of a compressor names.
+
+    Raises:
+        ValueError: There is no exchange of this name.
+    """
+    match name:
+        case "all_gather":
+            return AllGatherExchange()
+        case "reduce_scatter":
+            return ReduceScatterExchange()
+        case "gtopk":
+            return GTopKExchange()
+        case "auto":
+            return AutoExchange()
+    raise ValueError(f"exchange must be 'all_gather', 'reduce_scatter', 'gtopk' or 'auto', not {name!r}")

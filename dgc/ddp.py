@@ -1,0 +1,413 @@
+"""The exchange of the gradients of a DDP model.
+
+Checks of a DDP model and its optimizer.
+
+What follows a backward pass, after DDP has set the gradients.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from dgc.comm.conversation import OrderedConversations
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.torch_distributed import connect
+from dgc.comm.transport import Transport
+from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, conversation_of
+from dgc.compression.route import Route
+from dgc.optim.agreement import check_settings
+from dgc.optim.compression_state import CountsEpochs
+from dgc.optim.exchange.gradients import check_not_wrapped, claim
+from dgc.optim.exchange.hierarchy import plan_compressors
+from dgc.optim.exchange.planning import PlannedBucket, check_agreement, compressors_in_order, plan_buckets
+from dgc.optim.exchange.scaling import LossScale, is_used
+from dgc.optim.exchange.start_order import StartOrder
+from dgc.optim.exchange.streams import SideStream
+from dgc.optim.momentum import MomentumCheck
+from dgc.optim.options import as_route, check_nonfinite, check_transport, register_compressors, unique_prefix
+
+Named = list[tuple[str, Tensor]]
+
+
+def check_model(model: Any) -> DistributedDataParallel:
+    """Check that a communication hook can exchange the gradients of a model. Return it, without torch.compile.
+
+    Raises:
+        ValueError: It cannot. The message names the setting and its cure.
+    """
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
+    if not isinstance(model, DistributedDataParallel):
+        kind = type(model).__name__
+        raise ValueError(f"compress needs a model in DistributedDataParallel, not {kind}: wrap it first")
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [name for name, m in model.module.named_modules() if isinstance(m, embeddings) and m.sparse]
+    stepped = [n for n, p in model.module.named_parameters() if hasattr(p, "_in_backward_optimizers")]
+
+    def has(attribute: str) -> bool:  # some versions of torch lack some of them
+        return bool(getattr(model, attribute, None))
+
+    refused = {
+        "mixed_precision= changes the type of the buckets: use torch.autocast": has("mixed_precision"),
+        "it has a communication hook already: register only this one": has("_comm_hooks"),
+        "torch.compile's python_reducer calls no hooks: set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'": (
+            has("_use_python_reducer")
+        ),
+        "delay_all_reduce_named_params bypasses the hook: leave it out": has("_delay_all_reduce_params"),
+        "skip_all_reduce_unused_params leaves out buckets: set find_unused_parameters alone": (
+            has("skip_all_reduce_unused_params")
+        ),
+        f"{', '.join(sparse[:3])} has sparse gradients, which DDP does not put into buckets: set sparse=False": (
+            bool(sparse)
+        ),
+        f"an optimizer steps {', '.join(stepped[:3])} during backward, before the exchange is complete: step it "
+        "after backward": bool(stepped),
+    }
+    for reason, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(f"this DistributedDataParallel cannot be compressed: {reason}")
+    return model
+
+
+def trained_and_frozen(model: DistributedDataParallel) -> tuple[Named, Named]:
+    """Return the parameters that DDP averages, and those that it leaves out because they need no gradient."""
+    # not by parameters_to_ignore, whose names differ from those of named_parameters()
+    reduced = set(model._build_params_for_reducer()[0])
+    ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
+    named = list(model.module.named_parameters())
+    frozen = [(name, p) for name, p in named if not p.requires_grad and name not in ignored]
+    return [(name, p) for name, p in named if p in reduced], frozen
+
+
+def check_pass(model: DistributedDataParallel | None, frozen: Named) -> None:
+    """Check what may change after construction, at the beginning of a backward pass.
+
+    Args:
+        model: The DDP model.
+        frozen: The parameters that it does not average.
+
+    Raises:
+        RuntimeError: Such a parameter needs a gradient: each rank would train it alone. Or join() asks for a mean
+            over the ranks that still have data.
+    """
+    if not getattr(model, "_divide_by_initial_world_size", True):
+        raise RuntimeError(
+            "join(divide_by_initial_world_size=False) cannot be served: ranks without further data send their "
+            "error state, so that the mean is over all ranks. Leave the argument out"
+        )
+    if unfrozen := [name for name, p in frozen if p.requires_grad]:
+        raise RuntimeError(
+            f"{', '.join(unfrozen[:3])} required no gradient when DistributedDataParallel was built, which "
+            "therefore does not average it: build DistributedDataParallel and compress after you unfreeze it"
+        )
+
+
+class NoCopies(list[Any]):
+    """The list of hooks of a DDP model. That of a copy or of a saved model is empty: its reducer has no hook."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, ()
+
+
+def momentum_check(
+    optimizer: Optimizer | None, planned: list[PlannedBucket], transport: Transport
+) -> Callable[[], None]:
+    """Check that momentum is applied once. Return a check of the same for every step.
+
+    Raises:
+        ValueError: The memory applies momentum, and the optimizer is missing, lacks parameters or applies it too.
+    """
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer or None, not {optimizer!r}")
+    corrected = [
+        (segment.name, p)
+        for plan in planned
+        if plan.compressor.correction is not None
+        for segment, p in zip(plan.bucket.segments, plan.parameters, strict=True)
+    ]
+    if optimizer is None:
+        if corrected:
+            raise ValueError(
+                "the compression's memory applies momentum, which the optimizer must not apply again: pass the "
+                "optimizer to compress"
+            )
+        return lambda: None
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    if others := [name for name, p in corrected if p not in owned]:
+        raise ValueError(
+            f"the memory applies momentum to {len(others)} parameters that the optimizer lacks, such as "
+            f"{others[0]}: pass one optimizer with all of them"
+        )
+    return partial(MomentumCheck(optimizer, planned, transport).check, optimizer)
+
+
+def after_ddp(function: Callable[[], None]) -> None:
+    """Call a function at the end of this backward pass, after DDP has set the gradients.
+
+    DDP queues its own end when it has called the last hook. A function that is queued at the end of backward runs
+    after everything that was queued before.
+    """
+    if torch._C._current_graph_task_id() == -1:  # a rank without further data, inside DDP's join()
+        function()
+        return
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(function))
+
+
+def drop_gradients(parameters: Iterable[Tensor], error: Exception | None = None) -> None:
+    """Set every .grad to None, and raise the error, if any."""
+    for p in parameters:
+        p.grad = None
+    if error is not None:
+        raise error
+
+
+def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
+    """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent.
+
+    Parameters that were frozen later remain without a gradient.
+    """
+    for plan in planned:
+        for p, mean in zip(plan.parameters, plan.views, strict=True):
+            if p.grad is None and p.requires_grad:
+                p.grad = mean.clone()
+            elif p.grad is not None and not torch.equal(p.grad, mean):
+                p.grad.copy_(mean)
+
+
+class DDPExchange(CountsEpochs):
+    """Exchanges the gradients of a DDP model with compression. `compress` is another name for this class.
+
+    Construction is collective and registers a communication hook. Construct it before the first backward pass.
+    Save `compression_state_dict()` on each rank, beside the model and the optimizer. It has the error state under
+    parameter names. DistributedOptimizer can load it.
+
+    Each backward pass outside `model.no_sync()` is one exchange. To accumulate gradients, run all backward passes
+    but the last inside `no_sync()`. Gradients that remain from an earlier exchange take part in the next one. No
+    part of a gradient is lost then, but a memory with momentum applies momentum to them twice.
+
+    An exception of the model, a compressor or the network ends `backward()`. If a gradient was computed, DDP
+    refuses to continue ("Expected to have finished reduction in the prior iteration"), and so does this exchange
+    if something was sent: end the process, or build the model's DistributedDataParallel and this exchange anew on
+    all ranks. With static_graph do so after any exception in the first step: DDP would then average nothing.
+
+    A copy of the model, by `copy.deepcopy`, `AveragedModel` or `torch.save`, has no exchange: DDP averages its
+    gradients, until `compress` is called with the copy.
+
+    Args:
+        model: The DDP model, or what torch.compile has made of it. Its process group must contain all ranks.
+            Parameters without requires_grad take no part, and must remain without.
+        compression: A compressor of `dgc.compression`, or a Route.
+        optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which must be
+            applied only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none. Also
+            needed by OneBitAdamCompressor and DGCAdamCompressor, for `dgc.optim.OneBitAdam` and `DGCAdam`.
+        bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger. It does not
+            depend on DDP's bucket_cap_mb.
+        transport: Connects the ranks. None: torch.distributed, on process groups of its own.
+        nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
+            if a method keeps error state. "skip" drops the step: sent elements return to the error state,
+            `dropped_steps` is incremented, and every .grad is None, so that the optimizer changes nothing. With a
+            grad_scaler every .grad is NaN instead, and every rank's scaler skips the step. "raise" raises
+            NonFiniteGradientError at the end of `backward()`, with every .grad None. Training may continue.
+        grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Without it, the error state would have
+            the scale of the step in which it was made.
+        steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. None: call
+            begin_epoch() before each epoch.
+        hierarchical: As in DistributedOptimizer. A transport that is given must have groups.
+
+    Raises:
+        ValueError: An argument is invalid, a setting differs between ranks, or DDP has a mode that a
+            communication hook cannot serve. The message names it.
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9), warmup_epochs=5)
+        >>> exchange = compress(model, compression, optimizer)
+        >>> ratio = exchange.begin_epoch(0)  # before each epoch
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        compression: Compressor | Route,
+        optimizer: Optimizer | None = None,
+        *,
+        bucket_mb: float = 25.0,
+        transport: Transport | None = None,
+        nonfinite: str = "skip",
+        grad_scaler: Any = None,
+        steps_per_epoch: int | None = None,
+        hierarchical: str | bool = "off",
+    ):
+        model = check_model(model)
+        check_nonfinite(nonfinite, grad_scaler)
+        route = as_route(compression)
+        check_transport(transport)
+        self.transport = transport or connect(
+            "auto" if hierarchical == "auto" else hierarchical in ("on", True), point_to_point=route.point_to_point
+        )
+        if model.process_group.size() != self.transport.size:
+            raise ValueError(
+                f"the model's process group has {model.process_group.size()} ranks, but the exchange has "
+                f"{self.transport.size}: build DistributedDataParallel on the default group"
+            )
+        self._count_epochs(steps_per_epoch)
+        check_settings(
+            self.transport,
+            "settings",
+            nonfinite=nonfinite,
+            bucket_mb=bucket_mb,
+            steps_per_epoch=steps_per_epoch,
+            uses_grad_scaler=is_used(grad_scaler),
+            hierarchical=hierarchical,
+            compression=compression,
+        )
+        named, self._frozen = trained_and_frozen(model)
+        check_not_wrapped(named, by_ddp=True)
+        prefix = unique_prefix(self.transport)
+        self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
+        compressors = compressors_in_order(self._planned, named)
+        super().__init__(compressors, self.transport)
+        self._loss_scale = LossScale(grad_scaler, self._planned)
+        self._check_momentum = momentum_check(optimizer, self._planned, self.transport)
+        check_agreement(self._planned, self.transport)
+        register_compressors(compressors, self.transport)
+        self.place, self.part = plan_compressors(self._planned, self.transport, hierarchical)
+        self.meter = TrafficMeter(self.transport.local_size)
+        self.nonfinite, self.dropped_steps = nonfinite, 0
+        self._model = weakref.ref(model)  # it refers to this exchange from C++
+        self._may_be_unused = model.find_unused_parameters or model.static_graph
+        self._slots = {p: (b, i) for b, plan in enumerate(self._planned) for i, p in enumerate(plan.parameters)}
+        self._streams = {device: SideStream(device) for device in {p.bucket.device for p in self._planned}}
+        self._conversations: OrderedConversations[Result] = OrderedConversations(
+            prefix, self.transport, self.meter
+        )
+        self._order = StartOrder([len(p.parameters) for p in self._planned], self.transport, prefix)
+        self._buffers: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # DDP's buckets of this step
+        self._views: dict[Tensor, Tensor] = {}  # one-dimensional view of each gradient in DDP's buckets
+        self._epochs.begin()
+        model.register_comm_hook(self, _hook)
+        model._comm_hooks = NoCopies(model._comm_hooks)
+        claim(self._slots, model)
+
+    def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
+        """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
+        with torch.no_grad():  # DDP's reducer holds a lock
+            buffer, parameters = bucket.buffer(), bucket.parameters()
+            # not bucket.index() == 0, which static_graph does not give first in its first step
+            if not self._buffers or parameters[0] in self._views:
+                self._begin()
+            devices: Any = [buffer.device] if buffer.is_cuda else None
+            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+            self._buffers.append((future, buffer))
+            # not bucket.gradients(), which are wrong for complex parameters: DDP stores pairs of real numbers
+            sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+            for p, gradient in zip(parameters, buffer.split(sizes), strict=True):
+                b, i = self._slots[p]
+                # DDP lays a gradient out as our buckets do: in the memory order of its parameter
+                self._views[p] = gradient
+                self._planned[b].bucket.use_gradient(i, gradient)
+                self._order.add(b)
+            for b in self._order.start():
+                self._start(b)
+            self._conversations.advance()
+            # not bucket.is_last(), which static_graph never says in its first step if there are several types
+            if len(self._views) == len(self._slots):
+                self._finish()
+            return future
+
+    def _begin(self) -> None:
+        """Begin a backward pass. What an exception in the pass before has left is dropped, if nothing was sent."""
+        self._check_ended()
+        self._reset()
+        check_pass(self._model(), self._frozen)
+        self._check_momentum()
+
+    def _reset(self) -> None:
+        self._buffers = []
+        self._views = {}
+        self._order.reset()
+
+    def _check_ended(self) -> None:
+        if self._order.has_started:
+            self._conversations.intact.fail("in backward(), while gradients were exchanged")
+        self._conversations.intact.check()
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        self._check_ended()
+        return super().compression_state_dict()
+
+    def _start(self, b: int) -> None:
+        if not self._order.has_started:
+            self._begin_step()
+        plan, stream = self._planned[b], self._streams[self._planned[b].bucket.device]
+        self.meter.count_dense(plan.bucket.numel, self.transport.size)
+        with stream.after_caller():
+            if self._loss_scale.enabled:
+                self._loss_scale.divide_(plan.bucket.flat)
+            conversation = conversation_of(plan.compressor, plan.bucket)
+            self._conversations.start(plan.bucket.name, conversation, stream.concurrently)
+
+    def _finish(self) -> None:
+        """Wait for all exchanges, write the means into DDP's buckets and hand them back."""
+        for b in self._order.start(only_full=False):
+            self._start(b)
+        result_of = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
+        results = [result_of[b] for b in range(len(self._planned))]
+        if len(self._buffers) > 1:  # before it rebuilds its buckets, DDP has one, in the order of the model
+            self._order.learn()
+        for stream in self._streams.values():
+            stream.join()
+        reason = next((result.nonfinite for result in results if result.nonfinite), None)
+        for plan, result in zip(self._planned, results, strict=True):
+            if reason is None:
+                self._write(plan, result)
+            else:
+                plan.compressor.rollback(plan.bucket)
+            plan.bucket.release()
+        if reason is not None:
+            self._drop(reason)
+        elif self._may_be_unused:
+            after_ddp(partial(deliver_unused, self._planned))
+        for future, buffer in self._buffers:
+            future.set_result(buffer)
+        self._reset()
+
+    def _write(self, plan: PlannedBucket, result: Result) -> None:
+        bucket = plan.bucket
+        bucket.release()
+        result.write_to(bucket)
+        self._loss_scale.multiply_(bucket.flat)
+        views = [self._views[p] for p in plan.parameters]
+        torch._foreach_copy_(views, [bucket.flat[s.offset : s.offset + s.numel] for s in bucket.segments])
+
+    def _drop(self, reason: str) -> None:
+        for _, buffer in self._buffers:
+            buffer.fill_(float("nan"))
+        if self.nonfinite == "raise":
+            after_ddp(partial(drop_gradients, self._slots, NonFiniteGradientError(reason)))
+            return
+        self.dropped_steps += 1
+        if not self._loss_scale.enabled:
+            after_ddp(partial(drop_gradients, self._slots))
+            if self.dropped_steps == 1 and self.transport.rank == 0:
+                warnings.warn(
+                    f"{reason}: every rank drops this step, and every .grad is None. Further dropped steps are "
+                    "only counted, in dropped_steps; nonfinite='raise' raises an error instead",
+                    stacklevel=2,
+                )
+
+
+def _hook(state: DDPExchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.add(bucket)
+
+
+compress = DDPExchange

@@ -1,1 +1,0 @@
-"""Asynchronous averaging of pairs of ranks."""

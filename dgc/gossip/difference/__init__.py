@@ -1,1 +1,0 @@
-"""Gossip that sends compressed differences of models."""

@@ -1,0 +1,223 @@
+"""Messages from rank to rank, each with a header of 24 bytes that has a checksum (`dgc.wire.payload`).
+
+Bytes of a message: 24 and its content, rounded up to a multiple of 8.
+
+Encodings of a vector of n elements for messages between ranks.
+
+FP32Message             fp32: 4 bytes per element
+HalfPrecisionMessage    fp16 or bf16, scaled by a power of two to avoid overflow: 2 bytes per element, and 4
+Int8Message             round(x / scale), scale = largest magnitude of the block / 127: 1 byte per element, and 4
+                        per block
+
+The sender keeps the rounding errors of a message (`dgc.gossip.sgp`), so the sum over ranks is preserved.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+from zlib import crc32
+
+import torch
+from jaxtyping import Float32, UInt8
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.arguments import checked
+from dgc.comm.requests import Conversation, Exchange, as_bytes, read
+from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
+from dgc.wire.payload import Opened, no_segments, open_sealed, seal_, sealed_bytes
+
+Payload = UInt8[Tensor, "total"]
+
+
+def blank(nbytes: int, like: Tensor) -> Payload:
+    """Return a message for `nbytes` bytes of content, on the device of `like`. It is zero."""
+    return kernels.of(like).codec.blank(sealed_bytes(nbytes), like)
+
+
+def content(payload: Payload, nbytes: int) -> UInt8[Tensor, "nbytes"]:
+    """Return the part of a message behind the header."""
+    return payload[HEADER_BYTES : HEADER_BYTES + nbytes]
+
+
+def message_of(tensor: Tensor) -> Payload:
+    """Return a message with the bytes of a contiguous tensor."""
+    data = as_bytes(tensor)
+    payload = blank(data.numel(), data)
+    content(payload, data.numel()).copy_(data)
+    return payload
+
+
+def write_header_(payload: Payload, what: str) -> None:
+    """Seal a message. what: its kind, the same for sender and receiver."""
+    seal_(kernels.of(payload).codec, payload, *no_segments(payload.device), _terms(what))
+
+
+def opened(payload: Payload, nbytes: int, what: str, source: int) -> Opened:
+    """Return a received message, whose header the device need not have checked. source: rank of its sender."""
+    return open_sealed(kernels.of(payload).codec, [payload], nbytes, 1, _terms(what), what, [source])
+
+
+def exchange(
+    messages: Mapping[int, Payload], sizes: Mapping[int, int], what: str, like: Tensor
+) -> Conversation[dict[int, Tensor]]:
+    """Seal messages and send them. Returns the content of the received ones, by sender.
+
+    Args:
+        messages: By receiver. One message may have several receivers.
+        sizes: Bytes of the content that each sender sends.
+        what: Name of the messages in errors.
+        like: Any tensor on the device of the messages.
+
+    Raises:
+        PayloadError: A message is damaged. The error names its sender.
+    """
+    for message in {id(message): message for message in messages.values()}.values():
+        write_header_(message, what)
+    receives = {source: blank(nbytes, like) for source, nbytes in sizes.items()}
+    (replies,) = yield (Exchange(dict(messages), receives),)
+    received = [opened(replies[source], nbytes, what, source) for source, nbytes in sizes.items()]
+    words = yield from read([word for message in received for word in message.scalars])
+    each = len(words) // max(1, len(received))
+    contents = [message.checked(words[each * i : each * (i + 1)])[0][0] for i, message in enumerate(received)]
+    return dict(zip(sizes, contents, strict=True))
+
+
+def _terms(what: str) -> Terms:
+    return Terms(1.0, crc32(what.encode()))
+
+
+HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LEVELS = 127
+FP32 = 4  # bytes
+
+Vector = Float32[Tensor, "n"]
+Bytes = UInt8[Tensor, "nbytes"]
+
+
+@runtime_checkable
+class Message(Protocol):
+    """An encoding of vectors with a fixed size."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether decoding returns exactly the encoded values."""
+        ...
+
+    def nbytes(self, n: int) -> int: ...
+
+    def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
+        """Writes factor * z into `section`, which has `nbytes(n)` bytes. Returns what `decode` will return."""
+        ...
+
+    def decode(self, section: Bytes, n: int) -> Vector:
+        """Decodes n elements. The result may share the memory of `section`."""
+        ...
+
+
+@dataclass(frozen=True)
+class FP32Message:
+    """fp32 messages, without rounding.
+
+    Example:
+        >>> FP32Message().nbytes(1000)
+        4000
+    """
+
+    exact = True
+
+    def nbytes(self, n: int) -> int:
+        return FP32 * n
+
+    def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
+        return torch.mul(z, factor, out=section.view(torch.float32))
+
+    def decode(self, section: Bytes, n: int) -> Vector:
+        return section.view(torch.float32)
+
+
+@checked
+@dataclass(frozen=True)
+class HalfPrecisionMessage:
+    """16-bit messages with one scale.
+
+    Args:
+        dtype (str): "fp16", or "bf16", which has a larger range and three bits less.
+
+    Raises:
+        ValueError: if dtype is neither.
+
+    Example:
+        >>> HalfPrecisionMessage("bf16").nbytes(1000)
+        2004
+    """
+
+    dtype: str = "fp16"
+    exact = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in HALF_DTYPES:
+            raise ValueError(f"dtype must be {' or '.join(HALF_DTYPES)}, not {self.dtype!r}")
+
+    def nbytes(self, n: int) -> int:
+        return 2 * n + FP32
+
+    def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
+        values, scale = kernels.of(z).codec.cast_encode_(z * factor, HALF_DTYPES[self.dtype], section[FP32:])
+        section[:FP32].copy_(as_bytes(scale.view(1)))
+        return values
+
+    def decode(self, section: Bytes, n: int) -> Vector:
+        scale = section[:FP32].clone().view(torch.float32)
+        return section[FP32:].clone().view(HALF_DTYPES[self.dtype]).float() * scale
+
+
+@checked
+@dataclass(frozen=True)
+class Int8Message:
+    """8-bit messages with one scale per block.
+
+    Args:
+        block (int): number of elements that share a scale. With 2048, scales add 0.2 % to the bytes.
+
+    Raises:
+        ValueError: if block is less than 1.
+
+    Example:
+        >>> Int8Message().nbytes(4096)
+        4104
+    """
+
+    block: int = 2048
+    exact = False
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"block must be at least 1, not {self.block}")
+
+    def nbytes(self, n: int) -> int:
+        return n + FP32 * self._blocks(n)
+
+    def _blocks(self, n: int) -> int:
+        return -(-n // self.block)
+
+    def _bounds(self, z: Tensor, n: int) -> Tensor:
+        starts = torch.arange(0, n, self.block, dtype=torch.int64, device=z.device)
+        return torch.cat([starts, torch.tensor([n], dtype=torch.int64, device=z.device)])
+
+    def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
+        x, bounds = z * factor, self._bounds(z, z.numel())
+        scales = kernels.of(z).selection.moments(x, bounds).largest
+        codes, residual = kernels.of(z).quantize.uniform_encode(x, bounds, scales, LEVELS, 8, None)
+        end = FP32 * scales.numel()
+        section[:end].copy_(as_bytes(scales))
+        section[end:].copy_(codes)
+        return x - residual
+
+    def decode(self, section: Bytes, n: int) -> Vector:
+        end = FP32 * self._blocks(n)
+        scales = section[:end].clone().view(torch.float32)
+        total = torch.zeros(n, dtype=torch.float32, device=section.device)
+        bounds = self._bounds(section, n)
+        kernels.of(total).quantize.uniform_add_(section[end:].clone(), bounds, scales, LEVELS, 8, total)
+        return total

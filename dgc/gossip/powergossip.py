@@ -1,0 +1,249 @@
+"""PowerGossip: low-rank gossip with differences of models (Vogels, Karimireddy, Jaggi: NeurIPS 2020,
+arXiv 2008.01425).
+
+For each matrix X [n, m] of the model, D = X_j - X_i on the edge of ranks i and j. Both ends have the same factor.
+HalfPrecisionMessage steps alternate:
+
+    even    X_i V and X_j V [n, r] are exchanged;      Y = D V;      X_i = X_i + W_ij Y V^T;      U = orth(Y)
+    odd     X_i^T U and X_j^T U [m, r] are exchanged;  Y = D^T U;    X_i = X_i + W_ij U Y^T;      V = orth(Y)
+
+X_j moves by the same amount in the opposite direction, so the mean is preserved. Each half step acts on the part
+of D in r directions, those of a power iteration on D that continues from step to step. There is no error state:
+the unsent part of D is still in D in the next step. Vectors, and matrices smaller than their factors, are sent
+uncompressed.
+
+Differences from the paper: There are 2 half steps per step by default, after the optimizer's step. Each edge
+alternates by itself, so graphs may change from round to round. Small noise, the same at both ends, keeps `orth`
+from losing directions if D is or was zero. All edges begin with the same V.
+
+Payload per step and neighbour in bytes: 4 for each uncompressed element, and in each half step 24, and for each
+other matrix 4 r n or 4 r m, r = min(rank, n, m), rounded up to a multiple of 8.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from dgc.arguments import checked
+from dgc.bucket import Segment
+from dgc.comm.requests import Conversation
+from dgc.gossip.difference import DifferenceGossip
+from dgc.gossip.graphs import two_way_ring
+from dgc.gossip.messages import exchange, message_of
+from dgc.gossip.model import ModelSlice
+from dgc.gossip.topology import Graph, Mixing, Topology, metropolis
+from dgc.state import check_tensor
+from dgc.wire.payload import sealed_bytes
+
+NOISE = 1e-6  # of a factor's norm
+
+Factor = Float32[Tensor, "n r"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor as n x m in memory order: its outermost dimension, and the others."""
+
+    offset: int
+    n: int
+    m: int
+    r: int
+
+    def of(self, z: Tensor) -> Float32[Tensor, "n m"]:
+        return z[self.offset : self.offset + self.n * self.m].view(self.n, self.m)
+
+    def sizes(self, even: bool) -> tuple[int, int]:
+        """Number of rows of the common factor, and of the product."""
+        return (self.m, self.n) if even else (self.n, self.m)
+
+
+def as_matrix(segment: Segment, rank: int, half_steps: int) -> Matrix | None:
+    """The matrix of a tensor, or None if the tensor is sent uncompressed."""
+    dimensions = [(stride, size) for stride, size in zip(segment.stride, segment.shape, strict=True) if size > 1]
+    if len(dimensions) < 2:
+        return None
+    n = max(dimensions)[1]
+    m = segment.numel // n
+    r = min(rank, n, m)
+    return Matrix(segment.offset, n, m, r) if half_steps * r * (n + m) < 2 * n * m else None
+
+
+@dataclass(eq=False)
+class Edge:
+    """State of an edge. factors: V of each matrix before an even half step, U before an odd one."""
+
+    factors: list[Factor]
+    even: bool = True
+
+
+def orthonormal(Y: Factor, noise: Factor) -> Factor:
+    """An orthonormal basis of Y's columns, or of the noise's columns if Y is zero."""
+    largest = Y.abs().max().clamp(min=1e-30)  # squares of tiny numbers would underflow in a norm
+    Y = Y / largest
+    return torch.linalg.qr(Y / Y.norm().clamp(min=NOISE) + NOISE * noise).Q.contiguous()
+
+
+def all_peers(topology: Topology | None) -> list[set[int]]:
+    """The peers of each rank, over all rounds."""
+    if topology is None:
+        return [set()]
+    rounds = range(topology.period)
+    return [{peer for t in rounds for peer in topology.in_peers(rank, t)} for rank in range(topology.size)]
+
+
+@checked
+class PowerGossip(DifferenceGossip):
+    """Low-rank gossip with differences of models (Vogels et al. 2020, arXiv 2008.01425).
+
+    Args:
+        graph (callable): returns the topology for a number of ranks. Symmetric.
+        mixing (Mixing): weights W, symmetric with rows that sum to one.
+        rank (int): rank r of the factors. A larger rank sends more bytes and averages faster.
+        num_iters_per_step (int): half steps per step. Each is one exchange that a rank waits for.
+        seed (int): seed of the initial factors, the same on every rank.
+        average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
+
+    Raises:
+        ValueError: if rank, num_iters_per_step or average_every is less than 1, or by `start` if no tensor is a
+            large enough matrix.
+        TopologyError: by `start`, if the graph or the weights are not valid.
+
+    Example:
+        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), PowerGossip(rank=2))
+    """
+
+    def __init__(
+        self,
+        graph: Graph = two_way_ring,
+        mixing: Mixing = metropolis,
+        rank: int = 1,
+        num_iters_per_step: int = 2,
+        seed: int = 0,
+        average_every: int = 1,
+    ):
+        if rank < 1 or num_iters_per_step < 1:
+            raise ValueError(
+                f"rank and num_iters_per_step must be at least 1, not {rank} and {num_iters_per_step}"
+            )
+        super().__init__(graph, mixing, average_every)
+        self.factor_rank, self.num_iters_per_step, self.seed = rank, num_iters_per_step, seed
+
+    def _prepare(self) -> None:
+        if isinstance(self.model, ModelSlice):
+            raise ValueError(
+                "PowerGossip compresses matrices, but HierarchicalGossip averages slices of a model, which have no"
+                " matrices: use SGP, or CHOCO, which also compresses slices"
+            )
+        tensors = [(s, as_matrix(s, self.factor_rank, self.num_iters_per_step)) for s in self.model.segments]
+        self.matrices = [matrix for _, matrix in tensors if matrix is not None]
+        if not self.matrices:
+            raise ValueError(
+                f"PowerGossip of rank {self.factor_rank} would send all {len(tensors)} tensors uncompressed: none "
+                "of them is a matrix that is large enough. Use DPSGD, or CHOCO, which also compresses vectors"
+            )
+        bounds = [(s.offset, s.offset + s.numel) for s, matrix in tensors if matrix is None]
+        self._uncompressed = [self.z[start:end] for start, end in bounds]
+        generator = torch.Generator().manual_seed(self.seed)
+        self._random_factors = {
+            even: [
+                torch.linalg.qr(
+                    torch.randn(matrix.sizes(even)[0], matrix.r, generator=generator, dtype=torch.float32)
+                ).Q.to(self.z)
+                for matrix in self.matrices
+            ]
+            for even in (True, False)
+        }
+        self._edges: dict[int, Edge] = {}
+        peers_of_all = all_peers(self.topology)
+        self._peers, self._max_edges = peers_of_all[self.rank], max(map(len, peers_of_all))
+
+    def _nbytes(self) -> float:
+        first = sum(part.numel() for part in self._uncompressed)
+        factors = [sum(matrix.r * matrix.sizes(even)[1] for matrix in self.matrices) for even in (True, False)]
+
+        def nbytes(begin: int) -> int:
+            sent = [factors[(begin + h) % 2] for h in range(self.num_iters_per_step)]
+            return sum(sealed_bytes(4 * (n + (first if h == 0 else 0))) for h, n in enumerate(sent))
+
+        # an odd number of half steps begins with the other side in every second step
+        return nbytes(0) if self.num_iters_per_step % 2 == 0 else (nbytes(0) + nbytes(1)) / 2
+
+    @torch.no_grad()
+    def _average(self) -> Conversation[None]:
+        peers, weights = self.neighbours(self.round)
+        self.round += 1
+        edges = {peer: self._edges.setdefault(peer, Edge(list(self._random_factors[True]))) for peer in peers}
+        for h in range(self.num_iters_per_step):
+            uncompressed = self._uncompressed if h == 0 else []
+            own = {peer: self._products(edge, uncompressed) for peer, edge in edges.items()}
+            sends = {peer: message_of(message) for peer, message in own.items()}
+            sizes = {peer: 4 * message.numel() for peer, message in own.items()}
+            replies = yield from exchange(sends, sizes, "a message of PowerGossip", self.z)
+            for peer, edge in edges.items():
+                sign = 1.0 if self.rank < peer else -1.0
+                difference = replies[peer].view(torch.float32) - own[peer]
+                self._apply_difference(edge, difference, weights[peer], uncompressed, sign)
+
+    def _products(self, edge: Edge, uncompressed: Sequence[Tensor]) -> Float32[Tensor, "length"]:
+        parts = [*uncompressed]
+        for matrix, factor in zip(self.matrices, edge.factors, strict=True):
+            X = matrix.of(self.z)
+            parts.append(((X if edge.even else X.T) @ factor).view(-1))
+        return torch.cat(parts)
+
+    def _apply_difference(
+        self, edge: Edge, difference: Tensor, weight: float, uncompressed: Sequence[Tensor], sign: float
+    ) -> None:
+        """Moves the matrices towards the neighbour's.
+
+        difference: the neighbour's message minus this rank's. sign: makes Y the same at both ends.
+        """
+        lengths = [matrix.sizes(edge.even)[1] * matrix.r for matrix in self.matrices]
+        parts = difference.split([*(part.numel() for part in uncompressed), *lengths])
+        for part, d in zip(uncompressed, parts, strict=False):
+            part.add_(d, alpha=weight)
+        products = parts[len(uncompressed) :]
+        for i, (matrix, Y, factor) in enumerate(zip(self.matrices, products, edge.factors, strict=True)):
+            Y = Y.view(-1, matrix.r)
+            left, right = (Y, factor) if edge.even else (factor, Y)
+            matrix.of(self.z).addmm_(left, right.T, alpha=weight)
+            edge.factors[i] = orthonormal(Y * sign, self._random_factors[not edge.even][i])
+        edge.even = not edge.even
+
+    def _state(self) -> dict[str, Any]:
+        """One row per edge, of equal length on all ranks, so that another number of ranks can sum such states."""
+        rows = self.z.new_zeros(self._max_edges, self._row_length)
+        for row, (peer, edge) in zip(rows, self._edges.items(), strict=False):
+            factors = torch.cat([factor.reshape(-1) for factor in edge.factors])
+            row[0], row[1] = peer + 1, edge.even
+            row[2 : 2 + factors.numel()] = factors
+        return {"edges": rows}
+
+    @property
+    def _row_length(self) -> int:
+        """The peer, from 1; whether an even half step is next; space for the larger factor of each matrix."""
+        return 2 + sum(max(matrix.n, matrix.m) * matrix.r for matrix in self.matrices)
+
+    def _reset_neighbours(self) -> None:
+        self._edges = {}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        check_tensor("edges", state["edges"])
+        rows = state["edges"].to(self.z)
+        if rows.dim() != 2 or rows.shape[1] != self._row_length:
+            raise ValueError("state of another model, or of PowerGossip with another rank")
+        self._edges = {}
+        for row in rows:
+            peer = int(row[0]) - 1
+            if peer not in self._peers:
+                continue
+            even = bool(row[1])
+            heights = [matrix.sizes(even)[0] for matrix in self.matrices]
+            lengths = [height * matrix.r for height, matrix in zip(heights, self.matrices, strict=True)]
+            factors = row[2 : 2 + sum(lengths)].split(lengths)
+            shaped = [f.view(height, -1).clone() for f, height in zip(factors, heights, strict=True)]
+            self._edges[peer] = Edge(shaped, even)

@@ -1,1 +1,0 @@
-"""Push-sum: SGP, OSGP and D-PSGD."""

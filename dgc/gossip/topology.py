@@ -1,0 +1,305 @@
+"""Communication graphs of gossip: pure functions of integers, which are validated on construction.
+
+In round t rank r sends to `out_peers(r, t)`, in that order, and receives from `in_peers(r, t)`. Rounds repeat
+after `period`. Over one period, every rank must be able to reach every other rank; otherwise there is no
+consensus.
+
+Graphs with edges only between odd and even ranks, for asynchronous averaging.
+
+Odd ranks initiate an average and wait for the reply. Even ranks only reply. Ranks can therefore never wait for one
+another in a cycle (Lian, Zhang, Zhang, Liu: AD-PSGD, ICML 2018, arXiv 1710.06952).
+
+Mixing weights: the share of its value that a rank sends to each peer.
+
+The shares of a rank are a column of the round's mixing matrix P. Each column sums to one, so the sum over ranks is
+preserved. If each row sums to one as well, all ranks converge to the mean without push-sum weights.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from dgc.arguments import checked
+
+Peers = tuple[int, ...]
+
+
+class TopologyError(ValueError):
+    """A graph that is not valid for gossip. The message names the fault and a graph that would work."""
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """A communication graph that repeats after `period` rounds.
+
+    Args:
+        name (str): name for error messages.
+        size (int): number of ranks.
+        period (int): number of rounds.
+        out (callable): maps (rank, round) to the ranks that it sends to.
+        cure (str): advice that is appended to error messages.
+
+    Raises:
+        TopologyError: if size or period is less than 1, a rank sends to itself, to one rank twice in a round or to
+            a rank outside the world, or cannot reach all others.
+
+    Example:
+        >>> ring = Topology("ring", 4, 1, lambda rank, round: ((rank + 1) % 4,))
+        >>> ring.out_peers(3, 0)
+        (0,)
+    """
+
+    name: str
+    size: int
+    period: int
+    out: Callable[[int, int], Iterable[int]]
+    cure: str = ""
+    _rounds: dict[int, tuple[Peers, ...]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.period < 1:
+            raise TopologyError(f"{self.name}: {self.size} ranks, {self.period} rounds; both must be at least 1")
+        check(self)
+
+    def out_peers(self, rank: int, round: int) -> Peers:
+        return self._round(round)[rank]
+
+    def in_peers(self, rank: int, round: int) -> Peers:
+        """The ranks that send to `rank`, in ascending order."""
+        return self._round(round)[self.size + rank]
+
+    def _round(self, round: int) -> tuple[Peers, ...]:
+        """The out-peers of every rank, then the in-peers of every rank."""
+        t = round % self.period
+        if t not in self._rounds:
+            out = [tuple(self.out(rank, t)) for rank in range(self.size)]
+            senders: list[list[int]] = [[] for _ in range(self.size)]
+            for rank, peers in enumerate(out):
+                for peer in peers:
+                    if not 0 <= peer < self.size:
+                        raise self.error(f"rank {rank} sends to rank {peer} of {self.size} in round {t}")
+                    senders[peer].append(rank)
+            self._rounds[t] = (*out, *map(tuple, senders))
+        return self._rounds[t]
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether in every round each rank receives from exactly the ranks that it sends to."""
+        pairs = ((rank, t) for t in range(self.period) for rank in range(self.size))
+        return all(sorted(self.out_peers(*pair)) == list(self.in_peers(*pair)) for pair in pairs)
+
+    def error(self, fault: str) -> TopologyError:
+        """An error whose message names the graph and the cure."""
+        return TopologyError(f"{self.name} with {self.size} ranks: {fault}{'. ' if self.cure else ''}{self.cure}")
+
+
+def check(topology: Topology) -> None:
+    """Raises TopologyError if a rank sends to itself or twice to one rank in a round, or cannot reach a rank."""
+    reached: list[set[int]] = [set() for _ in range(topology.size)]
+    reaching: list[set[int]] = [set() for _ in range(topology.size)]
+    for t in range(topology.period):
+        for rank in range(topology.size):
+            peers = topology.out_peers(rank, t)
+            if rank in peers:
+                raise topology.error(f"rank {rank} sends to itself in round {t}")
+            if len(set(peers)) < len(peers):
+                raise topology.error(f"rank {rank} sends to one rank twice in round {t}: {list(peers)}")
+            reached[rank].update(peers)
+            reaching[rank].update(topology.in_peers(rank, t))
+    for edges, fault in ((reached, "never reaches"), (reaching, "is never reached from")):
+        missing = sorted(set(range(topology.size)) - _reachable(edges))
+        if missing:
+            raise topology.error(f"rank 0 {fault} ranks {missing} in any number of rounds")
+
+
+def _reachable(edges: Sequence[set[int]]) -> set[int]:
+    """The ranks that rank 0 reaches along the edges."""
+    reached, new = {0}, [0]
+    while new:
+        new = sorted({peer for rank in new for peer in edges[rank]} - reached)
+        reached.update(new)
+    return reached
+
+
+def from_schedules(
+    name: str, schedules: Sequence[Sequence[int]], peers: int, dynamic: bool = True, cure: str = ""
+) -> Topology:
+    """A graph in which each rank cycles through its peer schedule, `peers` entries per round.
+
+    Args:
+        name (str): name for error messages.
+        schedules (sequence of sequences): the peers of each rank, all of the same length.
+        peers (int): entries used per round, from 1 to the length of a schedule.
+        dynamic (bool): False uses the first entries in every round.
+        cure (str): advice that is appended to error messages.
+
+    Raises:
+        TopologyError: if the schedules differ in length, peers is out of range, or the graph is not valid.
+    """
+    size, lengths = len(schedules), {len(schedule) for schedule in schedules}
+    length = min(lengths)
+    if len(lengths) > 1:
+        raise TopologyError(f"{name} with {size} ranks: schedules of different lengths {sorted(lengths)}")
+    if not 1 <= peers <= length:
+        fault = f"peers must be from 1 to {length}, the length of a peer schedule, not {peers}. {cure}"
+        raise TopologyError(f"{name} with {size} ranks: {fault}".rstrip())
+
+    def out(rank: int, t: int) -> Peers:
+        first = t * peers if dynamic else 0
+        return tuple(schedules[rank][(first + j) % length] for j in range(peers))
+
+    return Topology(name, size, length // gcd(length, peers) if dynamic else 1, out, cure)
+
+
+Graph = Callable[[int], Topology]  # returns the topology for a number of ranks
+
+
+def build_topology(graph: Graph, size: int) -> Topology:
+    """Calls `graph(size)`. Raises TopologyError if the graph has another number of ranks."""
+    topology = graph(size)
+    if not isinstance(topology, Topology):
+        raise TopologyError(f"graph must return a Topology for {size} ranks, not {topology!r}")
+    if topology.size != size:
+        raise TopologyError(f"{topology.name} is for {topology.size} ranks, not for {size}")
+    return topology
+
+
+CURE = (
+    "Without a path of odd-even pairs between all ranks there is no consensus: take bipartite_complete, for any "
+    "number of ranks, or bipartite_exponential, for an even number"
+)
+
+
+@checked
+def bipartite_complete(size: int) -> Topology:
+    """Every odd rank with every even one in turn: in round t the i-th odd with the (i + t)-th even rank.
+
+    Args:
+        size (int): number of ranks.
+
+    Example:
+        >>> peer_schedule(bipartite_complete(6), rank=1)
+        (0, 2, 4)
+    """
+    odd, even = size // 2, (size + 1) // 2
+
+    def out(rank: int, t: int) -> Peers:
+        if rank % 2:
+            return (2 * ((rank // 2 + t) % even),)
+        index = (rank // 2 - t) % even
+        return (2 * index + 1,) if index < odd else ()
+
+    return Topology("bipartite_complete", size, max(even, 1), out)
+
+
+def bipartite_subgraph(topology: Topology) -> Topology:
+    """The edges of a graph between an odd and an even rank, in both directions.
+
+    Raises:
+        TopologyError: if these edges do not connect all ranks.
+    """
+
+    def out(rank: int, t: int) -> Peers:
+        peers = (*topology.out_peers(rank, t), *topology.in_peers(rank, t))
+        return tuple(peer for peer in dict.fromkeys(peers) if (peer - rank) % 2)
+
+    name = f"the odd-even pairs of {topology.name}"
+    return Topology(name, topology.size, topology.period, out, CURE)
+
+
+def peer_schedule(topology: Topology, rank: int) -> Peers:
+    """The peers of a rank in the order of rounds, for one period."""
+    return tuple(peer for t in range(topology.period) for peer in topology.out_peers(rank, t))
+
+
+Shares = dict[int, float]  # by receiver, including the rank itself
+Mixing = Callable[[Topology, int, int], Shares]  # (topology, rank, round)
+
+ROUNDING = 1e-9
+
+
+def uniform(topology: Topology, rank: int, round: int) -> Shares:
+    """Equal shares: 1 / (1 + number of peers)."""
+    peers = topology.out_peers(rank, round)
+    return dict.fromkeys((rank, *peers), 1 / (1 + len(peers)))
+
+
+def metropolis(topology: Topology, rank: int, round: int) -> Shares:
+    """Metropolis weights (Xiao, Boyd, Kim 2007): the share of an edge is 1 / (1 + the larger degree of its ends).
+
+    The rank keeps the rest. Rows sum to one on every symmetric graph, even if the number of peers differs between
+    ranks.
+
+    Raises:
+        TopologyError: if the graph is not symmetric at this rank and round.
+    """
+    peers = topology.out_peers(rank, round)
+    if sorted(peers) != list(topology.in_peers(rank, round)):
+        raise topology.error(
+            f"Metropolis weights need a symmetric graph, but round {round} is not symmetric at rank {rank}"
+        )
+    shares = {peer: 1 / (1 + max(len(peers), len(topology.out_peers(peer, round)))) for peer in peers}
+    return {rank: 1 - sum(shares.values()), **shares}
+
+
+def mixing_from_weights(matrices: Sequence[Sequence[Sequence[float]]]) -> Mixing:
+    """Mixing weights from matrices, for the topology of `from_weights` with the same matrices.
+
+    Args:
+        matrices (sequence of matrices): one for each round; P[i][j] is the share that rank j sends to rank i.
+
+    Example:
+        >>> ring = [[0.5, 0.5, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]
+        >>> sgp = SGP(graph=lambda size: from_weights([ring]), mixing=mixing_from_weights([ring]))
+    """
+
+    def mixing(topology: Topology, rank: int, round: int) -> Shares:
+        P = matrices[round % len(matrices)]
+        return {i: P[i][rank] for i in (rank, *topology.out_peers(rank, round))}
+
+    return mixing
+
+
+def mixing_matrix(topology: Topology, mixing: Mixing, round: int) -> Float64[Tensor, "n n"]:
+    """P[i, j]: the share of rank j's value that rank i receives."""
+    columns = [[0.0] * topology.size for _ in range(topology.size)]
+    for rank, column in enumerate(columns):
+        for peer, share in mixing(topology, rank, round).items():
+            column[peer] = share
+    return torch.tensor(columns, dtype=torch.float64).T
+
+
+@checked
+def check_mixing(topology: Topology, mixing: Mixing, doubly_stochastic: bool = False) -> None:
+    """Validates mixing weights.
+
+    Args:
+        topology (Topology): graph.
+        mixing (Mixing): weights, as a function of (topology, rank, round).
+        doubly_stochastic (bool): require rows to sum to one as well.
+
+    Raises:
+        TopologyError: if a share is negative, a rank keeps no share of its value, or a sum differs from one.
+    """
+    for t in range(topology.period):
+        sent, received = [0.0] * topology.size, [0.0] * topology.size
+        for rank in range(topology.size):
+            shares = mixing(topology, rank, t)
+            if not isinstance(shares, Mapping):
+                raise topology.error(f"mixing must return a share for each rank in round {t}, not {shares!r}")
+            if min(shares.values()) < 0 or not shares.get(rank, 0.0) > 0:
+                raise topology.error(f"in round {t} rank {rank} sends a negative share, or keeps nothing")
+            sent[rank] = sum(shares.values())
+            for peer, share in shares.items():
+                received[peer] += share
+        for sums, verb in ((sent, "sends"), (received, "receives"))[: 2 if doubly_stochastic else 1]:
+            worst = max(range(topology.size), key=lambda rank: abs(sums[rank] - 1))
+            if abs(sums[worst] - 1) > ROUNDING:
+                raise topology.error(
+                    f"in round {t} the shares that rank {worst} {verb} sum to {sums[worst]:.6g}, not to 1"
+                )

@@ -1,1 +1,0 @@
-"""Communication graphs and mixing weights."""

@@ -1,0 +1,596 @@
+"""Selectors that estimate a threshold for each tensor and send the elements that reach it.
+
+All tensors of a bucket are searched at the same time. In each tensor, one pass over memory counts the elements at
+or above that tensor's threshold; tensors with a final threshold are skipped. If more elements reach a threshold
+than may be sent, they are cut by magnitude, never by position. Slots that one tensor leaves free are used by
+others.
+
+Sampled threshold with adaptation and resampling (Lin et al. 2018, section 3 and appendix: hierarchical
+selection), as refined by the original implementation.
+
+For a tensor of n elements and k = ceil(D n), m = max(ceil(s n), ceil(2/D)) samples are drawn:
+
+    t = the ceil(m D)-th largest sample;  S = {i : |v_i| >= t}
+    up to `max_adaptation_iters` times:
+        |S| > upper * k:  exact top-k within S, done (resample), or t = upper * t
+        |S| < lower * k:  t = lower * t
+        otherwise done
+
+The search takes one pass for each count, and the sample.
+
+Differences from the original: A selection between k and upper * k is cut by magnitude. The original keeps the
+first k positions, which starves the end of every tensor. Slots that one tensor leaves free are used by others.
+Zeros are not sent. A threshold is never raised beyond the largest element. The random start is seeded, so runs
+repeat.
+
+SIDCo with exponential stages (Abdelmoniem, Elzanaty, Alouini, Canini: MLSys 2021, arXiv 2101.10761).
+
+If |v| is exponentially distributed, its excess over any threshold is so too. M stages together reach the density
+D = k/n. The first stage reaches D_1 = 1/4, and each other stage multiplies by q = (D / D_1) ** (1 / (M - 1)):
+
+    t_1 = -mean|v| ln D_1                            (M = 1: -mean|v| ln D)
+    t_j = t_{j-1} - mean(|v| - t_{j-1} : |v| >= t_{j-1}) ln q
+
+Every 5 steps M changes by one, within 1 .. ceil(log2(1/D)). It decreases if more than 1.2 k elements were selected
+on average, and increases if fewer than 0.8 k were. The cost is one pass for the mean, one for each further stage
+and one that counts.
+
+Differences from the paper and its code: Each tensor has its own M, which begins at 1. The excess is measured from
+the threshold, not from the smallest element above it. A stage that no element survives therefore leaves the
+threshold unchanged. No threshold exceeds the largest element. Elements beyond k that find no free slot are cut by
+magnitude.
+
+LDTE-BS: Laplace distribution, threshold estimation, binary search (Chen, Liu, Han 2021, J. Zhejiang Univ. Eng.
+Sci. 55(2), doi 10.3785/j.issn.1008-973X.2021.02.019).
+
+A Laplace density exp(-|x|/b) / 2b has the area exp(-t/b) beyond +-t, and its maximum-likelihood b is the mean
+magnitude. Thus k of n elements should reach
+
+    t = b ln(n/k),  b = mean|v|
+
+If lower * k <= #{|v| >= t} <= upper * k does not hold, t is corrected:
+
+    bisection   too many: t + max(b ln(c/k), b/10) until one threshold has too few, then the middle of both
+    secant      between 0 and the maximum, linear in ln c, each step from 1/10 to 9/10 of the way
+
+The search takes one pass for the mean and the maximum and one for each count.
+
+Error feedback keeps the elements below the last threshold, which destroys the Laplace tail. On accumulated
+gradients the correction therefore determines the result and takes most of the passes. warm_start begins at the
+threshold of the last step and needs few passes.
+
+Differences from the paper: Only its abstract, tables and captions are public. The range of accepted counts, the
+limit of passes, secant and warm start are this project's. `redsync` is the rule of the method that the paper
+builds on. Elements beyond k that find no free slot are cut by magnitude.
+
+GaussianK (Shi, Chu, Cheung, See 2019, arXiv 1911.08772): the threshold of a fitted normal distribution.
+
+    t = mean(v) + std(v) * z,   z = the standard normal quantile of 1 - D/2
+    at most 4 times:  c = #{|v| >= t};   c < 2/3 k:  t = t / 2;    c > 4/3 k:  t = 1.5 t;    otherwise done
+
+The search takes one pass for mean and deviation and one for each count.
+
+Differences from the paper: After one threshold was too high and one too low, the next lies between them, because
+halving and multiplying by 1.5 may alternate forever. If no count is accepted, the candidates of the last threshold
+with too many elements are cut by magnitude. If there was no such threshold, all elements are candidates.
+
+RedSync's trimmed top-k (Fang, Fu, Yang, Hsieh 2019, J. Parallel Distrib. Comput. 133,
+doi 10.1016/j.jpdc.2019.05.016).
+
+    r = 0.8;  t = mean|v| + r (max|v| - mean|v|)
+    while #{|v| >= t} < k:  r = r - 0.2
+    send the k largest of {|v| >= t}
+
+The search takes one pass for mean and maximum, one to five counts, and an exact top-k of the candidates. It always
+returns k elements. Heavy tails leave many candidates, and then the last step costs as much as an exact top-k of
+all.
+
+Differences from the paper: If fewer than k elements reach the mean, all elements are candidates.
+
+RedSync's threshold search by bisection (Fang, Fu, Yang, Hsieh 2019, J. Parallel Distrib. Comput. 133,
+doi 10.1016/j.jpdc.2019.05.016).
+
+    l = 0, r = 1;  until r - l < 0.001:
+        q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
+        k <= c <= 2 k:  done;    c < k:  r = q;    c > 2 k:  l = q
+
+The search takes one pass for mean and maximum and at most 10 counts. A single outlier widens the bracket, and then
+the last step may be too coarse.
+
+Differences from the paper: For k/2 <= c < k the paper moves l up, away from the threshold it searches for, and it
+never accepts such a count. This code moves r. Candidates beyond k are cut by magnitude. If fewer than k elements
+reach the mean, which is the lower end of the bracket, all elements are candidates.
+
+MSTopk (Shi et al.: MLSys 2021, "Towards Scalable Distributed Training of Deep Learning on Public Cloud
+Clusters", arXiv 2010.10458).
+
+N times, with l = 0, r = 1:
+    q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
+    c <= k:  r = q        c > k:  l = q
+The selection has exactly k elements: those above the last threshold with c <= k, and the remaining number from
+between it and the last threshold with c > k.
+
+Differences from the paper: The remaining elements are the largest in that range, not neighbours from a random
+position, so the selection equals an exact top-k. The search ends early if c = k. If fewer than k elements reach
+the mean, all elements are candidates.
+
+Threshold-v (Dutta et al. 2019, arXiv 1911.08250; Strom: Interspeech 2015): all elements above a given
+magnitude.
+
+    t is given;  send every |v_i| >= t
+
+The selection takes one count. The number of elements depends only on the gradients. The ratio of the compressor
+sets the plan's capacity: elements beyond it are cut by magnitude and stay in the error state.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float32, Float64, Int64
+from torch import Tensor
+
+import dgc.kernels as kernels
+from dgc.arguments import checked
+from dgc.kernels import Moments, SparseVector, Tail
+from dgc.selection.selector import Plan, Selector, share
+
+Thresholds = Float32[Tensor, "S"]
+Counts = Int64[Tensor, "S"]
+
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+
+
+class Estimator(Selector):
+    """Base class of selectors that estimate a threshold for each tensor."""
+
+    @abstractmethod
+    def estimate(self, segments: "Ranges") -> tuple[Thresholds, Counts]:
+        """Returns a threshold for each tensor, and the number of elements that reach it."""
+        ...
+
+    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
+        thresholds, counts = self.estimate(Ranges(v, plan, seed))
+        return kernels.of(v).selection.select(v, plan.shared(counts), thresholds).elements
+
+
+class Ranges:
+    """The S tensors of a bucket: their elements in v, their sizes n and their k.
+
+    Each call of `tail` or `count`, and the first use of `moments`, takes one pass over v.
+    """
+
+    def __init__(self, v: Float32[Tensor, "n"], plan: Plan, seed: int = 0):
+        self.v, self.plan, self.seed = v, plan, seed
+        self.bounds, self.k = plan.per_tensor.bounds, plan.per_tensor.ks
+        self.n = self.bounds.diff()
+
+    @cached_property
+    def moments(self) -> Moments:
+        return kernels.of(self.v).selection.moments(self.v, self.bounds)
+
+    @cached_property
+    def mean(self) -> Float64[Tensor, "S"]:
+        """Mean of |v| in each tensor."""
+        return self.moments.magnitudes / self.n.clamp(min=1)
+
+    @property
+    def largest(self) -> Thresholds:
+        """Maximum of |v| in each tensor."""
+        return self.moments.largest
+
+    @cached_property
+    def density(self) -> Float64[Tensor, "S"]:
+        """D = k/n of each tensor, or 1 for a tensor without elements."""
+        return self.k.double().clamp(min=1) / self.n.clamp(min=1)
+
+    def tail(self, t: Thresholds) -> Tail:
+        """Statistics of the elements with |v| >= t. A tensor with t = inf is skipped and has none."""
+        return kernels.of(self.v).selection.tail(self.v, self.bounds, t)
+
+    def count(self, t: Thresholds, where: Tensor) -> Counts:
+        """Counts elements with |v| >= t in the tensors `where`. The others are not read and get 0."""
+        if not bool(where.any()):
+            return torch.zeros_like(self.n)
+        return self.tail(t.where(where, torch.inf)).counts
+
+    def threshold(self, estimate: Float64[Tensor, "S"]) -> Thresholds:
+        """The estimate in fp32, limited to the largest element, or 0 if the estimate is NaN."""
+        return estimate.nan_to_num(0.0).clamp(0.0, LARGEST_FLOAT).float().minimum(self.largest)
+
+
+@dataclass
+class Bracket:
+    """Two thresholds for each tensor: too many elements reach `low`, and too few reach `high`.
+
+    above_low, above_high: the number of elements that reach each. Before the first count they are n and 0.
+    """
+
+    low: Thresholds
+    high: Thresholds
+    above_low: Counts
+    above_high: Counts
+
+    @property
+    def middle(self) -> Thresholds:
+        return self.low + (self.high - self.low) / 2
+
+
+def narrow(
+    segments: Ranges,
+    t: Thresholds,
+    low: Thresholds,
+    lower: float,
+    upper: float,
+    passes: int,
+    propose: Callable[[Bracket], Thresholds],
+) -> tuple[Thresholds, Counts]:
+    """Moves t, between low and the largest element, until lower * k <= count <= upper * k, at most `passes` times.
+
+    propose: returns the next t. If no count is accepted, or no number is left to try, the result is the low
+    threshold, and elements beyond k are cut. If too few elements reach even the given `low`, the threshold is 0.
+    """
+    k, start = segments.k, low
+    bracket = Bracket(low, segments.largest, segments.n, torch.zeros_like(k))
+    found, counts = low, torch.zeros_like(k)
+    sought = (k > 0) & (segments.largest > 0)
+    accepted = ~sought
+    for _ in range(passes):
+        count = segments.count(t, sought)
+        over, under = sought & (count > upper * k.float()), sought & (count < lower * k.float())
+        fits = sought & ~over & ~under
+        found, counts, accepted = t.where(fits, found), count.where(fits, counts), accepted | fits
+        bracket.low, bracket.above_low = t.where(over, bracket.low), count.where(over, bracket.above_low)
+        bracket.high, bracket.above_high = t.where(under, bracket.high), count.where(under, bracket.above_high)
+        t = propose(bracket)
+        sought = (over | under) & (t > bracket.low) & (t < bracket.high)
+        if not bool(sought.any()):
+            break
+    found, counts = found.where(accepted, bracket.low), counts.where(accepted, bracket.above_low)
+    uncounted = ~accepted & (found <= start)
+    counts = segments.count(found, uncounted).where(uncounted, counts)
+    short = uncounted & (counts < k) & (found > 0)
+    found = found.masked_fill(short, 0.0)
+    return found, segments.count(found, short).where(short, counts)
+
+
+@checked
+@dataclass(frozen=True)
+class Sampled(Estimator):
+    """Threshold from a sample, with adaptation and resampling (Lin et al. 2018, arXiv 1712.01887, section 3).
+
+    Args:
+        sample_ratio (float): s, the fraction of each tensor that is sampled. In (0, 1].
+        strided_sample (bool): sample every stride-th element from a random start. False: draw random indices.
+        compress_upper_bound (float): a count above this multiple of k is too large. At least 1.
+        compress_lower_bound (float): a count below this multiple of k is too small. In (0, 1].
+        max_adaptation_iters (int): largest number of corrections of the threshold.
+        resample (bool): cut a count that is too large by an exact top-k. False: raise the threshold instead.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    sample_ratio: float = 0.01
+    strided_sample: bool = True
+    compress_upper_bound: float = 1.3
+    compress_lower_bound: float = 0.8
+    max_adaptation_iters: int = 10
+    resample: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sample_ratio <= 1:
+            raise ValueError(f"sample_ratio is a fraction in (0, 1], not {self.sample_ratio}")
+        if not 0 < self.compress_lower_bound <= 1 <= self.compress_upper_bound:
+            raise ValueError(
+                "0 < compress_lower_bound <= 1 <= compress_upper_bound is needed, not "
+                f"{self.compress_lower_bound} and {self.compress_upper_bound}"
+            )
+        if self.max_adaptation_iters < 0:
+            raise ValueError(f"max_adaptation_iters must not be negative, not {self.max_adaptation_iters}")
+
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        k, (t, whole) = segments.k, self._from_samples(segments)
+        counts = segments.count(t, k > 0)
+        cut, target = whole, k.float()
+        for _ in range(self.max_adaptation_iters):
+            over = ~cut & (counts > self.compress_upper_bound * target)
+            under = counts < self.compress_lower_bound * target
+            if self.resample:
+                cut, over = cut | over, torch.zeros_like(over)
+            adapted = over | (under & ~cut & (t > 0))
+            if not bool(adapted.any()):
+                break
+            moved = torch.where(over, t * self.compress_upper_bound, t * self.compress_lower_bound)
+            reached = segments.count(moved, adapted)
+            cut = cut | (over & (reached == 0))
+            t, counts = moved.where(adapted & ~cut, t), reached.where(adapted & ~cut, counts)
+        return t, counts.minimum(k).where(cut, counts)
+
+    def _from_samples(self, segments: Ranges) -> tuple[Thresholds, Tensor]:
+        """The first thresholds, and which tensors are not larger than their sample: their threshold is 0."""
+        plan = segments.plan
+        generator = torch.Generator(segments.v.device).manual_seed(segments.seed)
+        thresholds, whole = [], []
+        for part, ratio in zip(plan.split(segments.v), plan.ratios, strict=True):
+            samples = self._sample(part, ratio, generator)
+            whole.append(samples.numel() == part.numel())
+            if whole[-1]:
+                thresholds.append(part.new_zeros(()))
+            else:
+                target = share(samples.numel(), ratio)
+                thresholds.append(samples.abs().topk(target, sorted=False).values.min())
+        return torch.stack(thresholds), torch.tensor(whole, dtype=torch.bool, device=plan.device)
+
+    def _sample(self, v: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
+        """A random sample of v [n], or v itself if the sample would not be smaller."""
+        n = v.numel()
+        target = max(share(n, self.sample_ratio), share(2, 1 / ratio))
+        if target >= n:
+            return v
+        if not self.strided_sample:
+            return v[torch.randint(n, (target,), generator=generator, dtype=torch.int64, device=v.device)]
+        # odd strides, so that a power of two in the tensor's shape cannot line up with the sample
+        stride = math.ceil(n / target / 32) * 32 + 1
+        while n // stride < target:
+            stride -= 8
+        start = int(torch.randint(stride, (), generator=generator, dtype=torch.int64, device=v.device))
+        return v[start::stride]
+
+
+FIRST_DENSITY = 0.25
+
+
+@checked
+@dataclass(frozen=True)
+class Exponential(Estimator):
+    """SIDCo with exponential stages (Abdelmoniem et al. 2021, arXiv 2101.10761).
+
+    Args:
+        period (int): steps between changes of the number of stages M.
+        lower (float): M increases if the mean count, divided by k, is below this. In (0, 1].
+        upper (float): M decreases if the mean count, divided by k, is above this. At least 1.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    period: int = 5
+    lower: float = 0.8
+    upper: float = 1.2
+    remembers = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lower <= 1 <= self.upper:
+            raise ValueError(f"0 < lower <= 1 <= upper is needed, not {self.lower} and {self.upper}")
+        if self.period < 1:
+            raise ValueError(f"period must be at least 1, not {self.period}")
+
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        k, density = segments.k, segments.density
+        start = torch.stack([torch.ones_like(density), torch.zeros_like(density), torch.zeros_like(density)], 1)
+        # numbers of stages are no longer integers after the states of several ranks were averaged
+        stages, total, steps = segments.plan.history.get("stages", start).unbind(1)
+        stages = stages.round()
+        several = (stages > 1) & (density < FIRST_DENSITY)
+        first = density.new_full((), FIRST_DENSITY).where(several, density)
+        t = segments.threshold(-segments.mean * first.log())
+        fall = -(density / first).log() / (stages - 1).clamp(min=1)
+        for stage in range(1, int(stages.max()) if stages.numel() else 1):
+            tail = segments.tail(t.where(several & (stage < stages), torch.inf))
+            excess = tail.sums / tail.counts.clamp(min=1) - t
+            t = segments.threshold(t + excess * fall).where(tail.counts > 0, t)
+        counts = segments.count(t, k > 0)
+        total, steps = total + counts / k.float().clamp(min=1), steps + 1
+        self._adapt(segments, stages, total, steps)
+        return t, counts
+
+    def _adapt(self, segments: Ranges, stages: torch.Tensor, total: torch.Tensor, steps: torch.Tensor) -> None:
+        inputs = steps >= self.period
+        mean = total / steps
+        change = (mean < self.lower).double() - (mean > self.upper).double()
+        most = (1 / segments.density).log2().ceil().clamp(min=1)
+        stages = (stages + change).clamp(min=1).minimum(most).where(inputs, stages)
+        segments.plan.history["stages"] = torch.stack(
+            [stages, total.masked_fill(inputs, 0.0), steps.masked_fill(inputs, 0.0)], 1
+        )
+
+
+STOP = {"redsync": (1.0, 2.0), "tight": (0.8, 1.25), "exact": (1.0, 1.0)}
+METHODS = ("bisection", "secant")
+
+
+@checked
+@dataclass(frozen=True)
+class Laplace(Estimator):
+    """Threshold from a fitted Laplace distribution, LDTE-BS (Chen, Liu, Han 2021).
+
+    Args:
+        stop (str): range of accepted counts: "redsync" (k to 2 k), "tight" (0.8 k to 1.25 k) or "exact" (k).
+        method (str): correction of the threshold, "bisection" or "secant".
+        warm_start (bool): begin at the threshold of the last step.
+        passes (int): largest number of counts.
+
+    Raises:
+        ValueError: if an argument is not one of the values above, or passes is less than 1.
+    """
+
+    stop: str = "tight"
+    method: str = "bisection"
+    warm_start: bool = False
+    passes: int = 12
+
+    def __post_init__(self) -> None:
+        if self.stop not in STOP:
+            raise ValueError(f"stop is one of {', '.join(STOP)}, not {self.stop!r}")
+        if self.method not in METHODS:
+            raise ValueError(f"method is one of {', '.join(METHODS)}, not {self.method!r}")
+        if self.passes < 1:
+            raise ValueError(f"passes must be at least 1, not {self.passes}")
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        return self.warm_start
+
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        b, k, history = segments.mean, segments.k.clamp(min=1), segments.plan.history
+        t = segments.threshold(-b * segments.density.log())
+        if self.warm_start and "threshold" in history:
+            last = history["threshold"]
+            t = last.minimum(segments.largest).where(last > 0, t)
+
+        def bisect(bracket: Bracket) -> Thresholds:
+            step = (b * (bracket.above_low / k.float()).log()).maximum(b / 10)
+            further = bracket.low + step.float()
+            unbounded = (bracket.above_high == 0) & (bracket.low > 0) & (further < bracket.high)
+            return further.where(unbounded, bracket.middle)
+
+        def secant(bracket: Bracket) -> Thresholds:
+            above, below = (c.float().clamp(min=1).log() for c in (bracket.above_low, bracket.above_high))
+            way = ((above - k.float().log()) / (above - below)).nan_to_num(0.5).clamp(0.1, 0.9)
+            return bracket.low + (bracket.high - bracket.low) * way
+
+        lower, upper = STOP[self.stop]
+        propose = bisect if self.method == "bisection" else secant
+        t, counts = narrow(segments, t, torch.zeros_like(t), lower, upper, self.passes, propose)
+        if self.warm_start:
+            history["threshold"] = t
+        return t, counts
+
+
+@checked
+@dataclass(frozen=True)
+class Gaussian(Estimator):
+    """Threshold from a fitted normal distribution, GaussianK (Shi et al. 2019, arXiv 1911.08772).
+
+    Args:
+        passes (int): largest number of counts; 4 in the paper.
+
+    Raises:
+        ValueError: if passes is less than 1.
+    """
+
+    passes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.passes < 1:
+            raise ValueError(f"passes must be at least 1, not {self.passes}")
+
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        n, moments = segments.n.clamp(min=1), segments.moments
+        mean = moments.sums / n
+        deviation = (moments.squares / n - mean**2).clamp(min=0).sqrt()
+        t = segments.threshold(mean + deviation * torch.special.ndtri(1 - segments.density / 2))
+
+        def propose(bracket: Bracket) -> Thresholds:
+            too_low, too_high = bracket.low > 0, bracket.high < segments.largest
+            outside = (1.5 * bracket.low).where(too_low, bracket.high / 2)
+            return bracket.middle.where((too_low & too_high) | (outside >= bracket.high), outside)
+
+        return narrow(segments, t, torch.zeros_like(t), 2 / 3, 4 / 3, self.passes, propose)
+
+
+@checked
+@dataclass(frozen=True)
+class Trimmed(Estimator):
+    """RedSync's trimmed top-k (Fang et al. 2019, doi 10.1016/j.jpdc.2019.05.016).
+
+    Args:
+        step (float): decrement of r, which starts at 1, in each round. From 0.01 to 1; 0.2 in the paper.
+
+    Raises:
+        ValueError: if step is out of range.
+    """
+
+    step: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.step <= 1:
+            raise ValueError(f"step must be from 0.01 to 1, not {self.step}")
+
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        mean, largest, k = segments.mean, segments.largest.double(), segments.k
+        t, count = segments.largest, torch.zeros_like(k)
+        steps = round(1 / self.step)
+        for i in range(1, steps + 1):
+            short = count < k
+            r = max(0.0, 1 - i / steps)
+            t = segments.threshold(mean + r * (largest - mean)).where(short, t)
+            count = segments.count(t, short).where(short, count)
+            if not bool((count < k).any()):
+                break
+        return t.masked_fill(count < k, 0.0), k
+
+
+@checked
+@dataclass(frozen=True)
+class Bisection(Estimator):
+    """RedSync's threshold search by bisection (Fang et al. 2019, doi 10.1016/j.jpdc.2019.05.016).
+
+    Args:
+        lower (float): smallest accepted count, as a multiple of k. In (0, 1].
+        upper (float): largest accepted count, as a multiple of k. At least 1.
+        passes (int): largest number of counts. With 10 the search ends at r - l < 0.001, as in the paper.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    lower: float = 1.0
+    upper: float = 2.0
+    passes: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lower <= 1 <= self.upper:
+            raise ValueError(f"0 < lower <= 1 <= upper is needed, not {self.lower} and {self.upper}")
+        if self.passes < 1:
+            raise ValueError(f"passes must be at least 1, not {self.passes}")
+
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        low = segments.threshold(segments.mean)
+        start = low + (segments.largest - low) / 2
+        return narrow(segments, start, low, self.lower, self.upper, self.passes, lambda bracket: bracket.middle)
+
+
+@checked
+@dataclass(frozen=True)
+class MSTopk(Bisection):
+    """MSTopk, a threshold search by bisection that selects exactly k elements (Shi et al. 2021, arXiv 2010.10458).
+
+    Args:
+        lower (float): smallest accepted count, as a multiple of k; see `Bisection`.
+        upper (float): largest accepted count, as a multiple of k.
+        passes (int): largest number of counts, N in the paper.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    upper: float = 1.0
+    passes: int = 30
+
+
+@checked
+@dataclass(frozen=True)
+class Fixed(Estimator):
+    """Selects every element with magnitude at or above a fixed threshold (Dutta et al. 2019, arXiv 1911.08250).
+
+    Args:
+        threshold (float): t, in the unit of the gradients. Positive and finite.
+
+    Raises:
+        ValueError: if threshold is not positive and finite.
+    """
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        if not (self.threshold > 0 and math.isfinite(self.threshold)):
+            raise ValueError(f"threshold must be positive and finite, not {self.threshold}")
+
+    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
+        t = torch.full_like(segments.k, self.threshold, dtype=torch.float32)
+        return t, segments.count(t, segments.k > 0)

@@ -1,1 +1,0 @@
-"""Selectors that estimate a threshold."""
