@@ -61,8 +61,8 @@ from dgc.compression import (
     TernGradCompressor,
     ThresholdCompressor,
 )
+from dgc.engine.buckets import plan_buckets
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim.exchange.planning import plan_buckets
 from dgc.wire import RiceIndices, SignValues
 from dgc_models import resnet18
 

@@ -31,7 +31,7 @@ from benchmarks.results import print_json
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import all_reduce_wire_bytes
 from dgc.compression import Route, Rule
-from dgc.optim.exchange.planning import plan_buckets
+from dgc.engine.buckets import plan_buckets
 from dgc_models import transformer_big
 from dgc_training.config import load
 

@@ -20,8 +20,8 @@ from benchmarks.results import print_json
 from benchmarks.wire import INDICES, VALUES
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, Route, Rule
+from dgc.engine.buckets import plan_buckets
 from dgc.memory import DGCSGDMemory
-from dgc.optim.exchange.planning import plan_buckets
 from dgc.wire import IndexFormat, ValueFormat
 
 VECTORS: dict[str, dict[str, Any]] = {

@@ -35,7 +35,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, next_requests
 from dgc.compression import Compressor, FP16Compressor, PowerSGDCompressor
 from dgc.compression.dense import DenseCompressor
-from dgc.optim.exchange.planning import plan_buckets
+from dgc.engine.buckets import plan_buckets
 
 OURS, RESIDUAL, DEFAULT, BATCHED = "ours, paper", "ours, residual", "torch", "torch, batched"
 OURS_FP16, TORCH_FP16 = "ours, fp16", "torch, fp16"

@@ -28,7 +28,7 @@ from dgc.compression.protocol import Compressor
 from dgc.cost import Compute, Network, Traffic, fit_computing, predict, record_steps, typical
 from dgc.cost.computing import Planned
 from dgc.cost.machine import cache_evictor
-from dgc.optim.exchange.planning import plan_buckets
+from dgc.engine.buckets import plan_buckets
 from dgc.wire import CastValues, PackedIndices
 
 SIZES = [2**j for j in range(1, 13)]

@@ -26,7 +26,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -34,15 +33,15 @@ from torch.optim import Optimizer
 
 from dgc.bucket import make_bucket
 from dgc.comm.connect import default_transport
-from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.compression.protocol import Compressor, NonFiniteGradientError
-from dgc.identity import Identity, compare_steps, identified, verified
-
-_built: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()  # exchanges per transport, equal on all ranks
+from dgc.engine.buckets import PlannedBucket
+from dgc.engine.loop import Engine
+from dgc.engine.options import unique_prefix
+from dgc.engine.state import Identity, compare_steps, identified, verified
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class PowerSGD(Aggregator):
     @property
     def compressed_num_floats(self) -> float:
         """Numbers sent by a rank per compressed step, averaged over two steps, including vectors."""
-        return sum(self.compressor.floats_per_step(bucket) for bucket in self._exchange.buckets)
+        return sum(self.compressor.floats_per_step(plan.bucket) for plan in self._exchange.planned)
 
     @property
     def compression_rate(self) -> float:
@@ -213,13 +212,13 @@ class _Exchange:
         for i, tensor in enumerate(like):
             alike.setdefault((tensor.dtype, tensor.device), []).append(i)
         self._members = list(alike.values())
-        _built[transport] = number = _built.get(transport, -1) + 1
-        self.buckets = [
-            make_bucket(f"aggregate{number}.{b}", [(f"param{i}", like[i]) for i in members])
-            for b, members in enumerate(self._members)
-        ]
-        for bucket in self.buckets:
+        prefix = f"{unique_prefix(transport)}.aggregate"
+        self.planned = []
+        for b, members in enumerate(self._members):
+            bucket = make_bucket(f"{prefix}.{b}", [(f"param{i}", like[i]) for i in members])
             compressor.plan(bucket, transport.size, transport.rank)
+            self.planned.append(PlannedBucket(bucket, compressor, tuple(like[i] for i in members)))
+        self._engine = Engine([[plan] for plan in self.planned], transport, self.meter, prefix)
 
     @torch.no_grad()
     def average(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -229,26 +228,18 @@ class _Exchange:
         for i, (g, shape) in enumerate(zip(gradients, self._shapes, strict=True)):
             if g is not None and g.shape != shape:
                 raise ValueError(f"gradient {i} has shape {tuple(g.shape)}, not {tuple(shape)}")
-        running = []
-        for bucket, members in zip(self.buckets, self._members, strict=True):
-            for segment, i in zip(bucket.segments, members, strict=True):
-                g = gradients[i]
-                view = segment.of(bucket.flat)
-                view.zero_() if g is None else view.copy_(g)
-            running.append(
-                RunningConversation(bucket.name, self.compressor.reduce(bucket), self.transport, self.meter)
-            )
-        reasons = [conversation.finish().nonfinite for conversation in running]
-        averages: dict[int, Tensor] = {}
-        for bucket, members in zip(self.buckets, self._members, strict=True):
-            for segment, i in zip(bucket.segments, members, strict=True):
-                averages[i] = segment.of(bucket.flat).clone()
+        views: dict[int, Tensor] = {}
+        for b, (plan, members) in enumerate(zip(self.planned, self._members, strict=True)):
+            for segment, i in zip(plan.bucket.segments, members, strict=True):
+                g, views[i] = gradients[i], segment.of(plan.bucket.flat)
+                views[i].zero_() if g is None else views[i].copy_(g)
+            self._engine.start(b)
+        outcome = self._engine.finish()
         for g in gradients:
             if g is not None:
                 g.zero_()
-        reason = next((reason for reason in reasons if reason), None)
-        if reason is not None:
-            for bucket in self.buckets:
-                self.compressor.rollback(bucket)
-            raise NonFiniteGradientError(reason)
-        return [averages[i] for i in range(len(gradients))]
+        if outcome.nonfinite is not None:
+            raise NonFiniteGradientError(outcome.nonfinite)
+        for plan, result in outcome.results:
+            result.write_to(plan.bucket)
+        return [views[i].clone() for i in range(len(gradients))]

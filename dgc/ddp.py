@@ -5,7 +5,6 @@ Checks of a DDP model and its optimizer.
 What follows a backward pass, after DDP has set the gradients.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,22 +16,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dgc.comm.conversation import OrderedConversations
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, conversation_of
+from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result
 from dgc.compression.route import Route
-from dgc.optim.agreement import check_settings
-from dgc.optim.compression_state import CountsEpochs
-from dgc.optim.exchange.gradients import check_not_wrapped, claim
-from dgc.optim.exchange.hierarchy import plan_compressors
-from dgc.optim.exchange.planning import PlannedBucket, check_agreement, compressors_in_order, plan_buckets
-from dgc.optim.exchange.scaling import LossScale, is_used
-from dgc.optim.exchange.start_order import StartOrder
-from dgc.optim.exchange.streams import SideStream
-from dgc.optim.momentum import MomentumCheck
-from dgc.optim.options import as_route, check_nonfinite, check_transport, register_compressors, unique_prefix
+from dgc.engine.agreement import check_settings
+from dgc.engine.buckets import PlannedBucket, check_agreement, compressors_in_order, plan_buckets
+from dgc.engine.hierarchy import plan_compressors
+from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
+from dgc.engine.momentum import MomentumCheck
+from dgc.engine.options import (
+    as_route,
+    check_nonfinite,
+    check_not_wrapped,
+    check_transport,
+    claim,
+    register_compressors,
+    unique_prefix,
+)
+from dgc.engine.state import CountsEpochs
 
 Named = list[tuple[str, Tensor]]
 
@@ -271,7 +274,7 @@ class DDPExchange(CountsEpochs):
             compression=compression,
         )
         named, self._frozen = trained_and_frozen(model)
-        check_not_wrapped(named, by_ddp=True)
+        check_not_wrapped(named, "DDP")
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
         compressors = compressors_in_order(self._planned, named)
@@ -286,17 +289,14 @@ class DDPExchange(CountsEpochs):
         self._model = weakref.ref(model)  # it refers to this exchange from C++
         self._may_be_unused = model.find_unused_parameters or model.static_graph
         self._slots = {p: (b, i) for b, plan in enumerate(self._planned) for i, p in enumerate(plan.parameters)}
-        self._streams = {device: SideStream(device) for device in {p.bucket.device for p in self._planned}}
-        self._conversations: OrderedConversations[Result] = OrderedConversations(
-            prefix, self.transport, self.meter
-        )
-        self._order = StartOrder([len(p.parameters) for p in self._planned], self.transport, prefix)
+        groups = [[plan] for plan in self._planned]
+        self._engine = Engine(groups, self.transport, self.meter, prefix, self._begin_step, self._loss_scale)
         self._buffers: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # DDP's buckets of this step
         self._views: dict[Tensor, Tensor] = {}  # one-dimensional view of each gradient in DDP's buckets
         self._epochs.begin()
         model.register_comm_hook(self, _hook)
         model._comm_hooks = NoCopies(model._comm_hooks)
-        claim(self._slots, model)
+        claim(self._slots, model, "DDP")
 
     def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
@@ -315,10 +315,10 @@ class DDPExchange(CountsEpochs):
                 # DDP lays a gradient out as our buckets do: in the memory order of its parameter
                 self._views[p] = gradient
                 self._planned[b].bucket.use_gradient(i, gradient)
-                self._order.add(b)
-            for b in self._order.start():
-                self._start(b)
-            self._conversations.advance()
+                self._engine.order.add(b)
+            for b in self._engine.order.start():
+                self._engine.start(b)
+            self._engine.advance()
             # not bucket.is_last(), which static_graph never says in its first step if there are several types
             if len(self._views) == len(self._slots):
                 self._finish()
@@ -326,7 +326,7 @@ class DDPExchange(CountsEpochs):
 
     def _begin(self) -> None:
         """Begin a backward pass. What an exception in the pass before has left is dropped, if nothing was sent."""
-        self._check_ended()
+        self._engine.check_ended("backward()")
         self._reset()
         check_pass(self._model(), self._frozen)
         self._check_momentum()
@@ -334,47 +334,24 @@ class DDPExchange(CountsEpochs):
     def _reset(self) -> None:
         self._buffers = []
         self._views = {}
-        self._order.reset()
-
-    def _check_ended(self) -> None:
-        if self._order.has_started:
-            self._conversations.intact.fail("in backward(), while gradients were exchanged")
-        self._conversations.intact.check()
+        self._engine.reset()
 
     def compression_state_dict(self) -> dict[str, Any]:
-        self._check_ended()
+        self._engine.check_ended("backward()")
         return super().compression_state_dict()
-
-    def _start(self, b: int) -> None:
-        if not self._order.has_started:
-            self._begin_step()
-        plan, stream = self._planned[b], self._streams[self._planned[b].bucket.device]
-        self.meter.count_dense(plan.bucket.numel, self.transport.size)
-        with stream.after_caller():
-            if self._loss_scale.enabled:
-                self._loss_scale.divide_(plan.bucket.flat)
-            conversation = conversation_of(plan.compressor, plan.bucket)
-            self._conversations.start(plan.bucket.name, conversation, stream.concurrently)
 
     def _finish(self) -> None:
         """Wait for all exchanges, write the means into DDP's buckets and hand them back."""
-        for b in self._order.start(only_full=False):
-            self._start(b)
-        result_of = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
-        results = [result_of[b] for b in range(len(self._planned))]
-        if len(self._buffers) > 1:  # before it rebuilds its buckets, DDP has one, in the order of the model
-            self._order.learn()
-        for stream in self._streams.values():
-            stream.join()
-        reason = next((result.nonfinite for result in results if result.nonfinite), None)
-        for plan, result in zip(self._planned, results, strict=True):
-            if reason is None:
+        for b in self._engine.order.start(only_full=False):
+            self._engine.start(b)
+        # before it rebuilds its buckets, DDP has one, in the order of the model
+        outcome = self._engine.finish(learn=len(self._buffers) > 1)
+        for plan, result in outcome.results:
+            if outcome.nonfinite is None:
                 self._write(plan, result)
-            else:
-                plan.compressor.rollback(plan.bucket)
             plan.bucket.release()
-        if reason is not None:
-            self._drop(reason)
+        if outcome.nonfinite is not None:
+            self._drop(outcome.nonfinite)
         elif self._may_be_unused:
             after_ddp(partial(deliver_unused, self._planned))
         for future, buffer in self._buffers:
@@ -399,11 +376,7 @@ class DDPExchange(CountsEpochs):
         if not self._loss_scale.enabled:
             after_ddp(partial(drop_gradients, self._slots))
             if self.dropped_steps == 1 and self.transport.rank == 0:
-                warnings.warn(
-                    f"{reason}: every rank drops this step, and every .grad is None. Further dropped steps are "
-                    "only counted, in dropped_steps; nonfinite='raise' raises an error instead",
-                    stacklevel=2,
-                )
+                warn_of_drop(reason, "every rank drops this step, and every .grad is None")
 
 
 def _hook(state: DDPExchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -22,7 +22,6 @@ from dgc.compression import (
     PowerSGDCompressor,
     ScaledSignCompressor,
 )
-from dgc.compression.hierarchical import HierarchicalCompressor
 from dgc.compression.protocol import (
     DenseResult,
     Result,
@@ -44,6 +43,7 @@ from dgc.cost import (
     record_steps,
     typical,
 )
+from dgc.engine.hierarchy import HierarchicalCompressor
 from dgc.memory import ResidualMemory
 from dgc.testing import LIKE, Fleet, gradients
 

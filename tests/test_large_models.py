@@ -7,7 +7,7 @@ from benchmarks import large_models
 from benchmarks.compressors import METHODS, MIB, STEPS_PER_EPOCH, parameters_of
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Route, Rule
-from dgc.optim.exchange.planning import plan_buckets
+from dgc.engine.buckets import plan_buckets
 
 
 @pytest.mark.parametrize(

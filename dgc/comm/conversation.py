@@ -12,6 +12,7 @@ Which replies arrive first depends on timing. The order of launches on one lane 
   Whether a conversation ends after LANES rounds is known only when it is continued, so that is left to `finish`.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
@@ -196,6 +197,7 @@ class OrderedConversations(Generic[T]):
         for lane in self._lanes:
             transport.open_lane(lane)
         self._running: list[tuple[RunningConversation[T], Context]] = []
+        self._waiting: deque[tuple[RunningConversation[T], Context]] = deque()  # the last of them, not all done
         self.intact = Intact()
 
     def __len__(self) -> int:
@@ -212,15 +214,21 @@ class OrderedConversations(Generic[T]):
         with self.intact:
             running = RunningConversation(name, conversation, self._transport, self._meter, self._lanes)
         self._running.append((running, context))
+        self._waiting.append((running, context))
 
     def advance(self) -> None:
         """Continue all conversations whose replies are available, without waiting."""
-        limit: float = LANES
-        for running, context in self._running:
-            if not running.done:
-                with self.intact, context():
-                    running.advance(limit)
-            limit = min(limit, inf if running.done else running.rounds)
+        while self._waiting and self._waiting[0][0].done:
+            self._waiting.popleft()
+        limit = LANES
+        for running, context in self._waiting:
+            if running.done:
+                continue
+            with self.intact, context():
+                done = running.advance(limit)
+            limit = limit if done else min(limit, running.rounds)
+            if limit == 1:  # all others wait in their first round, and may not begin another one
+                break
 
     def finish(self) -> list[T]:
         """Wait for all rounds of all conversations. Return the results in the order of `start`."""
@@ -235,9 +243,10 @@ class OrderedConversations(Generic[T]):
                 rounds += 1
                 remaining = [(running, context) for running, context in remaining if not running.done]
         results = [running.finish() for running, _ in self._running]
-        self._running = []
+        self.clear()
         return results
 
     def clear(self) -> None:
         """Forget all conversations. For a step that is given up."""
         self._running = []
+        self._waiting.clear()

@@ -1,6 +1,6 @@
 """One machine from recordings of its ranks.
 
-On two levels, each rank of a machine has a share of every bucket (dgc/compression/hierarchical.py). Shares hold
+On two levels, each rank of a machine has a share of every bucket (dgc/engine/hierarchy.py). Shares hold
 whole tensors, so one rank may have most of a bucket and another nothing.
 
 Cold caches, as after forward and backward of a large model.

@@ -23,12 +23,12 @@ from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
+from dgc.engine.agreement import check_settings
+from dgc.engine.buckets import check_agreement
+from dgc.engine.loop import is_used
+from dgc.engine.options import as_route, check_nonfinite, register_compressors, unique_prefix
 from dgc.fsdp.exchange import FSDPExchange, plan_groups
 from dgc.fsdp.shards import machines, parameter_groups
-from dgc.optim.agreement import check_settings
-from dgc.optim.exchange.planning import check_agreement
-from dgc.optim.exchange.scaling import is_used
-from dgc.optim.options import as_route, check_nonfinite, register_compressors, unique_prefix
 
 
 def compress(

@@ -19,7 +19,6 @@ The buckets of FSDP2's parameter groups.
 Comparison of the machines' models before the first step: FSDP2 does not broadcast parameters.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,19 +33,16 @@ from torch.optim import Optimizer
 
 from dgc.bucket import Bucket, Segment, check_real, lay_out
 from dgc.comm.collectives import all_gather_object
-from dgc.comm.conversation import OrderedConversations
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllReduce, as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, conversation_of
+from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result
 from dgc.compression.route import Route
+from dgc.engine.buckets import PlannedBucket
+from dgc.engine.loop import Engine, LossScale, StartOrder, warn_of_drop
+from dgc.engine.momentum import MomentumCheck, observe_steps
+from dgc.engine.state import CountsEpochs, Method
 from dgc.fsdp.shards import ParameterGroup, Place, add_gradient, machines
-from dgc.optim.compression_state import CountsEpochs, Method
-from dgc.optim.exchange.planning import PlannedBucket
-from dgc.optim.exchange.scaling import LossScale
-from dgc.optim.exchange.start_order import StartOrder
-from dgc.optim.exchange.streams import SideStream
-from dgc.optim.momentum import MomentumCheck, observe_steps
 
 
 @dataclass(eq=False)
@@ -197,18 +193,17 @@ class FSDPExchange(CountsEpochs):
         self._planned = [bucket for plan in plans for bucket in plan.buckets]
         self._nonfinite, self._loss_scale = nonfinite, LossScale(grad_scaler, self._planned)
         self._machines = transport.group_size("cross")
-        self._conversations: OrderedConversations[Result] = OrderedConversations(
-            name, CrossMachineTransport(transport), self.meter
+        between = CrossMachineTransport(transport)
+        self._engine = Engine(
+            [p.buckets for p in plans], between, self.meter, name, self._begin_step, self._loss_scale
         )
-        self._started: list[PlannedBucket] = []
-        self._order = StartOrder([1] * len(plans), transport, name)
+        self._engine.order = StartOrder([1] * len(plans), transport, name)
         self._parts = [0] * len(plans)  # reduce-scatters of each group in this backward pass
         self._expected: list[int] | None = None  # the same, of the first pass
         self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
-        self._has_started = False  # whether it has started an exchange
         self._momentum: WeakKeyDictionary[Optimizer, MomentumCheck] = WeakKeyDictionary()
         self._handle = observe_steps(self.check_step)
-        self._side = SideStream(plans[0].group.device)
+        self._side = self._engine.streams[plans[0].group.device]
         for g, plan in enumerate(plans):
             plan.group.install(self._hook_of(g), self._side.stream)
         self._epochs.begin()
@@ -235,8 +230,8 @@ class FSDPExchange(CountsEpochs):
         if plan.group.is_exchanged:
             self._count(g)
             if self._expected is not None:
-                self._start(self._order.start())
-                self._conversations.advance()
+                self._start(self._engine.order.start())
+                self._engine.advance()
 
     def _begin(self) -> None:
         """Begin a backward pass."""
@@ -254,10 +249,10 @@ class FSDPExchange(CountsEpochs):
         # runs after that of FSDP2, which was queued when backward began
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._parts = [0] * len(self._plans)
-        self._order.reset()
+        self._engine.order.reset()
         for g, plan in enumerate(self._plans):
             if not plan.group.is_exchanged:
-                self._order.add(g)  # nothing to wait for
+                self._engine.order.add(g)  # nothing to wait for
 
     def _count(self, g: int) -> None:
         """Count a reduce-scatter of a group. There are several if the module runs several times in forward."""
@@ -267,20 +262,13 @@ class FSDPExchange(CountsEpochs):
                 f"{self._expected[g]} times: its exchange has started, and the rest of its gradient would be lost"
             )
         self._parts[g] += 1
-        self._order.add(g)
+        self._engine.order.add(g)
 
     def _start(self, groups: Iterable[int]) -> None:
-        for plan in (self._plans[g] for g in groups if self._plans[g].group.is_exchanged):
-            if not self._has_started:
-                self._has_started = True
-                self._begin_step()
-            plan.fill()
-            for planned in plan.buckets:
-                self.meter.count_dense(planned.bucket.numel, self._machines)
-                self._loss_scale.divide_(planned.bucket.flat)
-                conversation = conversation_of(planned.compressor, planned.bucket)
-                self._conversations.start(planned.bucket.name, conversation, self._side.concurrently)
-                self._started.append(planned)
+        for g in groups:
+            if self._plans[g].group.is_exchanged:
+                self._plans[g].fill()
+                self._engine.start(g)
 
     def _finish(self) -> None:
         """Wait for the exchange of all groups, and complete .grad. Runs at the end of backward."""
@@ -289,37 +277,31 @@ class FSDPExchange(CountsEpochs):
             if is_first:
                 check_equal_models([plan.group for plan in self._plans], self._transport, f"{self._name}.models")
             with self._side.after_caller():
-                self._start(self._order.start(only_full=False))
-                results = self._conversations.finish()
-                started, self._started = self._started, []
+                self._start(self._engine.order.start(only_full=False))
+                outcome = self._engine.finish(not is_first, self._reason)
                 if is_first:
                     self._expected = [max(1, parts) for parts in self._parts]
-                    self._order = StartOrder(self._expected, self._transport, self._name)
-                else:
-                    self._order.learn()
-                reason = self._reason(results)
-                if reason is None:
-                    self._deliver(started, results)
+                    self._engine.order = StartOrder(self._expected, self._transport, self._name)
+                if outcome.nonfinite is None:
+                    self._deliver(outcome.results)
             self._side.join()
-            self._has_started = False
-            if reason is not None:
-                self._drop(started, reason)
+            if outcome.nonfinite is not None:
+                self._drop(outcome.nonfinite)
 
-    def _deliver(self, started: Sequence[PlannedBucket], results: Sequence[Result]) -> None:
+    def _deliver(self, results: Sequence[tuple[PlannedBucket, Result]]) -> None:
         """Add the means to .grad."""
-        for planned, result in zip(started, results, strict=True):
+        for planned, result in results:
             result.write_to(planned.bucket)
             self._loss_scale.multiply_(planned.bucket.flat)
         for plan in self._plans:
             if plan.group.is_exchanged:
                 plan.deliver()
 
-    def _reason(self, results: Sequence[Result]) -> str | None:
+    def _reason(self, reason: str | None) -> str | None:
         """Return why this step is dropped, or None. The same on every rank.
 
         All machines have the same results of a shard, so the ranks of one machine know of all shards.
         """
-        reason = next((result.nonfinite for result in results if result.nonfinite), None)
         flag = torch.tensor([reason is not None], dtype=torch.int64)
         request = AllReduce(flag, "max", "local")
         (dropped,) = self._transport.wait(self._transport.launch(f"{self._name}.dropped", (request,)))
@@ -328,26 +310,18 @@ class FSDPExchange(CountsEpochs):
         reasons = all_gather_object(self._transport, reason, f"{self._name}.reason")
         return f"{next(filter(None, reasons))} (the rank is the number of a machine)"
 
-    def _drop(self, started: Sequence[PlannedBucket], reason: str) -> None:
+    def _drop(self, reason: str) -> None:
         self.dropped_steps += 1
-        for planned in started:
-            planned.compressor.rollback(planned.bucket)
         for plan in self._plans:
             plan.has_gradients = False
             plan.group.drop_gradients(keep_as_nan=self._loss_scale.enabled)
         if self._nonfinite == "raise":
             raise NonFiniteGradientError(reason)
         if self.dropped_steps == 1 and not self._loss_scale.enabled and self._transport.rank == 0:
-            warnings.warn(
-                f"{reason}: every rank drops this step, in which every .grad is None. Further dropped steps are "
-                "only counted, in dropped_steps; nonfinite='raise' raises an error instead",
-                stacklevel=2,
-            )
+            warn_of_drop(reason, "every rank drops this step, in which every .grad is None")
 
     def _check_ended(self) -> None:
-        if self._has_started:
-            self._conversations.intact.fail("in backward(), while machines exchanged gradients")
-        self._conversations.intact.check()
+        self._engine.check_ended("backward()")
 
     def compression_state_dict(self) -> dict[str, Any]:
         self._check_ended()

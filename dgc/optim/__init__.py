@@ -1,12 +1,12 @@
 """The distributed optimizer, and DGC's SGD."""
 
+from dgc.engine.redistribute import redistribute as redistribute
+from dgc.engine.state import ErrorStatePart as ErrorStatePart
 from dgc.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
 from dgc.optim.broadcast import broadcast_parameters as broadcast_parameters
-from dgc.optim.compression_state import ErrorStatePart as ErrorStatePart
 from dgc.optim.dgc_adam import DGCAdam as DGCAdam
 from dgc.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from dgc.optim.gossip import GossipOptimizer as GossipOptimizer
 from dgc.optim.onebit_adam import OneBitAdam as OneBitAdam
 from dgc.optim.sgd import DGCSGD as DGCSGD
 from dgc.optim.wrapper import Wrapper as Wrapper
-from dgc.redistribute import redistribute as redistribute

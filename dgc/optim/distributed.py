@@ -21,28 +21,27 @@ from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
-from dgc.optim.agreement import check_settings
-from dgc.optim.broadcast import create_state
-from dgc.optim.compression_state import CountsEpochs
-from dgc.optim.exchange.gradients import GradientExchange, check_not_wrapped
-from dgc.optim.exchange.hierarchy import plan_compressors
-from dgc.optim.exchange.planning import check_agreement, compressors_in_order, plan_buckets
-from dgc.optim.exchange.scaling import LossScale, is_used
-from dgc.optim.momentum import MomentumCheck
-from dgc.optim.options import (
+from dgc.engine.agreement import check_settings
+from dgc.engine.buckets import PlannedBucket, SparseUpdate, check_agreement, compressors_in_order, plan_buckets
+from dgc.engine.hierarchy import plan_compressors
+from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
+from dgc.engine.momentum import MomentumCheck, SupportsCorrectedGradients
+from dgc.engine.options import (
     as_route,
     check_arguments,
     check_no_unfrozen,
     check_nonfinite,
+    check_not_wrapped,
     check_transport,
     loss_of,
     name_parameters,
     reduction_factor,
     register_compressors,
     unique_prefix,
-    warn_of_dropped_step,
 )
-from dgc.optim.sgd import SparseUpdate, SupportsCorrectedGradients
+from dgc.engine.state import CountsEpochs
+from dgc.optim.broadcast import create_state
+from dgc.optim.gradients import GradientExchange
 from dgc.optim.wrapper import Wrapper
 
 
@@ -116,7 +115,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             compression = compression if process_set.included() else None
         named = name_parameters(optimizer, named_parameters)
         self._parameter_names = {p: name for name, p in named}  # Horovod has it, and programs read it
-        check_not_wrapped(named)
+        check_not_wrapped(named, "DistributedOptimizer")
         self.route = as_route(compression)
         self._count_epochs(steps_per_epoch)
         check_transport(transport)
@@ -145,15 +144,10 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         check_agreement(planned, self.transport)
         register_compressors(compressors, self.transport)
         self.place, self.part = plan_compressors(planned, self.transport, hierarchical)
-        self.exchange = GradientExchange(
-            planned,
-            backward_passes_per_step,
-            self.transport,
-            self.meter,
-            self._loss_scale,
-            self._begin_step,
-            prefix,
+        self._engine = Engine(
+            [[plan] for plan in planned], self.transport, self.meter, prefix, self._begin_step, self._loss_scale
         )
+        self.exchange = GradientExchange(self._engine, backward_passes_per_step)
         self._epochs.begin()
         self._should_synchronize, self._averaged_for_scaler = True, False
         self._dropped = False  # whether the last averaged gradients were not finite
@@ -166,7 +160,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         """Wait until .grad of every parameter is the average over all ranks, or NaN if the step is dropped."""
         if self.exchange.averaged:
             return  # a second exchange would add the averages to the error state
-        for plan, result in zip(self.exchange.planned, self._finish(), strict=True):
+        for plan, result in self._finish():
             flat = plan.bucket.flat
             if self._dropped:
                 flat.fill_(float("nan"))
@@ -186,24 +180,20 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             for p in self.exchange:
                 p.grad = None if p.grad is None else p.grad.to_sparse(1)
 
-    def _finish(self) -> list[Result]:
+    def _finish(self) -> list[tuple[PlannedBucket, Result]]:
         """Finish the exchange. If a result is not finite, every rank drops the step or raises, by `nonfinite`."""
         self._averaged_for_scaler = False
-        results = self.exchange.finish()
+        outcome = self.exchange.finish()
         if self._is_first_step:
             self._drop_created_state()
-        reason = next((result.nonfinite for result in results if result.nonfinite), None)
-        self._dropped = reason is not None
-        if reason is None:
-            return results
-        for plan in self.exchange.planned:
-            plan.compressor.rollback(plan.bucket)
-        if self.nonfinite == "raise":
-            raise NonFiniteGradientError(reason)
-        self.dropped_steps += 1
-        if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
-            warn_of_dropped_step(reason)
-        return results
+        self._dropped = outcome.nonfinite is not None
+        if outcome.nonfinite is not None:
+            if self.nonfinite == "raise":
+                raise NonFiniteGradientError(outcome.nonfinite)
+            self.dropped_steps += 1
+            if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
+                warn_of_drop(outcome.nonfinite, "every rank drops this step", stacklevel=4)
+        return outcome.results
 
     def _drop_created_state(self) -> None:
         """Drop the state of `create_state` if no rank has loaded or had another one to broadcast. Collective."""
@@ -239,7 +229,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         If that optimizer accepts sparse updates, .grad of a compressed parameter has the local gradient
         afterwards. Call synchronize() first if you need the average.
         """
-        self.exchange.intact.check()
+        self._engine.intact.check()
         check_no_unfrozen(self.param_groups, self.exchange, "DistributedOptimizer")
         self._momentum.check(self.inner)
         loss = loss_of(closure)
@@ -263,7 +253,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         elif self._should_synchronize:
             self.synchronize()
         if not (self._dropped and self.exchange.averaged):
-            with self.exchange.intact:  # other ranks take the step
+            with self._engine.intact:  # other ranks take the step
                 self._step_inner(sparse)
         self.exchange.averaged = False
         return loss
@@ -278,7 +268,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
     def _synchronize_sparse(self) -> list[SparseUpdate]:
         """Like synchronize(), but return sparse results that need no momentum instead of making them dense."""
         updates = []
-        for plan, result in zip(self.exchange.planned, self._finish(), strict=True):
+        for plan, result in self._finish():
             if isinstance(result, SparseResult) and not self._dropped:
                 if plan.takes_sparse_updates:
                     updates.append(plan.sparse_update(result.indices, result.values))
@@ -293,7 +283,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
             p.grad = None  # always: a zero gradient would decay frozen parameters
 
     def compression_state_dict(self) -> dict[str, Any]:
-        self.exchange.intact.check()
+        self._engine.intact.check()
         return super().compression_state_dict()
 
     def close(self) -> None:

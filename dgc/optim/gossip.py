@@ -18,11 +18,8 @@ from dgc.comm.conversation import Intact
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.gossip.model import FlatModel, local
-from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
-from dgc.identity import check_is_state
-from dgc.optim.agreement import check_settings, first_difference
-from dgc.optim.options import (
+from dgc.engine.agreement import check_settings, first_difference
+from dgc.engine.options import (
     check_no_unfrozen,
     check_optimizer_state,
     check_transport,
@@ -30,6 +27,9 @@ from dgc.optim.options import (
     name_parameters,
     unique_prefix,
 )
+from dgc.engine.state import check_is_state
+from dgc.gossip.model import FlatModel, local
+from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
 
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.optim.options import loss_of
+from dgc.engine.options import loss_of
 
 
 class OneBitAdam(Optimizer):

@@ -13,40 +13,16 @@ With decoupled_weight_decay, p = p - lr wd p for all parameters, without momentu
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from jaxtyping import Float32, Int64
 from torch import Tensor
 from torch.optim import Optimizer
 
 import dgc.kernels as kernels
 from dgc.bucket import fills_a_block
-from dgc.optim.options import loss_of
-
-
-@dataclass(frozen=True, eq=False)
-class SparseUpdate:
-    """A sparse gradient of several parameters in one flat index space.
-
-    Parameter s has the indices bounds[s] to bounds[s+1] - 1, in the order of its memory. The gradient is `values`
-    at `indices`, which are unique and ascending, and zero elsewhere.
-    """
-
-    parameters: tuple[Tensor, ...]
-    bounds: Int64[Tensor, "bounds"]
-    indices: Int64[Tensor, "k"]
-    values: Float32[Tensor, "k"]
-
-
-@runtime_checkable
-class SupportsCorrectedGradients(Protocol):
-    """An optimizer that leaves momentum to the compressor's memory and applies sparse updates directly."""
-
-    def skip_momentum_of(self, parameters: Iterable[Tensor]) -> None: ...
-
-    def step(self, closure: Callable[[], Any] | None = None, sparse: Sequence[SparseUpdate] = ()) -> Any: ...
+from dgc.engine.buckets import SparseUpdate
+from dgc.engine.options import loss_of
 
 
 class DGCSGD(Optimizer):

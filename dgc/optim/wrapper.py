@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import SparseOrDense
-from dgc.optim.compression_state import HasCompression, Method
-from dgc.optim.options import check_optimizer_state
+from dgc.engine.options import check_optimizer_state
+from dgc.engine.state import HasCompression, Method
 
 
 class Wrapper(HasCompression, Optimizer):

@@ -3,8 +3,7 @@
 Fragments: parts of a model that are exchanged together, each with buckets and an outer optimizer of its own.
 """
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -14,16 +13,15 @@ from torch.optim import Optimizer
 
 from dgc.arguments import checked
 from dgc.bucket import Segment
-from dgc.comm.conversation import OrderedConversations
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor, Result, conversation_of
+from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
+from dgc.engine.agreement import Agreement
+from dgc.engine.buckets import MEGABYTE, compressors_in_order, plan_buckets
+from dgc.engine.loop import Engine, warn_of_drop
+from dgc.engine.options import register_compressors
 from dgc.gossip.model import FlatModel
-from dgc.optim.agreement import Agreement
-from dgc.optim.exchange.planning import MEGABYTE, compressors_in_order, plan_buckets
-from dgc.optim.options import register_compressors
 from dgc.outer.optimizers import OuterOptimizer
 from dgc.state import FlatState, check_tensor
 
@@ -87,8 +85,8 @@ class Fragment:
         for segment, z0, _ in self._tensors:
             z0.copy_(segment.of(self.model.z))
 
-    def begin(self, x: Tensor, bias: float | Tensor = 1.0) -> Iterator[tuple[str, Conversation[Result]]]:
-        """Store bias z0 - x, the pseudo-gradient, in the buckets. Returns (name, conversation) for each bucket.
+    def fill(self, x: Tensor, bias: float | Tensor = 1.0) -> None:
+        """Store bias z0 - x, the pseudo-gradient, in the buckets.
 
         Args:
             x: [n] model, or biased model, of this rank.
@@ -97,18 +95,6 @@ class Fragment:
         for segment, z0, difference in self._tensors:
             factor = segment.of(bias) if isinstance(bias, Tensor) else bias
             torch.sub(z0 * factor, segment.of(x), out=difference)
-        for plan in self.planned:
-            yield plan.bucket.name, conversation_of(plan.compressor, plan.bucket)
-
-    def keep(self, results: Sequence[Result]) -> None:
-        """Store the means in the buckets."""
-        for plan, result in zip(self.planned, results, strict=True):
-            result.write_to(plan.bucket)
-
-    def rollback(self) -> None:
-        """Undo the exchange in the error state."""
-        for plan in self.planned:
-            plan.compressor.rollback(plan.bucket)
 
     @property
     def reads_inner_lr(self) -> bool:
@@ -246,7 +232,8 @@ class OuterExchange:
         register_compressors(self.compressors, transport)
         for plan in planned:
             plan.compressor.plan(plan.bucket, transport.size, transport.rank)
-        self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
+        # GossipOptimizer counts the dense bytes of all steps
+        self._engine = Engine([f.planned for f in fragments], transport, meter, name, counts_dense=False)
         self._agreement = Agreement(transport, optimizer_text(name, named), "an exchange of outer steps", AGREE)
         self._flight: Flight | None = None
         self._warns = transport.rank == 0
@@ -281,9 +268,9 @@ class OuterExchange:
             fragments = self._in_flight()
             common: dict[str, Any] = {"lr": lr} if any(f.reads_inner_lr for f in fragments) else {}
             self._agreement.begin(due=due, **common, outer_factor=outer_factor)
-            for fragment in fragments:
-                for name, conversation in fragment.begin(x, bias):
-                    self._conversations.start(name, conversation)
+            for i, fragment in zip(numbers, fragments, strict=True):
+                fragment.fill(x, bias)
+                self._engine.start(i)
 
     def _in_flight(self) -> list[Fragment]:
         return [] if self._flight is None else [self.fragments[i] for i in self._flight.fragments]
@@ -291,7 +278,7 @@ class OuterExchange:
     def advance(self) -> None:
         """Continue what has arrived, without waiting."""
         with self._agreement.exchange():
-            self._conversations.advance()
+            self._engine.advance()
 
     def arrive(self) -> None:
         """Wait for the means of the exchange in flight, if any, without using them."""
@@ -299,17 +286,11 @@ class OuterExchange:
             return
         with self._agreement.exchange():
             self._agreement.end()
-            results = iter(self._conversations.finish())
-        fragments = self._in_flight()
-        own = [[next(results) for _ in fragment.planned] for fragment in fragments]
-        # a result that is not finite in one bucket drops all of them
-        reasons = (result.nonfinite for part in own for result in part if result.nonfinite)
-        self._flight.nonfinite, self._flight.arrived = next(reasons, None), True
-        for fragment, part in zip(fragments, own, strict=True):
-            if self._flight.nonfinite is None:
-                fragment.keep(part)
-            else:
-                fragment.rollback()
+            outcome = self._engine.finish()
+        self._flight.nonfinite, self._flight.arrived = outcome.nonfinite, True
+        if outcome.nonfinite is None:
+            for plan, result in outcome.results:
+                result.write_to(plan.bucket)
 
     def land(self, alpha: float) -> None:
         """Use the means of the exchange in flight: take an outer step, and merge the model with its result.
@@ -330,11 +311,8 @@ class OuterExchange:
     def _drop(self, reason: str) -> None:
         self.dropped += 1
         if self.dropped == 1 and self._warns:
-            warnings.warn(
-                f"in the exchange of pseudo-gradients, {reason}: every rank drops the steps since the exchange "
-                "before and continues from its result. Further drops are only counted, as dropped_outer_steps",
-                stacklevel=2,
-            )
+            effect = "every rank drops the steps since the exchange before and continues from its result"
+            warn_of_drop(f"in the exchange of pseudo-gradients, {reason}", effect, "dropped_outer_steps")
 
     # --- state --------------------------------------------------------------------------------------
 

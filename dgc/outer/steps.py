@@ -50,10 +50,10 @@ from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
+from dgc.engine.agreement import check_equal
+from dgc.engine.options import as_route
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
-from dgc.optim.agreement import check_equal
-from dgc.optim.options import as_route
 from dgc.outer.exchange import EXCHANGE_STATE, Fragment, OuterExchange, divide, keeps_own_errors
 from dgc.outer.optimizers import OuterOptimizer, average
 from dgc.state import check_count, check_tensor

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.arguments import checked
-from dgc.optim.options import loss_of
+from dgc.engine.options import loss_of
 
 
 @checked

@@ -32,7 +32,6 @@ T_u     every step before F; then the gap H is 1 for local_step_scaler steps, 2 
         and at most local_step_clipper
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,17 +41,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.arguments import NUMBER, WHOLE, require
-from dgc.comm.conversation import OrderedConversations
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import for_gradients
 from dgc.compression.double_squeeze import DoubleSqueezeCompressor
-from dgc.compression.protocol import Compressor, Result, StatelessCompressor, conversation_of
+from dgc.compression.protocol import Compressor, StatelessCompressor
 from dgc.compression.route import Route
+from dgc.engine.agreement import Agreement, check_equal, check_settings
+from dgc.engine.buckets import compressors_in_order, plan_buckets
+from dgc.engine.loop import Engine, warn_of_drop
+from dgc.engine.options import as_route, register_compressors
 from dgc.gossip.model import FlatModel
-from dgc.optim.agreement import Agreement, check_equal, check_settings
-from dgc.optim.exchange.planning import compressors_in_order, plan_buckets
-from dgc.optim.options import as_route, register_compressors
 from dgc.outer.exchange import AGREE, optimizer_text
 from dgc.outer.steps import COMMON_START, check_momentum
 from dgc.outer.zero_one_adam import ZeroOneAdam, dense
@@ -94,7 +93,8 @@ class ZeroOneExchange:
         self.parts = {s.name: s.of(plan.bucket.flat) for plan in self._planned for s in plan.bucket.segments}
         self.dropped = 0
         self._gradients = gradients
-        self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
+        # GossipOptimizer counts the dense bytes of all steps
+        self._engine = Engine([[p] for p in self._planned], transport, meter, name, counts_dense=False)
         self._agreement = Agreement(transport, optimizer_text(name, named), "an exchange of 0/1 Adam", AGREE)
         self._warns = transport.rank == 0
 
@@ -114,31 +114,23 @@ class ZeroOneExchange:
         """
         with self._agreement.exchange():
             self._agreement.begin(are_gradients=are_gradients, **common)
-            for plan in self._planned:
-                name, compressor = plan.bucket.name, plan.compressor
-                if are_gradients:
-                    name, compressor = f"{name}.gradients", self._gradients  # messages of a name have one size
-                self._conversations.start(name, conversation_of(compressor, plan.bucket))
+            method, suffix = (self._gradients, ".gradients") if are_gradients else (None, "")
+            for b in range(len(self._planned)):
+                self._engine.start(b, method, suffix)
             self._agreement.end()
-            results = self._conversations.finish()
-        reason = next((result.nonfinite for result in results if result.nonfinite), None)
-        for plan, result in zip(self._planned, results, strict=True):
-            if reason is None:
-                result.write_to(plan.bucket)
-            elif not are_gradients:
-                plan.compressor.rollback(plan.bucket)
-        if reason is not None:
-            self._drop(reason)
-        return reason is None
+            outcome = self._engine.finish()
+        if outcome.nonfinite is not None:
+            self._drop(outcome.nonfinite)
+            return False
+        for plan, result in outcome.results:
+            result.write_to(plan.bucket)
+        return True
 
     def _drop(self, reason: str) -> None:
         self.dropped += 1
         if self.dropped == 1 and self._warns:
-            warnings.warn(
-                f"in an exchange of 0/1 Adam, {reason}: every rank drops the steps since the exchange before. "
-                "Further drops are only counted, as dropped_exchanges",
-                stacklevel=2,
-            )
+            effect = "every rank drops the steps since the exchange before"
+            warn_of_drop(f"in an exchange of 0/1 Adam, {reason}", effect, "dropped_exchanges")
 
     def errors(self) -> Iterable[Tensor]:
         return (error for compressor in self.compressors for error in compressor.errors())

@@ -12,7 +12,7 @@ differs from its manifest is refused.
 
 Ranks on several machines need no shared file system: each rank reads the file that it wrote, and rank 0 sends the
 shared part and every decision to the others. A different number of ranks reads the files of the old ranks that it
-takes error state from (`dgc.redistribute`), so they must be readable.
+takes error state from (`dgc.engine.redistribute`), so they must be readable.
 """
 
 import json
@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
+from dgc.engine.redistribute import FixedSize, share_of
 from dgc.optim import ErrorStatePart
-from dgc.redistribute import FixedSize, share_of
 from dgc_training.atomic_write import write_atomically, write_json
 from dgc_training.checkpoint.islands import Islands, read_islands
 from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors, reader

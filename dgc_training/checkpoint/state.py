@@ -18,7 +18,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from dgc.comm import Transport, all_gather_object
-from dgc.identity import KEY
+from dgc.engine.state import KEY
 from dgc.optim import Wrapper
 from dgc_training.checkpoint.files import Loaded
 from dgc_training.checkpoint.progress import TrainingProgress, check_progress

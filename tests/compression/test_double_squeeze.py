@@ -9,8 +9,8 @@ from compression.ranks import Ranks, normal
 
 from dgc.compression import DoubleSqueezeCompressor
 from dgc.compression.double_squeeze import divide_into_chunks
+from dgc.engine.redistribute import redistribute
 from dgc.paper.onebit_adam import compress
-from dgc.redistribute import redistribute
 from dgc.testing import flat, gradients
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

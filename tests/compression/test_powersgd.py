@@ -14,7 +14,7 @@ from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import NonFiniteGradientError, PowerSGDCompressor
 from dgc.compression.matrices import Accordion, CompressionRule
-from dgc.redistribute import blend, shares
+from dgc.engine.redistribute import blend, shares
 from dgc.testing import Fleet
 from dgc_models import resnet18
 

@@ -3,8 +3,8 @@
 import pytest
 
 from dgc.compression import DGCCompressor, SparseCompressor
+from dgc.engine.agreement import describe
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim.agreement import describe
 from dgc.selection import Exact, Predicted, Sampled
 from dgc.wire import CastValues, Int8Values, PlainIndices, RiceIndices
 

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401  (registers torch.o
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import DenseCompressor
+from dgc.engine.buckets import PlannedBucket
 from dgc.fsdp import shards as mesh
 from dgc.fsdp.exchange import GroupPlan, check_equal_models
 from dgc.fsdp.shards import ParameterGroup, lay_out
-from dgc.optim.exchange.planning import PlannedBucket
 
 GROUPS = [
     [(7,)],

@@ -11,10 +11,10 @@ from gossip.networks import Trained, on
 from dgc import gossip
 from dgc.bucket import Segment
 from dgc.comm.lockstep import LockstepWorld
+from dgc.engine.redistribute import blend, shares
 from dgc.gossip import CHOCO, DPSGD, HierarchicalGossip, PowerGossip, Sign, TopK, TopologyError, two_way_ring
 from dgc.gossip.powergossip import as_matrix, orthonormal
 from dgc.outer import OuterSteps, SlowMo
-from dgc.redistribute import blend, shares
 from dgc.wire import PayloadError
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

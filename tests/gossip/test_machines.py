@@ -13,8 +13,8 @@ from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport
+from dgc.engine.options import unique_prefix
 from dgc.gossip import ADPSGD, CHOCO, DPSGD, OSGP, SGP, HierarchicalGossip, Int8Message
-from dgc.optim.options import unique_prefix
 from dgc.outer import OuterSteps, SlowMo
 from dgc.wire.payload import sealed_bytes
 

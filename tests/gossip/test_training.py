@@ -12,10 +12,10 @@ from gossip.networks import CASES, IDS, OUTER, ROWS, SIZES, Trained, momentum, o
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression.protocol import NonFiniteGradientError
+from dgc.engine.redistribute import redistribute
 from dgc.gossip import DPSGD, OSGP, SGP, Int8Message, TopologyError
 from dgc.optim import GossipOptimizer
 from dgc.outer import Nesterov, OuterSteps, SlowMo
-from dgc.redistribute import redistribute
 from dgc.wire.payload import sealed_bytes
 
 ROUNDING = 2e-6

@@ -16,7 +16,7 @@ from noise import Noisy, flip, places
 from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Compressor
-from dgc.compression.hierarchical import HierarchicalCompressor
+from dgc.engine.hierarchy import HierarchicalCompressor
 from dgc.testing import Fleet, gradients
 from dgc.wire import PayloadError
 

@@ -21,8 +21,8 @@ from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
 from dgc.compression import DenseCompressor, DenseResult, StatelessCompressor, uses_point_to_point
-from dgc.compression.hierarchical import HierarchicalCompressor
 from dgc.compression.powersgd import PowerSGDCompressor
+from dgc.engine.hierarchy import HierarchicalCompressor
 from dgc.testing import LIKE, Fleet, flat, gradients
 
 TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]

@@ -173,7 +173,7 @@ def test_too_many_passes() -> None:
         loss_of(model, part).backward()
     with pytest.raises(RuntimeError, match="backward_passes_per_step=2"):
         loss_of(model, 2).backward()
-    assert optimizer.exchange.in_flight
+    assert optimizer.exchange.engine.in_flight
 
 
 def test_bad_number_of_passes() -> None:

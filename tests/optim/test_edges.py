@@ -12,9 +12,9 @@ from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
+from dgc.engine.options import as_route
 from dgc.memory import ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc.optim.options import as_route
 
 KINDS = {"dense": DenseCompressor, "dgc": lambda: dgc(0.2), "dgc dense": lambda: dgc(1.0)}
 every_kind = pytest.mark.parametrize("compression", KINDS.values(), ids=KINDS)
@@ -264,7 +264,7 @@ def test_copies_of_the_model_are_free_of_hooks(compression: Any) -> None:
         for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
             assert_same(twin, model, exactly=True)
             loss_of(twin, 0).backward()
-            assert not optimizer.exchange.in_flight
+            assert not optimizer.exchange.engine.in_flight
         step(model, optimizer, 1, transport.rank)
 
     run(2, body)

@@ -138,7 +138,7 @@ def test_an_exception_in_a_step_with_an_outer_exchange(name: str, where: str) ->
         adam = (ZeroOneAdam if name == "0/1 Adam" else torch.optim.Adam)(model.parameters(), lr=0.01)
         optimizer = GossipOptimizer(adam, model.named_parameters(), algorithm, transport=transport)
         train(model, optimizer, range(5), transport.rank)
-        owner, attribute = (adam, "step") if where == "optimizer" else (algorithm.exchange._conversations, "start")
+        owner, attribute = (adam, "step") if where == "optimizer" else (algorithm.exchange._engine, "start")
         setattr(owner, attribute, fail)
         with pytest.raises(MemoryError):
             train(model, optimizer, range(5, 12), transport.rank)

@@ -78,7 +78,7 @@ def test_a_step_is_dropped_on_every_rank(compression: Any, through_gradients: An
                 assert all(torch.equal(a, b) for a, b in zip(before[1], after, strict=True))
         assert optimizer.dropped_steps == 1 and optimizer.error_norm() < float("inf")
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
-        assert not optimizer.exchange.in_flight
+        assert not optimizer.exchange.engine.in_flight
 
     with pytest.warns(UserWarning, match="gradient of spare.weight on rank 1 has NaN or inf, or is"):
         run(2, body)

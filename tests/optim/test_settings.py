@@ -22,10 +22,10 @@ from dgc.compression import (
     ThresholdCompressor,
 )
 from dgc.compression.protocol import StatelessCompressor
+from dgc.engine.agreement import describe
 from dgc.gossip import DPSGD, from_weights
 from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, GossipOptimizer
-from dgc.optim.agreement import describe
 from dgc.outer import OuterSteps
 from dgc.selection import Sampled
 from dgc.wire import CastValues, PackedIndices

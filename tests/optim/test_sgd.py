@@ -8,7 +8,7 @@ import torch
 
 from dgc.bucket import make_bucket
 from dgc.optim import DGCSGD
-from dgc.optim.sgd import SparseUpdate
+from dgc.engine.buckets import SparseUpdate
 
 
 def random(*shape: Any, seed: int = 0) -> Any:

@@ -22,11 +22,11 @@ from dgc.compression import (
     ScaledSignCompressor,
     SparseCompressor,
 )
+from dgc.engine.redistribute import redistribute
 from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import GossipOptimizer
 from dgc.outer import Nesterov, OuterSteps, Ramp, SlowMo
-from dgc.redistribute import redistribute
 from dgc.wire import RiceIndices, TwoBitValues
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

@@ -11,11 +11,11 @@ from gossip.networks import Trained, on
 from optim.nets import alone, net
 
 from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
+from dgc.engine.redistribute import redistribute
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DistributedOptimizer, GossipOptimizer
 from dgc.outer import OuterSteps, ZeroOneAdam, ZeroOneSteps
 from dgc.outer.zero_one_steps import ZeroOneSchedule
-from dgc.redistribute import redistribute
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 # T_v = {0, 1, 2, 4}; the gap is 1 up to step 7, then 2 for two steps, then 3: T_u has 0 to 7, 9, 12, 15, ..

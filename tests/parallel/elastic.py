@@ -21,7 +21,7 @@ from environment import REPOSITORY, patient, python_path
 from parallel.processes import children, free_port, send
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.redistribute import merge
+from dgc.engine.redistribute import merge
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.reading import read_manifest, read_tensors
 

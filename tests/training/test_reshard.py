@@ -8,9 +8,9 @@ import torch
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, PowerSGDCompressor, ThresholdCompressor
+from dgc.engine.redistribute import blend, merge, redistribute, select, share_of, shares
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc.redistribute import blend, merge, redistribute, select, share_of, shares
 
 
 @pytest.mark.parametrize("old", range(1, 9))

@@ -40,7 +40,7 @@ COMM = [
     ),
     Fault(
         "numbers-of-a-device-between-machines-not-read",
-        "dgc/compression/hierarchical.py",
+        "dgc/engine/hierarchy.py",
         "while isinstance(requests, Read):",
         "if isinstance(requests, Read):",
         ["tests/laws/test_reads.py"],

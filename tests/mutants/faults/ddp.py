@@ -2,7 +2,7 @@
 
 from ..fault import Fault
 
-ORDERED, START_ORDER = ["tests/comm/test_ordered.py"], ["tests/optim/test_start_order.py"]
+ORDERED, START_ORDER = ["tests/comm/test_ordered.py"], ["tests/engine/test_loop.py"]
 PARALLEL, ONE_PROCESS = ["tests/parallel/test_ddp.py"], ["tests/ddp/test_exceptions.py"]
 
 DDP = [
@@ -23,20 +23,20 @@ DDP = [
     Fault(
         "rounds-without-a-lane-launched-as-replies-arrive",
         "dgc/comm/conversation.py",
-        "limit: float = LANES",
-        "limit: float = inf",
+        "limit = LANES\n",
+        "limit = 99\n",
         ORDERED,
     ),
     Fault(
         "a-bucket-starts-before-its-last-gradient",
-        "dgc/optim/exchange/start_order.py",
+        "dgc/engine/loop.py",
         "if only_full and self._missing[bucket]:",
         "if only_full and self._missing[bucket] > 1:",
         START_ORDER,
     ),
     Fault(
         "each-rank-starts-buckets-in-its-own-order",
-        "dgc/optim/exchange/start_order.py",
+        "dgc/engine/loop.py",
         'filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")',
         "filled = list(self._filled)",
         START_ORDER,
@@ -65,15 +65,15 @@ DDP = [
     Fault(
         "order-of-ddps-only-bucket-learned",
         "dgc/ddp.py",
-        "if len(self._buffers) > 1:",
-        "if True:",
+        "learn=len(self._buffers) > 1",
+        "learn=True",
         ONE_PROCESS,
     ),
     Fault(
         "gradients-of-a-pass-that-failed-stay",
-        "dgc/ddp.py",
-        "if self._order.has_started:",
-        "if False:",
+        "dgc/engine/loop.py",
+        "if self.in_flight:\n            self.intact.fail",
+        "if False:\n            self.intact.fail",
         ONE_PROCESS,
     ),
     Fault(
@@ -85,8 +85,8 @@ DDP = [
     ),
     Fault(
         "error-state-with-the-loss-scale-of-its-step",
-        "dgc/ddp.py",
-        "self._loss_scale.divide_(plan.bucket.flat)",
+        "dgc/engine/loop.py",
+        "self.loss_scale.divide_(plan.bucket.flat)",
         "pass",
         PARALLEL,
     ),

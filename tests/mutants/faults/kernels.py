@@ -8,7 +8,7 @@ KERNELS = [
         "dgc/bucket.py",
         "offset += tensor.numel()",
         "offset += max(1, tensor.numel())",
-        ["tests/optim/test_planning.py"],
+        ["tests/engine/test_buckets.py"],
     ),
     Fault(
         "gradients-are-copied-over-the-result",
@@ -22,7 +22,7 @@ KERNELS = [
         "dgc/bucket.py",
         "if stride != expected:",
         "if stride < expected:",
-        ["tests/optim/test_planning.py"],
+        ["tests/engine/test_buckets.py"],
     ),
     Fault(
         "nesterov-ignored-in-the-reference",

@@ -53,13 +53,6 @@ OUTER = [
         ["tests/outer/test_outer_steps.py::test_a_fragment_is_used_after_the_delay_and_merged_by_alpha"],
     ),
     Fault(
-        "dropped-exchange-not-undone",
-        "dgc/outer/exchange.py",
-        "fragment.rollback()",
-        "pass",
-        ["tests/outer/test_outer_steps.py::test_what_a_dropped_exchange_has_sent_is_an_error_again"],
-    ),
-    Fault(
         "mean-in-flight-not-saved",
         "dgc/outer/exchange.py",
         "fragment.load_means(state[\"means\"])",
@@ -187,7 +180,7 @@ OUTER = [
     ),
     Fault(
         "exchanges-that-began-before-not-compared",
-        "dgc/optim/agreement.py",
+        "dgc/engine/agreement.py",
         "self._sequence.pending.pop(0)._compare()",
         "self._sequence.pending.pop()._compare()",
         ["tests/outer/test_in_flight.py::test_two_models_stepped_in_another_order_are_an_error_of_every_rank"],

@@ -47,14 +47,14 @@ TRAINING = [
     ),
     Fault(
         "resharded-mean-not-kept",
-        "dgc/redistribute.py",
+        "dgc/engine/redistribute.py",
         "weights[old] = new_size * (end - begin)",
         "weights[old] = old_size * (end - begin)",
         ["tests/training/test_reshard.py"],
     ),
     Fault(
         "error-states-blended-in-fp32",
-        "dgc/redistribute.py",
+        "dgc/engine/redistribute.py",
         "total = sum(weight * part.double()",
         "total = sum(weight * part",
         ["tests/training/test_reshard.py"],
@@ -261,7 +261,7 @@ TRAINING = [
     ),
     Fault(
         "machines-counted-as-ranks-when-redistributed",
-        "dgc/redistribute.py",
+        "dgc/engine/redistribute.py",
         'own, states = (rank, size) if part is None else (part["machine"], part["machines"])',
         "own, states = (rank, size)",
         ["tests/training/test_reshard.py::test_the_mean_is_preserved_between_machines_and_ranks"],

@@ -55,8 +55,8 @@ WIRE = [
     Fault(
         "2-bit-values-beyond-the-gradients-range",
         "dgc/wire/values.py",
-        "within(selection.values, result, 0.0)",
-        "selection.values",
+        "within(selection.values, result, 0.0), selection.count)\n        values = codec.two",
+        "selection.values, selection.count)\n        values = codec.two",
         ["tests/wire/test_payload.py::test_values_stay_in_the_gradients_range"],
     ),
     Fault(

@@ -1,8 +1,8 @@
 """Momentum is applied once: by the memory before compression or by the optimizer, never by both."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -11,9 +11,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import ExchangesMomentum, MomentumOwner
-from dgc.optim.agreement import check_settings
-from dgc.optim.exchange.planning import PlannedBucket
-from dgc.optim.sgd import SupportsCorrectedGradients
+from dgc.engine.agreement import check_settings
+from dgc.engine.buckets import PlannedBucket, SparseUpdate
+
+
+@runtime_checkable
+class SupportsCorrectedGradients(Protocol):
+    """An optimizer that leaves momentum to the compressor's memory and applies sparse updates directly."""
+
+    def skip_momentum_of(self, parameters: Iterable[Tensor]) -> None: ...
+
+    def step(self, closure: Callable[[], Any] | None = None, sparse: Sequence[SparseUpdate] = ()) -> Any: ...
 
 
 class MomentumCheck:

@@ -7,8 +7,8 @@ import torch
 
 from dgc.bucket import lay_out, make_bucket
 from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
+from dgc.engine.buckets import MEGABYTE, describe, plan_buckets
 from dgc.memory import NoMemory
-from dgc.optim.exchange.planning import MEGABYTE, describe, plan_buckets
 
 DENSE = DenseCompressor()
 

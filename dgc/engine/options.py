@@ -1,13 +1,14 @@
 """Checks and conversions of DistributedOptimizer's arguments."""
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dgc.arguments import WHOLE, require
 from dgc.bucket import named_pairs
@@ -20,6 +21,8 @@ from dgc.compression.route import Route, Rule
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 _optimizers_of: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
 _in_use: WeakSet[Compressor] = WeakSet()
+# of each parameter with hooks, what averages its gradients, and the name of that
+_owners: MutableMapping[Tensor, tuple[ref[Any], str]] = WeakIdKeyDictionary()
 
 
 def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any) -> None:
@@ -29,15 +32,6 @@ def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any)
         raise ValueError("gradient_predivide_factor is not supported: leave it at 1.0")
     if num_groups or groups is not None:
         warnings.warn("groups and num_groups have no effect here: use bucket_mb", stacklevel=3)
-
-
-def warn_of_dropped_step(reason: str) -> None:
-    """Warn the caller of synchronize() or step() of the first dropped step."""
-    warnings.warn(
-        f"{reason}: every rank drops this step. Further dropped steps are only counted, in dropped_steps; "
-        "nonfinite='raise' raises an error instead",
-        stacklevel=4,
-    )
 
 
 def check_nonfinite(nonfinite: str, grad_scaler: Any) -> None:
@@ -173,6 +167,42 @@ def unique_prefix(transport: Transport) -> str:
         return unique_prefix(transport.inner)
     _optimizers_of[transport] = number = _optimizers_of.get(transport, -1) + 1
     return f"dgc{number}"
+
+
+def claim(parameters: Iterable[Tensor], owner: Any, name: str) -> None:
+    """Record that `owner`, while it exists, averages these gradients. name: "DistributedOptimizer" or "DDP"."""
+    _owners.update((p, (ref(owner), name)) for p in parameters)
+
+
+def release(parameters: Iterable[Tensor]) -> None:
+    """Forget what averages these gradients."""
+    for p in parameters:
+        _owners.pop(p, None)
+
+
+def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]], name: str) -> None:
+    """Check that nothing else averages the gradients of these parameters, because they would be averaged twice.
+
+    Args:
+        named_parameters: (name, parameter) pairs.
+        name: What is to average them, as in `claim`. A new DistributedDataParallel may replace an earlier one.
+
+    Raises:
+        ValueError: A parameter belongs to another DistributedOptimizer, or to a DistributedDataParallel.
+    """
+    for parameter, p in named_parameters:
+        owner, other = _owners.get(p, (lambda: None, ""))
+        if owner() is None or name == other == "DDP":
+            continue
+        if other == "DDP":
+            raise ValueError(
+                f"dgc.ddp.compress exchanges the gradient of {parameter} already: step the optimizer itself, "
+                "without DistributedOptimizer, or delete the model in DistributedDataParallel first"
+            )
+        raise ValueError(
+            f"{parameter} belongs to another DistributedOptimizer already: close() that one before wrapping its "
+            "parameters again"
+        )
 
 
 def check_unused(compressor: Compressor) -> None:

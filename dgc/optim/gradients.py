@@ -6,121 +6,55 @@ without a gradient counts as zero.
 """
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from dgc.comm.conversation import Intact, OrderedConversations
-from dgc.comm.meter import TrafficMeter
-from dgc.comm.transport import Transport
-from dgc.compression.protocol import Result, conversation_of
-from dgc.optim.exchange.planning import PlannedBucket
-from dgc.optim.exchange.scaling import LossScale
-from dgc.optim.exchange.start_order import StartOrder
-from dgc.optim.exchange.streams import SideStream
-
-# of each parameter with hooks, a weak reference to what averages its gradients
-_owners: MutableMapping[Tensor, weakref.ref[Any]] = WeakIdKeyDictionary()
-
-
-def claim(parameters: Iterable[Tensor], owner: Any) -> None:
-    """Record that `owner`, a GradientExchange or a DistributedDataParallel, averages these gradients."""
-    _owners.update((p, weakref.ref(owner)) for p in parameters)
-
-
-def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]], by_ddp: bool = False) -> None:
-    """Check that nothing else averages the gradients of these parameters, because they would be averaged twice.
-
-    Args:
-        named_parameters: (name, parameter) pairs.
-        by_ddp: A new DistributedDataParallel is to average them, in place of an earlier one.
-
-    Raises:
-        ValueError: A parameter belongs to another DistributedOptimizer, or to a DistributedDataParallel.
-    """
-    for name, p in named_parameters:
-        owner = _owners[p]() if p in _owners else None
-        if isinstance(owner, GradientExchange):
-            raise ValueError(
-                f"{name} belongs to another DistributedOptimizer already: close() that one before wrapping its "
-                "parameters again"
-            )
-        if owner is not None and not by_ddp:
-            raise ValueError(
-                f"dgc.ddp.compress exchanges the gradient of {name} already: step the optimizer itself, without "
-                "DistributedOptimizer, or delete the model in DistributedDataParallel first"
-            )
+from dgc.engine.buckets import PlannedBucket
+from dgc.engine.loop import Engine, Outcome
+from dgc.engine.options import claim, release
 
 
 class GradientExchange:
     """Exchanges the gradients of every step, always in the same buckets.
 
     A bucket is full when each of its parameters has received `passes` gradients. It starts then, if all buckets
-    before it in `StartOrder` have started, or at `finish`. Hooks may run in several threads (one per device), so a
-    lock guards the state. A parameter's .grad may change between passes. It must not change between its last
-    gradient and `finish`, whether or not its bucket has started (RuntimeError).
+    before it have started, or at `finish`. Hooks may run in several threads (one per device), so a lock guards the
+    state. A parameter's .grad may change between passes. It must not change between its last gradient and
+    `finish`, whether or not its bucket has started (RuntimeError).
 
     After an exception in backward, `zero` begins the step again if no bucket has started. Otherwise `finish` must
     be called, as on the other ranks: gradients that are missing count as zero. After an exception in the exchange
-    itself, `intact` does not let it continue.
+    itself, `engine.intact` does not let it continue.
 
     Args:
-        planned: The buckets, in the order in which backward fills them.
+        engine: Exchanges the buckets. Each is a group of its own.
         passes: Backward passes per step.
-        transport: Connects the ranks.
-        meter: Counts bytes and seconds.
-        loss_scale: Removes the loss scale before compression.
-        begin_step: Called before the first bucket of each step starts.
-        name: Prefix of lanes and control messages, unique on the transport.
     """
 
-    def __init__(
-        self,
-        planned: Sequence[PlannedBucket],
-        passes: int,
-        transport: Transport,
-        meter: TrafficMeter,
-        loss_scale: LossScale,
-        begin_step: Callable[[], None],
-        name: str,
-    ):
-        self.planned, self.passes, self.meter = planned, passes, meter
+    def __init__(self, engine: Engine, passes: int):
+        self.engine, self.passes = engine, passes
+        self.planned = [plan for group in engine.groups for plan in group]
         self.had_backward = False
         self.averaged = False  # whether .grad holds the results of `finish`, with nothing added since
-        self._transport, self._loss_scale, self._begin_step = transport, loss_scale, begin_step
         self._lock = threading.RLock()
-        self._slots = {p: (b, i) for b, plan in enumerate(planned) for i, p in enumerate(plan.parameters)}
-        self._side_streams = {device: SideStream(device) for device in {plan.bucket.device for plan in planned}}
-        self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
-        self._order = StartOrder([len(plan.parameters) for plan in planned], transport, name)
+        self._slots = {p: (b, i) for b, plan in enumerate(self.planned) for i, p in enumerate(plan.parameters)}
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._slots]
-        claim(self._slots, self)
+        claim(self._slots, self, "DistributedOptimizer")
         self._reset()
 
     def _reset(self) -> None:
         self._passes_left = dict.fromkeys(self._slots, self.passes)
-        self._order.reset()
-        self._conversations.clear()
         self._final_gradients: dict[Tensor, tuple[Tensor, int]] = {}  # complete gradients and their versions
+        self.engine.reset()
 
     def __contains__(self, p: object) -> bool:
         return p in self._slots
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._slots)
-
-    @property
-    def intact(self) -> Intact:
-        """Guards the exchange, and what must happen after it on every rank."""
-        return self._conversations.intact
-
-    @property
-    def in_flight(self) -> bool:
-        return len(self._conversations) > 0
 
     def _hook(self, p: Tensor) -> None:
         with self._lock:
@@ -137,11 +71,10 @@ class GradientExchange:
             self._passes_left[p] -= 1
             if self._passes_left[p] == 0:
                 self._record_version(p)
-                self._order.add(b)
-                for full in self._order.start():
-                    self._start(full)
-            with torch.no_grad():
-                self._conversations.advance()
+                if self.engine.order.add(b):
+                    for full in self.engine.order.start():
+                        self._start(full)
+                    self.engine.advance()
 
     def _record_version(self, p: Tensor) -> None:
         assert p.grad is not None
@@ -161,53 +94,39 @@ class GradientExchange:
     def _start(self, b: int) -> None:
         plan = self.planned[b]
         self._check_unchanged(plan)
-        if not self.in_flight:
-            self._begin_step()
-        self.meter.count_dense(plan.bucket.numel, self._transport.size)
-        with torch.no_grad(), self._side_stream(b).after_caller():
-            if self._loss_scale.enabled:
-                self._loss_scale.divide_(plan.bucket.flat)
-            conversation = conversation_of(plan.compressor, plan.bucket)
-            self._conversations.start(plan.bucket.name, conversation, self._side_stream(b).concurrently)
+        self.engine.start(b)
         if plan.bucket.is_flat:
             plan.attach()  # the gradients were copied: free the originals
             for p in plan.parameters:
                 self._record_version(p)
 
-    def _side_stream(self, b: int) -> SideStream:
-        return self._side_streams[self.planned[b].bucket.device]
-
-    def finish(self) -> list[Result]:
-        """Start the buckets that backward did not fill and wait for all. Returns one result per bucket."""
+    def finish(self) -> Outcome:
+        """Start the buckets that backward did not fill, and wait for all. There is one result per bucket."""
         with self._lock, torch.no_grad():
             for plan in self.planned:
                 self._check_unchanged(plan)
-            with self.intact:
-                for b in self._order.start(only_full=False):
+            with self.engine.intact:
+                for b in self.engine.order.start(only_full=False):
                     plan = self.planned[b]
                     for i in range(len(plan.parameters)):
                         plan.collect(i)
                     self._start(b)
-                result_of = dict(zip(self._order.buckets, self._conversations.finish(), strict=True))
-                results = [result_of[b] for b in range(len(self.planned))]
-                self._order.learn()
-                for side in self._side_streams.values():
-                    side.join()
+                outcome = self.engine.finish(learn=True)
                 for plan in self.planned:
                     if plan.bucket.is_flat:
                         plan.attach()
                     plan.bucket.release()
                 self._reset()
                 self.averaged = True
-            return results
+            return outcome
 
     def zero(self, set_to_none: bool) -> None:
         """Drop all gradients, or make them zero views into the buckets.
 
         Dropping is faster: backward then stores a new gradient instead of adding to zeros.
         """
-        self.intact.check()
-        if self.in_flight:
+        self.engine.intact.check()
+        if self.engine.in_flight:
             raise RuntimeError(
                 "zero_grad() between backward and step() or synchronize(), while gradients are in flight. After "
                 "an exception in backward call step() all the same, as other ranks do: what is missing is zero"
@@ -244,5 +163,4 @@ class GradientExchange:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for p in self._slots:
-            _owners.pop(p, None)
+        release(self._slots)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.identity import KEY, ErrorStatePart, Identity, identified, identity_of
+from dgc.engine.state import KEY, ErrorStatePart, Identity, identified, identity_of
 
 
 class FixedSize(ValueError):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.arguments import NUMBER, require
@@ -12,10 +13,23 @@ from dgc.bucket import Bucket, Segment, as_real, lay_out, make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, SparseResult
-from dgc.optim.agreement import first_difference
-from dgc.optim.sgd import SparseUpdate
+from dgc.engine.agreement import first_difference
 
 MEGABYTE = 1024 * 1024
+
+
+@dataclass(frozen=True, eq=False)
+class SparseUpdate:
+    """A sparse gradient of several parameters in one flat index space.
+
+    Parameter s has the indices bounds[s] to bounds[s+1] - 1, in the order of its memory. The gradient is `values`
+    at `indices`, which are unique and ascending, and zero elsewhere.
+    """
+
+    parameters: tuple[Tensor, ...]
+    bounds: Int64[Tensor, "bounds"]
+    indices: Int64[Tensor, "k"]
+    values: Float32[Tensor, "k"]
 
 
 @dataclass(eq=False)

@@ -109,7 +109,7 @@ class Agreement:
         cure: What to do about a difference, for errors.
 
     Example:
-        >>> from dgc.optim.agreement import Agreement
+        >>> from dgc.engine.agreement import Agreement
         >>> rates = Agreement(transport, "a", "an exchange of models", "use the same lr on every rank")
         >>> with rates.exchange():
         ...     rates.begin(lr=0.1)  # before the exchange begins

@@ -1,0 +1,192 @@
+"""Time of a training step of small networks, which is that of Python and of messages: ours, DDP and Horovod.
+
+    python -m benchmarks.step_cost [--ranks 1 2] [--rounds 100]
+
+mlp      two layers, 9,610 parameters in one bucket of each method
+tensors  80, 160 and 320 parameters of 64 x 16, each in a bucket of its own. Backward does little else
+
+plain    SGD without other ranks: the floor
+DDP      torch's DistributedDataParallel over Gloo, one all-reduce of fp32 per bucket
+Horovod  Horovod's DistributedOptimizer, fp32, with Horovod's settings that a user has (fusion of 128 MB)
+dense, DGC, PowerSGD    DistributedOptimizer of this library, over the same Gloo or Horovod. DGC sends 10 %
+hook ...                dgc.ddp.compress with the same methods
+
+The ranks are started by torchrun (Gloo) and by mpirun (Horovod, over MPI). Methods alternate within each round.
+The time of a step is the largest over the ranks, from a barrier to the end of optimizer.step(). `overhead` is the
+median over rounds of the time minus that of the plain step in the same round, and `/ DDP` the ratio of overheads.
+The output is a table for each number of ranks and transport, and a last line of JSON.
+"""
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.launches import run_ranks, settings_of_rank, write_result
+from benchmarks.results import print_json
+from dgc.comm import Transport, all_reduce
+from dgc.comm.connect import default_transport
+from dgc.compression import Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor
+from dgc.memory import ResidualMemory
+from dgc.optim import DistributedOptimizer
+
+METHODS: dict[str, Callable[[], Compressor]] = {
+    "dense": DenseCompressor,
+    "DGC": lambda: DGCCompressor(0.1, ResidualMemory()),
+    "PowerSGD": lambda: PowerSGDCompressor(rank=1),
+}
+SIZES = {"mlp": 0, "80 tensors": 80, "160 tensors": 160, "320 tensors": 320}
+BUCKET_MB = 25.0
+ONE_TENSOR_MB = 4 * 64 * 16 / 2**20
+Step = Callable[[], None]
+
+
+class Tensors(nn.Module):
+    """Many small matrices, each of which gets a gradient of its own."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(64, 16)) for _ in range(number)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(weight * x).sum() for weight in self.weights]).sum()
+
+
+def network(size: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    if size == "mlp":
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), torch.randn(16, 64)
+    return Tensors(SIZES[size]), torch.randn(64, 16)
+
+
+def step_of(model: nn.Module, x: Tensor, optimizer: Any) -> Step:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def steps(size: str, transport: Transport, over: str) -> Iterator[tuple[str, Step]]:
+    bucket_mb = BUCKET_MB if size == "mlp" else ONE_TENSOR_MB
+
+    def built() -> tuple[nn.Module, Tensor, torch.optim.Optimizer]:
+        model, x = network(size)
+        return model, x, torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    yield "plain", step_of(*built())
+    if over == "gloo":
+        from torch.nn.parallel import DistributedDataParallel
+
+        from dgc.ddp import compress
+
+        model, x, sgd = built()
+        yield "DDP", step_of(DistributedDataParallel(model, bucket_cap_mb=bucket_mb), x, sgd)
+        for name, make in METHODS.items():
+            model, x, sgd = built()
+            ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+            compress(ddp, make(), transport=transport, bucket_mb=bucket_mb)
+            yield f"hook {name}", step_of(ddp, x, sgd)
+    else:
+        import horovod.torch as hvd
+
+        model, x, sgd = built()
+        yield "Horovod", step_of(model, x, hvd.DistributedOptimizer(sgd, model.named_parameters()))
+    for name, make in METHODS.items():
+        model, x, sgd = built()
+        named = model.named_parameters()
+        yield (
+            name,
+            step_of(model, x, DistributedOptimizer(sgd, named, make(), transport=transport, bucket_mb=bucket_mb)),
+        )
+
+
+def measure(size: str, transport: Transport, over: str, rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds of each method's steps, the largest over the ranks."""
+    found: dict[str, list[float]] = {}
+    methods = dict(steps(size, transport, over))
+    gc.disable()
+    for i in range(-warmup, rounds):
+        own = []
+        for step in methods.values():
+            all_reduce(transport, torch.zeros(1), "sum", "ready")
+            start = time.perf_counter()
+            step()
+            own.append(time.perf_counter() - start)
+        slowest = all_reduce(transport, torch.tensor(own, dtype=torch.float64), "max", "seconds").tolist()
+        if i >= 0:
+            for name, seconds in zip(methods, slowest, strict=True):
+                found.setdefault(name, []).append(seconds)
+    gc.enable()
+    return found
+
+
+def work() -> None:
+    settings = settings_of_rank()
+    torch.set_num_threads(1)
+    if settings["over"] == "horovod":
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(128 * 2**20))  # the user's, for Horovod's optimizer
+    transport = default_transport(transport="torch" if settings["over"] == "gloo" else "horovod")
+    found = {
+        size: measure(size, transport, settings["over"], settings["rounds"], settings["warmup"])
+        for size in settings["sizes"]
+    }
+    if transport.rank == 0:
+        write_result(found)
+
+
+def report(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for size, rows in found.items():
+        overheads = {
+            name: median(t - floor for t, floor in zip(row, rows["plain"], strict=True))
+            for name, row in rows.items()
+        }
+        opponent = next(name for name in ("DDP", "Horovod") if name in rows)
+        print(f"\n{size:<14} {'step us':>9} {'overhead us':>12} {'/ ' + opponent:>10}")
+        for name, row in rows.items():
+            line = f"{name:<14} {1e6 * median(row):9.0f} {1e6 * overheads[name]:12.0f}"
+            relative = overheads[name] / overheads[opponent]
+            print(line + (f" {relative:10.2f}" if name != "plain" else ""))
+            result.setdefault(size, {})[name] = {
+                "step_us": round(1e6 * median(row), 1),
+                "overhead_us": round(1e6 * overheads[name], 1),
+                "relative": round(relative, 3),
+            }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--over", nargs="+", choices=("gloo", "horovod"), default=["gloo", "horovod"])
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--warmup", type=int, default=10)
+    args = parser.parse_args()
+    if min(args.rounds, *args.ranks) < 1 or args.warmup < 2:
+        raise SystemExit("--rounds and --ranks must be at least 1, --warmup at least 2")
+    result: dict[str, Any] = {"benchmark": "step_cost", "torch": torch.__version__}
+    for over in args.over:
+        for ranks in args.ranks:
+            settings = {"over": over, "rounds": args.rounds, "warmup": args.warmup, "sizes": args.sizes}
+            launcher = "torchrun" if over == "gloo" else "mpirun"
+            found = run_ranks("benchmarks.step_cost", settings, ranks, launcher=launcher)
+            print(f"\n{ranks} rank(s), {over}, 1 thread each, {args.rounds} rounds")
+            result[f"{over} {ranks}"] = report(found)
+    print_json(result)
+
+
+if __name__ == "__main__":
+    if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE"} & os.environ.keys():
+        work()
+    else:
+        main()

@@ -1,0 +1,309 @@
+"""The loop of one step: buckets start in one order on every rank, advance, and finish or are dropped.
+
+Adapters call it: DistributedOptimizer, the hooks of DDP and FSDP2, lists of gradients (`dgc.aggregate`) and outer
+steps. An adapter fills the buckets, says when a gradient is complete, and puts the means where they belong.
+
+    engine.order.add(g)                          for each complete gradient of group g
+    for g in engine.order.start():               groups that may start now
+        engine.start(g)
+    engine.advance()                             any number of times
+    outcome = engine.finish()                    results, or the reason why every rank drops the step
+
+Loss scaling (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2): with scale s the loss is multiplied by s,
+so backward computes s g. A bucket is divided by s before compression and multiplied by s after it. The error state
+therefore does not depend on s, which may change from step to step, and GradScaler.unscale_ works as usual. If any
+rank's gradient has NaN or inf, all ranks get NaN. Every rank's scaler then skips the step and lowers s by the same
+factor.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dgc.comm.collectives import broadcast_object
+from dgc.comm.conversation import Intact, OrderedConversations
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.transport import Transport
+from dgc.compression.protocol import Compressor, Result, conversation_of
+from dgc.engine.buckets import PlannedBucket
+
+
+class StartOrder:
+    """The order in which groups of buckets start: one for all ranks, close to the order in which they fill.
+
+    A group may start when it is full and all groups before it have started. The order is that of the plan in the
+    first step, and then that in which rank 0 filled them.
+
+    Args:
+        sizes: Number of gradients of each group.
+        transport: Connects the ranks.
+        name: Prefix of control messages, unique on the transport.
+    """
+
+    def __init__(self, sizes: Sequence[int], transport: Transport, name: str):
+        self.buckets = list(range(len(sizes)))  # in the order in which they start
+        self._sizes, self._transport, self._name = sizes, transport, name
+        self._is_learned = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step: no bucket has gradients or has started."""
+        self._missing = list(self._sizes)
+        self._filled: list[int] = []
+        self._started = 0
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a bucket of this step has started."""
+        return self._started > 0
+
+    def add(self, group: int) -> bool:
+        """Count one more complete gradient of a group. Return whether the group is full now."""
+        self._missing[group] -= 1
+        if self._missing[group] == 0:
+            self._filled.append(group)
+        return self._missing[group] == 0
+
+    def start(self, only_full: bool = True) -> Iterator[int]:
+        """Yield the buckets to start now, in order. With only_full=False these are all that have not started."""
+        while self._started < len(self.buckets):
+            bucket = self.buckets[self._started]
+            if only_full and self._missing[bucket]:
+                return
+            yield bucket
+            self._started += 1  # unless the caller has failed to start it
+
+    def learn(self) -> None:
+        """Take over the order in which rank 0 filled its buckets, if that has not been done. Collective."""
+        if not self._is_learned:
+            filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")
+            self.buckets = list(dict.fromkeys([*filled, *self.buckets]))
+            self._is_learned = bool(filled)
+
+
+def is_used(grad_scaler: Any) -> bool:
+    """Whether `grad_scaler` is an enabled GradScaler."""
+    return grad_scaler is not None and bool(grad_scaler.is_enabled())
+
+
+class LossScale:
+    """Removes the loss scale before compression and restores it afterwards.
+
+    Args:
+        grad_scaler: A torch.amp.GradScaler, or None for no scaling.
+        planned: The buckets.
+
+    Raises:
+        ValueError: Scaling is enabled and a parameter is fp16. GradScaler cannot unscale fp16 gradients.
+    """
+
+    def __init__(self, grad_scaler: Any, planned: Sequence[PlannedBucket]):
+        self._scaler = grad_scaler
+        self.enabled = is_used(grad_scaler)
+        half = [s.name for p in planned if p.bucket.dtype == torch.float16 for s in p.bucket.segments]
+        if self.enabled and half:
+            raise ValueError(
+                f"grad_scaler cannot unscale gradients of fp16 parameters, such as {half[0]}: keep parameters in "
+                "fp32 and use torch.autocast"
+            )
+
+    def divide_(self, flat: Tensor) -> None:
+        if self.enabled:
+            flat.div_(self._on(flat.device))
+
+    def multiply_(self, flat: Tensor) -> None:
+        if self.enabled:
+            flat.mul_(self._on(flat.device))
+
+    def check_before_averaging(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError if there is no scaler, or it has already unscaled the gradients."""
+        if not self.enabled:
+            raise RuntimeError(
+                "a GradScaler steps this DistributedOptimizer but was not passed to it: pass it as grad_scaler="
+            )
+        if self._is_unscaled(optimizer):
+            raise RuntimeError(
+                "unscale_(optimizer) was called before optimizer.synchronize(): first average the gradients, then "
+                "unscale, then clip, then step inside optimizer.skip_synchronize()"
+            )
+
+    def check_before_step(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError if a step would use scaled gradients."""
+        if self.enabled and not self._is_unscaled(optimizer):
+            raise RuntimeError("the gradients are scaled: call grad_scaler.step(optimizer), not optimizer.step()")
+
+    def _is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether the scaler has unscaled this optimizer's gradients since its last update()."""
+        return self._scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED"
+
+    def _on(self, device: torch.device) -> Tensor:
+        # not get_scale(), which waits for the device
+        return self._scaler.scale(torch.ones((), dtype=torch.float32, device=device))
+
+
+class SideStream:
+    """A stream next to the caller's current stream.
+
+    Work inside `after_caller` waits for the work that the caller has queued so far. Work inside `concurrently`
+    does not. After `join`, the caller's stream waits for the side stream. The host never waits. On a CPU all three
+    do nothing.
+
+    Args:
+        device: Device of the stream.
+
+    Attributes:
+        stream: The stream; None on a CPU.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def after_caller(self) -> AbstractContextManager[Any]:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        return self.concurrently()
+
+    def concurrently(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def join(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a step.
+
+    Attributes:
+        results: Buckets and their results, in the order of the plan.
+        nonfinite: Why no result may be used, or None. The same on every rank.
+    """
+
+    results: list[tuple[PlannedBucket, Result]]
+    nonfinite: str | None
+
+
+class Engine:
+    """Runs the conversations of the buckets of each step. Construction is collective.
+
+    If a result is not finite, `finish` undoes the step in the state of all methods. After an exception in a method
+    or in the network, `intact` does not let the next use continue.
+
+    Args:
+        groups: The buckets. Those of one group start together.
+        transport: Connects the ranks.
+        meter: Counts bytes and seconds.
+        name: Prefix of lanes and messages, unique on the transport.
+        begin_step: Called before the first bucket of each step starts.
+        loss_scale: Removes the loss scale before compression.
+        counts_dense: Count what a dense exchange would send. Otherwise the caller does.
+
+    Attributes:
+        order: Says which groups may start. Each gradient of a group must be added once.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[PlannedBucket]],
+        transport: Transport,
+        meter: TrafficMeter,
+        name: str,
+        begin_step: Callable[[], None] = lambda: None,
+        loss_scale: LossScale | None = None,
+        counts_dense: bool = True,
+    ):
+        self.groups, self.meter = groups, meter
+        planned = [plan for group in groups for plan in group]
+        self.loss_scale = loss_scale or LossScale(None, planned)
+        self.order = StartOrder([sum(len(p.parameters) for p in group) for group in groups], transport, name)
+        self.streams = {device: SideStream(device) for device in dict.fromkeys(p.bucket.device for p in planned)}
+        self._transport, self._begin_step, self._counts_dense = transport, begin_step, counts_dense
+        self._position = {plan.bucket.name: i for i, plan in enumerate(planned)}
+        self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
+        self._started: list[tuple[PlannedBucket, Compressor]] = []
+
+    @property
+    def intact(self) -> Intact:
+        """Guards the engine, and what must happen after it on every rank."""
+        return self._conversations.intact
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a bucket of this step has started."""
+        return len(self._started) > 0
+
+    def check_ended(self, where: str) -> None:
+        """Raise RuntimeError if an exception has ended a step after buckets had started. where: in which call."""
+        if self.in_flight:
+            self.intact.fail(f"in {where}, while gradients were exchanged")
+        self.intact.check()
+
+    def reset(self) -> None:
+        """Begin a step: no bucket has gradients or has started."""
+        self.order.reset()
+        self._conversations.clear()
+        self._started.clear()
+
+    def start(self, g: int, compressor: Compressor | None = None, suffix: str = "") -> None:
+        """Start the buckets of a group.
+
+        Args:
+            g: The number of the group.
+            compressor: In place of those of the plan.
+            suffix: Added to the names of messages. Messages of one name must always have the same size.
+        """
+        if not self.in_flight:
+            self._begin_step()
+        for plan in self.groups[g]:
+            if self._counts_dense:
+                self.meter.count_dense(plan.bucket.numel, self._transport.size)
+            side, method = self.streams[plan.bucket.device], compressor or plan.compressor
+            with torch.no_grad(), side.after_caller():
+                if self.loss_scale.enabled:
+                    self.loss_scale.divide_(plan.bucket.flat)
+                conversation = conversation_of(method, plan.bucket)
+                self._conversations.start(plan.bucket.name + suffix, conversation, side.concurrently)
+            self._started.append((plan, method))
+
+    def advance(self) -> None:
+        """Continue what has arrived, without waiting."""
+        with torch.no_grad():
+            self._conversations.advance()
+
+    def finish(self, learn: bool = False, judge: Callable[[str | None], str | None] | None = None) -> Outcome:
+        """Wait for the buckets that have started, and end the step.
+
+        Args:
+            learn: Let the order in which rank 0 has filled its buckets be that of all later steps. Collective.
+            judge: Given why the results of this rank cannot be used, or None, returns why those of all cannot.
+        """
+        with torch.no_grad(), self.intact:
+            results = self._conversations.finish()
+            started, self._started = self._started, []
+            if learn:
+                self.order.learn()
+            for side in self.streams.values():
+                side.join()
+            both = zip(started, results, strict=True)
+            ended = sorted(both, key=lambda pair: self._position[pair[0][0].bucket.name])
+            reason = next((result.nonfinite for _, result in ended if result.nonfinite), None)
+            reason = reason if judge is None else judge(reason)
+            if reason is not None:
+                for plan, method in started:
+                    method.rollback(plan.bucket)
+            self.order.reset()
+            return Outcome([(plan, result) for (plan, _), result in ended], reason)
+
+
+def warn_of_drop(reason: str, effect: str, counter: str = "dropped_steps", stacklevel: int = 3) -> None:
+    """Warn of the first dropped step. effect: what every rank does. counter: where further ones are counted."""
+    text = f"{reason}: {effect}. Further dropped steps are only counted, in {counter}"
+    if counter == "dropped_steps":
+        text += "; nonfinite='raise' raises an error instead"
+    warnings.warn(text, stacklevel=stacklevel)

@@ -1,1 +1,0 @@
-"""The exchange of a step's gradients."""

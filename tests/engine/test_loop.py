@@ -1,0 +1,222 @@
+"""The loop of a step: order of start, arrivals in any order, dropped steps and exceptions."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from torch import Tensor
+
+from dgc.comm import TrafficMeter
+from dgc.comm.lockstep import LockstepTransport, LockstepWorld
+from dgc.compression import DenseCompressor, DGCCompressor, PowerSGDCompressor
+from dgc.engine.buckets import plan_buckets
+from dgc.engine.loop import Engine, StartOrder
+from dgc.memory import DGCSGDMemory
+
+SHAPES = [(8, 6), (5,), (4, 4, 3), (12, 2), (1, 7), (9, 3)]
+
+
+def step(order: StartOrder, arrivals: list[int]) -> list[list[int]]:
+    """The buckets that start after each gradient, and at the end of a step."""
+    started = []
+    for bucket in arrivals:
+        order.add(bucket)
+        started.append(list(order.start()))
+    started.append(list(order.start(only_full=False)))
+    return started
+
+
+def test_a_bucket_starts_when_it_and_all_before_it_are_full() -> None:
+    order = StartOrder([2, 1, 1], LockstepWorld(1).transports[0], "test")
+    assert step(order, [1, 0, 0, 2]) == [[], [], [0, 1], [2], []]
+
+
+def test_buckets_that_are_not_full_start_at_the_end() -> None:
+    order = StartOrder([1, 2, 1], LockstepWorld(1).transports[0], "test")
+    assert step(order, [0, 1, 2]) == [[0], [], [], [1, 2]]
+    order.reset()
+    assert step(order, []) == [[0, 1, 2]], "a step begins with no gradients"
+
+
+def test_every_rank_takes_over_the_order_of_rank_0() -> None:
+    def body(transport: Any) -> list[list[int]]:
+        order = StartOrder([1, 1, 1], transport, "test")
+        for arrivals in [[2, 1, 0] if transport.rank == 0 else [1, 0, 2]] * 2:
+            order.reset()
+            started = step(order, arrivals)
+            order.learn()
+        return [order.buckets, *started]
+
+    first, second = LockstepWorld(2).run(body)
+    assert first == [[2, 1, 0], [2], [1], [0], []]
+    assert second == [[2, 1, 0], [], [], [2, 1, 0], []]
+
+
+def test_the_order_is_learned_in_a_step_in_which_rank_0_fills_buckets() -> None:
+    def body(transport: Any) -> list[list[int]]:
+        order = StartOrder([1, 1, 1], transport, "test")
+        seen = []
+        for arrivals in ([], [2], [1]):
+            order.reset()
+            step(order, arrivals)
+            order.learn()
+            seen.append(order.buckets)
+        return seen
+
+    expected = [[0, 1, 2], [2, 0, 1], [2, 0, 1]]
+    assert LockstepWorld(2).run(body) == [expected, expected]
+
+
+class Late(LockstepTransport):
+    """Replies arrive at random, at other times on each rank."""
+
+    random = random.Random(0)
+
+    def poll(self, flight: Any) -> bool:
+        return self.random.random() < 0.5 and super().poll(flight)
+
+
+class Run:
+    """Buckets of three methods, with gradients that differ between ranks and steps."""
+
+    def __init__(self, transport: LockstepTransport, bucket_mb: float = 1e-6):
+        dgc, powersgd = DGCCompressor(0.25, DGCSGDMemory(momentum=0.9)), PowerSGDCompressor(rank=1)
+        methods = [dgc, DenseCompressor(), powersgd]
+        self.parameters = [torch.zeros(shape) for shape in SHAPES]
+        named = [(f"p{i}", p) for i, p in enumerate(self.parameters)]
+        of_name = {name: methods[i % 3] if p.dim() > 1 else methods[1] for i, (name, p) in enumerate(named)}
+        planned = plan_buckets(named, lambda segment: of_name[segment.name], bucket_mb, "test")
+        for plan in planned:
+            plan.compressor.plan(plan.bucket, transport.size, transport.rank)
+        self.rank, self.methods, self.meter = transport.rank, [dgc, powersgd], TrafficMeter()
+        self.begun = 0
+        self.engine = Engine([[plan] for plan in planned], transport, self.meter, "test", self.begin)
+        self.steps = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def fill(self, bad: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(100 * self.steps + self.rank)
+        for b, (plan,) in enumerate(self.engine.groups):
+            plan.bucket.flat.copy_(torch.randn(plan.bucket.numel, generator=generator))
+            if b == bad:
+                plan.bucket.flat[-1] = float("nan")
+        self.steps += 1
+
+    def step(self, arrivals: random.Random | None, bad: int | None = None) -> str | None:
+        """One step. arrivals: fills the buckets in a random order, and advances at random times."""
+        self.fill(bad)
+        order = list(range(len(self.engine.groups)))
+        if arrivals is not None:
+            arrivals.shuffle(order)
+        for b in order:
+            full = [self.engine.order.add(b) for _ in self.engine.groups[b][0].parameters]
+            assert full == [False] * (len(full) - 1) + [True]
+            for started in self.engine.order.start():
+                self.engine.start(started)
+            for _ in range(arrivals.randrange(3) if arrivals else 0):
+                self.engine.advance()
+        outcome = self.engine.finish(learn=arrivals is not None)
+        names = [plan.bucket.name for plan, _ in outcome.results]
+        assert names == [group[0].bucket.name for group in self.engine.groups], "the order of the plan"
+        if outcome.nonfinite is None:
+            for plan, result in outcome.results:
+                result.write_to(plan.bucket)
+        return outcome.nonfinite
+
+    def means(self) -> list[Tensor]:
+        return [group[0].bucket.flat.clone() for group in self.engine.groups]
+
+    def states(self) -> list[Any]:
+        return [method.state_dict() for method in self.methods]
+
+
+def test_results_and_states_do_not_depend_on_what_arrives_first() -> None:
+    for size in (1, 2, 3):
+        for seed in range(4):
+
+            def body(transport: LockstepTransport, seed: int = seed) -> None:
+                late = Late(transport._world, transport.rank)
+                late.random = random.Random(10 * seed + transport.rank)
+                arrivals = random.Random(seed)  # the same on every rank, as the order of backward
+                early, at_end = Run(late), Run(transport)
+                for _ in range(3):
+                    assert early.step(arrivals) is None and at_end.step(None) is None
+                    torch.testing.assert_close(early.means(), at_end.means(), rtol=0, atol=0)
+                    torch.testing.assert_close(early.states(), at_end.states(), rtol=0, atol=0)
+                assert early.begun == 3 and not early.engine.in_flight
+
+            with case(size, seed):
+                LockstepWorld(size, strict=False).run(body)
+
+
+def test_a_step_is_dropped_for_all_methods_if_one_bucket_of_one_rank_is_not_finite() -> None:
+    buckets = len(Run(LockstepWorld(1).transports[0]).engine.groups)
+    assert buckets > 3
+
+    def body(transport: LockstepTransport) -> None:
+        for bad in range(buckets):
+            run, without = Run(transport), Run(transport)
+            for own in (run, without):
+                own.step(None)
+            before = run.states()
+            reason = run.step(None, bad=bad if transport.rank == 1 else None)
+            assert reason is not None and "rank 1" in reason, bad
+            for name, error in before[1]["errors"].items():  # PowerSGD: the finite gradients wait to be sent
+                assert run.states()[1]["errors"][name].isfinite().all() and name, error
+            # what DGC had sent is in its velocity again: nothing is lost but the NaN
+            sent = [s for group in run.engine.groups for s in group[0].bucket.segments]
+            assert len(sent) == len(SHAPES)
+            assert run.step(None) is None, "the next step is an ordinary one"
+
+    LockstepWorld(2).run(body)
+
+
+def test_after_an_exception_of_a_method_nothing_continues() -> None:
+    run = Run(LockstepWorld(1).transports[0])
+    run.fill()
+    dense = next(group[0].compressor for group in run.engine.groups if group[0].compressor not in run.methods)
+
+    def fail(bucket: Any) -> Any:
+        raise KeyError("of the method")
+        yield
+
+    dense.reduce = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        for g in range(len(run.engine.groups)):
+            run.engine.start(g)
+    for use in (lambda: run.engine.start(0), run.engine.advance, run.engine.finish):
+        with pytest.raises(RuntimeError, match="an earlier step ended with an exception, KeyError: 'of the method'"):
+            use()
+    with pytest.raises(RuntimeError, match="KeyError"):
+        run.engine.check_ended("backward()")
+
+
+def test_a_step_that_began_to_send_cannot_begin_again() -> None:
+    run = Run(LockstepWorld(1).transports[0])
+    run.fill()
+    run.engine.check_ended("backward()")
+    run.engine.start(0)
+    with pytest.raises(RuntimeError, match=r"in backward\(\), while gradients were exchanged"):
+        run.engine.check_ended("backward()")
+
+
+def test_the_loop_asks_only_for_replies_that_let_it_continue() -> None:
+    class Counting(LockstepTransport):
+        polls = 0
+
+        def poll(self, flight: Any) -> bool:
+            self.polls += 1
+            return False
+
+    transport = Counting(LockstepWorld(1), 0)
+    named = [(f"p{i}", torch.zeros(4)) for i in range(320)]
+    planned = plan_buckets(named, lambda segment: DenseCompressor(), 1e-6, "test")
+    engine = Engine([[plan] for plan in planned], transport, TrafficMeter(), "test")
+    for g in range(len(planned)):
+        engine.start(g)
+        engine.advance()
+    assert len(planned) == 320 and transport.polls == 320
