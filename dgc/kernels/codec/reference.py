@@ -1,26 +1,13 @@
-"""The payload codec in plain torch, on any device. It defines every bit and does not wait for the device.
+"""The payload codec in plain PyTorch, on any device. It defines every bit and does not wait for the device.
 
-Packed and Rice codes of ascending indices in plain torch, vectorised over all elements. `codec` defines them.
-
-A stream is an int64 tensor with 32 bits in each word. A field of up to 31 bits then spans at most two words, and
-shifting it into place cannot overflow. Fields are disjoint, so adding them to the words equals a bitwise or. Two
-spare words after the section avoid special cases for the last fields.
-
-The values of a selection as bytes, in plain torch, on any device. It does not wait for the device.
-
-Decoding of the payloads of all ranks together with their mean, in one native call per bucket.
-
-The result has the bits of decoding each payload by itself and of `merge_mean`: each element is added in the order
-of the payloads. Each payload is decoded by one thread. Then each thread adds all entries of its own part of the
-bucket, so the bits do not depend on the number of threads.
+Packed and Rice codes are vectorised over all elements. A stream is an int64 tensor with 32 bits in each word. A
+field of up to 31 bits then spans at most two words, and shifting it into place cannot overflow. Fields are
+disjoint, so adding them to the words equals a bitwise or. Two spare words after the section avoid special cases
+for the last fields.
 """
 
-from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from enum import IntEnum
 from math import inf, nan
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float32, Float64, Int32, Int64, UInt8
@@ -39,236 +26,124 @@ from dgc.kernels.codec.protocol import (
     Terms,
     block_count,
 )
-from dgc.kernels.library import (
-    FP32,
-    INT32,
-    INT64,
-    UINT8,
-    Signatures,
-    declare,
-    load,
-    pointer,
-    pointer_or_none,
-    pointers,
-)
-from dgc.kernels.selection.protocol import Merged, SparseVector
+from dgc.kernels.codec.protocol import WORDS as WORDS
+from dgc.kernels.codec.protocol import Decoded as Decoded
+from dgc.kernels.codec.protocol import IndexKind as IndexKind
+from dgc.kernels.codec.protocol import MeanDecoder as MeanDecoder
+from dgc.kernels.codec.protocol import Sections as Sections
+from dgc.kernels.codec.protocol import ValueKind as ValueKind
+from dgc.kernels.selection.protocol import SparseVector
 
 LOW = 0xFFFFFFFF
 SPARE_WORDS = 2
-
-
-@dataclass(frozen=True, eq=False)
-class Gaps:
-    """Gaps in rows of one block each. The last block is padded; entries without an element are zero."""
-
-    gaps: Int64[Tensor, "blocks block"]
-    counts: Int64[Tensor, "blocks"]
-    live: Bool[Tensor, "blocks block"]
-
-
-def numbers(like: Tensor, size: int) -> Int64[Tensor, "size"]:
-    return torch.arange(size, dtype=torch.int64, device=like.device)
-
-
-def thin(selection: SparseVector, kept: Int64[Tensor, ""]) -> SparseVector:
-    """Return `kept` elements of the selection, evenly spaced in order."""
-    j = numbers(selection.indices, selection.indices.numel())
-    which = (j * selection.count // kept.clamp(min=1)).clamp(max=max(0, j.numel() - 1))
-    live = j < kept
-    indices = torch.where(live, selection.indices[which], 0)
-    return SparseVector(indices, torch.where(live, selection.values[which], 0.0), kept.to(torch.int32))
-
-
-def gaps_of(indices: Int32[Tensor, "capacity"], count: Int64[Tensor, ""] | Int32[Tensor, ""], block: int) -> Gaps:
-    j = numbers(indices, indices.numel())
-    before = torch.nn.functional.pad(indices[:-1], (1, 0), value=-1)
-    gaps = torch.where(j < count, indices.long() - before - 1, 0)
-    blocks = block_count(indices.numel(), block)
-    gaps = torch.nn.functional.pad(gaps, (0, blocks * block - indices.numel())).view(blocks, block)
-    counts = counts_of(count, blocks, block)
-    return Gaps(gaps, counts, numbers(indices, block) < counts.unsqueeze(1))
-
-
-def counts_of(count: Tensor, blocks: int, block: int) -> Int64[Tensor, "blocks"]:
-    """Return the number of elements of each block."""
-    return (count.long() - numbers(count, blocks) * block).clamp(0, block)
-
-
-def bit_length(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Return the bit length of integers from 0 to 2**53."""
-    return torch.frexp(x.double()).exponent.long()
-
-
-def starts_of(lengths: Int64[Tensor, "blocks"]) -> Int64[Tensor, "blocks"]:
-    """Return the bit position of each block's first field. The fields follow the bytes of parameters."""
-    return lengths.cumsum(0) - lengths + 8 * lengths.numel()
-
-
-def words_for(section: UInt8[Tensor, "nbytes"]) -> Int64[Tensor, "words"]:
-    return torch.zeros(section.numel() // 4 + SPARE_WORDS, dtype=torch.int64, device=section.device)
-
-
-def add_fields_(words: Int64[Tensor, "words"], at: Int64[Tensor, "n"], fields: Int64[Tensor, "n"]) -> None:
-    wide = fields << (at & 31)
-    words.index_add_(0, at >> 5, wide & LOW)
-    words.index_add_(0, (at >> 5) + 1, wide >> 32)
-
-
-def write_(section: UInt8[Tensor, "nbytes"], words: Int64[Tensor, "words"], parameters: Tensor) -> None:
-    low_halves = words.view(torch.int32)[: section.numel() // 2 : 2]
-    section.view(torch.int32).copy_(low_halves)
-    section[: parameters.numel()] = parameters
-
-
-def read_fields(
-    section: UInt8[Tensor, "nbytes"], at: Int64[Tensor, "*shape"], widths: Int64[Tensor, "*#shape"]
-) -> Int64[Tensor, "*shape"]:
-    """Read fields of up to 31 bits. Fields beyond the section have arbitrary content."""
-    words = torch.nn.functional.pad(section.view(torch.int32).long() & LOW, (0, SPARE_WORDS))
-    word = (at >> 5).clamp(max=words.numel() - SPARE_WORDS)
-    both = words[word] | words[word + 1] << 32
-    return both >> (at & 31) & (1 << widths) - 1
-
-
-def add_up(
-    gaps: Int64[Tensor, "capacity"], count: Int64[Tensor, ""], numel: int, valid: Bool[Tensor, ""]
-) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-    """Return indices from gaps, zero beyond the count, and whether they are below numel."""
-    indices = (gaps.clamp(0, numel) + 1).cumsum(0) - 1
-    live = numbers(gaps, gaps.numel()) < count
-    in_range = ((gaps >= 0) & (gaps <= numel) & (indices < numel)) | ~live
-    return torch.where(live, indices.clamp(0, max(0, numel - 1)), 0).to(torch.int32), valid & in_range.all()
-
-
-# --- packed ----------------------------------------------------------------------------------------
-
-
-def packed_bits(indices: Int32[Tensor, "capacity"], count: Tensor) -> Int64[Tensor, ""]:
-    found = gaps_of(indices, count, PACKED_BLOCK)
-    return (bit_length(found.gaps.amax(1)) * found.counts).sum() + 8 * found.counts.numel()
-
-
-def packed_kept(selection: SparseVector, code: PackedCode) -> Int64[Tensor, ""]:
-    count = selection.count.long()
-    shares = [count, *(count * share // 128 for share in PACKED_SHARES)]
-    fits = [packed_bits(thin(selection, m).indices, m) <= 8 * code.nbytes for m in shares]
-    kept = count.clamp(max=code.sure)
-    for m, fit in zip(reversed(shares), reversed(fits), strict=True):
-        kept = torch.where(fit, m, kept)
-    return kept
-
-
-def packed_encode_(selection: SparseVector, code: PackedCode, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
-    sent = thin(selection, packed_kept(selection, code))
-    found = gaps_of(sent.indices, sent.count, PACKED_BLOCK)
-    widths = bit_length(found.gaps.amax(1))
-    words = words_for(section)
-    at = starts_of(widths * found.counts).unsqueeze(1) + numbers(section, PACKED_BLOCK) * widths.unsqueeze(1)
-    add_fields_(words, torch.where(found.live, at, 0).view(-1), found.gaps.view(-1))
-    write_(section, words, widths)
-    return sent
-
-
-def packed_decode(
-    section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: PackedCode
-) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-    m = count.long().clamp(0, code.capacity)
-    blocks = block_count(code.capacity, PACKED_BLOCK)
-    counts = counts_of(m, blocks, PACKED_BLOCK)
-    given = section[:blocks].long()
-    widths = given.clamp(max=LARGEST_PARAMETER)
-    lengths = widths * counts
-    at = starts_of(lengths).unsqueeze(1) + numbers(section, PACKED_BLOCK) * widths.unsqueeze(1)
-    gaps = read_fields(section, at, widths.unsqueeze(1)).view(-1)[: code.capacity]
-    valid = (given <= LARGEST_PARAMETER).all() & (lengths.sum() + 8 * blocks <= 8 * code.nbytes) & (m == count)
-    return add_up(gaps, m, code.numel, valid)
-
-
-# --- Rice ------------------------------------------------------------------------------------------
-
-
-def rice_parameters(found: Gaps) -> Int64[Tensor, "blocks"]:
-    """Find, by bisection, the smallest b for which b + 1 is no better."""
-    b = torch.zeros_like(found.counts)
-    for step in (16, 8, 4, 2, 1):
-        better = rice_bits(found, b + step) < rice_bits(found, b + step - 1)
-        b = torch.where(better, b + step, b)
-    return b
-
-
-def rice_bits(found: Gaps, b: Int64[Tensor, "blocks"]) -> Int64[Tensor, "blocks"]:
-    return found.counts * (b + 1) + (found.gaps >> b.unsqueeze(1)).sum(1)
-
-
-def rice_kept(selection: SparseVector, code: RiceCode) -> Int64[Tensor, ""]:
-    found = gaps_of(selection.indices, selection.count, RICE_BLOCK)
-    room = 8 * code.nbytes - 8 * found.counts.numel()
-    fixed = rice_bits(found, torch.full_like(found.counts, code.parameter)).sum()
-    each = max(1, code.parameter)
-    left_out = (fixed - room + each - 1) // each
-    fits = rice_bits(found, rice_parameters(found)).sum() <= room
-    return selection.count - torch.where(fits, 0, left_out)
-
-
-def rice_encode_(selection: SparseVector, code: RiceCode, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
-    sent = thin(selection, rice_kept(selection, code))
-    found = gaps_of(sent.indices, sent.count, RICE_BLOCK)
-    b = rice_parameters(found)
-    column, lengths = b.unsqueeze(1), b * found.counts
-    words = words_for(section)
-    at = starts_of(lengths).unsqueeze(1) + numbers(section, RICE_BLOCK) * column
-    live = found.live.view(-1)
-    add_fields_(words, torch.where(live, at.view(-1), 0), (found.gaps & (1 << column) - 1).view(-1))
-    unary = 8 * b.numel() + lengths.sum()
-    ones = unary + ((found.gaps >> column) + 1).view(-1).cumsum(0) - 1
-    add_fields_(words, torch.where(live, ones, 0), live.long())
-    write_(section, words, b)
-    return sent
-
-
-def rice_decode(
-    section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: RiceCode
-) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-    m = count.long().clamp(0, code.capacity)
-    blocks = block_count(code.capacity, RICE_BLOCK)
-    counts = counts_of(m, blocks, RICE_BLOCK)
-    given = section[:blocks].long()
-    b = given.clamp(max=LARGEST_PARAMETER)
-    lengths, column = b * counts, b.unsqueeze(1)
-    at = starts_of(lengths).unsqueeze(1) + numbers(section, RICE_BLOCK) * column
-    low = read_fields(section, at, column).view(-1)[: code.capacity]
-    unary = 8 * blocks + lengths.sum()
-    places, found = ones_of(section, unary, code.capacity)
-    zeros = torch.diff(places, prepend=(unary - 1).view(1)) - 1
-    high = zeros << column.expand(blocks, RICE_BLOCK).reshape(-1)[: code.capacity]
-    # a valid sum of gaps is at most numel: add_up rejects larger gaps, and clamps them before they overflow
-    valid = (given <= LARGEST_PARAMETER).all() & (found >= m) & (m == count)
-    return add_up((high | low), m, code.numel, valid)
-
-
-def ones_of(
-    section: UInt8[Tensor, "nbytes"], start: Int64[Tensor, ""], capacity: int
-) -> tuple[Int64[Tensor, "capacity"], Int64[Tensor, ""]]:
-    """Return (positions of the first `capacity` ones from bit `start` on, number of ones).
-
-    Entries beyond the last one are arbitrary.
-    """
-    bits = (section.unsqueeze(1) >> numbers(section, 8).to(torch.uint8) & 1).view(-1).long()
-    at = numbers(section, bits.numel())
-    bits = torch.where(at >= start, bits, 0)
-    rank = bits.cumsum(0)
-    places = torch.zeros(capacity + 1, dtype=torch.int64, device=section.device)
-    slot = torch.where((bits > 0) & (rank <= capacity), rank - 1, capacity)
-    places.scatter_(0, slot, at)
-    return places[:capacity], rank[-1]
-
-
 SMALLEST = 2.0**-149  # of fp32
 LARGEST_EXPONENT = 15  # scaled values stay below 2**15, half of fp16's range
 
 
-class TorchValueCodec:
-    """Implements `dgc.kernels.codec.protocol.ValueCodec`."""
+class TorchCodec:
+    """Implements `dgc.kernels.codec.protocol.Codec`."""
+
+    name = "reference"
+
+    def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=like.device)
+
+    def encode_plain(
+        self,
+        selection: SparseVector,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        limit: float,
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        terms: Terms,
+        nbytes: int,
+    ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
+        payload, (plain, cast) = self.blank(nbytes, selection.values), dtypes
+        sizes = [selection.indices.numel() * dtype.itemsize for dtype in dtypes]
+        self.plain_encode_(selection.indices, plain, payload[HEADER_BYTES:][: sizes[0]])
+        values = payload[HEADER_BYTES + sizes[0] :][: sizes[1]]
+        decoded, scale = self.cast_encode_(selection.values, cast, values, limit)
+        self.seal_(payload, selection.count, first_nonfinite, bounds, scale, terms)
+        return payload, decoded
+
+    def seal_(
+        self,
+        payload: UInt8[Tensor, "nbytes"],
+        count: Int32[Tensor, ""],
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        scale: Float32[Tensor, ""],
+        terms: Terms,
+    ) -> None:
+        header = payload[:HEADER_BYTES].view(torch.int32)
+        header[0] = count
+        header[1] = torch.searchsorted(bounds, first_nonfinite, right=True) % bounds.numel()
+        header[2] = 0
+        header[3] = scale.view(torch.int32)
+        header[4], header[5] = terms.words
+        header[2] = checksum(payload).view(1).view(torch.int32)[0]
+
+    def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
+        count, number, stored, scale, *terms = payload[:HEADER_BYTES].view(torch.int32).clone().unbind()
+        stored = stored.long() & LOW
+        sealed = checksum(payload, stored) == stored
+        return Header(count, number, scale.view(torch.float32), (terms[0], terms[1]), sealed)
+
+    def plain_encode_(
+        self, indices: Int32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
+    ) -> None:
+        section.view(dtype).copy_(indices)
+
+    def plain_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        given = section.view(dtype)
+        live = numbers(given, given.numel()) < count
+        ordered = (given >= 0) & (given < numel)
+        ordered[1:] &= given[1:] > given[:-1]
+        valid = (ordered | ~live).all() & (count >= 0) & (count <= given.numel())
+        return torch.where(live & ordered, given, 0).to(torch.int32), valid
+
+    def packed_encode_(
+        self, selection: SparseVector, code: PackedCode, section: UInt8[Tensor, "nbytes"]
+    ) -> SparseVector:
+        sent = thin(selection, packed_kept(selection, code))
+        found = gaps_of(sent.indices, sent.count, PACKED_BLOCK)
+        widths, words = bit_length(found.gaps.amax(1)), words_for(section)
+        add_low_bits_(words, found, widths)
+        write_(section, words, widths)
+        return sent
+
+    def packed_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: PackedCode
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        m = count.long().clamp(0, code.capacity)
+        gaps, _, end, valid = read_low_bits(section, m, code.capacity, PACKED_BLOCK)
+        return add_up(gaps, m, code.numel, valid & (end <= 8 * code.nbytes) & (m == count))
+
+    def rice_encode_(
+        self, selection: SparseVector, code: RiceCode, section: UInt8[Tensor, "nbytes"]
+    ) -> SparseVector:
+        sent = thin(selection, rice_kept(selection, code))
+        found = gaps_of(sent.indices, sent.count, RICE_BLOCK)
+        b, words = rice_parameters(found), words_for(section)
+        unary = add_low_bits_(words, found, b)
+        ones = unary + ((found.gaps >> b.unsqueeze(1)) + 1).view(-1).cumsum(0) - 1
+        live = found.live.view(-1)
+        add_fields_(words, torch.where(live, ones, 0), live.long())
+        write_(section, words, b)
+        return sent
+
+    def rice_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: RiceCode
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        m = count.long().clamp(0, code.capacity)
+        low, b, unary, valid = read_low_bits(section, m, code.capacity, RICE_BLOCK)
+        places, found = ones_of(section, unary, code.capacity)
+        zeros = torch.diff(places, prepend=(unary - 1).view(1)) - 1
+        high = zeros << b.repeat_interleave(RICE_BLOCK)[: code.capacity]
+        # a valid sum of gaps is at most numel: add_up rejects larger gaps, and clamps them before they overflow
+        return add_up(high | low, m, code.numel, valid & (found >= m) & (m == count))
 
     def cast_encode_(
         self,
@@ -384,6 +259,181 @@ class TorchValueCodec:
         return first(table[4 * owners(indices, bounds) + codes], count)
 
 
+def numbers(like: Tensor, size: int) -> Int64[Tensor, "size"]:
+    return torch.arange(size, dtype=torch.int64, device=like.device)
+
+
+def checksum(payload: UInt8[Tensor, "nbytes"], stored: Int64[Tensor, ""] | int = 0) -> Int64[Tensor, ""]:
+    """Return the checksum of a payload, with its checksum field, now `stored`, taken as zero."""
+    words = payload.view(torch.int64)
+    total = (words * (2 * numbers(payload, words.numel()) + 1)).sum() - 3 * stored
+    return (total ^ total >> 32) & LOW ^ CHECKSUM_OF_ZEROS
+
+
+@dataclass(frozen=True, eq=False)
+class Gaps:
+    """Gaps in rows of one block each. The last block is padded; entries without an element are zero."""
+
+    gaps: Int64[Tensor, "blocks block"]
+    counts: Int64[Tensor, "blocks"]
+    live: Bool[Tensor, "blocks block"]
+
+
+def thin(selection: SparseVector, kept: Int64[Tensor, ""]) -> SparseVector:
+    """Return `kept` elements of the selection, evenly spaced in order."""
+    j = numbers(selection.indices, selection.indices.numel())
+    which = (j * selection.count // kept.clamp(min=1)).clamp(max=max(0, j.numel() - 1))
+    live = j < kept
+    indices = torch.where(live, selection.indices[which], 0)
+    return SparseVector(indices, torch.where(live, selection.values[which], 0.0), kept.to(torch.int32))
+
+
+def gaps_of(indices: Int32[Tensor, "capacity"], count: Int64[Tensor, ""] | Int32[Tensor, ""], block: int) -> Gaps:
+    j = numbers(indices, indices.numel())
+    before = torch.nn.functional.pad(indices[:-1], (1, 0), value=-1)
+    gaps = torch.where(j < count, indices.long() - before - 1, 0)
+    blocks = block_count(indices.numel(), block)
+    gaps = torch.nn.functional.pad(gaps, (0, blocks * block - indices.numel())).view(blocks, block)
+    counts = counts_of(count, blocks, block)
+    return Gaps(gaps, counts, numbers(indices, block) < counts.unsqueeze(1))
+
+
+def counts_of(count: Tensor, blocks: int, block: int) -> Int64[Tensor, "blocks"]:
+    """Return the number of elements of each block."""
+    return (count.long() - numbers(count, blocks) * block).clamp(0, block)
+
+
+def bit_length(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+    """Return the bit length of integers from 0 to 2**53."""
+    return torch.frexp(x.double()).exponent.long()
+
+
+def words_for(section: UInt8[Tensor, "nbytes"]) -> Int64[Tensor, "words"]:
+    return torch.zeros(section.numel() // 4 + SPARE_WORDS, dtype=torch.int64, device=section.device)
+
+
+def add_fields_(words: Int64[Tensor, "words"], at: Int64[Tensor, "n"], fields: Int64[Tensor, "n"]) -> None:
+    wide = fields << (at & 31)
+    words.index_add_(0, at >> 5, wide & LOW)
+    words.index_add_(0, (at >> 5) + 1, wide >> 32)
+
+
+def places_of(
+    widths: Int64[Tensor, "blocks"], counts: Int64[Tensor, "blocks"], block: int
+) -> tuple[Int64[Tensor, "blocks block"], Int64[Tensor, ""]]:
+    """Return (the first bit of each field, the first bit after all). The fields follow the bytes of parameters."""
+    lengths, parameters = widths * counts, 8 * widths.numel()
+    starts = lengths.cumsum(0) - lengths + parameters
+    at = starts.unsqueeze(1) + numbers(widths, block) * widths.unsqueeze(1)
+    return at, lengths.sum() + parameters
+
+
+def add_low_bits_(
+    words: Int64[Tensor, "words"], found: Gaps, widths: Int64[Tensor, "blocks"]
+) -> Int64[Tensor, ""]:
+    """Write the lowest bits of all gaps, `widths` of each block's. Returns the first bit after them."""
+    at, end = places_of(widths, found.counts, found.gaps.shape[1])
+    low = found.gaps & (1 << widths.unsqueeze(1)) - 1
+    add_fields_(words, torch.where(found.live, at, 0).view(-1), low.view(-1))
+    return end
+
+
+def write_(section: UInt8[Tensor, "nbytes"], words: Int64[Tensor, "words"], parameters: Tensor) -> None:
+    low_halves = words.view(torch.int32)[: section.numel() // 2 : 2]
+    section.view(torch.int32).copy_(low_halves)
+    section[: parameters.numel()] = parameters
+
+
+def read_fields(
+    section: UInt8[Tensor, "nbytes"], at: Int64[Tensor, "*shape"], widths: Int64[Tensor, "*#shape"]
+) -> Int64[Tensor, "*shape"]:
+    """Read fields of up to 31 bits. Fields beyond the section have arbitrary content."""
+    words = torch.nn.functional.pad(section.view(torch.int32).long() & LOW, (0, SPARE_WORDS))
+    word = (at >> 5).clamp(max=words.numel() - SPARE_WORDS)
+    both = words[word] | words[word + 1] << 32
+    return both >> (at & 31) & (1 << widths) - 1
+
+
+def read_low_bits(
+    section: UInt8[Tensor, "nbytes"], count: Int64[Tensor, ""], capacity: int, block: int
+) -> tuple[Int64[Tensor, "capacity"], Int64[Tensor, "blocks"], Int64[Tensor, ""], Bool[Tensor, ""]]:
+    """Read what `add_low_bits_` has written. Fields beyond the count have arbitrary content.
+
+    Returns (fields, widths, first bit after the fields, whether the widths are valid).
+    """
+    blocks = block_count(capacity, block)
+    given = section[:blocks].long()
+    widths = given.clamp(max=LARGEST_PARAMETER)
+    at, end = places_of(widths, counts_of(count, blocks, block), block)
+    fields = read_fields(section, at, widths.unsqueeze(1)).view(-1)[:capacity]
+    return fields, widths, end, (given <= LARGEST_PARAMETER).all()
+
+
+def add_up(
+    gaps: Int64[Tensor, "capacity"], count: Int64[Tensor, ""], numel: int, valid: Bool[Tensor, ""]
+) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+    """Return indices from gaps, zero beyond the count, and whether they are below numel."""
+    indices = (gaps.clamp(0, numel) + 1).cumsum(0) - 1
+    live = numbers(gaps, gaps.numel()) < count
+    in_range = ((gaps >= 0) & (gaps <= numel) & (indices < numel)) | ~live
+    return torch.where(live, indices.clamp(0, max(0, numel - 1)), 0).to(torch.int32), valid & in_range.all()
+
+
+def packed_bits(indices: Int32[Tensor, "capacity"], count: Tensor) -> Int64[Tensor, ""]:
+    found = gaps_of(indices, count, PACKED_BLOCK)
+    return (bit_length(found.gaps.amax(1)) * found.counts).sum() + 8 * found.counts.numel()
+
+
+def packed_kept(selection: SparseVector, code: PackedCode) -> Int64[Tensor, ""]:
+    count = selection.count.long()
+    shares = [count, *(count * share // 128 for share in PACKED_SHARES)]
+    fits = [packed_bits(thin(selection, m).indices, m) <= 8 * code.nbytes for m in shares]
+    kept = count.clamp(max=code.sure)
+    for m, fit in zip(reversed(shares), reversed(fits), strict=True):
+        kept = torch.where(fit, m, kept)
+    return kept
+
+
+def rice_parameters(found: Gaps) -> Int64[Tensor, "blocks"]:
+    """Find, by bisection, the smallest b for which b + 1 is no better."""
+    b = torch.zeros_like(found.counts)
+    for step in (16, 8, 4, 2, 1):
+        better = rice_bits(found, b + step) < rice_bits(found, b + step - 1)
+        b = torch.where(better, b + step, b)
+    return b
+
+
+def rice_bits(found: Gaps, b: Int64[Tensor, "blocks"]) -> Int64[Tensor, "blocks"]:
+    return found.counts * (b + 1) + (found.gaps >> b.unsqueeze(1)).sum(1)
+
+
+def rice_kept(selection: SparseVector, code: RiceCode) -> Int64[Tensor, ""]:
+    found = gaps_of(selection.indices, selection.count, RICE_BLOCK)
+    room = 8 * code.nbytes - 8 * found.counts.numel()
+    fixed = rice_bits(found, torch.full_like(found.counts, code.parameter)).sum()
+    each = max(1, code.parameter)
+    left_out = (fixed - room + each - 1) // each
+    fits = rice_bits(found, rice_parameters(found)).sum() <= room
+    return selection.count - torch.where(fits, 0, left_out)
+
+
+def ones_of(
+    section: UInt8[Tensor, "nbytes"], start: Int64[Tensor, ""], capacity: int
+) -> tuple[Int64[Tensor, "capacity"], Int64[Tensor, ""]]:
+    """Return (positions of the first `capacity` ones from bit `start` on, number of ones).
+
+    Entries beyond the last one are arbitrary.
+    """
+    bits = (section.unsqueeze(1) >> numbers(section, 8).to(torch.uint8) & 1).view(-1).long()
+    at = numbers(section, bits.numel())
+    bits = torch.where(at >= start, bits, 0)
+    rank = bits.cumsum(0)
+    places = torch.zeros(capacity + 1, dtype=torch.int64, device=section.device)
+    slot = torch.where((bits > 0) & (rank <= capacity), rank - 1, capacity)
+    places.scatter_(0, slot, at)
+    return places[:capacity], rank[-1]
+
+
 def means_of(
     values: Float64[Tensor, "capacity"],
     live: Bool[Tensor, "capacity"],
@@ -422,244 +472,3 @@ def power_of_two(values: Float32[Tensor, "n"]) -> tuple[Float32[Tensor, ""], Flo
     exponent = (largest.view(torch.int32) >> 23) - 126 - LARGEST_EXPONENT
     exponent = torch.where(largest > 0, exponent.clamp(-126, 126), 0)
     return ((127 + exponent) << 23).view(torch.float32), ((127 - exponent) << 23).view(torch.float32)
-
-
-class TorchCodec(TorchValueCodec):
-    """Implements `dgc.kernels.codec.protocol.Codec`."""
-
-    name = "reference"
-
-    def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=like.device)
-
-    def encode_plain(
-        self,
-        selection: SparseVector,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        limit: float,
-        first_nonfinite: Int64[Tensor, ""],
-        bounds: Int64[Tensor, "bounds"],
-        terms: Terms,
-        nbytes: int,
-    ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
-        payload, (plain, cast) = self.blank(nbytes, selection.values), dtypes
-        sizes = [selection.indices.numel() * dtype.itemsize for dtype in dtypes]
-        self.plain_encode_(selection.indices, plain, payload[HEADER_BYTES:][: sizes[0]])
-        values = payload[HEADER_BYTES + sizes[0] :][: sizes[1]]
-        decoded, scale = self.cast_encode_(selection.values, cast, values, limit)
-        self.seal_(payload, selection.count, first_nonfinite, bounds, scale, terms)
-        return payload, decoded
-
-    def seal_(
-        self,
-        payload: UInt8[Tensor, "nbytes"],
-        count: Int32[Tensor, ""],
-        first_nonfinite: Int64[Tensor, ""],
-        bounds: Int64[Tensor, "bounds"],
-        scale: Float32[Tensor, ""],
-        terms: Terms,
-    ) -> None:
-        header = payload[:HEADER_BYTES].view(torch.int32)
-        header[0] = count
-        header[1] = torch.searchsorted(bounds, first_nonfinite, right=True) % bounds.numel()
-        header[2] = 0
-        header[3] = scale.view(torch.int32)
-        header[4], header[5] = terms.words
-        header[2] = checksum(payload).view(1).view(torch.int32)[0]
-
-    def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
-        count, number, stored, scale, *terms = payload[:HEADER_BYTES].view(torch.int32).clone().unbind()
-        stored = stored.long() & LOW
-        sealed = checksum(payload, stored) == stored
-        return Header(count, number, scale.view(torch.float32), (terms[0], terms[1]), sealed)
-
-    def plain_encode_(
-        self, indices: Int32[Tensor, "capacity"], dtype: torch.dtype, section: UInt8[Tensor, "nbytes"]
-    ) -> None:
-        section.view(dtype).copy_(indices)
-
-    def plain_decode(
-        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], numel: int, dtype: torch.dtype
-    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        given = section.view(dtype)
-        live = numbers(given, given.numel()) < count
-        ordered = (given >= 0) & (given < numel)
-        ordered[1:] &= given[1:] > given[:-1]
-        valid = (ordered | ~live).all() & (count >= 0) & (count <= given.numel())
-        return torch.where(live & ordered, given, 0).to(torch.int32), valid
-
-    def packed_encode_(
-        self, selection: SparseVector, code: PackedCode, section: UInt8[Tensor, "nbytes"]
-    ) -> SparseVector:
-        return packed_encode_(selection, code, section)
-
-    def packed_decode(
-        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: PackedCode
-    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        return packed_decode(section, count, code)
-
-    def rice_encode_(
-        self, selection: SparseVector, code: RiceCode, section: UInt8[Tensor, "nbytes"]
-    ) -> SparseVector:
-        return rice_encode_(selection, code, section)
-
-    def rice_decode(
-        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: RiceCode
-    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        return rice_decode(section, count, code)
-
-
-def checksum(payload: UInt8[Tensor, "nbytes"], stored: Int64[Tensor, ""] | int = 0) -> Int64[Tensor, ""]:
-    """Return the checksum of a payload, with its checksum field, now `stored`, taken as zero."""
-    words = payload.view(torch.int64)
-    total = (words * (2 * numbers(payload, words.numel()) + 1)).sum() - 3 * stored
-    return (total ^ total >> 32) & LOW ^ CHECKSUM_OF_ZEROS
-
-
-WORDS = 7  # per payload: count, number, ratio, form, sealed, indices valid, values valid
-INVALID = -1
-_SIGNATURES: Signatures = {
-    "dgc_decode_mean": (
-        c_int64,
-        (
-            *(c_void_p, c_int, c_int64, c_int64, c_int64, c_int, c_int64, c_int, c_void_p, c_int64, c_float),
-            *(c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int),
-        ),
-    ),
-}
-
-
-class IndexKind(IntEnum):
-    """The numbers of cpp/decode/decode.cpp."""
-
-    INT32, INT64, PACKED, RICE = range(4)
-
-
-class ValueKind(IntEnum):
-    """The numbers of cpp/decode/decode.cpp."""
-
-    FP32, FP16, BF16, SIGN, INT8, TWO_BITS = range(6)
-
-
-@dataclass(frozen=True)
-class Sections:
-    """The sections of a payload of `nbytes` bytes for `capacity` of `numel` elements."""
-
-    indices: IndexKind
-    index_bytes: int
-    values: ValueKind
-    capacity: int
-    numel: int
-    nbytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class Decoded:
-    """What a decoder has found.
-
-    Attributes:
-        words: WORDS numbers per payload, as int32: its count, the number of its first tensor that is not finite,
-            the two words of its terms, and whether its checksum, indices and values are valid.
-        valid: Whether checksums, indices and values of all payloads are valid. If not, there is no mean.
-        finite: Whether the mean is finite. A sparse mean is not checked.
-    """
-
-    words: Int32[Tensor, "words"]
-    valid: bool
-    finite: bool
-
-
-@runtime_checkable
-class MeanDecoder(Protocol):
-    """Decodes payloads that have `Sections`. Any bytes are safe. Payloads must have the planned size."""
-
-    def mean(
-        self,
-        payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        sections: Sections,
-        bounds: Int64[Tensor, "bounds"],
-        size: int,
-    ) -> tuple[Decoded, Merged]:
-        """Return the mean over `size` ranks, as `merge_mean` does."""
-        ...
-
-    def mean_into_(
-        self,
-        dense: Float32[Tensor, "n"],
-        payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        sections: Sections,
-        bounds: Int64[Tensor, "bounds"],
-        size: int,
-    ) -> Decoded:
-        """Write the mean over `size` ranks, with zeros where no rank has sent an element."""
-        ...
-
-
-class NativeMeanDecoder:
-    """Implements `MeanDecoder` for CPU tensors on torch.get_num_threads() threads.
-
-    Raises:
-        KernelsMissing: See `dgc.kernels.library.load`.
-    """
-
-    def __init__(self) -> None:
-        self._library = load()
-        declare(self._library, _SIGNATURES)
-
-    def mean(
-        self,
-        payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        sections: Sections,
-        bounds: Int64[Tensor, "bounds"],
-        size: int,
-    ) -> tuple[Decoded, Merged]:
-        most = len(payloads) * sections.capacity
-        indices, values = torch.empty(most, dtype=INT64), torch.empty(most, dtype=FP32)
-        words, found = self._decode(payloads, sections, bounds, size, None, indices, values)
-        count = max(0, found)
-        merged = Merged(indices[:count], values[:count], torch.tensor(count, dtype=INT32))
-        return Decoded(words, found != INVALID, True), merged
-
-    def mean_into_(
-        self,
-        dense: Float32[Tensor, "n"],
-        payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        sections: Sections,
-        bounds: Int64[Tensor, "bounds"],
-        size: int,
-    ) -> Decoded:
-        words, found = self._decode(payloads, sections, bounds, size, dense, None, None)
-        return Decoded(words, found != INVALID, found == 1)
-
-    def _decode(
-        self,
-        payloads: Sequence[Tensor],
-        sections: Sections,
-        bounds: Tensor,
-        size: int,
-        dense: Tensor | None,
-        indices: Tensor | None,
-        values: Tensor | None,
-    ) -> tuple[Tensor, int]:
-        assert dense is None or dense.numel() == sections.numel
-        words = torch.empty(WORDS * len(payloads), dtype=INT32)
-        found: int = self._library.dgc_decode_mean(
-            pointers(payloads, UINT8),
-            len(payloads),
-            sections.nbytes,
-            sections.capacity,
-            sections.numel,
-            sections.indices,
-            sections.index_bytes,
-            sections.values,
-            pointer(bounds, INT64),
-            bounds.numel() - 1,
-            size,
-            pointer(words, INT32),
-            dense is not None,  # the address of an empty tensor is null
-            pointer_or_none(dense, FP32),
-            pointer_or_none(indices, INT64),
-            pointer_or_none(values, FP32),
-            torch.get_num_threads(),
-        )
-        return words, found
