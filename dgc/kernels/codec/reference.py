@@ -178,11 +178,9 @@ class TorchCodec:
         owner = owners(selection.indices, bounds)
         live = numbers(bounds, capacity) < selection.count
         means = means_of(selection.values.abs().double(), live, owner, segments).float()
-        section[: 4 * segments].view(torch.float32).copy_(means)
-        negative = (selection.values < 0).to(torch.uint8)
-        negative = torch.nn.functional.pad(negative, (0, -capacity % 8)).view(-1, 8)
-        eight = numbers(section, 8).to(torch.uint8)
-        section[4 * segments : 4 * segments + negative.shape[0]] = (negative << eight).sum(1, dtype=torch.uint8)
+        table, codes = parts_of(section, segments, capacity, 1)
+        table.copy_(means)
+        codes.copy_(packed((selection.values < 0).to(torch.uint8), 1))
         return self.sign_decode(section, selection.indices, selection.count, bounds)[0]
 
     def sign_decode(
@@ -192,26 +190,23 @@ class TorchCodec:
         count: Int32[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        segments, capacity = bounds.numel() - 1, indices.numel()
-        magnitudes = section[: 4 * segments].view(torch.float32)[owners(indices, bounds)]
-        bits = section[4 * segments : 4 * segments + (capacity + 7) // 8].unsqueeze(1)
-        negative = (bits >> numbers(section, 8).to(torch.uint8) & 1).view(-1)[:capacity]
+        table, codes = parts_of(section, bounds.numel() - 1, indices.numel(), 1)
+        magnitudes, negative = table[owners(indices, bounds)], unpacked(codes, 1, indices.numel())
         return first(torch.where(negative > 0, -magnitudes, magnitudes), count)
 
     def int8_encode_(
         self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"]
     ) -> Float32[Tensor, "capacity"]:
-        segments, capacity = bounds.numel() - 1, selection.values.numel()
-        owner = owners(selection.indices, bounds)
+        segments, owner = bounds.numel() - 1, owners(selection.indices, bounds)
         largest = torch.zeros(segments, dtype=torch.float32, device=section.device)
         largest.scatter_reduce_(0, owner, selection.values.abs(), "amax")
         # divide by a tensor: for a number, a GPU multiplies by its inverse
         scales = (largest / torch.full_like(largest, 127)).clamp(min=SMALLEST)
         scales = torch.where(largest > 0, scales, 0.0)
-        section[: 4 * segments].view(torch.float32).copy_(scales)
         steps = torch.where(scales > 0, scales, 1.0)[owner]
-        rounded = (selection.values / steps).round().clamp(-127, 127).to(torch.int8)
-        section[4 * segments : 4 * segments + capacity] = rounded.view(torch.uint8)
+        table, codes = parts_of(section, segments, selection.values.numel(), 8)
+        table.copy_(scales)
+        codes.view(torch.int8).copy_((selection.values / steps).round().clamp(-127, 127))
         return self.int8_decode(section, selection.indices, selection.count, bounds)[0]
 
     def int8_decode(
@@ -221,10 +216,8 @@ class TorchCodec:
         count: Int32[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        segments, capacity = bounds.numel() - 1, indices.numel()
-        scales = section[: 4 * segments].view(torch.float32)[owners(indices, bounds)]
-        steps = section[4 * segments : 4 * segments + capacity].view(torch.int8)
-        return first(steps * scales, count)
+        table, codes = parts_of(section, bounds.numel() - 1, indices.numel(), 8)
+        return first(codes.view(torch.int8) * table[owners(indices, bounds)], count)
 
     def two_bit_encode_(
         self, selection: SparseVector, bounds: Int64[Tensor, "bounds"], section: UInt8[Tensor, "nbytes"], r: float
@@ -236,13 +229,11 @@ class TorchCodec:
         above = values - means_of(values, live, owner, segments)[owner]
         deviations = means_of(torch.where(live, above * above, 0.0), live, owner, segments).sqrt()
         width = (deviations * (r / 4))[owner]
-        codes = (above >= -width).long() + (above >= 0).long() + (above >= width).long()
-        codes = torch.where(live, codes, 0)
-        table = means_of(values, live, 4 * owner + codes, 4 * segments).float()
-        section[: 16 * segments].view(torch.float32).copy_(table)
-        fields = torch.nn.functional.pad(codes.to(torch.uint8), (0, -capacity % 4)).view(-1, 4)
-        packed = (fields << 2 * numbers(section, 4).to(torch.uint8)).sum(1, dtype=torch.uint8)
-        section[16 * segments : 16 * segments + packed.numel()] = packed
+        bins = (above >= -width).long() + (above >= 0).long() + (above >= width).long()
+        bins = torch.where(live, bins, 0)
+        table, codes = parts_of(section, 4 * segments, capacity, 2)
+        table.copy_(means_of(values, live, 4 * owner + bins, 4 * segments).float())
+        codes.copy_(packed(bins.to(torch.uint8), 2))
         return self.two_bit_decode(section, selection.indices, selection.count, bounds)[0]
 
     def two_bit_decode(
@@ -252,11 +243,9 @@ class TorchCodec:
         count: Int32[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        segments, capacity = bounds.numel() - 1, indices.numel()
-        table = section[: 16 * segments].view(torch.float32)
-        packed = section[16 * segments : 16 * segments + (capacity + 3) // 4].unsqueeze(1)
-        codes = (packed >> 2 * numbers(section, 4).to(torch.uint8) & 3).view(-1)[:capacity]
-        return first(table[4 * owners(indices, bounds) + codes], count)
+        table, codes = parts_of(section, 4 * (bounds.numel() - 1), indices.numel(), 2)
+        bins = unpacked(codes, 2, indices.numel())
+        return first(table[4 * owners(indices, bounds) + bins], count)
 
 
 def numbers(like: Tensor, size: int) -> Int64[Tensor, "size"]:
@@ -424,7 +413,7 @@ def ones_of(
 
     Entries beyond the last one are arbitrary.
     """
-    bits = (section.unsqueeze(1) >> numbers(section, 8).to(torch.uint8) & 1).view(-1).long()
+    bits = unpacked(section, 1, 8 * section.numel()).long()
     at = numbers(section, bits.numel())
     bits = torch.where(at >= start, bits, 0)
     rank = bits.cumsum(0)
@@ -432,6 +421,26 @@ def ones_of(
     slot = torch.where((bits > 0) & (rank <= capacity), rank - 1, capacity)
     places.scatter_(0, slot, at)
     return places[:capacity], rank[-1]
+
+
+def parts_of(
+    section: UInt8[Tensor, "nbytes"], length: int, capacity: int, width: int
+) -> tuple[Float32[Tensor, "length"], UInt8[Tensor, "codes"]]:
+    """Return views of a section of values: a table of fp32 numbers, and codes of `width` bits per element."""
+    nbytes = (capacity * width + 7) // 8
+    return section[: 4 * length].view(torch.float32), section[4 * length :][:nbytes]
+
+
+def packed(codes: UInt8[Tensor, "n"], width: int) -> UInt8[Tensor, "nbytes"]:
+    """Pack codes of 1 or 2 bits, the first in the lowest bits."""
+    each = 8 // width
+    rows = torch.nn.functional.pad(codes, (0, -codes.numel() % each)).view(-1, each)
+    return (rows << width * numbers(codes, each).to(torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def unpacked(packed: UInt8[Tensor, "nbytes"], width: int, n: int) -> UInt8[Tensor, "n"]:
+    shifts = width * numbers(packed, 8 // width).to(torch.uint8)
+    return (packed.unsqueeze(1) >> shifts & 2**width - 1).view(-1)[:n]
 
 
 def means_of(
