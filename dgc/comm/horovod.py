@@ -140,9 +140,7 @@ class HorovodTransport:
 
     point_to_point = False  # an all-to-all of all ranks takes the place of an Exchange
 
-    def __init__(
-        self, hierarchical: bool | str = False, timeout: float | None = None, process_set: Any = None
-    ):
+    def __init__(self, hierarchical: bool | str = False, timeout: float | None = None, process_set: Any = None):
         if not hvd.is_initialized():
             check_launcher(os.environ)
             if timeout is not None:
@@ -205,10 +203,10 @@ class HorovodTransport:
         meet_at_exit()
 
     def group_size(self, group: Group) -> int:
-        return len(self._members(group)[1])
+        return len(self.members(group))
 
     def group_rank(self, group: Group) -> int:
-        return self._members(group)[1].index(hvd.rank())
+        return self.members(group).index(hvd.rank())
 
     def members(self, group: Group) -> list[int]:
         """The ranks of this rank's group of that kind, counted among all of Horovod's."""

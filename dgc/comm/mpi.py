@@ -1,16 +1,7 @@
-"""Point-to-point messages over MPI, for gossip. Another transport, usually Horovod's, carries everything else.
+"""Messages from rank to rank over MPI, for gossip: `Exchange` requests and channels. No other file uses mpi4py.
 
-This uses the MPI that Horovod has started with MPI_THREAD_MULTIPLE, on a separate communicator. Messages are
-matched by name (the tag) and, under one name, in the order of sending, as MPI guarantees. A flight is complete
-when its receives are complete. It does not wait for neighbours to receive, so a slow rank delays only the ranks
-that receive from it.
-
-A `Channel` over the MPI that Horovod uses, with a separate communicator and polling.
-
-Horovod calls MPI from its own thread at any time. After construction, no method blocks inside MPI, so the two
-threads cannot block each other.
-
-The MPI that Horovod has started. No other file imports mpi4py.
+This uses the MPI that Horovod has started with MPI_THREAD_MULTIPLE. Each transport and each channel has a
+communicator of its own.
 """
 
 from collections.abc import Sequence
@@ -22,59 +13,6 @@ from torch import Tensor
 from dgc.comm.channel import Channel, MessageTags
 from dgc.comm.requests import Exchange, Group, Reply, Request, as_bytes
 from dgc.comm.transport import Transport
-
-
-def running_mpi() -> Any:
-    """Return mpi4py's MPI as Horovod started it.
-
-    Raises:
-        ValueError: mpi4py is missing, MPI is not running, or it was started without threads.
-    """
-    cure = "start the ranks with mpirun or horovodrun --mpi, and let Horovod and mpi4py use one MPI"
-    try:
-        import mpi4py
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"point-to-point messages need mpi4py, which is not installed ({error}): pip install mpi4py"
-        ) from None
-    mpi4py.rc.initialize = mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
-    if not MPI.Is_initialized():
-        raise ValueError(f"point-to-point messages need MPI, but this run does not use it (Gloo?): {cure}")
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise ValueError(
-            "MPI was started without MPI_THREAD_MULTIPLE: unset HOROVOD_MPI_THREADS_DISABLE, and start Horovod "
-            "before anything else starts MPI"
-        )
-    return MPI
-
-
-class MPIChannel:
-    """A channel over MPI. Construction is collective: every rank creates it at the same point of the program.
-
-    Raises:
-        ValueError: MPI is not running, as with Horovod's Gloo controller, or it was started without threads.
-    """
-
-    def __init__(self) -> None:
-        MPI = running_mpi()
-        self._communicator = MPI.COMM_WORLD.Dup()
-        # raise errors: by default MPI ends the process without a message
-        self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
-        self._any = MPI.ANY_SOURCE
-        self.rank: int = self._communicator.Get_rank()
-        self.size: int = self._communicator.Get_size()
-
-    def isend(self, to: int, message: Tensor, tag: int) -> Any:
-        return self._communicator.Isend(message.numpy(), dest=to, tag=tag)
-
-    def irecv(self, buffer: Tensor, tag: int) -> Any:
-        return self._communicator.Irecv(buffer.numpy(), source=self._any, tag=tag)
-
-    def test(self, handle: Any) -> bool:
-        return bool(handle.Test())
-
 
 MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
 
@@ -99,6 +37,10 @@ class PointToPointFlight:
 
 class PointToPointTransport:
     """A transport that sends Exchange requests over MPI and all others over `inner`. Construction is collective.
+
+    Messages are matched by name (the tag) and, under one name, in the order of sending, as MPI guarantees. A
+    flight is complete when its receives are complete. It does not wait for neighbours to receive, so a slow rank
+    delays only the ranks that receive from it.
 
     Args:
         inner: Transport that runs on MPI. Its ranks must equal MPI's.
@@ -180,3 +122,58 @@ def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:
             f"{4 * MAX_COUNT} if the number is a multiple of 4. Use a smaller model or message format"
         )
     return [content, content.size // unit, datatype]
+
+
+class MPIChannel:
+    """A `Channel` over MPI, with polling. Construction is collective.
+
+    Horovod calls MPI from its own thread at any time. After construction, no method blocks inside MPI, so the two
+    threads cannot block each other.
+
+    Raises:
+        ValueError: MPI is not running, as with Horovod's Gloo controller, or it was started without threads.
+    """
+
+    def __init__(self) -> None:
+        MPI = running_mpi()
+        self._communicator = MPI.COMM_WORLD.Dup()
+        # raise errors: by default MPI ends the process without a message
+        self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
+        self._any = MPI.ANY_SOURCE
+        self.rank: int = self._communicator.Get_rank()
+        self.size: int = self._communicator.Get_size()
+
+    def isend(self, to: int, message: Tensor, tag: int) -> Any:
+        return self._communicator.Isend(message.numpy(), dest=to, tag=tag)
+
+    def irecv(self, buffer: Tensor, tag: int) -> Any:
+        return self._communicator.Irecv(buffer.numpy(), source=self._any, tag=tag)
+
+    def test(self, handle: Any) -> bool:
+        return bool(handle.Test())
+
+
+def running_mpi() -> Any:
+    """Return mpi4py's MPI as Horovod started it.
+
+    Raises:
+        ValueError: mpi4py is missing, MPI is not running, or it was started without threads.
+    """
+    cure = "start the ranks with mpirun or horovodrun --mpi, and let Horovod and mpi4py use one MPI"
+    try:
+        import mpi4py
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"point-to-point messages need mpi4py, which is not installed ({error}): pip install mpi4py"
+        ) from None
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        raise ValueError(f"point-to-point messages need MPI, but this run does not use it (Gloo?): {cure}")
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ValueError(
+            "MPI was started without MPI_THREAD_MULTIPLE: unset HOROVOD_MPI_THREADS_DISABLE, and start Horovod "
+            "before anything else starts MPI"
+        )
+    return MPI

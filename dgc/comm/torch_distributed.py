@@ -1,27 +1,17 @@
 """A transport over torch.distributed: Gloo for tensors in host memory, NCCL for tensors of NVIDIA GPUs.
 
 torch.distributed matches the collectives of a process group by the order in which they are issued. A lane has its
-own process group. See dgc.comm.transport.
+own process group (see dgc.comm.transport). The groups of a transport are separate from those of the user, such as
+the default group that DDP uses.
 
 With NCCL a reply may be used as soon as the collective is issued: the current stream waits for it, the host does
 not. `poll` therefore returns True at once, and the order of all rounds is that of the program.
 
-Process groups of a transport: one per lane and group of ranks.
-
-All groups are created at the same point of the program on every rank, as torch.distributed requires. The groups of
-a transport are separate from those of the user, such as the default group that DDP uses.
-
-Point-to-point messages over Gloo.
-
-A Gloo message is known to be complete only when a call that waits for it returns. Threads wait, so that other
-threads can ask whether a message is complete.
-
-When Python shuts down, a thread that returns from Gloo, or releases an object of it, ends the process with
-SIGABRT. `WaitingThreads.close` therefore ends the threads before.
+A Gloo message is known to be complete only when a call that waits for it returns. Threads wait (`WaitingThreads`),
+so that other threads can ask whether a message is complete.
 """
 
 import atexit
-import contextlib
 import os
 import socket
 import time
@@ -54,219 +44,15 @@ from dgc.comm.requests import (
 from dgc.comm.staging import StagedTransport
 from dgc.comm.transport import Transport
 
-
-class Place:
-    """The machine and the local rank of each rank. Construction is collective.
-
-    A machine is a host, or one agent of torchrun on a host. The local rank counts within the machine.
-    """
-
-    def __init__(self) -> None:
-        machines: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(machines, (socket.gethostname(), os.environ.get("GROUP_RANK", "")))
-        names = list(dict.fromkeys(machines))
-        self._rank = dist.get_rank()
-        self.machines = [[r for r, machine in enumerate(machines) if machine == name] for name in names]
-        local_ranks = range(max(map(len, self.machines)))
-        self.across = [[ranks[i] for ranks in self.machines if i < len(ranks)] for i in local_ranks]
-
-    def members(self, group: Group) -> list[int]:
-        """Ranks of this rank's group of that kind."""
-        return next(ranks for ranks in self.partition(group) if self._rank in ranks)
-
-    def partition(self, group: Group) -> list[list[int]]:
-        """Ranks of all groups of that kind."""
-        if group == "world":
-            return [list(range(dist.get_world_size()))]
-        return self.machines if group == "local" else self.across
-
-
-class Lanes:
-    """The process groups of each lane.
-
-    Args:
-        place: The groups of ranks.
-        kinds: The kinds of groups that requests may name.
-        backend: Backend of torch.distributed, such as "gloo" or "cpu:gloo,cuda:nccl".
-        timeout: Time after which an operation that some ranks never joined fails.
-    """
-
-    def __init__(self, place: Place, kinds: tuple[Group, ...], backend: str, timeout: timedelta):
-        self._place, self._kinds, self._backend, self._timeout = place, kinds, backend, timeout
-        self._groups: dict[tuple[str, Group], Any] = {}
-        self.open("")
-
-    def open(self, lane: str) -> None:
-        """Create the groups of a lane. Collective."""
-        own: dict[tuple[int, ...], Any] = {}  # two kinds with the same ranks share a group
-        for kind in self._kinds:
-            for ranks in self._place.partition(kind):
-                if tuple(ranks) not in own:
-                    own[tuple(ranks)] = dist.new_group(ranks, self._timeout, self._backend)
-            self._groups[lane, kind] = own[tuple(self._place.members(kind))]
-
-    def close(self) -> list[Any]:
-        """Return the groups, for `destroy`, and give them up."""
-        groups = list(self._groups.values())
-        self._groups.clear()
-        return groups
-
-    def group(self, lane: str, kind: Group) -> Any:
-        """The process group.
-
-        Raises:
-            ValueError: The transport was created without groups of that kind.
-        """
-        if kind not in self._kinds:
-            raise ValueError(f"group {kind!r} does not exist: use TorchTransport(hierarchical=True)")
-        return self._groups[lane, kind]
-
-
-def destroy(groups: list[Any]) -> None:
-    """Destroy process groups that the program has not destroyed itself, and empty the list.
-
-    The threads of a group end with the last reference to it, and may take 0.1 s: all references end at one time.
-    """
-    threads = []
-    while groups:
-        reference = [groups.pop(0)]
-        if dist.is_initialized():
-            with contextlib.suppress(ValueError):  # it does not exist any more
-                dist.destroy_process_group(reference[0])
-        threads.append(Thread(target=reference.clear))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-FOREVER = timedelta(days=365)  # an asynchronous rank may wait as long as it likes
-SEND_TIME = 10.0  # seconds
-END_TIME = 5.0  # seconds
-
-
-class WaitingThreads:
-    """Threads that wait for messages. There are as many as there were messages at one time."""
-
-    def __init__(self) -> None:
-        self.groups: list[MessageGroup] = []
-        self._queue: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
-        self._idle = Semaphore(0)
-        self._threads: list[Thread] = []
-        self._sends: set[Future[None]] = set()
-        self._from_any: set[Future[None]] = set()
-
-    def wait_for_receive(self, work: Any, from_any: bool = False) -> "Future[None]":
-        """Wait for a message in another thread. The future has its exception if it failed.
-
-        Args:
-            work: The receive.
-            from_any: The message may come from any rank.
-        """
-        return self._wait_for(work, self._from_any if from_any else set())
-
-    def wait_for_send(self, work: Any) -> "Future[None]":
-        """Wait in another thread until a message is sent. The future has its exception if that failed."""
-        return self._wait_for(work, self._sends)
-
-    def close(self) -> list[Any]:
-        """Wait until all messages are sent, end the threads, and return the process groups, for `destroy`.
-
-        It waits for sends at most `SEND_TIME`: another rank may have stopped. Receives that are left fail. Only a
-        receive from any rank does not: its thread stays inside Gloo, where no message can arrive any more.
-        """
-        wait(list(self._sends), SEND_TIME)
-        groups = [group.close() for group in self.groups]
-        self.groups.clear()
-        for _ in self._threads:
-            self._queue.put(None)
-        end = time.monotonic() + END_TIME
-        while sum(thread.is_alive() for thread in self._threads) > len(self._from_any) and time.monotonic() < end:
-            time.sleep(0.001)
-        return groups
-
-    def _wait_for(self, work: Any, kind: "set[Future[None]]") -> "Future[None]":
-        future: Future[None] = Future()
-        kind.add(future)
-        future.add_done_callback(kind.discard)
-        self._queue.put((work, future))
-        if not self._idle.acquire(blocking=False):
-            # a daemon: otherwise Python would wait for it before `close` is called
-            self._threads.append(Thread(target=self._run, name="dgc-messages", daemon=True))
-            self._threads[-1].start()
-        return future
-
-    def _run(self) -> None:
-        while (waiting := self._queue.get()) is not None:
-            work, future = waiting
-            try:
-                work.wait()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            del work, future, waiting  # the thread must not keep the message's memory
-            self._idle.release()
-
-
-class MessageGroup:
-    """A process group for messages alone. Construction is collective."""
-
-    def __init__(self, threads: WaitingThreads) -> None:
-        self._group: Any = dist.new_group(timeout=FOREVER, backend="gloo")
-        self._threads = threads
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        threads.groups.append(self)
-
-    def close(self) -> Any:
-        """Close the connections, and return the process group."""
-        group, self._group = self._group, None
-        if self.size > 1:
-            # Gloo closes them when any message times out, and has no other call for it
-            with suppress(RuntimeError):
-                receive = group.recv([torch.empty(1, dtype=torch.uint8)], (self.rank + 1) % self.size, 0)
-                receive.wait(timedelta(milliseconds=1))
-        return group
-
-
-class GlooChannel(MessageGroup):
-    """A `Channel` over a process group of its own."""
-
-    def isend(self, to: int, message: Tensor, tag: int) -> "Future[None]":
-        return self._threads.wait_for_send(dist.isend(message, to, self._group, tag))
-
-    def irecv(self, buffer: Tensor, tag: int) -> "Future[None]":
-        return self._threads.wait_for_receive(dist.irecv(buffer, None, self._group, tag), from_any=True)
-
-    def test(self, handle: "Future[None]") -> bool:
-        if handle.done():
-            handle.result()  # raises the exception of a message that failed
-        return handle.done()
-
-
-class Neighbors(MessageGroup):
-    """The messages of `Exchange` requests.
-
-    Messages are matched by name (the tag) and, under one name, in the order of sending.
-    """
-
-    def start(self, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> "list[Future[None]]":
-        """Start sending and receiving, by world rank. Return one future for each receive."""
-        futures = [
-            self._threads.wait_for_receive(dist.irecv(buffer, source, self._group, tag))
-            for source, buffer in receives.items()
-        ]
-        for to, message in sends.items():
-            self._threads.wait_for_send(dist.isend(message, to, self._group, tag))
-        return futures
-
-
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # The names before torch 2.13 are deprecated there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 DEFAULT_TIMEOUT = 1800.0  # seconds: that of torch.distributed
 MAX_TAG = 2**31 - 1
+FOREVER = timedelta(days=365)  # an asynchronous rank may wait as long as it likes
+SEND_TIME = 10.0  # seconds
+END_TIME = 5.0  # seconds
 
 
 def connect(
@@ -440,3 +226,210 @@ def _is_complete(work: Any) -> bool:
     if isinstance(work, Future):
         return work.done()
     return bool(work.is_completed())
+
+
+class Place:
+    """The machine and the local rank of each rank. Construction is collective.
+
+    A machine is a host, or one agent of torchrun on a host. The local rank counts within the machine.
+    """
+
+    def __init__(self) -> None:
+        machines: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(machines, (socket.gethostname(), os.environ.get("GROUP_RANK", "")))
+        names = list(dict.fromkeys(machines))
+        self._rank = dist.get_rank()
+        self.machines = [[r for r, machine in enumerate(machines) if machine == name] for name in names]
+        local_ranks = range(max(map(len, self.machines)))
+        self.across = [[ranks[i] for ranks in self.machines if i < len(ranks)] for i in local_ranks]
+
+    def members(self, group: Group) -> list[int]:
+        """Ranks of this rank's group of that kind."""
+        return next(ranks for ranks in self.partition(group) if self._rank in ranks)
+
+    def partition(self, group: Group) -> list[list[int]]:
+        """Ranks of all groups of that kind."""
+        if group == "world":
+            return [list(range(dist.get_world_size()))]
+        return self.machines if group == "local" else self.across
+
+
+class Lanes:
+    """The process groups of a transport: one per lane and group of ranks.
+
+    All groups are created at the same point of the program on every rank, as torch.distributed requires.
+
+    Args:
+        place: The groups of ranks.
+        kinds: The kinds of groups that requests may name.
+        backend: Backend of torch.distributed, such as "gloo" or "cpu:gloo,cuda:nccl".
+        timeout: Time after which an operation that some ranks never joined fails.
+    """
+
+    def __init__(self, place: Place, kinds: tuple[Group, ...], backend: str, timeout: timedelta):
+        self._place, self._kinds, self._backend, self._timeout = place, kinds, backend, timeout
+        self._groups: dict[tuple[str, Group], Any] = {}
+        self.open("")
+
+    def open(self, lane: str) -> None:
+        """Create the groups of a lane. Collective."""
+        own: dict[tuple[int, ...], Any] = {}  # two kinds with the same ranks share a group
+        for kind in self._kinds:
+            for ranks in self._place.partition(kind):
+                if tuple(ranks) not in own:
+                    own[tuple(ranks)] = dist.new_group(ranks, self._timeout, self._backend)
+            self._groups[lane, kind] = own[tuple(self._place.members(kind))]
+
+    def close(self) -> list[Any]:
+        """Return the groups, for `destroy`, and give them up."""
+        groups = list(self._groups.values())
+        self._groups.clear()
+        return groups
+
+    def group(self, lane: str, kind: Group) -> Any:
+        """The process group.
+
+        Raises:
+            ValueError: The transport was created without groups of that kind.
+        """
+        if kind not in self._kinds:
+            raise ValueError(f"group {kind!r} does not exist: use TorchTransport(hierarchical=True)")
+        return self._groups[lane, kind]
+
+
+def destroy(groups: list[Any]) -> None:
+    """Destroy process groups that the program has not destroyed itself, and empty the list.
+
+    The threads of a group end with the last reference to it, and may take 0.1 s: all references end at one time.
+    """
+    threads = []
+    while groups:
+        reference = [groups.pop(0)]
+        if dist.is_initialized():
+            with suppress(ValueError):  # it does not exist any more
+                dist.destroy_process_group(reference[0])
+        threads.append(Thread(target=reference.clear))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class WaitingThreads:
+    """Threads that wait for messages. There are as many as there were messages at one time.
+
+    When Python shuts down, a thread that returns from Gloo, or releases an object of it, ends the process with
+    SIGABRT. `close` therefore ends the threads before.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[MessageGroup] = []
+        self._queue: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
+        self._idle = Semaphore(0)
+        self._threads: list[Thread] = []
+        self._sends: set[Future[None]] = set()
+        self._from_any: set[Future[None]] = set()
+
+    def wait_for_receive(self, work: Any, from_any: bool = False) -> Future[None]:
+        """Wait for a message in another thread. The future has its exception if it failed.
+
+        Args:
+            work: The receive.
+            from_any: The message may come from any rank.
+        """
+        return self._wait_for(work, self._from_any if from_any else set())
+
+    def wait_for_send(self, work: Any) -> Future[None]:
+        """Wait in another thread until a message is sent. The future has its exception if that failed."""
+        return self._wait_for(work, self._sends)
+
+    def close(self) -> list[Any]:
+        """Wait until all messages are sent, end the threads, and return the process groups, for `destroy`.
+
+        It waits for sends at most `SEND_TIME`: another rank may have stopped. Receives that are left fail. Only a
+        receive from any rank does not: its thread stays inside Gloo, where no message can arrive any more.
+        """
+        wait(list(self._sends), SEND_TIME)
+        groups = [group.close() for group in self.groups]
+        self.groups.clear()
+        for _ in self._threads:
+            self._queue.put(None)
+        end = time.monotonic() + END_TIME
+        while sum(thread.is_alive() for thread in self._threads) > len(self._from_any) and time.monotonic() < end:
+            time.sleep(0.001)
+        return groups
+
+    def _wait_for(self, work: Any, kind: set[Future[None]]) -> Future[None]:
+        future: Future[None] = Future()
+        kind.add(future)
+        future.add_done_callback(kind.discard)
+        self._queue.put((work, future))
+        if not self._idle.acquire(blocking=False):
+            # a daemon: otherwise Python would wait for it before `close` is called
+            self._threads.append(Thread(target=self._run, name="dgc-messages", daemon=True))
+            self._threads[-1].start()
+        return future
+
+    def _run(self) -> None:
+        while (waiting := self._queue.get()) is not None:
+            work, future = waiting
+            try:
+                work.wait()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del work, future, waiting  # the thread must not keep the message's memory
+            self._idle.release()
+
+
+class MessageGroup:
+    """A process group for messages alone. Construction is collective."""
+
+    def __init__(self, threads: WaitingThreads) -> None:
+        self._group: Any = dist.new_group(timeout=FOREVER, backend="gloo")
+        self._threads = threads
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        threads.groups.append(self)
+
+    def close(self) -> Any:
+        """Close the connections, and return the process group."""
+        group, self._group = self._group, None
+        if self.size > 1:
+            # Gloo closes them when any message times out, and has no other call for it
+            with suppress(RuntimeError):
+                receive = group.recv([torch.empty(1, dtype=torch.uint8)], (self.rank + 1) % self.size, 0)
+                receive.wait(timedelta(milliseconds=1))
+        return group
+
+
+class GlooChannel(MessageGroup):
+    """A `Channel` over a process group of its own."""
+
+    def isend(self, to: int, message: Tensor, tag: int) -> Future[None]:
+        return self._threads.wait_for_send(dist.isend(message, to, self._group, tag))
+
+    def irecv(self, buffer: Tensor, tag: int) -> Future[None]:
+        return self._threads.wait_for_receive(dist.irecv(buffer, None, self._group, tag), from_any=True)
+
+    def test(self, handle: Future[None]) -> bool:
+        if handle.done():
+            handle.result()  # raises the exception of a message that failed
+        return handle.done()
+
+
+class Neighbors(MessageGroup):
+    """The messages of `Exchange` requests.
+
+    Messages are matched by name (the tag) and, under one name, in the order of sending.
+    """
+
+    def start(self, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[Future[None]]:
+        """Start sending and receiving, by world rank. Return one future for each receive."""
+        futures = [
+            self._threads.wait_for_receive(dist.irecv(buffer, source, self._group, tag))
+            for source, buffer in receives.items()
+        ]
+        for to, message in sends.items():
+            self._threads.wait_for_send(dist.isend(message, to, self._group, tag))
+        return futures

@@ -2,8 +2,6 @@
 
 On two levels, each rank of a machine has a share of every bucket (dgc/engine/hierarchy.py). Shares hold
 whole tensors, so one rank may have most of a bucket and another nothing.
-
-Cold caches, as after forward and backward of a large model.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +66,7 @@ CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def cache_evictor() -> Callable[[], None]:
-    """A function that replaces the content of this machine's caches."""
+    """A function that replaces the content of this machine's caches, as a step of a large model does."""
     data = torch.zeros(2 * last_level_cache() // 4, dtype=torch.float32)
 
     def evict() -> None:

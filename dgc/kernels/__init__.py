@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dgc.kernels.codec.protocol import Codec as Codec
-from dgc.kernels.codec.reference import MeanDecoder as MeanDecoder
+from dgc.kernels.codec.protocol import MeanDecoder as MeanDecoder
 from dgc.kernels.lowrank.protocol import LowRank as LowRank
 from dgc.kernels.quantize.protocol import Quantizers as Quantizers
 from dgc.kernels.selection.protocol import Budget as Budget
@@ -104,8 +104,7 @@ def _tier(asked: str, device: torch.device) -> Tier:
 def _native(device: str) -> Tier:
     if device != "cpu":
         raise KernelsUnavailable(f"the native kernels run on a CPU, not on {device}")
-    from dgc.kernels.codec.native import NativeCodec
-    from dgc.kernels.codec.reference import NativeMeanDecoder
+    from dgc.kernels.codec.native import NativeCodec, NativeMeanDecoder
     from dgc.kernels.library import KernelsMissing
     from dgc.kernels.lowrank.native import NativeLowRank
     from dgc.kernels.quantize.native import NativeQuantizers

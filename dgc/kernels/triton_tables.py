@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dgc.kernels.library import refusal
 
 WARPS = 8
+BLOCK = 1024  # elements or bytes per program, where there are no segments
 LARGEST = torch.iinfo(torch.int32).max
 
 
@@ -33,6 +34,11 @@ class Launcher:
             # no FMA, which would skip the rounding of products
             kernel[(programs,)](*arguments, num_warps=WARPS, enable_fp_fusion=False)
         self.launches += 1
+
+
+def blocks(n: int) -> int:
+    """Return the number of programs for n elements."""
+    return -(-n // BLOCK)
 
 
 @dataclass(frozen=True, eq=False)

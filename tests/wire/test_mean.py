@@ -20,7 +20,8 @@ from wire.payloads import (
     selection_of,
 )
 
-from dgc.kernels.codec.reference import MeanDecoder, NativeMeanDecoder
+from dgc.kernels.codec.native import NativeMeanDecoder
+from dgc.kernels.codec.protocol import MeanDecoder
 from dgc.kernels.selection.reference import Reference
 from dgc.wire import PayloadError
 from dgc.wire.payload import Gathered, sections_of

@@ -1,5 +1,9 @@
-"""The payload codec in C++ for CPU tensors, on one thread. It gives the same bits as `reference`."""
+"""The payload codec in C++ for CPU tensors, on one thread, and the decoder of means, on all threads.
 
+The codec gives the same bits as `reference`. The decoder takes one call for the payloads of all ranks.
+"""
+
+from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int, c_int64, c_uint32, c_void_p, memset
 from math import inf
 from typing import Any
@@ -8,9 +12,20 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec.protocol import HEADER_BYTES, Header, PackedCode, RiceCode, Terms
-from dgc.kernels.library import FP32, INT32, INT64, UINT8, Signatures, declare, load, pointer
-from dgc.kernels.selection.protocol import SparseVector
+from dgc.kernels.codec.protocol import HEADER_BYTES, WORDS, Decoded, Header, PackedCode, RiceCode, Sections, Terms
+from dgc.kernels.library import (
+    FP32,
+    INT32,
+    INT64,
+    UINT8,
+    Signatures,
+    declare,
+    load,
+    pointer,
+    pointer_or_none,
+    pointers,
+)
+from dgc.kernels.selection.protocol import Merged, SparseVector
 
 _SPARSE = (c_void_p, c_void_p, c_int64, c_void_p)
 _TERMS = (c_float, c_uint32)
@@ -40,7 +55,16 @@ _SIGNATURES: Signatures = {
     "dgc_int8_decode": _DECODE_VALUES,
     "dgc_two_bit_encode": (None, (*_ENCODE_VALUES[1], c_double)),
     "dgc_two_bit_decode": _DECODE_VALUES,
+    "dgc_decode_mean": (
+        c_int64,
+        (
+            *(c_void_p, c_int, c_int64, c_int64, c_int64, c_int, c_int64, c_int, c_void_p, c_int64, c_float),
+            *(c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int),
+        ),
+    ),
 }
+
+INVALID = -1  # returned by dgc_decode_mean
 
 _FLAGS = (torch.tensor(False, dtype=torch.bool), torch.tensor(True, dtype=torch.bool))
 # The numbers of cpp/codec/values.cpp.
@@ -256,3 +280,77 @@ class NativeCodec:
 def _within(count: Tensor, entries: Tensor) -> int:
     """Return the count, clamped to a safe value. Decoding the indices reports an invalid count."""
     return min(max(0, int(count)), entries.numel())
+
+
+class NativeMeanDecoder:
+    """Implements `dgc.kernels.codec.protocol.MeanDecoder` for CPU tensors on torch.get_num_threads() threads.
+
+    The result has the bits of decoding each payload by itself and of `merge_mean`: each element is added in the
+    order of the payloads. Each payload is decoded by one thread. Then each thread adds all entries of its own part
+    of the bucket, so the bits do not depend on the number of threads.
+
+    Raises:
+        KernelsMissing: See `dgc.kernels.library.load`.
+    """
+
+    def __init__(self) -> None:
+        self._library = load()
+        declare(self._library, _SIGNATURES)
+
+    def mean(
+        self,
+        payloads: Sequence[UInt8[Tensor, "nbytes"]],
+        sections: Sections,
+        bounds: Int64[Tensor, "bounds"],
+        size: int,
+    ) -> tuple[Decoded, Merged]:
+        most = len(payloads) * sections.capacity
+        indices, values = torch.empty(most, dtype=INT64), torch.empty(most, dtype=FP32)
+        words, found = self._decode(payloads, sections, bounds, size, None, indices, values)
+        count = max(0, found)
+        merged = Merged(indices[:count], values[:count], torch.tensor(count, dtype=INT32))
+        return Decoded(words, found != INVALID, True), merged
+
+    def mean_into_(
+        self,
+        dense: Float32[Tensor, "n"],
+        payloads: Sequence[UInt8[Tensor, "nbytes"]],
+        sections: Sections,
+        bounds: Int64[Tensor, "bounds"],
+        size: int,
+    ) -> Decoded:
+        words, found = self._decode(payloads, sections, bounds, size, dense, None, None)
+        return Decoded(words, found != INVALID, found == 1)
+
+    def _decode(
+        self,
+        payloads: Sequence[Tensor],
+        sections: Sections,
+        bounds: Tensor,
+        size: int,
+        dense: Tensor | None,
+        indices: Tensor | None,
+        values: Tensor | None,
+    ) -> tuple[Tensor, int]:
+        assert dense is None or dense.numel() == sections.numel
+        words = torch.empty(WORDS * len(payloads), dtype=INT32)
+        found: int = self._library.dgc_decode_mean(
+            pointers(payloads, UINT8),
+            len(payloads),
+            sections.nbytes,
+            sections.capacity,
+            sections.numel,
+            sections.indices,
+            sections.index_bytes,
+            sections.values,
+            pointer(bounds, INT64),
+            bounds.numel() - 1,
+            size,
+            pointer(words, INT32),
+            dense is not None,  # the address of an empty tensor is null
+            pointer_or_none(dense, FP32),
+            pointer_or_none(indices, INT64),
+            pointer_or_none(values, FP32),
+            torch.get_num_threads(),
+        )
+        return words, found

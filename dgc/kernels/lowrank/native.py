@@ -11,7 +11,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.kernels.library import FP32, Signatures, declare, load, pointer, pointer_or_none, pointers
-from dgc.kernels.lowrank.protocol import Factor, Left, Matrices, Right, refresh_in_turn_
+from dgc.kernels.lowrank.protocol import Factor, Left, Matrices, Right, TorchLowRank
 from dgc.kernels.selection.native import Native
 
 _SIZES = (c_int64,) * 3
@@ -22,7 +22,7 @@ _SIGNATURES: Signatures = {
 }
 
 
-class NativeLowRank:
+class NativeLowRank(TorchLowRank):
     """Implements `dgc.kernels.lowrank.protocol.LowRank` on torch.get_num_threads() threads.
 
     Raises:
@@ -32,7 +32,8 @@ class NativeLowRank:
     name = "native"
 
     def __init__(self, kernels: Native) -> None:
-        self._library, self._kernels = load(), kernels
+        super().__init__(kernels)
+        self._library = load()
         declare(self._library, _SIGNATURES)
 
     def subtract_(self, M: Matrices, U: Left, W: Right) -> None:
@@ -45,7 +46,7 @@ class NativeLowRank:
         self, M: Matrices, taken: tuple[Left, Right] | None, g: Sequence[Tensor], X: Factor, even: bool, Y: Factor
     ) -> Int64[Tensor, ""]:
         if len(g) != M.shape[0] or any(piece.numel() != M[0].numel() for piece in g):
-            return refresh_in_turn_(self, self._kernels, M, taken, g, X, even, Y)
+            return super().refresh_(M, taken, g, X, even, Y)
         first = self._pass(M, taken, [piece.to(torch.float32) for piece in g], X, even, Y)
         return torch.full((), first, dtype=torch.int64)
 

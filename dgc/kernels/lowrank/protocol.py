@@ -61,7 +61,7 @@ class LowRank(Protocol):
 
 
 class TorchLowRank:
-    """Implements `LowRank` in plain torch.
+    """Implements `LowRank` in plain torch. `refresh_` takes three passes over M.
 
     Args:
         kernels: Adds the gradients.
@@ -81,7 +81,13 @@ class TorchLowRank:
     def refresh_(
         self, M: Matrices, taken: tuple[Left, Right] | None, g: Sequence[Tensor], X: Factor, even: bool, Y: Factor
     ) -> Int64[Tensor, ""]:
-        return refresh_in_turn_(self, self._kernels, M, taken, g, X, even, Y)
+        own = M.view(-1)[: sum(piece.numel() for piece in g)]
+        if taken is not None:
+            self.subtract_(M, *taken)
+            M.view(-1)[own.numel() :].zero_()
+        found = self._kernels.accumulate_(PassInputs(tuple(g), None, own))
+        self.multiply(M, X, even, Y)
+        return found
 
     def outer(self, U: Left, W: Right, out: Sequence[Float32[Tensor, "n m"]]) -> None:
         if len(out) == 1:
@@ -89,23 +95,3 @@ class TorchLowRank:
             return
         for place, product in zip(out, torch.bmm(U.mT, W), strict=True):
             place.copy_(product)
-
-
-def refresh_in_turn_(
-    products: LowRank,
-    kernels: SelectionKernels,
-    M: Matrices,
-    taken: tuple[Left, Right] | None,
-    g: Sequence[Tensor],
-    X: Factor,
-    even: bool,
-    Y: Factor,
-) -> Int64[Tensor, ""]:
-    """Implement LowRank.refresh_ by three passes over M."""
-    own = M.view(-1)[: sum(piece.numel() for piece in g)]
-    if taken is not None:
-        products.subtract_(M, *taken)
-        M.view(-1)[own.numel() :].zero_()
-    found = kernels.accumulate_(PassInputs(tuple(g), None, own))
-    products.multiply(M, X, even, Y)
-    return found

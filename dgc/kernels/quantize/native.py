@@ -14,6 +14,7 @@ from dgc.kernels.quantize.protocol import (
     Codes,
     Dense,
     Each,
+    empty_codes,
     keys_of,
     layout_of,
     level_factors,
@@ -57,7 +58,7 @@ class NativeQuantizers:
         declare(self._library, {name: (None, arguments) for name, arguments in _ARGUMENTS.items()})
 
     def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
-        segments, codes = _ranges(bounds, 1, WORD), _codes(bounds, 1, WORD)
+        segments, codes = _ranges(bounds, 1, WORD), empty_codes(bounds, 1, WORD)
         residual = torch.empty_like(v)
         values = (pointer(cuts, FP32), pointer(lows, FP32), pointer(highs, FP32))
         made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
@@ -84,7 +85,7 @@ class NativeQuantizers:
         self._library.dgc_mean_signs(*given, *values, *made)
 
     def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
-        segments, codes = _ranges(bounds, 2, WORD), _codes(bounds, 2, WORD)
+        segments, codes = _ranges(bounds, 2, WORD), empty_codes(bounds, 2, WORD)
         residual, sent = torch.empty_like(v), thresholds_or(torch.inf, thresholds)
         made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
         self._library.dgc_quantize_ternary(pointer(v, FP32), *segments, pointer(sent, FP32), *made)
@@ -113,7 +114,7 @@ class NativeQuantizers:
         self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
     ) -> tuple[Codes, Dense]:
         inverses, steps = level_factors(scales, levels, bits)
-        segments, codes = _ranges(bounds, bits, 1), _codes(bounds, bits, 1)
+        segments, codes = _ranges(bounds, bits, 1), empty_codes(bounds, bits, 1)
         residual = torch.empty_like(v)
         values = (pointer(inverses, FP32), pointer(steps, FP32), levels, bits, *_random(seed))
         made = (pointer(codes, UINT8), pointer(residual, FP32), torch.get_num_threads())
@@ -197,10 +198,6 @@ def _ranges(bounds: Bounds, width: int, unit: int) -> tuple[int, int, int]:
 def _by_rank(codes: Sequence[Codes], *values: Sequence[Each]) -> tuple[bytes, int]:
     assert all(len(each) == len(codes) for each in values), (len(codes), [*map(len, values)])
     return pointers(codes, UINT8), len(codes)
-
-
-def _codes(bounds: Bounds, width: int, unit: int) -> Codes:
-    return torch.empty(layout_of(bounds, width, unit).nbytes, dtype=torch.uint8)
 
 
 def _random(seed: int | None) -> tuple[int, int, int]:

@@ -179,6 +179,10 @@ def layout_of(bounds: Bounds, width: int, unit: int) -> Layout:
     return kept[width, unit]
 
 
+def empty_codes(bounds: Bounds, width: int, unit: int) -> Codes:
+    return torch.empty(layout_of(bounds, width, unit).nbytes, dtype=torch.uint8, device=bounds.device)
+
+
 def thresholds_or(instead: float, thresholds: Each) -> Each:
     """Return the thresholds, with those that send nothing replaced by `instead`."""
     return torch.where((thresholds > 0) & torch.isfinite(thresholds), thresholds, instead)

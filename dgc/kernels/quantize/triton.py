@@ -15,6 +15,7 @@ from dgc.kernels.quantize.protocol import (
     Codes,
     Dense,
     Each,
+    empty_codes,
     keys_of,
     layout_of,
     level_factors,
@@ -22,7 +23,7 @@ from dgc.kernels.quantize.protocol import (
     natural_top_in,
     thresholds_or,
 )
-from dgc.kernels.quantize.reference import OneByOne
+from dgc.kernels.quantize.reference import TorchQuantizers
 from dgc.kernels.quantize.triton_codes import (
     natural_add,
     natural_encode,
@@ -39,13 +40,11 @@ from dgc.kernels.quantize.triton_codes import (
     unpack,
 )
 from dgc.kernels.selection.triton import INTERPRETED
-from dgc.kernels.triton_tables import Launcher, Tilings, on_device
-
-BLOCK = 1024
+from dgc.kernels.triton_tables import BLOCK, Launcher, Tilings, blocks, on_device
 
 
-class TritonQuantizers(OneByOne):
-    """Implements `dgc.kernels.quantize.protocol.Quantizers`.
+class TritonQuantizers(TorchQuantizers):
+    """Implements `dgc.kernels.quantize.protocol.Quantizers`, with the means of `TorchQuantizers`.
 
     Args:
         tile: Elements per program, a power of two, at least 32.
@@ -63,7 +62,7 @@ class TritonQuantizers(OneByOne):
         return self._launch.launches
 
     def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
-        codes, residual = _codes(bounds, 1, WORD), torch.empty_like(v)
+        codes, residual = empty_codes(bounds, 1, WORD), torch.empty_like(v)
         self._each(sign_encode, v, bounds, 1, WORD, v, cuts, lows, highs, codes, residual)
         return codes, residual
 
@@ -71,7 +70,7 @@ class TritonQuantizers(OneByOne):
         self._each(sign_add, total, bounds, 1, WORD, codes, lows, highs, total)
 
     def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
-        codes, residual = _codes(bounds, 2, WORD), torch.empty_like(v)
+        codes, residual = empty_codes(bounds, 2, WORD), torch.empty_like(v)
         self._each(tern_encode, v, bounds, 2, WORD, v, thresholds_or(torch.inf, thresholds), codes, residual)
         return codes, residual
 
@@ -81,7 +80,7 @@ class TritonQuantizers(OneByOne):
     def uniform_encode(
         self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
     ) -> tuple[Codes, Dense]:
-        codes, residual = _codes(bounds, bits, 1), torch.empty_like(v)
+        codes, residual = empty_codes(bounds, bits, 1), torch.empty_like(v)
         values = (*level_factors(scales, levels, bits), float(levels), *_keys(seed))
         made = (codes, residual, seed is not None, bits)
         self._each(uniform_encode, v, bounds, bits, 1, v, *values, *made)
@@ -97,26 +96,26 @@ class TritonQuantizers(OneByOne):
         n, device = v.numel(), v.device
         codes = torch.empty(4 + n, dtype=torch.uint8, device=device)
         residual, largest = torch.empty_like(v), torch.zeros((), dtype=torch.int32, device=device)
-        self._launch(natural_largest, v, _blocks(n), v, n, largest, BLOCK)
+        self._launch(natural_largest, v, blocks(n), v, n, largest, BLOCK)
         top = natural_top(largest)
         codes[:4] = top.view(1).view(torch.uint8)
         made = (codes, residual, seed is not None, BLOCK)
-        self._launch(natural_encode, v, _blocks(n), v, n, top, *_keys(seed), *made)
+        self._launch(natural_encode, v, blocks(n), v, n, top, *_keys(seed), *made)
         return codes, residual
 
     def natural_add_(self, codes: Codes, total: Dense) -> None:
         n = total.numel()
-        self._launch(natural_add, total, _blocks(n), codes, n, natural_top_in(codes), total, BLOCK)
+        self._launch(natural_add, total, blocks(n), codes, n, natural_top_in(codes), total, BLOCK)
 
     def pack(self, levels: UInt8[Tensor, "n"], bits: int) -> Codes:
         n, nbytes = levels.numel(), -(-levels.numel() * bits // 8)
         codes = torch.empty(nbytes, dtype=torch.uint8, device=levels.device)
-        self._launch(pack, levels, _blocks(nbytes), levels, n, codes, nbytes, bits, BLOCK)
+        self._launch(pack, levels, blocks(nbytes), levels, n, codes, nbytes, bits, BLOCK)
         return codes
 
     def unpack(self, codes: Codes, bits: int, n: int) -> UInt8[Tensor, "n"]:
         levels = torch.empty(n, dtype=torch.uint8, device=codes.device)
-        self._launch(unpack, codes, _blocks(n), codes, codes.numel(), levels, n, bits, BLOCK)
+        self._launch(unpack, codes, blocks(n), codes, codes.numel(), levels, n, bits, BLOCK)
         return levels
 
     def sums_mean_(
@@ -148,15 +147,7 @@ class TritonQuantizers(OneByOne):
         self._launch(kernel, near, tiling.count, *places, *arguments, self.tile)
 
 
-def _codes(bounds: Bounds, width: int, unit: int) -> Codes:
-    return torch.empty(layout_of(bounds, width, unit).nbytes, dtype=torch.uint8, device=bounds.device)
-
-
 def _keys(seed: int | None) -> tuple[int, int]:
     """Return the keys as int32. Triton would give larger numbers another argument type."""
     first, second = (0, 0) if seed is None else keys_of(seed)
     return first - (first >> 31 << 32), second - (second >> 31 << 32)
-
-
-def _blocks(n: int) -> int:
-    return -(-n // BLOCK)

@@ -241,7 +241,7 @@ def _entries(sent: SparseVector | None) -> tuple[int | None, int | None, int | N
 def _pass_arguments(form: int, pieces: Sequence[Tensor], inputs: PassInputs) -> tuple[object, ...]:
     """Return the first arguments of the library's functions for the pass.
 
-    `gradients` is inputs.g in fp32. It must stay alive until the call returns.
+    `pieces` is inputs.g in fp32. It must stay alive until the call returns.
     """
     begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
     n = inputs.v.numel()

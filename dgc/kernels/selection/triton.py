@@ -25,13 +25,12 @@ from dgc.kernels.selection import triton_statistics as statistics
 from dgc.kernels.selection.protocol import Budget, Merged, Moments, PassInputs, SparseVector, Tail, TopKResult
 from dgc.kernels.selection.reference import predicted_lower_bounds
 from dgc.kernels.selection.triton_select import Candidates, choose, room_for_candidates
-from dgc.kernels.triton_tables import Launcher, Tiling, Tilings, on_device, pointers
+from dgc.kernels.triton_tables import BLOCK, Launcher, Tiling, Tilings, blocks, on_device, pointers
 
 if not hasattr(triton, "knobs"):
     raise ImportError(f"Triton {triton.__version__} is too old: these kernels need Triton 3.4 or later")
 
 INTERPRETED = triton.knobs.runtime.interpret
-BLOCK = 1024
 FLOATS = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -106,7 +105,7 @@ class Triton:
 
     def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         entries = (sent.indices, sent.values, sent.count)
-        self._launch(sparse.take, v, _blocks(sent.values.numel()), *entries, u, v, u is not None, BLOCK)
+        self._launch(sparse.take, v, blocks(sent.values.numel()), *entries, u, v, u is not None, BLOCK)
 
     def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
         keys, values = torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts])
@@ -118,14 +117,14 @@ class Triton:
         starts = on_device((0, *accumulate(p.indices.numel() for p in parts)), torch.int64, device)
         counts = torch.stack([p.count for p in parts])
         ends = (starts, counts, len(parts), len(parts).bit_length())
-        self._launch(sparse.hide_tails, keys, _blocks(total), keys, total, *ends, BLOCK)
+        self._launch(sparse.hide_tails, keys, blocks(total), keys, total, *ends, BLOCK)
         # stable: equal keys stay in the order of the parts
         keys, order = torch.sort(keys, stable=True)
         heads = torch.empty_like(keys)
-        self._launch(sparse.mark_heads, keys, _blocks(total), keys, heads, total, BLOCK)
+        self._launch(sparse.mark_heads, keys, blocks(total), keys, heads, total, BLOCK)
         places = heads.cumsum(0, dtype=torch.int32)
         runs = (keys, order, values, places, total, len(parts), float(size))
-        self._launch(sparse.sum_runs, keys, _blocks(total), *runs, indices, means, BLOCK)
+        self._launch(sparse.sum_runs, keys, blocks(total), *runs, indices, means, BLOCK)
         return Merged(indices, means, places[-1])
 
     def subtract_at_(
@@ -141,7 +140,7 @@ class Triton:
         for dtype in dict.fromkeys(t.dtype for t in targets):
             own = pointers([t if t.dtype == dtype else None for t in targets], dtype, values.device)
             sought = (own, bounds, scale, segments, segments.bit_length(), indices, values, k)
-            self._launch(sparse.subtract_at, values, _blocks(k), *sought, FLOATS[dtype], _wide(dtype), BLOCK)
+            self._launch(sparse.subtract_at, values, blocks(k), *sought, FLOATS[dtype], _wide(dtype), BLOCK)
 
     def decay_(
         self,
@@ -155,7 +154,7 @@ class Triton:
         settings = on_device((weight_decay, momentum, lr), torch.float64, p.device)
         n = p.numel()
         types = (FLOATS[p.dtype], _wide(p.dtype))
-        self._launch(sparse.decay, p, _blocks(n), p, buffer, n, settings, nesterov, *types, BLOCK)
+        self._launch(sparse.decay, p, blocks(n), p, buffer, n, settings, nesterov, *types, BLOCK)
 
     def _accumulate(self, inputs: PassInputs, tiling: Tiling, candidates: Candidates | None) -> Int64[Tensor, ""]:
         if inputs.sent is not None:
@@ -176,10 +175,6 @@ class Triton:
 
 def _lengths(inputs: PassInputs) -> tuple[int, ...]:
     return tuple(g.numel() for g in inputs.g)
-
-
-def _blocks(n: int) -> int:
-    return -(-n // BLOCK)
 
 
 def _wide(dtype: torch.dtype) -> tl.dtype:

@@ -69,8 +69,8 @@ KERNELS = [
     Fault(
         "one-table-of-2-bits-for-all-tensors",
         "dgc/kernels/codec/reference.py",
-        "table[4 * owners(indices, bounds) + codes]",
-        "table[codes]",
+        "table[4 * owners(indices, bounds) + bins]",
+        "table[bins]",
         ["tests/wire/test_payload.py"],
     ),
     Fault(
