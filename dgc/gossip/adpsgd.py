@@ -48,7 +48,6 @@ from dgc.gossip.topology import (
     peer_schedule,
 )
 from dgc.state import check_tensor
-from dgc.wire.payload import read_scalars
 
 KIND, COUNTS = 3, 6  # words before the kind, and before the steps
 MESSAGE = "a message of AD-PSGD"
@@ -565,8 +564,7 @@ class MessageLink:
             progressed, self._receive = True, None
             message = self.protocol.whole(self._buffer)
             sender = int(message[KIND + 1])
-            received = opened(as_bytes(message), 8 * (message.numel() - KIND), MESSAGE, sender)
-            received.checked(read_scalars(received.scalars))
+            opened(as_bytes(message), 8 * (message.numel() - KIND), MESSAGE, sender).wait()
             self._last_received[sender] = now
             self._send(self.protocol.receive(message))
             self._start_receive()

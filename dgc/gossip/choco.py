@@ -46,7 +46,7 @@ from dgc.kernels import SparseVector
 from dgc.selection.selector import Plan, plan_selection
 from dgc.state import check_tensor
 from dgc.wire import CastValues, PlainIndices, SparseFormat
-from dgc.wire.payload import read_scalars, sealed_bytes
+from dgc.wire.payload import sealed_bytes
 
 DIFFERENCE = "a difference of CHOCO"
 NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)  # for compress_ratio before the model is known
@@ -184,8 +184,7 @@ class _Signs:
         return payload, self._add(both)
 
     def decode(self, payload: Bytes, source: int) -> AddScaled:
-        received = opened(payload, self.codes, DIFFERENCE, source)
-        (both,), _ = received.checked(read_scalars(received.scalars))
+        (both,), _ = opened(payload, self.codes, DIFFERENCE, source).wait()
         return self._add(both)
 
     def _add(self, both: Bytes) -> AddScaled:

@@ -26,7 +26,7 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
 from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
-from dgc.wire.payload import Opened, no_segments, open_sealed, seal_, sealed_bytes
+from dgc.wire.payload import Unchecked, no_segments, open_sealed, seal_, sealed_bytes
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LEVELS = 127
@@ -69,8 +69,8 @@ def write_header_(payload: Payload, what: str) -> None:
     seal_(kernels.of(payload).codec, payload, *no_segments(payload.device), _terms(what))
 
 
-def opened(payload: Payload, nbytes: int, what: str, source: int) -> Opened:
-    """Returns a received message, whose header the device need not have checked. source: rank of its sender."""
+def opened(payload: Payload, nbytes: int, what: str, source: int) -> Unchecked[Bytes]:
+    """Returns the content of a received message, not checked yet. source: rank of its sender."""
     return open_sealed(kernels.of(payload).codec, [payload], nbytes, 1, _terms(what), what, [source])
 
 
