@@ -36,17 +36,11 @@ from dgc.comm.channel import Channel, open_channel
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Exchange, as_bytes
 from dgc.comm.transport import Transport
+from dgc.gossip.graphs import bipartite_complete
 from dgc.gossip.messages import opened, write_header_
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import MISSING_ZERO_GRAD
-from dgc.gossip.topology import (
-    Graph,
-    Topology,
-    bipartite_complete,
-    bipartite_subgraph,
-    build_topology,
-    peer_schedule,
-)
+from dgc.gossip.topology import Graph, Topology, bipartite_subgraph, build_topology, peer_schedule
 from dgc.state import check_tensor
 
 KIND, COUNTS = 3, 6  # words before the kind, and before the steps

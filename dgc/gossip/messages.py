@@ -3,13 +3,6 @@
 A message is sealed: a header of 24 bytes with a checksum (`dgc.wire.payload`), then its content, rounded up to a
 multiple of 8 bytes.
 
-Encodings of a vector of n elements:
-
-FP32Message             fp32: 4 bytes per element
-HalfPrecisionMessage    fp16 or bf16, scaled by a power of two to avoid overflow: 2 bytes per element, and 4
-Int8Message             round(x / scale), scale = largest magnitude of the block / 127: 1 byte per element, and 4
-                        per block
-
 The sender keeps the rounding errors of an encoding (`dgc.gossip.sgp`), so the sum over ranks is preserved.
 """
 
@@ -125,7 +118,7 @@ class Message(Protocol):
 
 @dataclass(frozen=True)
 class FP32Message:
-    """fp32 messages, without rounding.
+    """fp32 messages, without rounding: 4 bytes per element.
 
     Example:
         >>> FP32Message().nbytes(1000)
@@ -147,7 +140,7 @@ class FP32Message:
 @checked
 @dataclass(frozen=True)
 class HalfPrecisionMessage:
-    """16-bit messages with one scale.
+    """16-bit messages with one scale, a power of two that avoids overflow: 2 bytes per element, and 4.
 
     Args:
         dtype (str): "fp16", or "bf16", which has a larger range and three bits less.
@@ -183,7 +176,9 @@ class HalfPrecisionMessage:
 @checked
 @dataclass(frozen=True)
 class Int8Message:
-    """8-bit messages with one scale per block.
+    """8-bit messages with one scale per block: 1 byte per element, and 4 per block.
+
+    An element x is sent as round(x / scale), with scale = largest magnitude of the block / 127.
 
     Args:
         block (int): number of elements that share a scale. With 2048, scales add 0.2 % to the bytes.

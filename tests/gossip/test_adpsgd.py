@@ -16,7 +16,8 @@ from dgc.comm.channel import ChannelWorld
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import Topology, TopologyError
 from dgc.gossip.adpsgd import ADPSGD, AveragingProtocol, GossipError, MessageLink
-from dgc.gossip.topology import bipartite_complete, bipartite_subgraph, peer_schedule
+from dgc.gossip.graphs import bipartite_complete
+from dgc.gossip.topology import bipartite_subgraph, peer_schedule
 from dgc.optim import GossipOptimizer
 from dgc.wire import PayloadError
 

@@ -55,8 +55,8 @@ WIRE = [
     Fault(
         "2-bit-values-beyond-the-gradients-range",
         "dgc/wire/values.py",
-        "within(selection.values, result, 0.0)",
-        "selection.values",
+        "codec.two_bit_encode_(within(selection, result), bounds",
+        "codec.two_bit_encode_(selection, bounds",
         ["tests/wire/test_payload.py::test_values_stay_in_the_gradients_range"],
     ),
     Fault(
@@ -69,8 +69,8 @@ WIRE = [
     Fault(
         "code-longer-than-plain-indices",
         "dgc/wire/indices.py",
-        "return rice if rice.nbytes < plain.nbytes else plain",
-        "return rice",
+        "return coded if coded.nbytes < plain.nbytes else plain",
+        "return coded",
         ["tests/wire/test_plans.py"],
     ),
 ]
