@@ -577,7 +577,12 @@ class MessageLink:
 
     def complete_sends(self) -> bool:
         """Removes completed sends. Returns whether there were any."""
-        pending = [(handle, message) for handle, message in self._sends if not self._is_sent(handle, message)]
+        pending = []
+        for handle, message in self._sends:
+            if self.channel.test(handle):
+                self.protocol.release(message)
+            else:
+                pending.append((handle, message))
         progressed = len(pending) < len(self._sends)
         self._sends = pending
         return progressed
@@ -588,12 +593,6 @@ class MessageLink:
         self._abandoned_sends, self._sends, self._aborting = self._sends, [], True
         others = [rank for rank in range(self.protocol.size) if rank not in (self.protocol.rank, fault)]
         self._send([self.protocol.header_only(Kind.ABORT, to, fault) for to in others])
-
-    def _is_sent(self, handle: Any, message: Tensor) -> bool:
-        is_sent = self.channel.test(handle)
-        if is_sent:
-            self.protocol.release(message)
-        return is_sent
 
     def _send(self, messages: list[Outgoing]) -> None:
         for out in messages:

@@ -471,9 +471,7 @@ def check_decoded(
     return list(words[1::WORDS])
 
 
-def check_sealed(
-    words: Sequence[int], ranks: Sequence[int], segments: int, terms: Terms, what: str
-) -> list[int]:
+def check_sealed(words: Sequence[int], ranks: Sequence[int], segments: int, terms: Terms, what: str) -> list[int]:
     """Same as `check_decoded`, for sealed codes. words: five numbers per payload."""
     for i, rank in enumerate(ranks):
         number, sealed, count, *theirs = words[5 * i : 5 * i + 5]

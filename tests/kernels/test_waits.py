@@ -159,7 +159,7 @@ def test_dgc_never_waits(values: Any, indices: Any) -> None:
 @pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])
 def test_powersgd(mode: Any, rank: Any) -> None:
     seen = waits_of(PowerSGDCompressor(rank, 0, mode=mode, orthogonalization="cholesky_qr"))
-    assert set(seen) == {"compression/lowrank/powersgd.py _half_step", "wire/payload.py read_scalars", *READ}
+    assert set(seen) == {"compression/lowrank/powersgd.py _half_step", "wire/checks.py read_scalars", *READ}
 
 
 def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
