@@ -6,8 +6,9 @@ from dgc.gossip.average import push_pull_average as push_pull_average
 from dgc.gossip.average import push_sum_average as push_sum_average
 from dgc.gossip.average import push_sum_round as push_sum_round
 from dgc.gossip.choco import CHOCO as CHOCO
-from dgc.gossip.difference import Sign as Sign
-from dgc.gossip.difference import TopK as TopK
+from dgc.gossip.choco import Sign as Sign
+from dgc.gossip.choco import TopK as TopK
+from dgc.gossip.graphs import bipartite_complete as bipartite_complete
 from dgc.gossip.graphs import bipartite_exponential as bipartite_exponential
 from dgc.gossip.graphs import bipartite_linear as bipartite_linear
 from dgc.gossip.graphs import exponential as exponential
@@ -35,7 +36,6 @@ from dgc.gossip.sgp import OSGP as OSGP
 from dgc.gossip.sgp import SGP as SGP
 from dgc.gossip.topology import Topology as Topology
 from dgc.gossip.topology import TopologyError as TopologyError
-from dgc.gossip.topology import bipartite_complete as bipartite_complete
 from dgc.gossip.topology import check_mixing as check_mixing
 from dgc.gossip.topology import metropolis as metropolis
 from dgc.gossip.topology import mixing_from_weights as mixing_from_weights

@@ -7,7 +7,7 @@ Rank i has a model x_i. Its training thread and its gossip thread run independen
     gossip    x_i, x_j = (x_i + x_j) / 2, at once for both, with a neighbour j on a bipartite graph
 
 With N ranks, the mean of the models moves by -lr O(g) / N in every step of any rank, independently of the
-averages. No rank waits for a slow rank or network. Odd ranks initiate an average, even ranks reply (`protocol`).
+averages. No rank waits for a slow rank or network. Odd ranks initiate an average, even ranks reply.
 
 Differences from the paper: Neighbours are taken in turn from a peer schedule, not at random. Only pairs of the
 schedule average; any graph works if its odd-even pairs connect all ranks. A rank initiates a limited number of
@@ -15,39 +15,6 @@ averages per step, so that a fast network is not flooded. An average takes effec
 other, and steps in between are kept. The optimizer steps on z, and x moves by the same difference.
 
 Host memory on each rank: x, two messages of its size (even ranks: one more for each reply in flight), and z once.
-
-The gossip thread of a rank. It polls a `MessageLink` and uses little CPU time while waiting.
-
-Sends and receives the messages of an `AveragingProtocol` over a `Channel`, and detects lost ranks.
-
-No method waits or reads a clock.
-
-The message protocol of AD-PSGD on one rank: no threads, no clock, no network.
-
-A cycle lasts from `begin` until the messages of all ranks are drained. Active ranks (odd) average with passive
-ranks (even):
-
-    AVERAGE   active -> passive: a = x of the sender. The passive rank stores p = its x and does x += (a - p)/2
-    REPLY     passive -> active: p. The active rank does x += (p - a)/2 to its current x
-
-    COUNTS_REQUEST, COUNTS_REPLY  the same without x: an active rank without a recent average requests step counts
-
-The two changes are exact opposites, so the sum over ranks is preserved except for the rounding of the additions.
-While a rank drains its messages, it starts no exchange. Passive ranks continue to reply:
-
-    LEAVE     active -> each of its passive peers, after its last reply has arrived
-    DONE      any rank -> rank 0, after it has left, or all its active peers have
-    END       rank 0 -> all, after DONE from all: no message is in flight on any rank
-
-In addition, HEARTBEAT, between rank 0 and each other rank, shows that the sender runs, and ABORT reports a failed
-rank.
-
-Every message contains the number of steps of each rank, as far as its sender has been informed. A receiver keeps
-the larger numbers. A rank may leave when its numbers show enough steps. An active rank informs its neighbours by
-leaving. A passive rank does so in every reply, and slow ranks request counts as often as fast ones. DONE and END
-make the numbers exact.
-
-Payload in bytes, with n ranks and N elements: 8 (6 + n), and for AVERAGE and REPLY 8 ceil(N / 2) more.
 """
 
 import atexit
@@ -69,485 +36,28 @@ from dgc.comm.channel import Channel, open_channel
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Exchange, as_bytes
 from dgc.comm.transport import Transport
+from dgc.gossip.graphs import bipartite_complete
 from dgc.gossip.messages import opened, write_header_
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import MISSING_ZERO_GRAD
-from dgc.gossip.topology import (
-    Graph,
-    Topology,
-    bipartite_complete,
-    bipartite_subgraph,
-    build_topology,
-    peer_schedule,
-)
+from dgc.gossip.topology import Graph, Topology, bipartite_subgraph, build_topology, peer_schedule
 from dgc.state import check_tensor
-from dgc.wire.payload import read_scalars
 
 KIND, COUNTS = 3, 6  # words before the kind, and before the steps
-
-
-class GossipError(RuntimeError):
-    """A rank has timed out or failed. The message names it."""
-
-
-class Kind(IntEnum):
-    """Kind of a message."""
-
-    AVERAGE = 0
-    REPLY = 1
-    COUNTS_REQUEST = 2
-    COUNTS_REPLY = 3
-    LEAVE = 4
-    DONE = 5
-    END = 6
-    HEARTBEAT = 7
-    ABORT = 8
-
-
-@dataclass(frozen=True, eq=False)
-class Outgoing:
-    """A message and its receiver.
-
-    message: int64 words: 3 for an envelope (`dgc.gossip.messages`), kind, sender, number, the steps of all ranks;
-    then x.
-    """
-
-    to: int
-    message: Int64[Tensor, "words"]
-
-
-class AveragingProtocol:
-    """State of the protocol on one rank.
-
-    `lock` guards x, step_counts and credit between the training thread and the gossip thread.
-
-    Args:
-        x (Tensor): [n] fp32, this rank's model on the CPU, changed in place.
-        rank (int): this rank.
-        bipartite (Topology): edges between odd and even ranks.
-        averagings_per_step (float): largest number of averages that an active rank starts per own step. Averages
-            for which there was no time are not made up later.
-    """
-
-    def __init__(self, x: Float32[Tensor, "n"], rank: int, bipartite: Topology, averagings_per_step: float = inf):
-        self.x, self.rank, self.size = x, rank, bipartite.size
-        self.peers = peer_schedule(bipartite, rank)
-        self.is_active = rank % 2 == 1
-        self.averagings_per_step = averagings_per_step
-        self.lock = threading.Lock()
-        self.step_counts = torch.zeros(self.size, dtype=torch.int64)
-        self.averagings = 0
-        self._next_peer = self._next_counts_peer = 0  # positions in peers
-        self._number = 0  # of the last message that expects a reply
-        self._header = COUNTS + self.size  # words
-        self._free_buffers = [self.buffer()] if self.is_active else []
-        self.begin()
-
-    def buffer(self) -> Int64[Tensor, "words"]:
-        """A buffer that can hold any message."""
-        return torch.zeros(self._header + (self.x.numel() + 1) // 2, dtype=torch.int64)
-
-    def begin(self) -> None:
-        """Begins a cycle. No message may be in flight."""
-        self.credit = inf if self.averagings_per_step == inf else 0.0  # averages that may be started
-        self.awaited_rank: int | None = None
-        self.is_draining = self.is_over = self.is_done = False
-        self._active_peers = set() if self.is_active else set(self.peers)  # peers that may still start an average
-        self._not_done = set(range(1, self.size)) if self.rank == 0 else set()  # ranks that have not sent DONE
-
-    def count_step(self) -> None:
-        """Counts a step of this rank. The caller holds the lock."""
-        self.step_counts[self.rank] += 1
-        self.credit = min(self.credit + self.averagings_per_step, max(1.0, self.averagings_per_step))
-
-    # --- interface of the link --------------------------------------------------------------------------------
-
-    @property
-    def can_send(self) -> bool:
-        """Whether `next_messages` would return a message."""
-        return self._can_average or self._can_finish
-
-    @property
-    def can_receive(self) -> bool:
-        """Whether another message can arrive in this cycle."""
-        return not self.is_over and (self.rank > 0 or bool(self._active_peers or self._not_done))
-
-    @property
-    def monitored_ranks(self) -> set[int]:
-        """The ranks that count as lost if nothing arrives from them."""
-        others = self._not_done if self.rank == 0 else {0}
-        return others if self.awaited_rank is None else {*others, self.awaited_rank}
-
-    @property
-    def heartbeat_receivers(self) -> range:
-        """The ranks that expect HEARTBEAT messages from this rank."""
-        if self.rank == 0:
-            return range(1, self.size)
-        return range(0 if self.is_done else 1)
-
-    def next_messages(self) -> list[Outgoing]:
-        """Messages that this rank initiates. Call it only when all earlier messages have been sent."""
-        with self.lock:
-            if self._can_average:
-                return [self._average()]
-            if not self._can_finish:
-                return []
-            self.is_done = True
-            if self.rank == 0:
-                self.is_over = True
-                return [self.header_only(Kind.END, to) for to in range(1, self.size)]
-            neighbours = sorted(set(self.peers)) if self.is_active else []
-            leave = [self.header_only(Kind.LEAVE, to) for to in neighbours]
-            return [*leave, self.header_only(Kind.DONE, 0)]
-
-    def request_counts(self) -> list[Outgoing]:
-        """A request for step counts, if one is allowed. Call it only when all earlier messages have been sent."""
-        with self.lock:
-            if not self._is_free:
-                return []
-            self._next_counts_peer = (self._next_counts_peer + 1) % len(self.peers)
-            self._number += 1
-            self.awaited_rank = self.peers[self._next_counts_peer]
-            return [self.header_only(Kind.COUNTS_REQUEST, self.awaited_rank, self._number)]
-
-    def receive(self, message: Int64[Tensor, "words"]) -> list[Outgoing]:
-        """Processes a received message and returns the reply. The message's memory may be reused afterwards."""
-        kind, sender, number = message[KIND:COUNTS].tolist()
-        with self.lock:
-            torch.maximum(self.step_counts, message[COUNTS : self._header], out=self.step_counts)
-            if kind == Kind.AVERAGE and sender in self._active_peers:
-                return [self._reply(message, sender, number)]
-            if kind == Kind.COUNTS_REQUEST and sender in self._active_peers:
-                return [self.header_only(Kind.COUNTS_REPLY, sender, number)]
-            is_awaited = (sender, number) == (self.awaited_rank, self._number)
-            if kind == Kind.COUNTS_REPLY and is_awaited:
-                self.awaited_rank = None
-            elif kind == Kind.REPLY and is_awaited:
-                sent_x = self._x_of(self._free_buffers[0])
-                self.x += self._x_of(message).sub_(sent_x).mul_(0.5)
-                self.awaited_rank = None
-                self.averagings += 1
-            elif kind == Kind.LEAVE and sender in self._active_peers:
-                self._active_peers.remove(sender)
-            elif kind == Kind.DONE and sender in self._not_done:
-                self._not_done.remove(sender)
-            elif kind == Kind.END and self.is_done:
-                self.is_over = True
-            elif kind == Kind.ABORT:
-                fault = (
-                    "failed: see its own output" if number == sender else f"timed out (reported by rank {sender})"
-                )
-                raise GossipError(f"gossip has ended: rank {number} {fault}")
-            elif kind != Kind.HEARTBEAT:
-                raise AssertionError(f"unexpected message {number} of kind {kind} from rank {sender}")
-            return []
-
-    def whole(self, buffer: Int64[Tensor, "words"]) -> Int64[Tensor, "words"]:
-        """The received message at the front of a buffer."""
-        has_x = int(buffer[KIND]) in (Kind.AVERAGE, Kind.REPLY)
-        return buffer if has_x else buffer[: self._header]
-
-    def release(self, message: Int64[Tensor, "words"]) -> None:
-        """Makes the memory of a completely sent message available again."""
-        if not self.is_active and message.numel() > self._header:
-            self._free_buffers.append(message)
-
-    def header_only(self, kind: Kind, to: int, number: int = 0) -> Outgoing:
-        """A message without x."""
-        return Outgoing(to, self._write_header(torch.empty(self._header, dtype=torch.int64), kind, number))
-
-    # --- inside -----------------------------------------------------------------------------------------------
-
-    @property
-    def _is_free(self) -> bool:
-        return self.is_active and self.awaited_rank is None and not self.is_draining
-
-    @property
-    def _can_average(self) -> bool:
-        return self._is_free and self.credit >= 1
-
-    @property
-    def _can_finish(self) -> bool:
-        is_waiting = self.awaited_rank is not None or self._active_peers or self._not_done
-        return self.is_draining and not self.is_done and not is_waiting
-
-    def _average(self) -> Outgoing:
-        self.awaited_rank = self.peers[self._next_peer]
-        self._next_peer = (self._next_peer + 1) % len(self.peers)
-        self._number += 1
-        self.credit -= 1
-        return Outgoing(self.awaited_rank, self._write(self._free_buffers[0], Kind.AVERAGE, self._number))
-
-    def _reply(self, message: Tensor, sender: int, number: int) -> Outgoing:
-        buffer = self._free_buffers.pop() if self._free_buffers else self.buffer()
-        reply = self._write(buffer, Kind.REPLY, number)
-        self.x += self._x_of(message).sub_(self._x_of(reply)).mul_(0.5)
-        self.averagings += 1
-        return Outgoing(sender, reply)
-
-    def _write(self, message: Tensor, kind: Kind, number: int) -> Tensor:
-        self._x_of(message).copy_(self.x)
-        return self._write_header(message, kind, number)
-
-    def _write_header(self, message: Tensor, kind: Kind, number: int) -> Tensor:
-        message[KIND:COUNTS] = torch.tensor([kind, self.rank, number], dtype=message.dtype)
-        message[COUNTS : self._header] = self.step_counts
-        return message
-
-    def _x_of(self, message: Tensor) -> Tensor:
-        return message[self._header :].view(torch.float32)[: self.x.numel()]
-
+MESSAGE = "a message of AD-PSGD"
+TAGS = 2**14
 
 HEARTBEATS_PER_TIMEOUT = 4
-MESSAGE = "a message of AD-PSGD"
 COUNTS_INTERVAL = 0.1  # seconds without an average after which an active rank requests step counts
-
-
-class MessageLink:
-    """Connects an `AveragingProtocol` to a `Channel`.
-
-    Rank 0 monitors all ranks, and they monitor rank 0. A rank that waits for a reply also monitors the rank that
-    owes it. An idle but healthy rank is therefore never reported as lost, and every lost rank is detected by some
-    rank, which informs all others.
-
-    Args:
-        protocol (AveragingProtocol): state of this rank.
-        channel (Channel): point-to-point messages.
-        timeout (float): seconds without a message after which a rank counts as lost.
-        local_size (int): ranks of each machine, to count the bytes between machines.
-    """
-
-    def __init__(self, protocol: AveragingProtocol, channel: Channel, timeout: float, local_size: int = 1):
-        self.protocol, self.channel, self.timeout = protocol, channel, timeout
-        self.meter = TrafficMeter(local_size)
-        self._buffer = protocol.buffer()
-        self._receive: Any = None
-        self._sends: list[tuple[Any, Tensor]] = []
-        self._abandoned_sends: list[tuple[Any, Tensor]] = []
-        self._last_received: dict[int, float] = {}
-        self._aborting = False
-        self._tag = 0
-
-    def begin(self, tag: int, now: float) -> None:
-        """Begins a cycle with its own tag. Messages of ranks that are in a later cycle are not received."""
-        self._tag = tag
-        self._last_received = dict.fromkeys(range(self.protocol.size), now)
-        self._last_heartbeat = self._last_poll = self._last_request = now
-        self._start_receive()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the cycle is over and all of its messages have been sent."""
-        return self.protocol.is_over and not self._sends
-
-    @property
-    def is_aborting(self) -> bool:
-        """Whether messages about a failure are still being sent."""
-        return self._aborting and bool(self._sends)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether only HEARTBEAT messages can arrive until this rank starts an exchange."""
-        protocol = self.protocol
-        is_waiting = protocol.awaited_rank is not None or protocol.is_draining or bool(self._sends)
-        return protocol.is_active and not is_waiting
-
-    def poll(self, now: float) -> bool:
-        """Receives and sends without waiting. Returns whether there was any message.
-
-        now: seconds on any monotonic clock.
-
-        Raises:
-            GossipError: if a rank is lost.
-            PayloadError: if a message is damaged. The error names its sender as the message does.
-        """
-        self._extend_deadlines(now - self._last_poll)
-        self._last_poll = now
-        progressed = self.complete_sends()
-        while self._receive is not None and self.channel.test(self._receive):
-            progressed, self._receive = True, None
-            message = self.protocol.whole(self._buffer)
-            sender = int(message[KIND + 1])
-            received = opened(as_bytes(message), 8 * (message.numel() - KIND), MESSAGE, sender)
-            received.checked(read_scalars(received.scalars))
-            self._last_received[sender] = now
-            self._send(self.protocol.receive(message))
-            self._start_receive()
-        if not self._sends:
-            messages = self.protocol.next_messages()
-            if not messages and now - self._last_request >= COUNTS_INTERVAL:
-                messages = self.protocol.request_counts()
-            if self.protocol.awaited_rank is not None and messages:
-                self._last_received[self.protocol.awaited_rank] = self._last_request = now
-            self._send(messages)
-            progressed = progressed or bool(messages)
-        if not self.protocol.is_over:
-            self._send_heartbeats(now)
-            self._check_timeouts(now)
-        return progressed
-
-    def complete_sends(self) -> bool:
-        """Removes completed sends. Returns whether there were any."""
-        pending = [(handle, message) for handle, message in self._sends if not self._is_sent(handle, message)]
-        progressed = len(pending) < len(self._sends)
-        self._sends = pending
-        return progressed
-
-    def abort(self, fault: int) -> None:
-        """Informs all other ranks that rank `fault` is lost."""
-        # Messages to a lost rank may never complete. They are kept, because the network still reads them.
-        self._abandoned_sends, self._sends, self._aborting = self._sends, [], True
-        others = [rank for rank in range(self.protocol.size) if rank not in (self.protocol.rank, fault)]
-        self._send([self.protocol.header_only(Kind.ABORT, to, fault) for to in others])
-
-    def _is_sent(self, handle: Any, message: Tensor) -> bool:
-        is_sent = self.channel.test(handle)
-        if is_sent:
-            self.protocol.release(message)
-        return is_sent
-
-    def _send(self, messages: list[Outgoing]) -> None:
-        for out in messages:
-            write_header_(as_bytes(out.message), MESSAGE)
-            self.meter.count(Exchange({out.to: out.message}, {}), self.protocol.rank, self.protocol.size)
-            self._sends.append((self.channel.isend(out.to, out.message, self._tag), out.message))
-
-    def _start_receive(self) -> None:
-        if self.protocol.can_receive:
-            self._receive = self.channel.irecv(self._buffer, self._tag)
-
-    def _send_heartbeats(self, now: float) -> None:
-        if now - self._last_heartbeat >= self.timeout / HEARTBEATS_PER_TIMEOUT:
-            self._last_heartbeat = now
-            self._send([self.protocol.header_only(Kind.HEARTBEAT, to) for to in self.protocol.heartbeat_receivers])
-
-    def _extend_deadlines(self, pause: float) -> None:
-        """Extends the time limits by a pause of this rank, in which it could not receive."""
-        if pause >= self.timeout / HEARTBEATS_PER_TIMEOUT:
-            self._last_received = {rank: time + pause for rank, time in self._last_received.items()}
-
-    def _check_timeouts(self, now: float) -> None:
-        for rank in sorted(self.protocol.monitored_ranks):
-            if now - self._last_received[rank] > self.timeout:
-                self.abort(rank)
-                raise GossipError(
-                    f"gossip has ended: rank {rank} timed out: it sent no message for {self.timeout:g} seconds. "
-                    "It ended, hangs or has lost the network. If only the time between synchronize_messages() and "
-                    "resume() was long, raise timeout"
-                )
-
-
-TAGS = 2**14
+ABORT_TIMEOUT = 2.0  # seconds to inform the other ranks of a failure
 # Seconds between two polls of the network: a fraction of the time since the last message. Polling therefore delays
 # a message by little more than this fraction, and a network without messages uses almost no CPU time.
 MIN_SLEEP, MAX_SLEEP, SLEEP_FRACTION = 50e-6, 5e-3, 0.05
 IDLE_SLEEP = COUNTS_INTERVAL  # seconds, if only HEARTBEAT messages can arrive
-ABORT_TIMEOUT = 2.0  # seconds to inform the other ranks of a failure
-
-_abandoned: list[MessageLink] = []  # the network may still read and write their messages
 
 
-class GossipThread:
-    """Runs a `MessageLink` in its own thread. It is paused at first.
-
-    To change the link's protocol, hold the lock `changed` and notify.
-
-    Args:
-        link (MessageLink): messages of this rank.
-    """
-
-    def __init__(self, link: MessageLink):
-        self.link = link
-        self.changed = threading.Condition(link.protocol.lock)
-        self.is_paused = True
-        self._closing, self._cycle = False, 0
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="AD-PSGD gossip", daemon=True)
-        self._thread.start()
-        # MPI is also finalized at exit, and this thread must stop calling it before
-        atexit.register(self.close)
-
-    def check(self) -> None:
-        """Raises GossipError if the thread has failed."""
-        if self._closing:
-            raise RuntimeError("gossip was closed")
-        if isinstance(self._error, GossipError):
-            raise GossipError(str(self._error)) from self._error
-        if self._error is not None:
-            raise GossipError(f"gossip has ended on this rank: {self._error!r}") from self._error
-
-    @property
-    def is_running(self) -> bool:
-        return not (self.is_paused or self._closing or self._error is not None)
-
-    def pause(self) -> None:
-        """Waits until the messages of all ranks are drained. Collective."""
-        with self.changed:
-            self.link.protocol.is_draining = True
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.is_paused or self._error is not None)
-        self.check()
-
-    def resume(self) -> None:
-        with self.changed:
-            if self.is_paused:
-                self.link.protocol.begin()
-                self._cycle += 1
-                self.is_paused = False
-                self.changed.notify_all()
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        with self.changed:
-            was_closing, self._closing = self._closing, True
-            self.changed.notify_all()
-        self._thread.join()
-        if not self.is_paused and not was_closing:
-            _abandoned.append(self.link)
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._run_cycle()
-        except BaseException as error:
-            # First try to inform the other ranks: the training thread may end the process when it gets the error.
-            with suppress(Exception):
-                self._abort(error)
-            with self.changed:
-                self._error = error
-                self.changed.notify_all()
-
-    def _run_cycle(self) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: not self.is_paused or self._closing)
-        if self._closing:
-            return
-        self.link.begin(self._cycle % TAGS, time.monotonic())
-        last_progress = time.monotonic()
-        while not self.link.is_over:
-            if self._closing:
-                return
-            now = time.monotonic()
-            if self.link.poll(now):
-                last_progress = now
-            if self.link.is_idle:
-                with self.changed:
-                    seconds = min(IDLE_SLEEP, self.link.timeout / 10)
-                    if self.changed.wait_for(lambda: self.link.protocol.can_send or self._closing, seconds):
-                        last_progress = time.monotonic()
-            elif not self.link.is_over:
-                time.sleep(min(max(MIN_SLEEP, SLEEP_FRACTION * (now - last_progress)), MAX_SLEEP))
-        with self.changed:
-            self.is_paused = True
-            self.changed.notify_all()
-
-    def _abort(self, error: BaseException) -> None:
-        if not isinstance(error, GossipError):
-            self.link.abort(self.link.protocol.rank)
-        end = time.monotonic() + ABORT_TIMEOUT
-        while self.link.is_aborting and time.monotonic() < end:
-            self.link.complete_sends()
-            time.sleep(MAX_SLEEP)
+class GossipError(RuntimeError):
+    """A rank has timed out or failed. The message names it."""
 
 
 @checked
@@ -731,7 +241,7 @@ class ADPSGD:
         if not self._checked_thread().is_paused:
             raise RuntimeError(f"averages are in progress: call synchronize_messages() before {method}")
 
-    def _checked_thread(self) -> GossipThread:
+    def _checked_thread(self) -> "GossipThread":
         if self._thread is None:
             raise RuntimeError("gossip has not been started")
         self._thread.check()
@@ -746,3 +256,476 @@ class ADPSGD:
         self._meter.wire_bytes += payload
         self._meter.cross_wire_bytes += cross
         self._counted = (self._counted[0] + payload, self._counted[1] + cross)
+
+
+class Kind(IntEnum):
+    """Kind of a message; see `AveragingProtocol`."""
+
+    AVERAGE = 0
+    REPLY = 1
+    COUNTS_REQUEST = 2
+    COUNTS_REPLY = 3
+    LEAVE = 4
+    DONE = 5
+    END = 6
+    HEARTBEAT = 7
+    ABORT = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Outgoing:
+    """A message and its receiver.
+
+    message: int64 words: 3 for the header (`dgc.gossip.messages`), kind, sender, number, the steps of all ranks;
+    then x.
+    """
+
+    to: int
+    message: Int64[Tensor, "words"]
+
+
+class AveragingProtocol:
+    """The message protocol on one rank: no threads, no clock, no network.
+
+    A cycle lasts from `begin` until the messages of all ranks are drained. Active ranks (odd) average with passive
+    ranks (even):
+
+        AVERAGE   active -> passive: a = x of the sender. The passive rank stores p = its x and does x += (a - p)/2
+        REPLY     passive -> active: p. The active rank does x += (p - a)/2 to its current x
+
+        COUNTS_REQUEST, COUNTS_REPLY  the same without x, from an active rank without a recent average
+
+    The two changes are exact opposites, so the sum over ranks is preserved except for the rounding of the
+    additions. While a rank drains its messages, it starts no exchange. Passive ranks continue to reply:
+
+        LEAVE     active -> each of its passive peers, after its last reply has arrived
+        DONE      any rank -> rank 0, after it has left, or all its active peers have
+        END       rank 0 -> all, after DONE from all: no message is in flight on any rank
+
+    In addition, HEARTBEAT, between rank 0 and each other rank, shows that the sender runs, and ABORT reports a
+    failed rank.
+
+    Every message contains the number of steps of each rank, as far as its sender has been informed. A receiver
+    keeps the larger numbers. A rank may leave when its numbers show enough steps. An active rank informs its
+    neighbours by leaving. A passive rank does so in every reply, and slow ranks request counts as often as fast
+    ones. DONE and END make the numbers exact.
+
+    Payload in bytes, with n ranks and N elements: 8 (6 + n), and for AVERAGE and REPLY 8 ceil(N / 2) more.
+
+    `lock` guards x, step_counts and credit between the training thread and the gossip thread.
+
+    Args:
+        x (Tensor): [n] fp32, this rank's model on the CPU, changed in place.
+        rank (int): this rank.
+        bipartite (Topology): edges between odd and even ranks.
+        averagings_per_step (float): largest number of averages that an active rank starts per own step. Averages
+            for which there was no time are not made up later.
+    """
+
+    def __init__(self, x: Float32[Tensor, "n"], rank: int, bipartite: Topology, averagings_per_step: float = inf):
+        self.x, self.rank, self.size = x, rank, bipartite.size
+        self.peers = peer_schedule(bipartite, rank)
+        self.is_active = rank % 2 == 1
+        self.averagings_per_step = averagings_per_step
+        self.lock = threading.Lock()
+        self.step_counts = torch.zeros(self.size, dtype=torch.int64)
+        self.averagings = 0
+        self._next_peer = self._next_counts_peer = 0  # positions in peers
+        self._number = 0  # of the last message that expects a reply
+        self._header = COUNTS + self.size  # words
+        self._free_buffers = [self.buffer()] if self.is_active else []
+        self.begin()
+
+    def buffer(self) -> Int64[Tensor, "words"]:
+        """A buffer that can hold any message."""
+        return torch.zeros(self._header + (self.x.numel() + 1) // 2, dtype=torch.int64)
+
+    def begin(self) -> None:
+        """Begins a cycle. No message may be in flight."""
+        self.credit = inf if self.averagings_per_step == inf else 0.0  # averages that may be started
+        self.awaited_rank: int | None = None
+        self.is_draining = self.is_over = self.is_done = False
+        self._active_peers = set() if self.is_active else set(self.peers)  # peers that may still start an average
+        self._not_done = set(range(1, self.size)) if self.rank == 0 else set()  # ranks that have not sent DONE
+
+    def count_step(self) -> None:
+        """Counts a step of this rank. The caller holds the lock."""
+        self.step_counts[self.rank] += 1
+        self.credit = min(self.credit + self.averagings_per_step, max(1.0, self.averagings_per_step))
+
+    # --- interface of the link --------------------------------------------------------------------------------
+
+    @property
+    def can_send(self) -> bool:
+        """Whether `next_messages` would return a message."""
+        return self._can_average or self._can_finish
+
+    @property
+    def can_receive(self) -> bool:
+        """Whether another message can arrive in this cycle."""
+        return not self.is_over and (self.rank > 0 or bool(self._active_peers or self._not_done))
+
+    @property
+    def monitored_ranks(self) -> set[int]:
+        """The ranks that count as lost if nothing arrives from them."""
+        others = self._not_done if self.rank == 0 else {0}
+        return others if self.awaited_rank is None else {*others, self.awaited_rank}
+
+    @property
+    def heartbeat_receivers(self) -> range:
+        """The ranks that expect HEARTBEAT messages from this rank."""
+        if self.rank == 0:
+            return range(1, self.size)
+        return range(0 if self.is_done else 1)
+
+    def next_messages(self) -> list[Outgoing]:
+        """Messages that this rank initiates. Call it only when all earlier messages have been sent."""
+        with self.lock:
+            if self._can_average:
+                return [self._average()]
+            if not self._can_finish:
+                return []
+            self.is_done = True
+            if self.rank == 0:
+                self.is_over = True
+                return [self.header_only(Kind.END, to) for to in range(1, self.size)]
+            neighbours = sorted(set(self.peers)) if self.is_active else []
+            leave = [self.header_only(Kind.LEAVE, to) for to in neighbours]
+            return [*leave, self.header_only(Kind.DONE, 0)]
+
+    def request_counts(self) -> list[Outgoing]:
+        """A request for step counts, if one is allowed. Call it only when all earlier messages have been sent."""
+        with self.lock:
+            if not self._is_free:
+                return []
+            self._next_counts_peer = (self._next_counts_peer + 1) % len(self.peers)
+            self._number += 1
+            self.awaited_rank = self.peers[self._next_counts_peer]
+            return [self.header_only(Kind.COUNTS_REQUEST, self.awaited_rank, self._number)]
+
+    def receive(self, message: Int64[Tensor, "words"]) -> list[Outgoing]:
+        """Processes a received message and returns the reply. The message's memory may be reused afterwards."""
+        kind, sender, number = message[KIND:COUNTS].tolist()
+        with self.lock:
+            torch.maximum(self.step_counts, message[COUNTS : self._header], out=self.step_counts)
+            if kind == Kind.AVERAGE and sender in self._active_peers:
+                return [self._reply(message, sender, number)]
+            if kind == Kind.COUNTS_REQUEST and sender in self._active_peers:
+                return [self.header_only(Kind.COUNTS_REPLY, sender, number)]
+            is_awaited = (sender, number) == (self.awaited_rank, self._number)
+            if kind == Kind.COUNTS_REPLY and is_awaited:
+                self.awaited_rank = None
+            elif kind == Kind.REPLY and is_awaited:
+                sent_x = self._x_of(self._free_buffers[0])
+                self.x += self._x_of(message).sub_(sent_x).mul_(0.5)
+                self.awaited_rank = None
+                self.averagings += 1
+            elif kind == Kind.LEAVE and sender in self._active_peers:
+                self._active_peers.remove(sender)
+            elif kind == Kind.DONE and sender in self._not_done:
+                self._not_done.remove(sender)
+            elif kind == Kind.END and self.is_done:
+                self.is_over = True
+            elif kind == Kind.ABORT:
+                fault = (
+                    "failed: see its own output" if number == sender else f"timed out (reported by rank {sender})"
+                )
+                raise GossipError(f"gossip has ended: rank {number} {fault}")
+            elif kind != Kind.HEARTBEAT:
+                raise AssertionError(f"unexpected message {number} of kind {kind} from rank {sender}")
+            return []
+
+    def whole(self, buffer: Int64[Tensor, "words"]) -> Int64[Tensor, "words"]:
+        """The received message at the front of a buffer."""
+        has_x = int(buffer[KIND]) in (Kind.AVERAGE, Kind.REPLY)
+        return buffer if has_x else buffer[: self._header]
+
+    def release(self, message: Int64[Tensor, "words"]) -> None:
+        """Makes the memory of a completely sent message available again."""
+        if not self.is_active and message.numel() > self._header:
+            self._free_buffers.append(message)
+
+    def header_only(self, kind: Kind, to: int, number: int = 0) -> Outgoing:
+        """A message without x."""
+        return Outgoing(to, self._write_header(torch.empty(self._header, dtype=torch.int64), kind, number))
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    @property
+    def _is_free(self) -> bool:
+        return self.is_active and self.awaited_rank is None and not self.is_draining
+
+    @property
+    def _can_average(self) -> bool:
+        return self._is_free and self.credit >= 1
+
+    @property
+    def _can_finish(self) -> bool:
+        is_waiting = self.awaited_rank is not None or self._active_peers or self._not_done
+        return self.is_draining and not self.is_done and not is_waiting
+
+    def _average(self) -> Outgoing:
+        self.awaited_rank = self.peers[self._next_peer]
+        self._next_peer = (self._next_peer + 1) % len(self.peers)
+        self._number += 1
+        self.credit -= 1
+        return Outgoing(self.awaited_rank, self._write(self._free_buffers[0], Kind.AVERAGE, self._number))
+
+    def _reply(self, message: Tensor, sender: int, number: int) -> Outgoing:
+        buffer = self._free_buffers.pop() if self._free_buffers else self.buffer()
+        reply = self._write(buffer, Kind.REPLY, number)
+        self.x += self._x_of(message).sub_(self._x_of(reply)).mul_(0.5)
+        self.averagings += 1
+        return Outgoing(sender, reply)
+
+    def _write(self, message: Tensor, kind: Kind, number: int) -> Tensor:
+        self._x_of(message).copy_(self.x)
+        return self._write_header(message, kind, number)
+
+    def _write_header(self, message: Tensor, kind: Kind, number: int) -> Tensor:
+        message[KIND:COUNTS] = torch.tensor([kind, self.rank, number], dtype=message.dtype)
+        message[COUNTS : self._header] = self.step_counts
+        return message
+
+    def _x_of(self, message: Tensor) -> Tensor:
+        return message[self._header :].view(torch.float32)[: self.x.numel()]
+
+
+class MessageLink:
+    """Sends and receives the messages of an `AveragingProtocol` over a `Channel`, and detects lost ranks.
+
+    No method waits or reads a clock.
+
+    Rank 0 monitors all ranks, and they monitor rank 0. A rank that waits for a reply also monitors the rank that
+    owes it. An idle but healthy rank is therefore never reported as lost, and every lost rank is detected by some
+    rank, which informs all others.
+
+    Args:
+        protocol (AveragingProtocol): state of this rank.
+        channel (Channel): point-to-point messages.
+        timeout (float): seconds without a message after which a rank counts as lost.
+        local_size (int): ranks of each machine, to count the bytes between machines.
+    """
+
+    def __init__(self, protocol: AveragingProtocol, channel: Channel, timeout: float, local_size: int = 1):
+        self.protocol, self.channel, self.timeout = protocol, channel, timeout
+        self.meter = TrafficMeter(local_size)
+        self._buffer = protocol.buffer()
+        self._receive: Any = None
+        self._sends: list[tuple[Any, Tensor]] = []
+        self._abandoned_sends: list[tuple[Any, Tensor]] = []
+        self._last_received: dict[int, float] = {}
+        self._aborting = False
+        self._tag = 0
+
+    def begin(self, tag: int, now: float) -> None:
+        """Begins a cycle with its own tag. Messages of ranks that are in a later cycle are not received."""
+        self._tag = tag
+        self._last_received = dict.fromkeys(range(self.protocol.size), now)
+        self._last_heartbeat = self._last_poll = self._last_request = now
+        self._start_receive()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the cycle is over and all of its messages have been sent."""
+        return self.protocol.is_over and not self._sends
+
+    @property
+    def is_aborting(self) -> bool:
+        """Whether messages about a failure are still being sent."""
+        return self._aborting and bool(self._sends)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether only HEARTBEAT messages can arrive until this rank starts an exchange."""
+        protocol = self.protocol
+        is_waiting = protocol.awaited_rank is not None or protocol.is_draining or bool(self._sends)
+        return protocol.is_active and not is_waiting
+
+    def poll(self, now: float) -> bool:
+        """Receives and sends without waiting. Returns whether there was any message.
+
+        now: seconds on any monotonic clock.
+
+        Raises:
+            GossipError: if a rank is lost.
+            PayloadError: if a message is damaged. The error names its sender as the message does.
+        """
+        self._extend_deadlines(now - self._last_poll)
+        self._last_poll = now
+        progressed = self.complete_sends()
+        while self._receive is not None and self.channel.test(self._receive):
+            progressed, self._receive = True, None
+            message = self.protocol.whole(self._buffer)
+            sender = int(message[KIND + 1])
+            opened(as_bytes(message), 8 * (message.numel() - KIND), MESSAGE, sender).wait()
+            self._last_received[sender] = now
+            self._send(self.protocol.receive(message))
+            self._start_receive()
+        if not self._sends:
+            messages = self.protocol.next_messages()
+            if not messages and now - self._last_request >= COUNTS_INTERVAL:
+                messages = self.protocol.request_counts()
+            if self.protocol.awaited_rank is not None and messages:
+                self._last_received[self.protocol.awaited_rank] = self._last_request = now
+            self._send(messages)
+            progressed = progressed or bool(messages)
+        if not self.protocol.is_over:
+            self._send_heartbeats(now)
+            self._check_timeouts(now)
+        return progressed
+
+    def complete_sends(self) -> bool:
+        """Removes completed sends. Returns whether there were any."""
+        pending = []
+        for handle, message in self._sends:
+            if self.channel.test(handle):
+                self.protocol.release(message)
+            else:
+                pending.append((handle, message))
+        progressed = len(pending) < len(self._sends)
+        self._sends = pending
+        return progressed
+
+    def abort(self, fault: int) -> None:
+        """Informs all other ranks that rank `fault` is lost."""
+        # Messages to a lost rank may never complete. They are kept, because the network still reads them.
+        self._abandoned_sends, self._sends, self._aborting = self._sends, [], True
+        others = [rank for rank in range(self.protocol.size) if rank not in (self.protocol.rank, fault)]
+        self._send([self.protocol.header_only(Kind.ABORT, to, fault) for to in others])
+
+    def _send(self, messages: list[Outgoing]) -> None:
+        for out in messages:
+            write_header_(as_bytes(out.message), MESSAGE)
+            self.meter.count(Exchange({out.to: out.message}, {}), self.protocol.rank, self.protocol.size)
+            self._sends.append((self.channel.isend(out.to, out.message, self._tag), out.message))
+
+    def _start_receive(self) -> None:
+        if self.protocol.can_receive:
+            self._receive = self.channel.irecv(self._buffer, self._tag)
+
+    def _send_heartbeats(self, now: float) -> None:
+        if now - self._last_heartbeat >= self.timeout / HEARTBEATS_PER_TIMEOUT:
+            self._last_heartbeat = now
+            self._send([self.protocol.header_only(Kind.HEARTBEAT, to) for to in self.protocol.heartbeat_receivers])
+
+    def _extend_deadlines(self, pause: float) -> None:
+        """Extends the time limits by a pause of this rank, in which it could not receive."""
+        if pause >= self.timeout / HEARTBEATS_PER_TIMEOUT:
+            self._last_received = {rank: time + pause for rank, time in self._last_received.items()}
+
+    def _check_timeouts(self, now: float) -> None:
+        for rank in sorted(self.protocol.monitored_ranks):
+            if now - self._last_received[rank] > self.timeout:
+                self.abort(rank)
+                raise GossipError(
+                    f"gossip has ended: rank {rank} timed out: it sent no message for {self.timeout:g} seconds. "
+                    "It ended, hangs or has lost the network. If only the time between synchronize_messages() and "
+                    "resume() was long, raise timeout"
+                )
+
+
+_abandoned: list[MessageLink] = []  # the network may still read and write their messages
+
+
+class GossipThread:
+    """Runs a `MessageLink` in its own thread. It is paused at first, and uses little CPU time while it waits.
+
+    To change the link's protocol, hold the lock `changed` and notify.
+
+    Args:
+        link (MessageLink): messages of this rank.
+    """
+
+    def __init__(self, link: MessageLink):
+        self.link = link
+        self.changed = threading.Condition(link.protocol.lock)
+        self.is_paused = True
+        self._closing, self._cycle = False, 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="AD-PSGD gossip", daemon=True)
+        self._thread.start()
+        # MPI is also finalized at exit, and this thread must stop calling it before
+        atexit.register(self.close)
+
+    def check(self) -> None:
+        """Raises GossipError if the thread has failed."""
+        if self._closing:
+            raise RuntimeError("gossip was closed")
+        if isinstance(self._error, GossipError):
+            raise GossipError(str(self._error)) from self._error
+        if self._error is not None:
+            raise GossipError(f"gossip has ended on this rank: {self._error!r}") from self._error
+
+    @property
+    def is_running(self) -> bool:
+        return not (self.is_paused or self._closing or self._error is not None)
+
+    def pause(self) -> None:
+        """Waits until the messages of all ranks are drained. Collective."""
+        with self.changed:
+            self.link.protocol.is_draining = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.is_paused or self._error is not None)
+        self.check()
+
+    def resume(self) -> None:
+        with self.changed:
+            if self.is_paused:
+                self.link.protocol.begin()
+                self._cycle += 1
+                self.is_paused = False
+                self.changed.notify_all()
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        with self.changed:
+            was_closing, self._closing = self._closing, True
+            self.changed.notify_all()
+        self._thread.join()
+        if not self.is_paused and not was_closing:
+            _abandoned.append(self.link)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._run_cycle()
+        except BaseException as error:
+            # First try to inform the other ranks: the training thread may end the process when it gets the error.
+            with suppress(Exception):
+                self._abort(error)
+            with self.changed:
+                self._error = error
+                self.changed.notify_all()
+
+    def _run_cycle(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: not self.is_paused or self._closing)
+        if self._closing:
+            return
+        self.link.begin(self._cycle % TAGS, time.monotonic())
+        last_progress = time.monotonic()
+        while not self.link.is_over:
+            if self._closing:
+                return
+            now = time.monotonic()
+            if self.link.poll(now):
+                last_progress = now
+            if self.link.is_idle:
+                with self.changed:
+                    seconds = min(IDLE_SLEEP, self.link.timeout / 10)
+                    if self.changed.wait_for(lambda: self.link.protocol.can_send or self._closing, seconds):
+                        last_progress = time.monotonic()
+            elif not self.link.is_over:
+                time.sleep(min(max(MIN_SLEEP, SLEEP_FRACTION * (now - last_progress)), MAX_SLEEP))
+        with self.changed:
+            self.is_paused = True
+            self.changed.notify_all()
+
+    def _abort(self, error: BaseException) -> None:
+        if not isinstance(error, GossipError):
+            self.link.abort(self.link.protocol.rank)
+        end = time.monotonic() + ABORT_TIMEOUT
+        while self.link.is_aborting and time.monotonic() < end:
+            self.link.complete_sends()
+            time.sleep(MAX_SLEEP)

@@ -20,8 +20,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from dgc.comm.requests import Conversation, as_bytes
-from dgc.gossip.messages import exchange, message_of
-from dgc.gossip.sgp import WEIGHT_NBYTES, weight_from_bytes, weight_to_bytes
+from dgc.gossip.messages import WEIGHT_NBYTES, exchange, message_of, weight_from_bytes, weight_to_bytes
 from dgc.gossip.topology import Mixing, Topology, uniform
 
 

@@ -1,8 +1,8 @@
-"""Other graphs: static graphs, random pairs, hierarchies of machines, and graphs of weight matrices.
+"""Communication graphs of gossip, as functions of the number of ranks.
 
-The graphs of Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792).
-
-With n ranks, rank r cycles through a schedule of peers r + offset (mod n), `peers` of them in each round:
+`n_peer_exponential` to `ring` are the graphs of Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML
+2019, arXiv 1811.10792). With n ranks, rank r cycles through a schedule of peers r + offset (mod n), `peers` of
+them in each round:
 
     n_peer_exponential    +j (m+1)^i for j = 1 .. m, i = 0, 1, ..: one i in each round, m = peers. With n = (m+1)^p
                           every rank has the exact mean after p rounds
@@ -32,14 +32,6 @@ from dgc.arguments import checked
 from dgc.gossip.topology import Peers, Topology, TopologyError, from_schedules
 
 Order = Literal["paper", "later"]
-
-
-def powers(base: int, limit: int) -> list[int]:
-    """1, base, base^2, .. up to `limit`."""
-    result = [1] if limit >= 1 else []
-    while result and result[-1] * base <= limit:
-        result.append(result[-1] * base)
-    return result
 
 
 @checked
@@ -130,33 +122,6 @@ def ring(size: int, peers: int = 1) -> Topology:
     _check_size("ring", size)
     schedules = [_unique([(rank + 1) % size, (rank - 1) % size]) for rank in range(size)]
     return from_schedules("ring", schedules, peers, dynamic=False)
-
-
-def _two_directions(
-    name: str, size: int, peers: int, order: str, offsets: Sequence[int], bipartite: bool
-) -> Topology:
-    """Every offset in both directions."""
-    _check_size(name, size)
-    if order not in get_args(Order):
-        raise TopologyError(f"{name}: order must be one of {', '.join(get_args(Order))}, not {order!r}")
-    if bipartite and size % 2:
-        raise TopologyError(f"{name} needs an even number of ranks, not {size}: odd ranks pair with even ranks")
-    schedules = []
-    for rank in range(size):
-        passive = bipartite and rank % 2 == 0 and order == "paper"
-        signs = (-1, 1) if passive else (1, -1)
-        schedule = [(rank + sign * offset) % size for offset in offsets for sign in signs]
-        schedules.append(_unique(schedule) if order == "paper" else schedule)
-    return from_schedules(name, schedules, peers)
-
-
-def _unique(peers: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(peers))
-
-
-def _check_size(name: str, size: int) -> None:
-    if size < 2:
-        raise TopologyError(f"{name} needs at least 2 ranks, not {size}")
 
 
 @checked
@@ -251,6 +216,28 @@ def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
 
 
 @checked
+def bipartite_complete(size: int) -> Topology:
+    """Every odd rank with every even one in turn: in round t the i-th odd with the (i + t)-th even rank.
+
+    Args:
+        size (int): number of ranks.
+
+    Example:
+        >>> peer_schedule(bipartite_complete(6), rank=1)
+        (0, 2, 4)
+    """
+    odd, even = size // 2, (size + 1) // 2
+
+    def out(rank: int, t: int) -> Peers:
+        if rank % 2:
+            return (2 * ((rank // 2 + t) % even),)
+        index = (rank // 2 - t) % even
+        return (2 * index + 1,) if index < odd else ()
+
+    return Topology("bipartite_complete", size, max(even, 1), out)
+
+
+@checked
 def hierarchical(size: int, local_size: int) -> Topology:
     """Alternates rounds inside machines and between machines.
 
@@ -304,3 +291,38 @@ def from_weights(matrices: Sequence[Sequence[Sequence[float]]]) -> Topology:
         return tuple(i for i in range(size) if i != rank and matrices[t][i][rank] != 0)
 
     return Topology("from_weights", size, len(matrices), out)
+
+
+def powers(base: int, limit: int) -> list[int]:
+    """1, base, base^2, .. up to `limit`."""
+    result = [1] if limit >= 1 else []
+    while result and result[-1] * base <= limit:
+        result.append(result[-1] * base)
+    return result
+
+
+def _two_directions(
+    name: str, size: int, peers: int, order: str, offsets: Sequence[int], bipartite: bool
+) -> Topology:
+    """Every offset in both directions."""
+    _check_size(name, size)
+    if order not in get_args(Order):
+        raise TopologyError(f"{name}: order must be one of {', '.join(get_args(Order))}, not {order!r}")
+    if bipartite and size % 2:
+        raise TopologyError(f"{name} needs an even number of ranks, not {size}: odd ranks pair with even ranks")
+    schedules = []
+    for rank in range(size):
+        passive = bipartite and rank % 2 == 0 and order == "paper"
+        signs = (-1, 1) if passive else (1, -1)
+        schedule = [(rank + sign * offset) % size for offset in offsets for sign in signs]
+        schedules.append(_unique(schedule) if order == "paper" else schedule)
+    return from_schedules(name, schedules, peers)
+
+
+def _unique(peers: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(peers))
+
+
+def _check_size(name: str, size: int) -> None:
+    if size < 2:
+        raise TopologyError(f"{name} needs at least 2 ranks, not {size}")

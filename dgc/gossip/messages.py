@@ -1,15 +1,9 @@
-"""Messages from rank to rank, each with a header of 24 bytes that has a checksum (`dgc.wire.payload`).
+"""Messages from rank to rank, and the encodings of models in them.
 
-Bytes of a message: 24 and its content, rounded up to a multiple of 8.
+A message is sealed: a header of 24 bytes with a checksum (`dgc.wire.payload`), then its content, rounded up to a
+multiple of 8 bytes.
 
-Encodings of a vector of n elements for messages between ranks.
-
-FP32Message             fp32: 4 bytes per element
-HalfPrecisionMessage    fp16 or bf16, scaled by a power of two to avoid overflow: 2 bytes per element, and 4
-Int8Message             round(x / scale), scale = largest magnitude of the block / 127: 1 byte per element, and 4
-                        per block
-
-The sender keeps the rounding errors of a message (`dgc.gossip.sgp`), so the sum over ranks is preserved.
+The sender keeps the rounding errors of an encoding (`dgc.gossip.sgp`), so the sum over ranks is preserved.
 """
 
 from collections.abc import Mapping
@@ -18,59 +12,74 @@ from typing import Protocol, runtime_checkable
 from zlib import crc32
 
 import torch
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Float64, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
 from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
-from dgc.wire.payload import Opened, no_segments, open_sealed, seal_, sealed_bytes
+from dgc.wire.payload import Unchecked, no_segments, open_sealed, seal_, sealed_bytes
 
-Payload = UInt8[Tensor, "total"]
+HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LEVELS = 127
+FP32, WEIGHT_NBYTES = 4, 8  # bytes; push-sum weights are fp64
+
+Vector = Float32[Tensor, "n"]
+Bytes = UInt8[Tensor, "nbytes"]
+Payload = UInt8[Tensor, "total"]  # a message with its header
 
 
 def blank(nbytes: int, like: Tensor) -> Payload:
-    """Return a message for `nbytes` bytes of content, on the device of `like`. It is zero."""
+    """Returns a message for `nbytes` bytes of content, on the device of `like`. It is zero."""
     return kernels.of(like).codec.blank(sealed_bytes(nbytes), like)
 
 
-def content(payload: Payload, nbytes: int) -> UInt8[Tensor, "nbytes"]:
-    """Return the part of a message behind the header."""
+def content(payload: Payload, nbytes: int) -> Bytes:
+    """Returns the part of a message behind the header."""
     return payload[HEADER_BYTES : HEADER_BYTES + nbytes]
 
 
 def message_of(tensor: Tensor) -> Payload:
-    """Return a message with the bytes of a contiguous tensor."""
+    """Returns a message with the bytes of a contiguous tensor."""
     data = as_bytes(tensor)
     payload = blank(data.numel(), data)
     content(payload, data.numel()).copy_(data)
     return payload
 
 
+def weight_to_bytes(w: Float64[Tensor, ""]) -> Bytes:
+    return w.view(1).view(torch.uint8)
+
+
+def weight_from_bytes(section: Bytes) -> Float64[Tensor, ""]:
+    """Returns the push-sum weight at the end of a content. The bytes are copied: they may be unaligned."""
+    return section[-WEIGHT_NBYTES:].cpu().clone().view(torch.float64)[0]
+
+
 def write_header_(payload: Payload, what: str) -> None:
-    """Seal a message. what: its kind, the same for sender and receiver."""
+    """Seals a message. what: its kind, the same for sender and receiver."""
     seal_(kernels.of(payload).codec, payload, *no_segments(payload.device), _terms(what))
 
 
-def opened(payload: Payload, nbytes: int, what: str, source: int) -> Opened:
-    """Return a received message, whose header the device need not have checked. source: rank of its sender."""
+def opened(payload: Payload, nbytes: int, what: str, source: int) -> Unchecked[Bytes]:
+    """Returns the content of a received message, not checked yet. source: rank of its sender."""
     return open_sealed(kernels.of(payload).codec, [payload], nbytes, 1, _terms(what), what, [source])
 
 
 def exchange(
     messages: Mapping[int, Payload], sizes: Mapping[int, int], what: str, like: Tensor
 ) -> Conversation[dict[int, Tensor]]:
-    """Seal messages and send them. Returns the content of the received ones, by sender.
+    """Seals messages and sends them. Returns the content of the received ones, by sender.
 
     Args:
-        messages: By receiver. One message may have several receivers.
-        sizes: Bytes of the content that each sender sends.
-        what: Name of the messages in errors.
-        like: Any tensor on the device of the messages.
+        messages (mapping): messages by receiver. One message may have several receivers.
+        sizes (mapping): bytes of the content that each sender sends.
+        what (str): name of the messages in errors.
+        like (Tensor): any tensor on the device of the messages.
 
     Raises:
-        PayloadError: A message is damaged. The error names its sender.
+        PayloadError: if a message is damaged. The error names its sender.
     """
     for message in {id(message): message for message in messages.values()}.values():
         write_header_(message, what)
@@ -85,14 +94,6 @@ def exchange(
 
 def _terms(what: str) -> Terms:
     return Terms(1.0, crc32(what.encode()))
-
-
-HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-LEVELS = 127
-FP32 = 4  # bytes
-
-Vector = Float32[Tensor, "n"]
-Bytes = UInt8[Tensor, "nbytes"]
 
 
 @runtime_checkable
@@ -117,7 +118,7 @@ class Message(Protocol):
 
 @dataclass(frozen=True)
 class FP32Message:
-    """fp32 messages, without rounding.
+    """fp32 messages, without rounding: 4 bytes per element.
 
     Example:
         >>> FP32Message().nbytes(1000)
@@ -139,7 +140,7 @@ class FP32Message:
 @checked
 @dataclass(frozen=True)
 class HalfPrecisionMessage:
-    """16-bit messages with one scale.
+    """16-bit messages with one scale, a power of two that avoids overflow: 2 bytes per element, and 4.
 
     Args:
         dtype (str): "fp16", or "bf16", which has a larger range and three bits less.
@@ -175,7 +176,9 @@ class HalfPrecisionMessage:
 @checked
 @dataclass(frozen=True)
 class Int8Message:
-    """8-bit messages with one scale per block.
+    """8-bit messages with one scale per block: 1 byte per element, and 4 per block.
+
+    An element x is sent as round(x / scale), with scale = largest magnitude of the block / 127.
 
     Args:
         block (int): number of elements that share a scale. With 2048, scales add 0.2 % to the bytes.

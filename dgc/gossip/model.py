@@ -1,7 +1,4 @@
-"""The model of a rank as one flat vector, for gossip to send and average.
-
-The model of a gossip algorithm in which each rank of a machine holds a slice of the model.
-"""
+"""The model of a rank as one flat vector, for gossip to send and average."""
 
 from collections.abc import Sequence
 
@@ -83,7 +80,9 @@ class FlatModel:
 
 
 class ModelSlice(FlatModel):
-    """Elements start .. end - 1 of a model. The segments of its tensors are one-dimensional.
+    """Elements start .. end - 1 of a model, for gossip in which each rank of a machine averages a slice.
+
+    The segments of its tensors are one-dimensional.
 
     Args:
         model (FlatModel): the whole model.

@@ -2,7 +2,7 @@
 arXiv 2008.01425).
 
 For each matrix X [n, m] of the model, D = X_j - X_i on the edge of ranks i and j. Both ends have the same factor.
-HalfPrecisionMessage steps alternate:
+Half steps alternate:
 
     even    X_i V and X_j V [n, r] are exchanged;      Y = D V;      X_i = X_i + W_ij Y V^T;      U = orth(Y)
     odd     X_i^T U and X_j^T U [m, r] are exchanged;  Y = D^T U;    X_i = X_i + W_ij U Y^T;      V = orth(Y)

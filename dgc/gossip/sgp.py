@@ -1,45 +1,21 @@
-"""Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, Algorithm 1).
+"""Stochastic Gradient Push and its variants: gossip with push-sum weights during training.
 
-Rank i has biased parameters x and a push-sum weight w, initially 1. The model is z = x / w. With P of round k
-(columns sum to one), gradients g at z and the direction O of any optimizer:
+Rank i has biased parameters x and a push-sum weight w, initially 1. The model is z = x / w. P is the mixing matrix
+of a round; its columns sum to one.
 
-    x_i = x_i - lr O(g(z_i));      x_i = sum over j of P_ij x_j,  w_i likewise,  z_i = x_i / w_i
+SGP     messages are sent after the optimizer's step
+OSGP    messages are sent before it, while the gradient is computed
+DPSGD   SGP with rows of P that sum to one as well, without w
 
 The parameters hold z. The optimizer steps on z (weight decay therefore decays z), and x moves by the same
-difference. A rank keeps x minus the decoded values of its messages, so the sum over ranks is preserved even if
-messages are rounded.
+difference. x is not stored: it equals z w plus the received shares that are not added yet. A rank keeps x minus
+the decoded values of its messages, so the sum over ranks is preserved even if messages are rounded.
 
-Differences from the paper: Messages may be rounded. In epochs with the graph None, all ranks average x and w with
+Differences from the papers: Messages may be rounded. In epochs with the graph None, all ranks average x and w with
 one all-reduce; for SGD with momentum this is all-reduce SGD.
 
-Payload per step and rank in bytes: peers * (24 + message.nbytes(n) + 8, rounded up to 8).
-
-State of push-sum on one rank: biased parameters x, a weight w, and the model z = x / w in the parameters.
-
-x is not stored. It equals z w plus the received shares that are not added yet.
-
-Messages of push-sum: an encoded share of x, followed by the share of w.
-
-Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2): communication overlaps
-with the computation of gradients.
-
-    send P_ji x_i, P_ji w_i and keep P_ii x_i, P_ii w_i;   z_i = x_i / w_i
-    x_i = x_i - lr O(g(z_i))       while messages are in flight
-    add the received messages; after at most `synch_freq` steps without any, wait for them
-
-Differences from the paper: Messages are added before the next forward pass. A round begins after the previous one
-is complete, so all ranks do the same number of rounds, but possibly at different steps. The optimizer's step is
-not scaled by w.
-
-Payload: as for SGP, in steps in which a round begins.
-
-D-PSGD (Lian et al.: NeurIPS 2017, arXiv 1705.09056): SGP with a doubly stochastic P, so that every w stays 1.
-
-    x_i = x_i - lr O(g(x_i));      x_i = sum over j of P_ij x_j
-
-Differences from the paper: Ranks average after the local step, as the authors of SGP do, not before it.
-
-Payload per step and rank in bytes: peers * message.nbytes(n).
+Payload per step and rank in bytes: for each peer 24, and message.nbytes(n) + 8 (message.nbytes(n) without w),
+rounded up to a multiple of 8.
 """
 
 import time
@@ -48,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
 from dgc.arguments import checked
@@ -58,13 +33,24 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import Transport
 from dgc.gossip.graphs import n_peer_exponential
-from dgc.gossip.messages import Bytes, FP32Message, Message, Vector, blank, content, exchange
+from dgc.gossip.messages import (
+    WEIGHT_NBYTES,
+    Bytes,
+    FP32Message,
+    Message,
+    Vector,
+    blank,
+    content,
+    exchange,
+    weight_from_bytes,
+    weight_to_bytes,
+)
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import MISSING_ZERO_GRAD
 from dgc.gossip.topology import Graph, Mixing, Topology, build_topology, check_mixing, uniform
 from dgc.state import check_count, check_tensor
 
-WEIGHT_NBYTES = 8  # fp64
+POLL_INTERVAL = 5e-4  # seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,154 +61,13 @@ class ReceivedShare:
     w: float
 
 
-def message_nbytes(encoding: Message, n: int, weighted: bool) -> int:
-    """Bytes of the content of a message with n elements."""
-    return encoding.nbytes(n) + (WEIGHT_NBYTES if weighted else 0)
-
-
-def pack(encoding: Message, z: Vector, factor: float, weighted: bool) -> tuple[Bytes, Vector]:
-    """Encodes factor * z and, if weighted, appends factor as the share of w.
-
-    Returns (message for `dgc.gossip.messages.exchange`, decoded vector).
-    """
-    end, nbytes = encoding.nbytes(z.numel()), message_nbytes(encoding, z.numel(), weighted)
-    message = blank(nbytes, z)
-    section = content(message, nbytes)
-    decoded = encoding.encode_(z, factor, section[:end])
-    if weighted:
-        section[end:].copy_(weight_to_bytes(torch.tensor(factor, dtype=torch.float64)))
-    return message, decoded
-
-
-def unpack(encoding: Message, message: Bytes, n: int, w: float | None) -> ReceivedShare:
-    """Decodes the content of a message. w: the weight, if the message has none."""
-    end = encoding.nbytes(n)
-    return ReceivedShare(encoding.decode(message[:end], n), float(weight_from_bytes(message)) if w is None else w)
-
-
-def weight_to_bytes(w: Float64[Tensor, ""]) -> Bytes:
-    return w.view(1).view(torch.uint8)
-
-
-def weight_from_bytes(message: Bytes) -> Float64[Tensor, ""]:
-    """The weight at the end of a message. The bytes are copied, because they may be unaligned."""
-    return message[-WEIGHT_NBYTES:].cpu().clone().view(torch.float64)[0]
-
-
-def shares_to_state(shares: Mapping[int, ReceivedShare], rank: int, size: int) -> dict[str, Any]:
-    """Converts received shares, by sender, to a state for a checkpoint, by distance from the sender.
-
-    On most graphs the distances are the same on all ranks, so another number of ranks can load the state.
-    """
-    return {
-        str((source - rank) % size): {"x": share.x.clone(), "w": torch.tensor(share.w, dtype=torch.float64)}
-        for source, share in shares.items()
-    }
-
-
-def shares_from_state(state: Mapping[str, Any], rank: int, size: int, z: Vector) -> dict[int, ReceivedShare]:
-    """The inverse of `shares_to_state`, on the device of the model z.
-
-    Raises:
-        ValueError: if the state is not finite, or of another model.
-    """
-    for distance, share in state.items():
-        if share.keys() != {"x", "w"}:
-            raise ValueError(f"received {distance} has {sorted(share)}, not ['w', 'x']")
-        check_tensor("received x", share["x"], z.shape)
-        check_tensor("received w", share["w"], (), torch.float64)
-    return {
-        (rank + int(distance)) % size: ReceivedShare(share["x"].to(z.device), float(share["w"]))
-        for distance, share in state.items()
-    }
-
-
-class WeightedModel:
-    """Base class with the state of push-sum. A subclass sets model, z, rank and size first."""
-
-    model: FlatModel
-    z: Vector
-    rank: int
-    size: int
-
-    def __init__(self) -> None:
-        self.w = 1.0
-        self._received: dict[int, ReceivedShare] | None = None  # shares by sender, not added yet
-
-    def _step(self, step: Callable[[], object]) -> None:
-        """Runs the optimizer's step on z and moves x by the same difference."""
-        if self.w == 1:
-            step()
-            self.model.gather()
-            return
-        before = self.z.clone()
-        step()
-        self.model.gather()
-        self.z.sub_(before).div_(self.w).add_(before)
-        self.model.scatter()
-
-    def _scale(self, share: float) -> None:
-        """Multiplies x and w by share. z does not change."""
-        self.w *= share
-
-    @torch.no_grad()
-    def _add_received(self) -> None:
-        """Adds the received shares in rank order, so that ranks with the same shares get the same result."""
-        assert self._received is not None
-        shares, self._received = self._received, None
-        w = self.w + sum(shares[source].w for source in sorted(shares))
-        if self.rank not in shares:
-            shares[self.rank] = ReceivedShare(self.z.mul_(self.w), self.w)
-        x, *others = (shares[source].x for source in sorted(shares))
-        for other in others:
-            x.add_(other)
-        self.w = self._divisor(w)
-        torch.div(x, self.w, out=self.z)
-        self.model.scatter()
-
-    def _divisor(self, w: float) -> float:
-        """The divisor of x after a round, and the new weight. w: the sum of all shares of w."""
-        return w
-
-    def biased_parameters(self) -> Tensor:
-        x = self.z * self.w
-        for share in (self._received or {}).values():
-            x += share.x
-        return x
-
-    def bias(self) -> float:
-        return self.w + sum(share.w for share in (self._received or {}).values())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "z": self.z.clone(),
-            "x": self.z * self.w,
-            "size": self.size,
-            "w": torch.tensor(self.w, dtype=torch.float64),
-            "received": shares_to_state(self._received or {}, self.rank, self.size),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the state. Raises ValueError, before any change, if it is not finite or of another model."""
-        for name in ("z", "x"):
-            check_tensor(name, state[name], self.z.shape)
-        check_tensor("w", state["w"], (), torch.float64)
-        check_count("size", state["size"])
-        received = shares_from_state(state["received"], self.rank, self.size, self.z)
-        self.w = float(state["w"])
-        # a state that is summed over several ranks has a valid sum of x, but not of z
-        self.z.copy_(state["z"] if state["size"] == self.size else state["x"] / self.w)
-        self.model.scatter()
-        self._received = received or None
-
-
-POLL_INTERVAL = 5e-4  # seconds
-
-
 @checked
-class SGP(WeightedModel):
-    """Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 1).
+class SGP:
+    """Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, Algorithm 1).
+
+    With gradients g at z and the direction O of any optimizer:
+
+        x_i = x_i - lr O(g(z_i));      x_i = sum over j of P_ij x_j,  w_i likewise,  z_i = x_i / w_i
 
     Args:
         graph (callable, optional): returns the topology for a number of ranks; None for an all-reduce.
@@ -253,16 +98,17 @@ class SGP(WeightedModel):
         graph_from_epoch: Mapping[int | str, Graph | None] | None = None,
         blocking: bool = False,
     ):
-        super().__init__()
         self._graphs = {0: graph} | {int(epoch): other for epoch, other in (graph_from_epoch or {}).items()}
         if min(self._graphs) < 0:
             raise ValueError(f"graph_from_epoch counts epochs from 0, but has epoch {min(self._graphs)}")
         self.mixing, self.message = mixing, message or FP32Message()
         self.blocking, self.synch_freq = blocking, 0
         self.compress_ratio = min(1.0, self.message.nbytes(1 << 20) / (4 << 20))
+        self.w = 1.0
         self.round = 0
         self.staleness = 0  # steps since the last round was added
         self._gradient_weight = 1.0  # weight of the model at the last gradient
+        self._received: dict[int, ReceivedShare] | None = None  # shares by sender, not added yet
         self._conversation: RunningConversation[dict[int, ReceivedShare]] | None = None
         self._in_step = False
         self._graph_epoch = 0  # first epoch of the current graph
@@ -310,6 +156,18 @@ class SGP(WeightedModel):
         if self.blocking:
             self._receive(True)
 
+    def _step(self, step: Callable[[], object]) -> None:
+        """Runs the optimizer's step on z and moves x by the same difference."""
+        if self.w == 1:
+            step()
+            self.model.gather()
+            return
+        before = self.z.clone()
+        step()
+        self.model.gather()
+        self.z.sub_(before).div_(self.w).add_(before)
+        self.model.scatter()
+
     @property
     def _overlaps(self) -> bool:
         """Whether messages overlap the gradient. An all-reduce does not: until it ends, a rank has no model."""
@@ -341,6 +199,25 @@ class SGP(WeightedModel):
     def _complete_round(self) -> None:
         if self._conversation is not None:
             self._received, self._conversation = self._conversation.finish(), None
+
+    @torch.no_grad()
+    def _add_received(self) -> None:
+        """Adds the received shares in rank order, so that ranks with the same shares get the same result."""
+        assert self._received is not None
+        shares, self._received = self._received, None
+        w = self.w + sum(shares[source].w for source in sorted(shares))
+        if self.rank not in shares:
+            shares[self.rank] = ReceivedShare(self.z.mul_(self.w), self.w)
+        x, *others = (shares[source].x for source in sorted(shares))
+        for other in others:
+            x.add_(other)
+        self.w = self._divisor(w)
+        torch.div(x, self.w, out=self.z)
+        self.model.scatter()
+
+    def _divisor(self, w: float) -> float:
+        """The divisor of x after a round, and the new weight. w: the sum of all shares of w."""
+        return w
 
     def flush(self) -> None:
         if self._max_staleness:
@@ -381,29 +258,55 @@ class SGP(WeightedModel):
 
     @torch.no_grad()
     def _exchange(self) -> Conversation[dict[int, ReceivedShare]]:
-        topology, k, n = self.topology, self.round, self.z.numel()
+        topology, k = self.topology, self.round
         assert topology is not None
         shares = self.mixing(topology, self.rank, k)
         to_peers = {to: share for to, share in shares.items() if to != self.rank}
         sends = self._encode_shares(to_peers, shares[self.rank])
-        sources, nbytes = topology.in_peers(self.rank, k), message_nbytes(self.message, n, self.weighted)
+        sources = topology.in_peers(self.rank, k)
         self.round += 1
-        replies = yield from exchange(sends, dict.fromkeys(sources, nbytes), f"a message of {self.name}", self.z)
+        sizes = dict.fromkeys(sources, self._nbytes)
+        replies = yield from exchange(sends, sizes, f"a message of {self.name}", self.z)
         weights = {s: None if self.weighted else self.mixing(topology, s, k)[self.rank] for s in sources}
-        return {s: unpack(self.message, replies[s], n, weights[s]) for s in sources}
+        return {s: self._decode(replies[s], weights[s]) for s in sources}
 
     def _encode_shares(self, shares: dict[int, float], kept: float) -> dict[int, Tensor]:
         """Returns the message for each peer. x and w are reduced to the kept share."""
-        packed = {s: pack(self.message, self.z, self.w * s, self.weighted) for s in {*shares.values()}}
+        encoded = {share: self._encode(self.w * share) for share in {*shares.values()}}
         rounding = torch.zeros_like(self.z) if not self.message.exact else None  # errors of all messages
         if rounding is not None:
             for share in shares.values():
-                rounding += self.z * (self.w * share) - packed[share][1]
+                rounding += self.z * (self.w * share) - encoded[share][1]
         self._scale(kept)
         if rounding is not None:
             self.z.add_(rounding, alpha=1 / self.w)
             self.model.scatter()
-        return {to: packed[share][0] for to, share in shares.items()}
+        return {to: encoded[share][0] for to, share in shares.items()}
+
+    def _scale(self, share: float) -> None:
+        """Multiplies x and w by share. z does not change."""
+        self.w *= share
+
+    @property
+    def _nbytes(self) -> int:
+        """Bytes of the content of a message."""
+        return self.message.nbytes(self.z.numel()) + (WEIGHT_NBYTES if self.weighted else 0)
+
+    def _encode(self, factor: float) -> tuple[Bytes, Vector]:
+        """Returns a message with factor * z, and factor as the share of w; and the decoded factor * z."""
+        end, nbytes = self.message.nbytes(self.z.numel()), self._nbytes
+        message = blank(nbytes, self.z)
+        section = content(message, nbytes)
+        decoded = self.message.encode_(self.z, factor, section[:end])
+        if self.weighted:
+            section[end:].copy_(weight_to_bytes(torch.tensor(factor, dtype=torch.float64)))
+        return message, decoded
+
+    def _decode(self, section: Bytes, w: float | None) -> ReceivedShare:
+        """Decodes the content of a message. w: the weight, if the message has none."""
+        n = self.z.numel()
+        x = self.message.decode(section[: self.message.nbytes(n)], n)
+        return ReceivedShare(x, float(weight_from_bytes(section)) if w is None else w)
 
     def _all_reduce(self) -> Conversation[dict[int, ReceivedShare]]:
         x, w = self.z * self.w, torch.tensor([self.w], dtype=torch.float64)
@@ -415,7 +318,13 @@ class SGP(WeightedModel):
 
     def biased_parameters(self) -> Tensor:
         assert self._conversation is None, "flush() must be called first"
-        return super().biased_parameters()
+        x = self.z * self.w
+        for share in (self._received or {}).values():
+            x += share.x
+        return x
+
+    def bias(self) -> float:
+        return self.w + sum(share.w for share in (self._received or {}).values())
 
     def metrics(self) -> dict[str, float]:
         return {"weight": self._gradient_weight, "staleness": float(self.staleness)}
@@ -428,22 +337,67 @@ class SGP(WeightedModel):
 
     def state_dict(self) -> dict[str, Any]:
         assert self._conversation is None, "flush() must be called first"
-        return {**super().state_dict(), "round": self.round, "graph_epoch": self._graph_epoch}
+        # Received shares by distance from the sender: on most graphs the distances are the same on all ranks, so
+        # that another number of ranks can load the state.
+        received = {
+            str((source - self.rank) % self.size): {
+                "x": share.x.clone(),
+                "w": torch.tensor(share.w, dtype=torch.float64),
+            }
+            for source, share in (self._received or {}).items()
+        }
+        return {
+            "z": self.z.clone(),
+            "x": self.z * self.w,
+            "size": self.size,
+            "w": torch.tensor(self.w, dtype=torch.float64),
+            "received": received,
+            "round": self.round,
+            "graph_epoch": self._graph_epoch,
+        }
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads the state. Raises ValueError, before any change, if it is not finite or of another model."""
         if state.keys() != {"z", "x", "size", "w", "round", "graph_epoch", "received"}:
             raise ValueError(f"state of another algorithm: it has {sorted(state)}")
         if (epoch := state["graph_epoch"]) not in self._graphs:
             raise ValueError(f"state of another graph_from_epoch: its graph begins with epoch {epoch}")
         check_count("round", state["round"])
-        super().load_state_dict(state)
+        for name in ("z", "x"):
+            check_tensor(name, state[name], self.z.shape)
+        check_tensor("w", state["w"], (), torch.float64)
+        check_count("size", state["size"])
+        for distance, share in state["received"].items():
+            if share.keys() != {"x", "w"}:
+                raise ValueError(f"received {distance} has {sorted(share)}, not ['w', 'x']")
+            check_tensor("received x", share["x"], self.z.shape)
+            check_tensor("received w", share["w"], (), torch.float64)
+        received = {
+            (self.rank + int(distance)) % self.size: ReceivedShare(share["x"].to(self.z.device), float(share["w"]))
+            for distance, share in state["received"].items()
+        }
+        self.w = float(state["w"])
+        # a state that is summed over several ranks has a valid sum of x, but not of z
+        self.z.copy_(state["z"] if state["size"] == self.size else state["x"] / self.w)
+        self.model.scatter()
+        self._received = received or None
         self.round, self.staleness = state["round"], 0
         self._graph_epoch, self._conversation, self._in_step = state["graph_epoch"], None, False
 
 
 @checked
 class OSGP(SGP):
-    """Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2).
+    """Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2): communication overlaps
+    with the computation of gradients.
+
+        send P_ji x_i, P_ji w_i and keep P_ii x_i, P_ii w_i;   z_i = x_i / w_i
+        x_i = x_i - lr O(g(z_i))       while messages are in flight
+        add the received messages; after at most `synch_freq` steps without any, wait for them
+
+    Differences from the paper: Messages are added before the next forward pass. A round begins after the previous
+    one is complete, so all ranks do the same number of rounds, but possibly at different steps. The optimizer's
+    step is not scaled by w. There is a payload only in steps in which a round begins.
 
     Args:
         graph, mixing, message, graph_from_epoch: see `SGP`.
@@ -490,7 +444,15 @@ class OSGP(SGP):
 
 
 class DPSGD(SGP):
-    """D-PSGD (Lian et al. 2017, arXiv 1705.09056). Args are those of SGP.
+    """D-PSGD (Lian et al.: NeurIPS 2017, arXiv 1705.09056): SGP with a doubly stochastic P.
+
+        x_i = x_i - lr O(g(x_i));      x_i = sum over j of P_ij x_j
+
+    Every w stays 1.
+
+    Differences from the paper: Ranks average after the local step, as the authors of SGP do, not before it.
+
+    Args are those of `SGP`.
 
     Raises:
         TopologyError: by `start`, if the rows of P do not sum to one.

@@ -1,18 +1,12 @@
-"""Communication graphs of gossip: pure functions of integers, which are validated on construction.
+"""Topologies of gossip: who sends to whom in each round, and which share of its value.
 
 In round t rank r sends to `out_peers(r, t)`, in that order, and receives from `in_peers(r, t)`. Rounds repeat
 after `period`. Over one period, every rank must be able to reach every other rank; otherwise there is no
-consensus.
+consensus. The graph is a pure function of integers, which is validated on construction.
 
-Graphs with edges only between odd and even ranks, for asynchronous averaging.
-
-Odd ranks initiate an average and wait for the reply. Even ranks only reply. Ranks can therefore never wait for one
-another in a cycle (Lian, Zhang, Zhang, Liu: AD-PSGD, ICML 2018, arXiv 1710.06952).
-
-Mixing weights: the share of its value that a rank sends to each peer.
-
-The shares of a rank are a column of the round's mixing matrix P. Each column sums to one, so the sum over ranks is
-preserved. If each row sums to one as well, all ranks converge to the mean without push-sum weights.
+The shares of a rank, its mixing weights, are a column of the round's mixing matrix P. Each column sums to one, so
+the sum over ranks is preserved. If each row sums to one as well, all ranks converge to the mean without push-sum
+weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +20,9 @@ from torch import Tensor
 from dgc.arguments import checked
 
 Peers = tuple[int, ...]
+Shares = dict[int, float]  # by receiver, including the rank itself
+
+ROUNDING = 1e-9  # of a sum of shares
 
 
 class TopologyError(ValueError):
@@ -98,6 +95,10 @@ class Topology:
         return TopologyError(f"{self.name} with {self.size} ranks: {fault}{'. ' if self.cure else ''}{self.cure}")
 
 
+Graph = Callable[[int], Topology]  # returns the topology for a number of ranks
+Mixing = Callable[[Topology, int, int], Shares]  # (topology, rank, round)
+
+
 def check(topology: Topology) -> None:
     """Raises TopologyError if a rank sends to itself or twice to one rank in a round, or cannot reach a rank."""
     reached: list[set[int]] = [set() for _ in range(topology.size)]
@@ -156,9 +157,6 @@ def from_schedules(
     return Topology(name, size, length // gcd(length, peers) if dynamic else 1, out, cure)
 
 
-Graph = Callable[[int], Topology]  # returns the topology for a number of ranks
-
-
 def build_topology(graph: Graph, size: int) -> Topology:
     """Calls `graph(size)`. Raises TopologyError if the graph has another number of ranks."""
     topology = graph(size)
@@ -169,36 +167,11 @@ def build_topology(graph: Graph, size: int) -> Topology:
     return topology
 
 
-CURE = (
-    "Without a path of odd-even pairs between all ranks there is no consensus: take bipartite_complete, for any "
-    "number of ranks, or bipartite_exponential, for an even number"
-)
-
-
-@checked
-def bipartite_complete(size: int) -> Topology:
-    """Every odd rank with every even one in turn: in round t the i-th odd with the (i + t)-th even rank.
-
-    Args:
-        size (int): number of ranks.
-
-    Example:
-        >>> peer_schedule(bipartite_complete(6), rank=1)
-        (0, 2, 4)
-    """
-    odd, even = size // 2, (size + 1) // 2
-
-    def out(rank: int, t: int) -> Peers:
-        if rank % 2:
-            return (2 * ((rank // 2 + t) % even),)
-        index = (rank // 2 - t) % even
-        return (2 * index + 1,) if index < odd else ()
-
-    return Topology("bipartite_complete", size, max(even, 1), out)
-
-
 def bipartite_subgraph(topology: Topology) -> Topology:
-    """The edges of a graph between an odd and an even rank, in both directions.
+    """The edges of a graph between an odd and an even rank, in both directions, for asynchronous averaging.
+
+    Odd ranks initiate an average and wait for the reply. Even ranks only reply. Ranks can therefore never wait for
+    one another in a cycle (Lian, Zhang, Zhang, Liu: AD-PSGD, ICML 2018, arXiv 1710.06952).
 
     Raises:
         TopologyError: if these edges do not connect all ranks.
@@ -209,18 +182,16 @@ def bipartite_subgraph(topology: Topology) -> Topology:
         return tuple(peer for peer in dict.fromkeys(peers) if (peer - rank) % 2)
 
     name = f"the odd-even pairs of {topology.name}"
-    return Topology(name, topology.size, topology.period, out, CURE)
+    cure = (
+        "Without a path of odd-even pairs between all ranks there is no consensus: take bipartite_complete, for "
+        "any number of ranks, or bipartite_exponential, for an even number"
+    )
+    return Topology(name, topology.size, topology.period, out, cure)
 
 
 def peer_schedule(topology: Topology, rank: int) -> Peers:
     """The peers of a rank in the order of rounds, for one period."""
     return tuple(peer for t in range(topology.period) for peer in topology.out_peers(rank, t))
-
-
-Shares = dict[int, float]  # by receiver, including the rank itself
-Mixing = Callable[[Topology, int, int], Shares]  # (topology, rank, round)
-
-ROUNDING = 1e-9
 
 
 def uniform(topology: Topology, rank: int, round: int) -> Shares:

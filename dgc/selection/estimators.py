@@ -4,123 +4,6 @@ All tensors of a bucket are searched at the same time. In each tensor, one pass 
 or above that tensor's threshold; tensors with a final threshold are skipped. If more elements reach a threshold
 than may be sent, they are cut by magnitude, never by position. Slots that one tensor leaves free are used by
 others.
-
-Sampled threshold with adaptation and resampling (Lin et al. 2018, section 3 and appendix: hierarchical
-selection), as refined by the original implementation.
-
-For a tensor of n elements and k = ceil(D n), m = max(ceil(s n), ceil(2/D)) samples are drawn:
-
-    t = the ceil(m D)-th largest sample;  S = {i : |v_i| >= t}
-    up to `max_adaptation_iters` times:
-        |S| > upper * k:  exact top-k within S, done (resample), or t = upper * t
-        |S| < lower * k:  t = lower * t
-        otherwise done
-
-The search takes one pass for each count, and the sample.
-
-Differences from the original: A selection between k and upper * k is cut by magnitude. The original keeps the
-first k positions, which starves the end of every tensor. Slots that one tensor leaves free are used by others.
-Zeros are not sent. A threshold is never raised beyond the largest element. The random start is seeded, so runs
-repeat.
-
-SIDCo with exponential stages (Abdelmoniem, Elzanaty, Alouini, Canini: MLSys 2021, arXiv 2101.10761).
-
-If |v| is exponentially distributed, its excess over any threshold is so too. M stages together reach the density
-D = k/n. The first stage reaches D_1 = 1/4, and each other stage multiplies by q = (D / D_1) ** (1 / (M - 1)):
-
-    t_1 = -mean|v| ln D_1                            (M = 1: -mean|v| ln D)
-    t_j = t_{j-1} - mean(|v| - t_{j-1} : |v| >= t_{j-1}) ln q
-
-Every 5 steps M changes by one, within 1 .. ceil(log2(1/D)). It decreases if more than 1.2 k elements were selected
-on average, and increases if fewer than 0.8 k were. The cost is one pass for the mean, one for each further stage
-and one that counts.
-
-Differences from the paper and its code: Each tensor has its own M, which begins at 1. The excess is measured from
-the threshold, not from the smallest element above it. A stage that no element survives therefore leaves the
-threshold unchanged. No threshold exceeds the largest element. Elements beyond k that find no free slot are cut by
-magnitude.
-
-LDTE-BS: Laplace distribution, threshold estimation, binary search (Chen, Liu, Han 2021, J. Zhejiang Univ. Eng.
-Sci. 55(2), doi 10.3785/j.issn.1008-973X.2021.02.019).
-
-A Laplace density exp(-|x|/b) / 2b has the area exp(-t/b) beyond +-t, and its maximum-likelihood b is the mean
-magnitude. Thus k of n elements should reach
-
-    t = b ln(n/k),  b = mean|v|
-
-If lower * k <= #{|v| >= t} <= upper * k does not hold, t is corrected:
-
-    bisection   too many: t + max(b ln(c/k), b/10) until one threshold has too few, then the middle of both
-    secant      between 0 and the maximum, linear in ln c, each step from 1/10 to 9/10 of the way
-
-The search takes one pass for the mean and the maximum and one for each count.
-
-Error feedback keeps the elements below the last threshold, which destroys the Laplace tail. On accumulated
-gradients the correction therefore determines the result and takes most of the passes. warm_start begins at the
-threshold of the last step and needs few passes.
-
-Differences from the paper: Only its abstract, tables and captions are public. The range of accepted counts, the
-limit of passes, secant and warm start are this project's. `redsync` is the rule of the method that the paper
-builds on. Elements beyond k that find no free slot are cut by magnitude.
-
-GaussianK (Shi, Chu, Cheung, See 2019, arXiv 1911.08772): the threshold of a fitted normal distribution.
-
-    t = mean(v) + std(v) * z,   z = the standard normal quantile of 1 - D/2
-    at most 4 times:  c = #{|v| >= t};   c < 2/3 k:  t = t / 2;    c > 4/3 k:  t = 1.5 t;    otherwise done
-
-The search takes one pass for mean and deviation and one for each count.
-
-Differences from the paper: After one threshold was too high and one too low, the next lies between them, because
-halving and multiplying by 1.5 may alternate forever. If no count is accepted, the candidates of the last threshold
-with too many elements are cut by magnitude. If there was no such threshold, all elements are candidates.
-
-RedSync's trimmed top-k (Fang, Fu, Yang, Hsieh 2019, J. Parallel Distrib. Comput. 133,
-doi 10.1016/j.jpdc.2019.05.016).
-
-    r = 0.8;  t = mean|v| + r (max|v| - mean|v|)
-    while #{|v| >= t} < k:  r = r - 0.2
-    send the k largest of {|v| >= t}
-
-The search takes one pass for mean and maximum, one to five counts, and an exact top-k of the candidates. It always
-returns k elements. Heavy tails leave many candidates, and then the last step costs as much as an exact top-k of
-all.
-
-Differences from the paper: If fewer than k elements reach the mean, all elements are candidates.
-
-RedSync's threshold search by bisection (Fang, Fu, Yang, Hsieh 2019, J. Parallel Distrib. Comput. 133,
-doi 10.1016/j.jpdc.2019.05.016).
-
-    l = 0, r = 1;  until r - l < 0.001:
-        q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
-        k <= c <= 2 k:  done;    c < k:  r = q;    c > 2 k:  l = q
-
-The search takes one pass for mean and maximum and at most 10 counts. A single outlier widens the bracket, and then
-the last step may be too coarse.
-
-Differences from the paper: For k/2 <= c < k the paper moves l up, away from the threshold it searches for, and it
-never accepts such a count. This code moves r. Candidates beyond k are cut by magnitude. If fewer than k elements
-reach the mean, which is the lower end of the bracket, all elements are candidates.
-
-MSTopk (Shi et al.: MLSys 2021, "Towards Scalable Distributed Training of Deep Learning on Public Cloud
-Clusters", arXiv 2010.10458).
-
-N times, with l = 0, r = 1:
-    q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
-    c <= k:  r = q        c > k:  l = q
-The selection has exactly k elements: those above the last threshold with c <= k, and the remaining number from
-between it and the last threshold with c > k.
-
-Differences from the paper: The remaining elements are the largest in that range, not neighbours from a random
-position, so the selection equals an exact top-k. The search ends early if c = k. If fewer than k elements reach
-the mean, all elements are candidates.
-
-Threshold-v (Dutta et al. 2019, arXiv 1911.08250; Strom: Interspeech 2015): all elements above a given
-magnitude.
-
-    t is given;  send every |v_i| >= t
-
-The selection takes one count. The number of elements depends only on the gradients. The ratio of the compressor
-sets the plan's capacity: elements beyond it are cut by magnitude and stay in the error state.
 """
 
 import math
@@ -260,7 +143,23 @@ def narrow(
 @checked
 @dataclass(frozen=True)
 class Sampled(Estimator):
-    """Threshold from a sample, with adaptation and resampling (Lin et al. 2018, arXiv 1712.01887, section 3).
+    """Threshold from a sample, with adaptation and resampling (Lin et al. 2018, arXiv 1712.01887, section 3 and
+    appendix: hierarchical selection), as refined by the original implementation.
+
+    For a tensor of n elements and k = ceil(D n), m = max(ceil(s n), ceil(2/D)) samples are drawn:
+
+        t = the ceil(m D)-th largest sample;  S = {i : |v_i| >= t}
+        up to `max_adaptation_iters` times:
+            |S| > upper * k:  exact top-k within S, done (resample), or t = upper * t
+            |S| < lower * k:  t = lower * t
+            otherwise done
+
+    The search takes one pass for each count, and the sample.
+
+    Differences from the original: A selection between k and upper * k is cut by magnitude. The original keeps the
+    first k positions, which starves the end of every tensor. Slots that one tensor leaves free are used by others.
+    Zeros are not sent. A threshold is never raised beyond the largest element. The random start is seeded, so runs
+    repeat.
 
     Args:
         sample_ratio (float): s, the fraction of each tensor that is sampled. In (0, 1].
@@ -347,7 +246,23 @@ FIRST_DENSITY = 0.25
 @checked
 @dataclass(frozen=True)
 class Exponential(Estimator):
-    """SIDCo with exponential stages (Abdelmoniem et al. 2021, arXiv 2101.10761).
+    """SIDCo with exponential stages (Abdelmoniem, Elzanaty, Alouini, Canini: MLSys 2021, arXiv 2101.10761).
+
+    If |v| is exponentially distributed, its excess over any threshold is so too. M stages together reach the
+    density D = k/n. The first stage reaches D_1 = 1/4, and each other stage multiplies by q:
+
+        q = (D / D_1) ** (1 / (M - 1))
+        t_1 = -mean|v| ln D_1                            (M = 1: -mean|v| ln D)
+        t_j = t_{j-1} - mean(|v| - t_{j-1} : |v| >= t_{j-1}) ln q
+
+    Every 5 steps M changes by one, within 1 .. ceil(log2(1/D)). It decreases if more than 1.2 k elements were
+    selected on average, and increases if fewer than 0.8 k were. The cost is one pass for the mean, one for each
+    further stage and one that counts.
+
+    Differences from the paper and its code: Each tensor has its own M, which begins at 1. The excess is measured
+    from the threshold, not from the smallest element above it. A stage that no element survives therefore leaves
+    the threshold unchanged. No threshold exceeds the largest element. Elements beyond k that find no free slot are
+    cut by magnitude.
 
     Args:
         period (int): steps between changes of the number of stages M.
@@ -388,7 +303,7 @@ class Exponential(Estimator):
         self._adapt(segments, stages, total, steps)
         return t, counts
 
-    def _adapt(self, segments: Ranges, stages: torch.Tensor, total: torch.Tensor, steps: torch.Tensor) -> None:
+    def _adapt(self, segments: Ranges, stages: Tensor, total: Tensor, steps: Tensor) -> None:
         inputs = steps >= self.period
         mean = total / steps
         change = (mean < self.lower).double() - (mean > self.upper).double()
@@ -406,7 +321,28 @@ METHODS = ("bisection", "secant")
 @checked
 @dataclass(frozen=True)
 class Laplace(Estimator):
-    """Threshold from a fitted Laplace distribution, LDTE-BS (Chen, Liu, Han 2021).
+    """LDTE-BS: Laplace distribution, threshold estimation, binary search (Chen, Liu, Han 2021, J. Zhejiang Univ.
+    Eng. Sci. 55(2), doi 10.3785/j.issn.1008-973X.2021.02.019).
+
+    A Laplace density exp(-|x|/b) / 2b has the area exp(-t/b) beyond +-t, and its maximum-likelihood b is the mean
+    magnitude. Thus k of n elements should reach
+
+        t = b ln(n/k),  b = mean|v|
+
+    If lower * k <= #{|v| >= t} <= upper * k does not hold, t is corrected:
+
+        bisection   too many: t + max(b ln(c/k), b/10) until one threshold has too few, then the middle of both
+        secant      between 0 and the maximum, linear in ln c, each step from 1/10 to 9/10 of the way
+
+    The search takes one pass for the mean and the maximum and one for each count.
+
+    Error feedback keeps the elements below the last threshold, which destroys the Laplace tail. On accumulated
+    gradients the correction therefore determines the result and takes most of the passes. warm_start begins at the
+    threshold of the last step and needs few passes.
+
+    Differences from the paper: Only its abstract, tables and captions are public. The range of accepted counts,
+    the limit of passes, secant and warm start are this project's. `redsync` is the rule of the method that the
+    paper builds on. Elements beyond k that find no free slot are cut by magnitude.
 
     Args:
         stop (str): range of accepted counts: "redsync" (k to 2 k), "tight" (0.8 k to 1.25 k) or "exact" (k).
@@ -464,7 +400,17 @@ class Laplace(Estimator):
 @checked
 @dataclass(frozen=True)
 class Gaussian(Estimator):
-    """Threshold from a fitted normal distribution, GaussianK (Shi et al. 2019, arXiv 1911.08772).
+    """GaussianK: the threshold of a fitted normal distribution (Shi, Chu, Cheung, See 2019, arXiv 1911.08772).
+
+        t = mean(v) + std(v) * z,   z = the standard normal quantile of 1 - D/2
+        at most 4 times:  c = #{|v| >= t};   c < 2/3 k:  t = t / 2;    c > 4/3 k:  t = 1.5 t;    otherwise done
+
+    The search takes one pass for mean and deviation and one for each count.
+
+    Differences from the paper: After one threshold was too high and one too low, the next lies between them,
+    because halving and multiplying by 1.5 may alternate forever. If no count is accepted, the candidates of the
+    last threshold with too many elements are cut by magnitude. If there was no such threshold, all elements are
+    candidates.
 
     Args:
         passes (int): largest number of counts; 4 in the paper.
@@ -496,7 +442,18 @@ class Gaussian(Estimator):
 @checked
 @dataclass(frozen=True)
 class Trimmed(Estimator):
-    """RedSync's trimmed top-k (Fang et al. 2019, doi 10.1016/j.jpdc.2019.05.016).
+    """RedSync's trimmed top-k (Fang, Fu, Yang, Hsieh 2019, J. Parallel Distrib. Comput. 133,
+    doi 10.1016/j.jpdc.2019.05.016).
+
+        r = 0.8;  t = mean|v| + r (max|v| - mean|v|)
+        while #{|v| >= t} < k:  r = r - 0.2
+        send the k largest of {|v| >= t}
+
+    The search takes one pass for mean and maximum, one to five counts, and an exact top-k of the candidates. It
+    always returns k elements. Heavy tails leave many candidates, and then the last step costs as much as an exact
+    top-k of all.
+
+    Differences from the paper: If fewer than k elements reach the mean, all elements are candidates.
 
     Args:
         step (float): decrement of r, which starts at 1, in each round. From 0.01 to 1; 0.2 in the paper.
@@ -528,7 +485,19 @@ class Trimmed(Estimator):
 @checked
 @dataclass(frozen=True)
 class Bisection(Estimator):
-    """RedSync's threshold search by bisection (Fang et al. 2019, doi 10.1016/j.jpdc.2019.05.016).
+    """RedSync's threshold search by bisection (Fang, Fu, Yang, Hsieh 2019, J. Parallel Distrib. Comput. 133,
+    doi 10.1016/j.jpdc.2019.05.016).
+
+        l = 0, r = 1;  until r - l < 0.001:
+            q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
+            k <= c <= 2 k:  done;    c < k:  r = q;    c > 2 k:  l = q
+
+    The search takes one pass for mean and maximum and at most 10 counts. A single outlier widens the bracket, and
+    then the last step may be too coarse.
+
+    Differences from the paper: For k/2 <= c < k the paper moves l up, away from the threshold it searches for, and
+    it never accepts such a count. This code moves r. Candidates beyond k are cut by magnitude. If fewer than k
+    elements reach the mean, which is the lower end of the bracket, all elements are candidates.
 
     Args:
         lower (float): smallest accepted count, as a multiple of k. In (0, 1].
@@ -558,7 +527,19 @@ class Bisection(Estimator):
 @checked
 @dataclass(frozen=True)
 class MSTopk(Bisection):
-    """MSTopk, a threshold search by bisection that selects exactly k elements (Shi et al. 2021, arXiv 2010.10458).
+    """MSTopk, a threshold search by bisection that selects exactly k elements (Shi et al.: MLSys 2021, "Towards
+    Scalable Distributed Training of Deep Learning on Public Cloud Clusters", arXiv 2010.10458).
+
+        l = 0, r = 1;  N times:
+            q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
+            c <= k:  r = q;    c > k:  l = q
+
+    The selection has exactly k elements: those above the last threshold with c <= k, and the remaining number from
+    between it and the last threshold with c > k.
+
+    Differences from the paper: The remaining elements are the largest in that range, not neighbours from a random
+    position, so the selection equals an exact top-k. The search ends early if c = k. If fewer than k elements
+    reach the mean, all elements are candidates.
 
     Args:
         lower (float): smallest accepted count, as a multiple of k; see `Bisection`.
@@ -576,7 +557,11 @@ class MSTopk(Bisection):
 @checked
 @dataclass(frozen=True)
 class Fixed(Estimator):
-    """Selects every element with magnitude at or above a fixed threshold (Dutta et al. 2019, arXiv 1911.08250).
+    """Threshold-v: every element of at least a given magnitude (Dutta et al. 2019, arXiv 1911.08250; Strom:
+    Interspeech 2015).
+
+    The selection takes one count. The number of elements depends only on the gradients. The ratio of the
+    compressor sets the plan's capacity: elements beyond it are cut by magnitude and stay in the error state.
 
     Args:
         threshold (float): t, in the unit of the gradients. Positive and finite.

@@ -1,21 +1,5 @@
 """Exact top-k by magnitude. The four selectors differ in their passes over the n elements of a bucket.
 
-exact        Updates u and v, then searches v. A sample of v suggests a lower bound for one more read. All of v is
-             counted only if the lower bound is wrong.
-radix        Updates u and v, then finds the k-th largest element digit by digit: the bits of |v| as floats have
-             the order of the numbers. Each of four reads counts 8 bits of the elements that share the digits found
-             so far, and a fifth collects. This is `radixSelect`, the baseline of studies of selection.
-histogram    Uses no history. It counts the bits of |v| as floats, which have the same order as the numbers: first
-             the upper bits, then the lower bits of the elements with equal upper bits, until the k-th largest is
-             known. On a CPU it first counts a sample of cache lines. The sample's k-th largest element, less five
-             deviations, is a lower bound for the pass that updates u and v. All of v is counted only if the lower
-             bound is wrong.
-predicted    Computes the lower bound before the pass, and the pass collects the elements above it. The memory
-             traffic is that of updating u and v alone: 20 bytes per element. With t1, t2 the last two exact
-             thresholds:
-                 lower bound = 0.98 * t1 * min(max(t1 / t2, 0.97), 1.2)
-             If the lower bound is too high, or there is no history yet, the tensor is searched as by `histogram`.
-
 All choose the same elements. History changes only the time, so a resumed run does not need it.
 """
 
@@ -35,6 +19,8 @@ from dgc.selection.selector import Plan, Selector, SelectorResult
 class Exact(Selector):
     """Exact top-k by magnitude, in a separate pass after u and v are updated.
 
+    A sample of v suggests a lower bound for one more read. All of v is counted only if the lower bound is wrong.
+
     Args:
         per_bucket (bool): use one threshold for the whole bucket. By default each tensor has its own threshold, as
             in the paper (Lin et al. 2018, arXiv 1712.01887).
@@ -52,8 +38,11 @@ class Exact(Selector):
 @checked
 @dataclass(frozen=True)
 class Radix(Exact):
-    """Exact top-k by magnitude, by radix digits: the baseline of studies of selection. `Exact` chooses the same in
-    less time.
+    """Exact top-k by magnitude, by radix digits: `radixSelect`, the baseline of studies of selection.
+
+    It updates u and v, then finds the k-th largest element digit by digit: the bits of |v| as floats have the
+    order of the numbers. Each of four reads counts 8 bits of the elements that share the digits found so far, and
+    a fifth collects. `Exact` chooses the same in less time.
 
     Args:
         per_bucket (bool): see `Exact`.
@@ -67,6 +56,11 @@ class Radix(Exact):
 @dataclass(frozen=True)
 class Histogram(Exact):
     """Exact top-k by magnitude, from a histogram of the bits of |v| and without history.
+
+    The bits of |v| as floats have the order of the numbers. It counts first the upper bits, then the lower bits of
+    the elements with equal upper bits, until the k-th largest is known. On a CPU it first counts a sample of cache
+    lines. The sample's k-th largest element, less five deviations, is a lower bound for the pass that updates u
+    and v. All of v is counted only if the lower bound is wrong.
 
     Args:
         per_bucket (bool): see `Exact`.
@@ -82,6 +76,14 @@ class Histogram(Exact):
 class Predicted(Exact):
     """Exact top-k by magnitude, with a lower bound predicted from the last two thresholds. The default of
     DGCCompressor.
+
+    The lower bound is known before the pass that updates u and v, and the pass collects the elements above it. The
+    memory traffic is that of updating u and v alone: 20 bytes per element. With t1, t2 the last two exact
+    thresholds:
+
+        lower bound = margin * t1 * min(max(t1 / t2, 0.97), 1.2)
+
+    If the lower bound is too high, or there is no history yet, the tensor is searched as by `Histogram`.
 
     Args:
         per_bucket (bool): see `Exact`.

@@ -1,7 +1,4 @@
-"""The interface between compressors and selectors.
-
-The number of elements that each tensor of a bucket sends, and how a larger selection is reduced to it.
-"""
+"""The base class of selectors, and the plan of how many elements each tensor of a bucket sends."""
 
 import math
 from abc import ABC, abstractmethod
@@ -55,7 +52,7 @@ class Plan:
         return self._budget([0, sum(self.numels)], [self.capacity])
 
     def per_chunk(self, chunk_size: int) -> Budget:
-        """The k of every tensor, divided among chunks of about `chunk_size` elements: see `per_chunk`."""
+        """The k of every tensor, divided among chunks of about `chunk_size` elements: see `TopKPerChunk`."""
         if chunk_size not in self._chunked:
             bounds: list[int] = []
             ks: list[int] = []

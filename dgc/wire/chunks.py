@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dgc.kernels.codec.protocol import Codec
 from dgc.kernels.selection.protocol import SparseVector
-from dgc.wire.indices import IndexSection, PlainIndices
+from dgc.wire.indices import IndexSection, or_plain
 
 BITS = 12
 CHUNK = 1 << BITS
@@ -91,8 +91,4 @@ class ChunkIndices:
     """
 
     def plan(self, capacity: int, numel: int) -> IndexSection:
-        plain = PlainIndices("int32").plan(capacity, numel)
-        if not capacity:
-            return plain
-        chunks = ChunkSection(capacity, numel)
-        return chunks if chunks.nbytes < plain.nbytes else plain
+        return or_plain(ChunkSection, capacity, numel)

@@ -2,12 +2,10 @@
 
 A format plans a section of fixed size. The size depends only on the capacity and on the size of the bucket. Plain
 indices always fit. The length of packed and Rice codes depends on the indices. Their plan has room for the likely
-length (`lengths`). If a selection does not fit, a few of its elements are not sent. If a code would need more
-bytes than int32 indices, the section holds int32 indices instead.
+length. If a selection does not fit, a few of its elements are not sent. If a code would need more bytes than int32
+indices, the section holds int32 indices instead.
 
-Planned lengths of packed and Rice codes, which must not depend on the indices.
-
-Model: k of n elements are sent, and all are equally likely. Gaps are then geometric with p = k/n:
+The likely length: k of n elements are sent, and all are equally likely. Gaps are then geometric with p = k/n:
 
     P(gap >= s) = (1-p)**s
 
@@ -28,6 +26,7 @@ needs at most 4 more bytes, that length is planned instead. All of this uses dec
 which rounds equally on every machine, because all ranks must compute the same sizes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
 from functools import cache
@@ -43,111 +42,16 @@ from dgc.kernels.codec.protocol import (
     PACKED_BLOCK,
     RICE_BLOCK,
     Codec,
+    IndexKind,
     PackedCode,
     RiceCode,
     block_count,
 )
-from dgc.kernels.codec.reference import IndexKind
 from dgc.kernels.selection.protocol import SparseVector
 
+INT32_MAX = torch.iinfo(torch.int32).max
 FURTHER_BITS = 32
 ARITHMETIC = Context(prec=50)
-
-
-@cache
-def plan_packed(capacity: int, numel: int) -> PackedCode:
-    """Plan a packed code. Requires numel >= capacity >= 1."""
-    full, rest = divmod(capacity, PACKED_BLOCK)
-    with localcontext(ARITHMETIC):
-        mean, variance = Decimal(0), Decimal(0)
-        for blocks, size in ((full, PACKED_BLOCK), (1, rest)):
-            width, spread = _width(size, capacity, numel)
-            mean += blocks * size * width
-            variance += blocks * size**2 * spread
-        likely = _ceil(mean + variance.sqrt())
-    blocks = block_count(capacity, PACKED_BLOCK)
-    longest = packed_longest(capacity, numel)
-    room = _room(likely, longest)
-    sure = max(room // numel.bit_length(), PACKED_BLOCK * _sure_blocks(room, blocks, numel))
-    return PackedCode(capacity, numel, _nbytes(room + 8 * blocks), capacity if room == longest else sure)
-
-
-@cache
-def plan_rice(capacity: int, numel: int) -> RiceCode:
-    """Plan a Rice code with the parameter b* that needs the fewest bits. Requires numel >= capacity >= 1."""
-    with localcontext(ARITHMETIC):
-        p = Decimal(capacity) / numel
-        plans = [(_rice_bits(b, p, capacity), b) for b in range(LARGEST_PARAMETER)]
-        exact, parameter = min(plans)
-        likely = _ceil(exact)
-    room = _room(likely, capacity * (parameter + 1) + (numel - capacity >> parameter))
-    return RiceCode(capacity, numel, _nbytes(room + 8 * block_count(capacity, RICE_BLOCK)), parameter)
-
-
-def packed_longest(count: int, numel: int) -> int:
-    """Return a number of bits that is enough for the gaps of any `count` of `numel` elements.
-
-    For every w >= 1, a gap g needs at most w - 1 + g / 2**(w-1) bits. The largest gaps of B blocks sum to at most
-    n, so the widths of the blocks sum to at most B (w-1) + n / 2**(w-1).
-    """
-    if count <= PACKED_BLOCK:
-        return count * (numel - count).bit_length()
-    return PACKED_BLOCK * _widths(block_count(count, PACKED_BLOCK), numel)
-
-
-def _widths(blocks: int, numel: int) -> int:
-    return min(blocks * w + (numel >> w) for w in range(LARGEST_PARAMETER))
-
-
-def _sure_blocks(room: int, blocks: int, numel: int) -> int:
-    """Return the largest number of full blocks that always fit into `room` bits, by bisection."""
-    low, high = 0, blocks
-    while low < high:
-        middle = (low + high + 1) // 2
-        if PACKED_BLOCK * _widths(middle, numel) <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _width(size: int, capacity: int, numel: int) -> tuple[Decimal, Decimal]:
-    """Return the expected width of a block of `size` gaps, and its variance."""
-    mean = square = Decimal(0)
-    beyond = 1 - Decimal(capacity) / numel  # (1-p)**(2**w)
-    for w in range(LARGEST_PARAMETER):
-        wider = 1 - (1 - beyond) ** size
-        mean += wider
-        square += (2 * w + 1) * wider
-        beyond *= beyond
-    return mean, max(Decimal(0), square - mean * mean)
-
-
-def _rice_bits(b: int, p: Decimal, capacity: int) -> Decimal:
-    """Return the expected number of bits plus one standard deviation."""
-    m = 2**b
-    x = (1 - p) ** m
-    v_q = x / (1 - x) ** 2
-    v_r = max(Decimal(0), (1 - p) / p**2 - m**2 * v_q)
-    both = m**2 * v_q + v_r
-    variance = capacity * v_q * v_r / both if both else Decimal(0)
-    return capacity * (b + 1 + x / (1 - x)) + variance.sqrt()
-
-
-def _room(likely: int, longest: int) -> int:
-    return longest if longest <= likely + FURTHER_BITS else likely
-
-
-def _ceil(x: Decimal) -> int:
-    return int(x.to_integral_value(rounding="ROUND_CEILING"))
-
-
-def _nbytes(bits: int) -> int:
-    """Return the bytes for these bits, rounded up to a multiple of 4."""
-    return -(-bits // 32) * 4
-
-
-INT32_MAX = torch.iinfo(torch.int32).max
 
 
 @runtime_checkable
@@ -274,11 +178,7 @@ class PackedIndices:
     """Gaps between indices in blocks of 128, each with the bit width of its largest gap: fast on any machine."""
 
     def plan(self, capacity: int, numel: int) -> IndexSection:
-        plain = PlainIndices("int32").plan(capacity, numel)
-        if not capacity:
-            return plain
-        packed = PackedSection(plan_packed(capacity, numel))
-        return packed if packed.nbytes < plain.nbytes else plain
+        return or_plain(lambda *sizes: PackedSection(plan_packed(*sizes)), capacity, numel)
 
 
 @dataclass(frozen=True)
@@ -286,8 +186,106 @@ class RiceIndices:
     """Gaps between indices in a Rice code, with one parameter per 512 gaps: about 0.1 bit above the entropy."""
 
     def plan(self, capacity: int, numel: int) -> IndexSection:
-        plain = PlainIndices("int32").plan(capacity, numel)
-        if not capacity:
-            return plain
-        rice = RiceSection(plan_rice(capacity, numel))
-        return rice if rice.nbytes < plain.nbytes else plain
+        return or_plain(lambda *sizes: RiceSection(plan_rice(*sizes)), capacity, numel)
+
+
+def or_plain(code: Callable[[int, int], IndexSection], capacity: int, numel: int) -> IndexSection:
+    """Plan the section of a code, or int32 indices if these need no more bytes."""
+    plain = PlainIndices("int32").plan(capacity, numel)
+    if not capacity:
+        return plain
+    coded = code(capacity, numel)
+    return coded if coded.nbytes < plain.nbytes else plain
+
+
+@cache
+def plan_packed(capacity: int, numel: int) -> PackedCode:
+    """Plan a packed code. Requires numel >= capacity >= 1."""
+    full, rest = divmod(capacity, PACKED_BLOCK)
+    with localcontext(ARITHMETIC):
+        mean, variance = Decimal(0), Decimal(0)
+        for blocks, size in ((full, PACKED_BLOCK), (1, rest)):
+            width, spread = _width(size, capacity, numel)
+            mean += blocks * size * width
+            variance += blocks * size**2 * spread
+        likely = _ceil(mean + variance.sqrt())
+    blocks = block_count(capacity, PACKED_BLOCK)
+    longest = packed_longest(capacity, numel)
+    room = _room(likely, longest)
+    sure = max(room // numel.bit_length(), PACKED_BLOCK * _sure_blocks(room, blocks, numel))
+    return PackedCode(capacity, numel, _nbytes(room + 8 * blocks), capacity if room == longest else sure)
+
+
+@cache
+def plan_rice(capacity: int, numel: int) -> RiceCode:
+    """Plan a Rice code with the parameter b* that needs the fewest bits. Requires numel >= capacity >= 1."""
+    with localcontext(ARITHMETIC):
+        p = Decimal(capacity) / numel
+        plans = [(_rice_bits(b, p, capacity), b) for b in range(LARGEST_PARAMETER)]
+        exact, parameter = min(plans)
+        likely = _ceil(exact)
+    room = _room(likely, capacity * (parameter + 1) + (numel - capacity >> parameter))
+    return RiceCode(capacity, numel, _nbytes(room + 8 * block_count(capacity, RICE_BLOCK)), parameter)
+
+
+def packed_longest(count: int, numel: int) -> int:
+    """Return a number of bits that is enough for the gaps of any `count` of `numel` elements.
+
+    For every w >= 1, a gap g needs at most w - 1 + g / 2**(w-1) bits. The largest gaps of B blocks sum to at most
+    n, so the widths of the blocks sum to at most B (w-1) + n / 2**(w-1).
+    """
+    if count <= PACKED_BLOCK:
+        return count * (numel - count).bit_length()
+    return PACKED_BLOCK * _widths(block_count(count, PACKED_BLOCK), numel)
+
+
+def _widths(blocks: int, numel: int) -> int:
+    return min(blocks * w + (numel >> w) for w in range(LARGEST_PARAMETER))
+
+
+def _sure_blocks(room: int, blocks: int, numel: int) -> int:
+    """Return the largest number of full blocks that always fit into `room` bits, by bisection."""
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if PACKED_BLOCK * _widths(middle, numel) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _width(size: int, capacity: int, numel: int) -> tuple[Decimal, Decimal]:
+    """Return the expected width of a block of `size` gaps, and its variance."""
+    mean = square = Decimal(0)
+    beyond = 1 - Decimal(capacity) / numel  # (1-p)**(2**w)
+    for w in range(LARGEST_PARAMETER):
+        wider = 1 - (1 - beyond) ** size
+        mean += wider
+        square += (2 * w + 1) * wider
+        beyond *= beyond
+    return mean, max(Decimal(0), square - mean * mean)
+
+
+def _rice_bits(b: int, p: Decimal, capacity: int) -> Decimal:
+    """Return the expected number of bits plus one standard deviation."""
+    m = 2**b
+    x = (1 - p) ** m
+    v_q = x / (1 - x) ** 2
+    v_r = max(Decimal(0), (1 - p) / p**2 - m**2 * v_q)
+    both = m**2 * v_q + v_r
+    variance = capacity * v_q * v_r / both if both else Decimal(0)
+    return capacity * (b + 1 + x / (1 - x)) + variance.sqrt()
+
+
+def _room(likely: int, longest: int) -> int:
+    return longest if longest <= likely + FURTHER_BITS else likely
+
+
+def _ceil(x: Decimal) -> int:
+    return int(x.to_integral_value(rounding="ROUND_CEILING"))
+
+
+def _nbytes(bits: int) -> int:
+    """Return the bytes for these bits, rounded up to a multiple of 4."""
+    return -(-bits // 32) * 4

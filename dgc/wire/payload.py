@@ -1,4 +1,4 @@
-"""Encoding of a selection as one uint8 buffer of planned size.
+"""Payloads: buffers of planned size that one rank sends to others, and the checks of received ones.
 
     bytes 0-3    int32   number of elements, at most the planned capacity
     bytes 4-7    int32   number, from 1, of the first tensor with a non-finite gradient; 0 if all are finite
@@ -9,21 +9,12 @@
     then                 indices, a multiple of 4 bytes
     then                 values, padded with zeros to a multiple of 8 bytes
 
+`SparseFormat` encodes and decodes a selection in this way. `seal` puts codes of any kind behind the same header,
+with count 0, scale 1, the nominal ratio, and the crc32 of the compressor's name.
+
 The size depends only on the plan. A collective with a size that changes from step to step would miss Horovod's
 response cache every time. Encoding does not wait for the device. A receiver reads from it once, for all checks.
-
-Codes of any kind in one uint8 buffer of planned size.
-
-    bytes 0-23   header as in `payload`: count 0, first tensor with a non-finite gradient, checksum, scale 1,
-                 nominal ratio, form (crc32 of the compressor's name)
-    then         codes, padded with zeros to a multiple of 8 bytes
-
-Checks of received payloads. Every error names the rank whose payload is not valid.
-
-The mean of all ranks' payloads of a bucket, decoded and added in one call where the kernels can.
-
-They can for the formats of this package on a CPU. The sections of these have a `kind`. A format without one is
-decoded by `SparseFormat.decode`. Both ways give the same bits and raise the same errors.
+Every error names the rank whose payload is not valid.
 """
 
 import re
@@ -31,7 +22,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVar
 from zlib import crc32
 
 import torch
@@ -39,94 +30,16 @@ from jaxtyping import Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec.protocol import HEADER_BYTES, Codec, Terms
-from dgc.kernels.codec.reference import WORDS, Decoded, MeanDecoder, Sections
+from dgc.kernels.codec.protocol import HEADER_BYTES, WORDS, Codec, Decoded, MeanDecoder, Sections, Terms
 from dgc.kernels.selection.protocol import Budget, Merged, SparseVector
 from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices, PlainSection
 from dgc.wire.values import CastValues, ValueFormat
 
+T = TypeVar("T")
+
 
 class PayloadError(RuntimeError):
     """A payload is damaged, or was encoded with other settings."""
-
-
-def check_sizes(
-    payloads: Sequence[UInt8[Tensor, "nbytes"]],
-    nbytes: int,
-    terms: Terms,
-    what: str,
-    ranks: Sequence[int] | None = None,
-) -> None:
-    """Check that all payloads have the planned size. ranks: the senders. Default: all ranks.
-
-    A rank with other terms plans another size. Some transports then split the gathered bytes into parts of equal
-    size, which are not the ranks' payloads. All payloads before the first differing one have the planned size, so
-    its header is found in the concatenated bytes.
-
-    Raises:
-        PayloadError: A size differs. The message names the rank.
-    """
-    if all(payload.numel() == nbytes for payload in payloads):
-        return
-    ranks = range(len(payloads)) if ranks is None else ranks
-    whole, sizes = torch.cat(list(payloads)), [payload.numel() for payload in payloads]
-    if sizes == [part.numel() for part in whole.chunk(len(payloads))]:
-        payloads = [whole[i * nbytes :] for i in range(len(payloads))]
-    for rank, payload in zip(ranks, payloads, strict=True):
-        header = payload[:HEADER_BYTES].cpu().clone()
-        if header.numel() == HEADER_BYTES:
-            refuse_other_terms(rank, header.view(torch.int32).tolist()[4:], terms, what)
-    rank, size = next((rank, size) for rank, size in zip(ranks, sizes, strict=True) if size != nbytes)
-    raise PayloadError(f"rank {rank} sent {size} bytes of {what} instead of the planned {nbytes}")
-
-
-def refuse_changed(rank: int, what: str) -> NoReturn:
-    """Raise PayloadError for a payload whose checksum is wrong."""
-    raise PayloadError(f"rank {rank} sent {what} with a wrong checksum: it changed in transit")
-
-
-def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str) -> None:
-    """Raise PayloadError if the terms of `rank` differ from this rank's. `words`: the terms in its header."""
-    ratio, form = words
-    own_ratio, own_form = terms.words
-    if ratio != own_ratio:
-        (theirs,) = struct.unpack("<f", struct.pack("<i", ratio))
-        raise PayloadError(
-            f"rank {rank} encoded {what} at compress_ratio {theirs:.6g}, this rank at {terms.ratio:.6g}: call "
-            "begin_epoch(epoch) on every rank, with the same epoch"
-        )
-    if form != own_form:
-        raise PayloadError(
-            f"rank {rank} encoded {what} in another format than this rank: every rank needs the same settings"
-        )
-
-
-def refuse_invalid(
-    words: Sequence[int], ranks: Sequence[int], budget: Budget, numel: int, terms: Terms, what: str
-) -> None:
-    """Raise PayloadError for the first payload that is not valid. words: see `Decoded`."""
-    segments = budget.bounds.numel() - 1
-    for i, rank in enumerate(ranks):
-        count, number, *theirs, sealed, indices_valid, values_valid = words[WORDS * i : WORDS * (i + 1)]
-        if not sealed:
-            refuse_changed(rank, what)
-        refuse_other_terms(rank, theirs, terms, what)
-        if not 0 <= count <= budget.capacity:
-            raise PayloadError(f"rank {rank} sent {count} elements, but the capacity is {budget.capacity}")
-        if not 0 <= number <= segments:
-            raise PayloadError(f"rank {rank} reports tensor {number} of {segments} as non-finite")
-        if not indices_valid:
-            raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
-        if not values_valid:
-            raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
-
-
-def read_scalars(scalars: Sequence[Tensor]) -> list[int]:
-    """Return the values of zero-dimensional tensors. On a GPU one read gets them all, because each read waits."""
-    if not scalars or scalars[0].is_cpu:
-        return [int(scalar) for scalar in scalars]
-    known: list[int] = torch.stack([scalar.int() for scalar in scalars]).tolist()
-    return known
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,28 +58,33 @@ class Encoded:
 
 
 @dataclass(frozen=True, eq=False)
-class Decoding:
-    """Payloads that are decoded, but not checked: the device need not have finished.
+class Unchecked(Generic[T]):
+    """The contents of payloads, which are not checked yet: the device need not have finished.
 
     Attributes:
-        scalars: `WORDS` numbers per payload, for `checked`.
+        scalars: Numbers of the headers, for `checked`.
     """
 
     scalars: Sequence[Tensor]
-    _selections: list[SparseVector]
-    _check: Callable[[Sequence[int]], None]
+    _contents: list[T]
+    _check: Callable[[Sequence[int]], list[int]]
 
-    def checked(self, words: Sequence[int]) -> tuple[list[SparseVector], list[int]]:
-        """Return what `SparseFormat.decode` does.
+    def checked(self, words: Sequence[int]) -> tuple[list[T], list[int]]:
+        """Return (contents, nonfinite), in the order of the payloads.
+
+        `nonfinite` has the position, from 1, of each rank's first tensor with a non-finite gradient, or 0.
 
         Args:
             words: The values of `scalars`.
 
         Raises:
-            PayloadError: See `SparseFormat.decode`.
+            PayloadError: A payload is damaged, or was encoded with other settings. The message names the rank.
         """
-        self._check(words)
-        return self._selections, list(words[1::WORDS])
+        return self._contents, self._check(words)
+
+    def wait(self) -> tuple[list[T], list[int]]:
+        """Wait for the device, and return what `checked` does."""
+        return self.checked(read_scalars(self.scalars))
 
 
 @dataclass(frozen=True)
@@ -268,8 +186,7 @@ class SparseFormat:
             PayloadError: A rank encoded with another ratio or format, or a payload has another size, a wrong
                 checksum, or content that `encode` never writes. The message names the rank.
         """
-        decoding = self.decoding(codec, payloads, budget, numel, ratio, what, bounds, ranks)
-        return decoding.checked(read_scalars(decoding.scalars))
+        return self.decoding(codec, payloads, budget, numel, ratio, what, bounds, ranks).wait()
 
     def decoding(
         self,
@@ -281,7 +198,7 @@ class SparseFormat:
         what: str = "a payload",
         bounds: Sequence[Int64[Tensor, "bounds"]] | None = None,
         ranks: Sequence[int] | None = None,
-    ) -> Decoding:
+    ) -> Unchecked[SparseVector]:
         """Same as `decode`, without waiting for the device."""
         layout, terms = self.layout(budget, numel), self.terms(ratio)
         ranks = range(len(payloads)) if ranks is None else ranks
@@ -289,15 +206,15 @@ class SparseFormat:
         selections, scalars = [], []
         bounds = [budget.bounds] * len(payloads) if bounds is None else bounds
         for given, edges in zip(payloads, bounds, strict=True):
-            payload = given if given.is_contiguous() and given.storage_offset() % 8 == 0 else given.clone()
+            payload = _aligned(given)
             header = codec.unseal(payload)
             indices, valid = layout.indices.decode(codec, payload[layout.index_bytes], header.count)
             section = payload[layout.value_bytes]
             values, finite = self.values.decode(codec, section, indices, header, edges)
             selections.append(SparseVector(indices, values, header.count))
             scalars += [header.count, header.number, *header.terms, header.sealed, valid, finite]  # `WORDS`
-        check = partial(refuse_invalid, ranks=ranks, budget=budget, numel=numel, terms=terms, what=what)
-        return Decoding(scalars, selections, check)
+        check = partial(check_decoded, ranks=ranks, budget=budget, numel=numel, terms=terms, what=what)
+        return Unchecked(scalars, selections, check)
 
     def layout(self, budget: Budget, numel: int) -> Layout:
         """Return the positions of a payload's sections."""
@@ -324,6 +241,73 @@ class SparseFormat:
         middle = HEADER_BYTES + indices.nbytes
         end = middle + self.values.nbytes(capacity, segments)
         return Layout(indices, slice(HEADER_BYTES, middle), slice(middle, end), -(-end // 8) * 8)
+
+
+def sections_of(form: SparseFormat, budget: Budget, numel: int) -> Sections | None:
+    """Return the sections for a `MeanDecoder`, or None if it cannot decode a payload of this format."""
+    layout = form.layout(budget, numel)
+    indices, values = getattr(layout.indices, "kind", None), getattr(form.values, "kind", None)
+    if indices is None or values is None:
+        return None
+    return Sections(indices, layout.indices.nbytes, values, budget.capacity, numel, layout.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """The payloads of all ranks, in rank order. Their mean is decoded and added in one call of the kernels.
+
+    This is possible on a CPU, for formats whose sections have a `kind`. Other formats are decoded by
+    `SparseFormat.decode`. Both ways give the same bits and raise the same errors.
+
+    Attributes:
+        payloads: One per rank.
+        form: Their format.
+        sections: Its `sections_of`.
+        budget: Number of elements per tensor.
+        size: Number of ranks.
+        ratio: The ratio that this rank passed to `SparseFormat.encode`.
+        what: Name of the payloads in errors.
+    """
+
+    payloads: Sequence[UInt8[Tensor, "nbytes"]]
+    form: SparseFormat
+    sections: Sections
+    budget: Budget
+    size: int
+    ratio: float
+    what: str
+
+    def mean(self, decoder: MeanDecoder) -> tuple[Merged, list[int]]:
+        """Return (mean, nonfinite): the mean over the ranks, and the numbers of `SparseFormat.decode`.
+
+        Raises:
+            PayloadError: See `SparseFormat.decode`.
+        """
+        payloads = self._checked()
+        decoded, mean = decoder.mean(payloads, self.sections, self.budget.bounds, self.size)
+        return mean, self._nonfinite(decoded)
+
+    def mean_into_(self, dense: Float32[Tensor, "n"], decoder: MeanDecoder) -> tuple[bool, list[int]]:
+        """Write the mean over the ranks. Returns (whether it is finite, the numbers of `SparseFormat.decode`).
+
+        Raises:
+            PayloadError: See `SparseFormat.decode`. The content of `dense` is then undefined.
+        """
+        payloads = self._checked()
+        decoded = decoder.mean_into_(dense, payloads, self.sections, self.budget.bounds, self.size)
+        return decoded.finite, self._nonfinite(decoded)
+
+    def _checked(self) -> Sequence[Tensor]:
+        ranks = range(len(self.payloads))
+        check_sizes(self.payloads, self.sections.nbytes, self.form.terms(self.ratio), self.what, ranks)
+        return [payload if payload.is_contiguous() else payload.contiguous() for payload in self.payloads]
+
+    def _nonfinite(self, decoded: Decoded) -> list[int]:
+        words: list[int] = decoded.words.tolist()
+        terms, ranks = self.form.terms(self.ratio), range(len(self.payloads))
+        nonfinite = check_decoded(words, ranks, self.budget, self.sections.numel, terms, self.what)
+        assert decoded.valid, "a payload without a fault"
+        return nonfinite
 
 
 def sealed_bytes(nbytes: int) -> int:
@@ -378,7 +362,7 @@ def seal_(
     codec.seal_(payload, none, first_nonfinite, bounds, one, terms)
 
 
-# Numbers of the host wait for a GPU when they are copied to it: these are copied once.
+# A copy of a number from the host waits for a GPU. These are copied once.
 @cache
 def no_segments(device: torch.device) -> tuple[Int64[Tensor, ""], Int64[Tensor, "2"]]:
     """Return `first_nonfinite` and `bounds` of what has no gradient. Do not change them in place."""
@@ -392,67 +376,6 @@ def _count_and_scale(device: torch.device) -> tuple[Int32[Tensor, ""], Float32[T
     return none, torch.tensor(1.0, dtype=torch.float32, device=device)
 
 
-def unseal(
-    codec: Codec,
-    payloads: Sequence[UInt8[Tensor, "total"]],
-    nbytes: int,
-    segments: int,
-    terms: Terms,
-    what: str,
-) -> tuple[list[UInt8[Tensor, "nbytes"]], list[int]]:
-    """Return the codes of all ranks, and wait until the device has checked them.
-
-    Args:
-        codec: Codec for the payloads' device.
-        payloads: One buffer per rank.
-        nbytes: Bytes of codes.
-        segments: Number of tensors in the bucket.
-        terms: Terms of this rank.
-        what: Name of the payloads in errors.
-
-    Returns:
-        (codes, nonfinite), in rank order. `nonfinite` has the position, from 1, of each rank's first tensor with a
-        non-finite gradient, or 0.
-
-    Raises:
-        PayloadError: A buffer was not written by `seal`, or with other terms. The message names the rank.
-    """
-    opened = open_sealed(codec, payloads, nbytes, segments, terms, what)
-    return opened.checked(read_scalars(opened.scalars))
-
-
-@dataclass(frozen=True, eq=False)
-class Opened:
-    """Codes that are not checked: the device need not have finished.
-
-    Attributes:
-        scalars: Five numbers per payload, for `checked`.
-    """
-
-    scalars: Sequence[Tensor]
-    _codes: list[Tensor]
-    _segments: int
-    _terms: Terms
-    _what: str
-    _ranks: Sequence[int]
-
-    def checked(self, words: Sequence[int]) -> tuple[list[UInt8[Tensor, "nbytes"]], list[int]]:
-        """Return what `unseal` does.
-
-        Args:
-            words: The values of `scalars`.
-
-        Raises:
-            PayloadError: See `unseal`.
-        """
-        for i, rank in enumerate(self._ranks):
-            number, sealed, count, *theirs = words[5 * i : 5 * i + 5]
-            if not sealed or count or not 0 <= number <= self._segments:
-                refuse_changed(rank, self._what)
-            refuse_other_terms(rank, theirs, self._terms, self._what)
-        return self._codes, list(words[::5])
-
-
 def open_sealed(
     codec: Codec,
     payloads: Sequence[UInt8[Tensor, "total"]],
@@ -461,77 +384,126 @@ def open_sealed(
     terms: Terms,
     what: str,
     ranks: Sequence[int] | None = None,
-) -> Opened:
-    """Same as `unseal`, without waiting for the device. ranks: the senders. Default: all ranks."""
+) -> Unchecked[UInt8[Tensor, "nbytes"]]:
+    """Return the codes of several ranks, without waiting for the device.
+
+    Args:
+        codec: Codec for the payloads' device.
+        payloads: One buffer per rank.
+        nbytes: Bytes of codes.
+        segments: Number of tensors in the bucket.
+        terms: Terms of this rank.
+        what: Name of the payloads in errors.
+        ranks: The senders. Default: all ranks.
+
+    Raises:
+        PayloadError: A buffer has another size. The message names the rank.
+    """
     codes, scalars = [], []
     ranks = range(len(payloads)) if ranks is None else ranks
     check_sizes(payloads, sealed_bytes(nbytes), terms, what, ranks)
     for payload in payloads:
-        whole = payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
+        whole = _aligned(payload)
         header = codec.unseal(whole)
         codes.append(whole[HEADER_BYTES : HEADER_BYTES + nbytes])
         scalars += [header.number, header.sealed, header.count, *header.terms]
-    return Opened(scalars, codes, segments, terms, what, ranks)
+    check = partial(check_sealed, ranks=ranks, segments=segments, terms=terms, what=what)
+    return Unchecked(scalars, codes, check)
 
 
-def sections_of(form: SparseFormat, budget: Budget, numel: int) -> Sections | None:
-    """Return the sections for a `MeanDecoder`, or None if it cannot decode a payload of this format."""
-    layout = form.layout(budget, numel)
-    indices, values = getattr(layout.indices, "kind", None), getattr(form.values, "kind", None)
-    if indices is None or values is None:
-        return None
-    return Sections(indices, layout.indices.nbytes, values, budget.capacity, numel, layout.nbytes)
+def _aligned(payload: UInt8[Tensor, "total"]) -> UInt8[Tensor, "total"]:
+    """Return the payload, or a copy if it is not contiguous or not aligned to 8 bytes."""
+    return payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
 
 
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """The payloads of all ranks, in rank order.
+def check_sizes(
+    payloads: Sequence[UInt8[Tensor, "nbytes"]],
+    nbytes: int,
+    terms: Terms,
+    what: str,
+    ranks: Sequence[int],
+) -> None:
+    """Check that all payloads have the planned size. ranks: the senders.
 
-    Attributes:
-        payloads: One per rank.
-        form: Their format.
-        sections: Its `sections_of`.
-        budget: Number of elements per tensor.
-        size: Number of ranks.
-        ratio: The ratio that this rank passed to `SparseFormat.encode`.
-        what: Name of the payloads in errors.
+    A rank with other terms plans another size. Some transports then split the gathered bytes into parts of equal
+    size, which are not the ranks' payloads. All payloads before the first differing one have the planned size, so
+    its header is found in the concatenated bytes.
+
+    Raises:
+        PayloadError: A size differs. The message names the rank.
     """
+    if all(payload.numel() == nbytes for payload in payloads):
+        return
+    whole, sizes = torch.cat(list(payloads)), [payload.numel() for payload in payloads]
+    if sizes == [part.numel() for part in whole.chunk(len(payloads))]:
+        payloads = [whole[i * nbytes :] for i in range(len(payloads))]
+    for rank, payload in zip(ranks, payloads, strict=True):
+        header = payload[:HEADER_BYTES].cpu().clone()
+        if header.numel() == HEADER_BYTES:
+            refuse_other_terms(rank, header.view(torch.int32).tolist()[4:], terms, what)
+    rank, size = next((rank, size) for rank, size in zip(ranks, sizes, strict=True) if size != nbytes)
+    raise PayloadError(f"rank {rank} sent {size} bytes of {what} instead of the planned {nbytes}")
 
-    payloads: Sequence[UInt8[Tensor, "nbytes"]]
-    form: SparseFormat
-    sections: Sections
-    budget: Budget
-    size: int
-    ratio: float
-    what: str
 
-    def mean(self, decoder: MeanDecoder) -> tuple[Merged, list[int]]:
-        """Return (mean, nonfinite): the mean over the ranks, and the numbers of `SparseFormat.decode`.
+def check_decoded(
+    words: Sequence[int], ranks: Sequence[int], budget: Budget, numel: int, terms: Terms, what: str
+) -> list[int]:
+    """Return the number of each rank's first tensor with a non-finite gradient. words: see `Decoded`.
 
-        Raises:
-            PayloadError: See `SparseFormat.decode`.
-        """
-        payloads = self._checked()
-        decoded, mean = decoder.mean(payloads, self.sections, self.budget.bounds, self.size)
-        return mean, self._nonfinite(decoded)
+    Raises:
+        PayloadError: A payload is not valid. The message names the rank of the first one.
+    """
+    segments = budget.bounds.numel() - 1
+    for i, rank in enumerate(ranks):
+        count, number, *theirs, sealed, indices_valid, values_valid = words[WORDS * i : WORDS * (i + 1)]
+        if not sealed:
+            refuse_changed(rank, what)
+        refuse_other_terms(rank, theirs, terms, what)
+        if not 0 <= count <= budget.capacity:
+            raise PayloadError(f"rank {rank} sent {count} elements, but the capacity is {budget.capacity}")
+        if not 0 <= number <= segments:
+            raise PayloadError(f"rank {rank} reports tensor {number} of {segments} as non-finite")
+        if not indices_valid:
+            raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{numel - 1}")
+        if not values_valid:
+            raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
+    return list(words[1::WORDS])
 
-    def mean_into_(self, dense: Float32[Tensor, "n"], decoder: MeanDecoder) -> tuple[bool, list[int]]:
-        """Write the mean over the ranks. Returns (whether it is finite, the numbers of `SparseFormat.decode`).
 
-        Raises:
-            PayloadError: See `SparseFormat.decode`. The content of `dense` is then undefined.
-        """
-        payloads = self._checked()
-        decoded = decoder.mean_into_(dense, payloads, self.sections, self.budget.bounds, self.size)
-        return decoded.finite, self._nonfinite(decoded)
+def check_sealed(words: Sequence[int], ranks: Sequence[int], segments: int, terms: Terms, what: str) -> list[int]:
+    """Same as `check_decoded`, for sealed codes. words: five numbers per payload."""
+    for i, rank in enumerate(ranks):
+        number, sealed, count, *theirs = words[5 * i : 5 * i + 5]
+        if not sealed or count or not 0 <= number <= segments:
+            refuse_changed(rank, what)
+        refuse_other_terms(rank, theirs, terms, what)
+    return list(words[::5])
 
-    def _checked(self) -> Sequence[Tensor]:
-        check_sizes(self.payloads, self.sections.nbytes, self.form.terms(self.ratio), self.what)
-        return [payload if payload.is_contiguous() else payload.contiguous() for payload in self.payloads]
 
-    def _nonfinite(self, decoded: Decoded) -> list[int]:
-        words: list[int] = decoded.words.tolist()
-        terms, ranks = self.form.terms(self.ratio), range(len(self.payloads))
-        refuse_invalid(words, ranks, self.budget, self.sections.numel, terms, self.what)
-        assert decoded.valid, "a payload without a fault"
-        return words[1::WORDS]
+def refuse_changed(rank: int, what: str) -> NoReturn:
+    """Raise PayloadError for a payload whose checksum is wrong."""
+    raise PayloadError(f"rank {rank} sent {what} with a wrong checksum: it changed in transit")
+
+
+def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str) -> None:
+    """Raise PayloadError if the terms of `rank` differ from this rank's. `words`: the terms in its header."""
+    ratio, form = words
+    own_ratio, own_form = terms.words
+    if ratio != own_ratio:
+        (theirs,) = struct.unpack("<f", struct.pack("<i", ratio))
+        raise PayloadError(
+            f"rank {rank} encoded {what} at compress_ratio {theirs:.6g}, this rank at {terms.ratio:.6g}: call "
+            "begin_epoch(epoch) on every rank, with the same epoch"
+        )
+    if form != own_form:
+        raise PayloadError(
+            f"rank {rank} encoded {what} in another format than this rank: every rank needs the same settings"
+        )
+
+
+def read_scalars(scalars: Sequence[Tensor]) -> list[int]:
+    """Return the values of zero-dimensional tensors. On a GPU one read gets them all, because each read waits."""
+    if not scalars or scalars[0].is_cpu:
+        return [int(scalar) for scalar in scalars]
+    known: list[int] = torch.stack([scalar.int() for scalar in scalars]).tolist()
+    return known

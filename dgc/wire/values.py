@@ -1,30 +1,4 @@
-"""Value formats of a payload. The rounding error of a format stays in the sender's error state.
-
-CastValues   fp32, fp16 or bf16. The 16-bit types are scaled by a power of two, per bucket and step, that puts
-             the largest magnitude just below 2**15. Nothing overflows, and in fp16 only magnitudes below 2**-29
-             of the largest underflow.
-Int8Values   round(value / scale), scale = largest magnitude / 127 of each tensor
-SignValues   sign * mean magnitude of each tensor. With error feedback the sent magnitudes are nearly equal,
-             because they have just passed the threshold. The rest is sent later.
-TwoBitValues one of 4 means of each tensor (`two_bits`)
-
-Values in 2 bits, with a table of 4 numbers per tensor (SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706).
-
-For the values of a tensor that are sent, with mean m and standard deviation s, and r = range_in_sigmas:
-
-    w = r s / 4;  bins [.., m - w), [m - w, m), [m, m + w), [m + w, ..)
-    a value is sent as the number of its bin and received as the mean of the bin's values
-
-Bytes for k values of T tensors: 16 T + ceil(k / 4).
-
-There is a table per tensor, and not one per payload, because the magnitudes of tensors differ by orders. In common
-bins, all values of a tensor of small gradients would be received as those of other tensors, many times as large or
-of the other sign. A table costs as much as 64 values, so the format is for tensors that send more than that.
-
-Differences from the paper: Bins meet at the mean, so that the signs of values that exceed a threshold are kept. If
-a bin were centred on the mean, it would have hardly any of these values, but both of a tensor that sends only two.
-The divisor of s**2 is the number of values, so that a single one has an s.
-"""
+"""Value formats of a payload. The rounding error of a format stays in the sender's error state."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -37,13 +11,13 @@ from jaxtyping import Bool, Float, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec.protocol import Codec, Header
-from dgc.kernels.codec.reference import ValueKind
+from dgc.kernels.codec.protocol import Codec, Header, ValueKind
 from dgc.kernels.selection.protocol import SparseVector
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KINDS = {"fp32": ValueKind.FP32, "fp16": ValueKind.FP16, "bf16": ValueKind.BF16}
 FP32 = torch.finfo(torch.float32)
+BINS = 4  # of TwoBitValues
 
 
 @runtime_checkable
@@ -92,6 +66,9 @@ class ValueFormat(Protocol):
 @dataclass(frozen=True)
 class CastValues:
     """Values cast to a floating-point type.
+
+    The 16-bit types are scaled by a power of two, per bucket and step, that puts the largest magnitude just below
+    2**15. Nothing overflows, and in fp16 only magnitudes below 2**-29 of the largest underflow.
 
     Args:
         dtype: "fp32", "fp16" or "bf16".
@@ -169,7 +146,7 @@ class CastValues:
 
 @dataclass(frozen=True)
 class Int8Values:
-    """One byte per element and one fp32 scale per tensor."""
+    """One byte per element: round(value / scale), with one fp32 scale per tensor = largest magnitude / 127."""
 
     kind: ClassVar[ValueKind] = ValueKind.INT8
 
@@ -189,8 +166,7 @@ class Int8Values:
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
         # 127 * (largest / 127) may exceed the largest magnitude by rounding
-        cut = SparseVector(selection.indices, within(selection.values, result, 2.0**-20), selection.count)
-        return codec.int8_encode_(cut, bounds, section), torch.ones((), dtype=torch.float32, device=section.device)
+        return codec.int8_encode_(within(selection, result, 2.0**-20), bounds, section), one(section)
 
     def decode(
         self,
@@ -205,7 +181,11 @@ class Int8Values:
 
 @dataclass(frozen=True)
 class SignValues:
-    """One bit per element and one fp32 mean magnitude per tensor."""
+    """One bit per element and one fp32 mean magnitude per tensor.
+
+    With error feedback the sent magnitudes are nearly equal, because they have just passed the threshold. The rest
+    is sent later.
+    """
 
     kind: ClassVar[ValueKind] = ValueKind.SIGN
 
@@ -224,8 +204,7 @@ class SignValues:
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        cut = SparseVector(selection.indices, within(selection.values, result, 0.0), selection.count)
-        return codec.sign_encode_(cut, bounds, section), torch.ones((), dtype=torch.float32, device=section.device)
+        return codec.sign_encode_(within(selection, result), bounds, section), one(section)
 
     def decode(
         self,
@@ -238,34 +217,26 @@ class SignValues:
         return codec.sign_decode(section, indices, header.count, bounds)
 
 
-def within(values: Float32[Tensor, "n"], result: torch.dtype, rounding: float) -> Float32[Tensor, "n"]:
-    """Return values clamped to `largest_within`."""
-    limit = largest_within(result, rounding)
-    return values if limit == inf else values.clamp(-limit, limit)
-
-
-@cache
-def largest_cast(dtype: str, result: torch.dtype) -> float:
-    """Return `largest_within` for values cast to `dtype`."""
-    return largest_within(result, 0.0 if dtype == "fp32" else torch.finfo(DTYPES[dtype]).eps)
-
-
-@cache
-def largest_within(result: torch.dtype, rounding: float) -> float:
-    """Return the largest magnitude that stays in range of `result` and fp32 when rounding enlarges it.
-
-    `rounding` is the largest relative rounding error. Returns inf if no fp32 number exceeds the limit.
-    """
-    limit = min(torch.finfo(result).max, FP32.max) * (1 - rounding)
-    return limit if limit < FP32.max else inf
-
-
-BINS = 4
-
-
 @dataclass(frozen=True)
 class TwoBitValues:
-    """Two bits per element and a table of 4 fp32 means per tensor (SparseLoCo, arXiv 2508.15706).
+    """Two bits per element and a table of 4 fp32 means per tensor (SparseLoCo, Sarfi et al. 2025,
+    arXiv 2508.15706).
+
+    For the values of a tensor that are sent, with mean m and standard deviation s, and r = range_in_sigmas:
+
+        w = r s / 4;  bins [.., m - w), [m - w, m), [m, m + w), [m + w, ..)
+        a value is sent as the number of its bin and received as the mean of the bin's values
+
+    Bytes for k values of T tensors: 16 T + ceil(k / 4).
+
+    There is a table per tensor, and not one per payload, because the magnitudes of tensors differ by orders. In
+    common bins, all values of a tensor of small gradients would be received as those of other tensors, many times
+    as large or of the other sign. A table costs as much as 64 values, so the format is for tensors that send more
+    than that.
+
+    Differences from the paper: Bins meet at the mean, so that the signs of values that exceed a threshold are
+    kept. If a bin were centred on the mean, it would have hardly any of these values, but both of a tensor that
+    sends only two. The divisor of s**2 is the number of values, so that a single one has an s.
 
     Args:
         range_in_sigmas: Width of the 4 bins together, in standard deviations of a tensor's sent values. The outer
@@ -302,9 +273,8 @@ class TwoBitValues:
         section: UInt8[Tensor, "nbytes"],
         result: torch.dtype,
     ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        cut = SparseVector(selection.indices, within(selection.values, result, 0.0), selection.count)
-        values = codec.two_bit_encode_(cut, bounds, section, self.range_in_sigmas)
-        return values, torch.ones((), dtype=torch.float32, device=section.device)
+        values = codec.two_bit_encode_(within(selection, result), bounds, section, self.range_in_sigmas)
+        return values, one(section)
 
     def decode(
         self,
@@ -315,3 +285,31 @@ class TwoBitValues:
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
         return codec.two_bit_decode(section, indices, header.count, bounds)
+
+
+def one(section: UInt8[Tensor, "nbytes"]) -> Float32[Tensor, ""]:
+    """Return the scale of a payload whose values have scales of their own."""
+    return torch.ones((), dtype=torch.float32, device=section.device)
+
+
+def within(selection: SparseVector, result: torch.dtype, rounding: float = 0.0) -> SparseVector:
+    """Return the selection with values clamped to `largest_within`."""
+    limit = largest_within(result, rounding)
+    values = selection.values if limit == inf else selection.values.clamp(-limit, limit)
+    return SparseVector(selection.indices, values, selection.count)
+
+
+@cache
+def largest_cast(dtype: str, result: torch.dtype) -> float:
+    """Return `largest_within` for values cast to `dtype`."""
+    return largest_within(result, 0.0 if dtype == "fp32" else torch.finfo(DTYPES[dtype]).eps)
+
+
+@cache
+def largest_within(result: torch.dtype, rounding: float) -> float:
+    """Return the largest magnitude that stays in range of `result` and fp32 when rounding enlarges it.
+
+    `rounding` is the largest relative rounding error. Returns inf if no fp32 number exceeds the limit.
+    """
+    limit = min(torch.finfo(result).max, FP32.max) * (1 - rounding)
+    return limit if limit < FP32.max else inf

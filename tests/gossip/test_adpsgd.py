@@ -16,7 +16,8 @@ from dgc.comm.channel import ChannelWorld
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import Topology, TopologyError
 from dgc.gossip.adpsgd import ADPSGD, AveragingProtocol, GossipError, MessageLink
-from dgc.gossip.topology import bipartite_complete, bipartite_subgraph, peer_schedule
+from dgc.gossip.graphs import bipartite_complete
+from dgc.gossip.topology import bipartite_subgraph, peer_schedule
 from dgc.optim import GossipOptimizer
 from dgc.wire import PayloadError
 
@@ -270,7 +271,7 @@ def noisy(world: ChannelWorld, number: int, byte: int) -> Any:
 
 @pytest.mark.parametrize("number", range(6))
 def test_a_flipped_bit_is_noticed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each message: in the envelope, the kind, the sender, the steps and x."""
+    """In each message: in the header, the kind, the sender, the steps and x."""
     for byte in (0, 8, 21, 24, 33, 50, -1):
         simulation = Simulation(bipartite_complete(4), numel=101, averagings_per_step=1.0)
         monkeypatch.setattr(simulation.world, "send", noisy(simulation.world, number, byte))

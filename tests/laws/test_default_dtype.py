@@ -32,7 +32,7 @@ from dgc.comm.collectives import all_gather_object, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import Compressor, DGCCompressor, OneBitAdamCompressor, QSGDCompressor
 from dgc.gossip import CHOCO, Gossip, HierarchicalGossip
-from dgc.gossip.topology import bipartite_complete
+from dgc.gossip.graphs import bipartite_complete
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
 from dgc.optim import GossipOptimizer, OneBitAdam
 from dgc.outer import ZeroOneAdam, ZeroOneSteps

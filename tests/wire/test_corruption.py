@@ -9,7 +9,7 @@ from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, s
 from dgc.kernels.codec.protocol import Terms
 from dgc.kernels.codec.reference import TorchCodec
 from dgc.wire import PayloadError
-from dgc.wire.payload import seal, unseal
+from dgc.wire.payload import open_sealed, seal
 
 NUMEL = 5000
 every_format = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
@@ -52,7 +52,7 @@ def test_every_flipped_bit_of_sealed_codes_is_noticed() -> None:
             other = payload.clone()
             other[byte] ^= 1 << bit
             with pytest.raises(PayloadError, match="rank 1 "):
-                unseal(codec, [payload, other], 5, 1, terms, "codes")
+                open_sealed(codec, [payload, other], 5, 1, terms, "codes").wait()
 
 
 @pytest.mark.parametrize("change", [-40, -24, -8, -1, 8])
@@ -62,7 +62,7 @@ def test_sealed_codes_of_another_size(change: int) -> None:
     other = payload[:change] if change < 0 else torch.cat([payload, payload[:change]])
     for rank, payloads in enumerate(([other, payload], [payload, other])):
         with pytest.raises(PayloadError, match=f"^rank {rank} sent {len(other)} bytes of codes instead of"):
-            unseal(codec, payloads, 5, 1, terms, "codes")
+            open_sealed(codec, payloads, 5, 1, terms, "codes").wait()
 
 
 @every_format

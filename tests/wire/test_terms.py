@@ -13,7 +13,7 @@ from dgc.kernels.codec.reference import TorchCodec
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import PayloadError
-from dgc.wire.payload import seal, unseal
+from dgc.wire.payload import open_sealed, seal
 
 CODEC, NUMEL = TorchCodec(), 4000
 
@@ -76,9 +76,9 @@ def test_codes_are_sealed_on_terms_too() -> None:
     for nbytes in (16, 48):
         gathered = as_horovod_gathers([sealed(16, one), sealed(nbytes, two)])
         with pytest.raises(PayloadError, match="rank 1 encoded bucket b at compress_ratio 0.03125"):
-            unseal(CODEC, gathered, 16, 1, one, "bucket b")
+            open_sealed(CODEC, gathered, 16, 1, one, "bucket b").wait()
     with pytest.raises(PayloadError, match="rank 0 encoded bucket b in another format"):
-        unseal(CODEC, [sealed(16, one)], 16, 1, Terms(2 / 32, 8), "bucket b")
+        open_sealed(CODEC, [sealed(16, one)], 16, 1, Terms(2 / 32, 8), "bucket b").wait()
 
 
 def test_defaults_agree() -> None:

@@ -26,12 +26,6 @@ from dgc.kernels.codec.protocol import (
     Terms,
     block_count,
 )
-from dgc.kernels.codec.protocol import WORDS as WORDS
-from dgc.kernels.codec.protocol import Decoded as Decoded
-from dgc.kernels.codec.protocol import IndexKind as IndexKind
-from dgc.kernels.codec.protocol import MeanDecoder as MeanDecoder
-from dgc.kernels.codec.protocol import Sections as Sections
-from dgc.kernels.codec.protocol import ValueKind as ValueKind
 from dgc.kernels.selection.protocol import SparseVector
 
 LOW = 0xFFFFFFFF

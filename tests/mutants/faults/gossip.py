@@ -55,8 +55,8 @@ GOSSIP = [
     Fault(
         "shares-of-the-wrong-neighbour-loaded",
         "dgc/gossip/sgp.py",
-        "(rank + int(distance)) % size",
-        "(rank - int(distance)) % size",
+        "(self.rank + int(distance)) % self.size",
+        "(self.rank - int(distance)) % self.size",
         ["tests/gossip/test_training.py::test_it_goes_on_from_a_saved_state_bit_for_bit[4-osgp on a star]"],
     ),
     Fault(
