@@ -343,6 +343,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.comm.lockstep",
         "dgc.comm.horovod",
         "dgc.comm.torch_distributed",
+        "dgc.comm.connect",
         "dgc.comm.__init__",
         "dgc.wire",
         "dgc.selection",
@@ -384,6 +385,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "dgc.comm.horovod",
         "dgc.comm.connect",  # only looks whether it runs
         "benchmarks.exchange.ranks",  # Horovod's own exchange, which ours is compared with
+        "benchmarks.step_cost",
         "benchmarks.train_step.methods",
         "examples",
     ),

@@ -95,6 +95,8 @@ class GossipOptimizer(Wrapper):
         if isinstance(gossip, UsesOptimizer):
             gossip.use_optimizer(optimizer)
         gossip.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.gossip")
+        if not gossip.is_synchronous:  # a rank could train alone, and end, before the others are connected to it
+            barrier(self.transport, "gossip.started")
 
     @property
     def _all_ranks(self) -> Transport:

@@ -13,7 +13,7 @@ from environment import patient
 from dgc import gossip
 from dgc.comm import TrafficMeter
 from dgc.comm.channel import ChannelWorld
-from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.gossip import Topology, TopologyError
 from dgc.gossip.adpsgd import ADPSGD, AveragingProtocol, GossipError, MessageLink
 from dgc.gossip.graphs import bipartite_complete
@@ -497,3 +497,23 @@ def test_a_failure_in_one_thread_is_an_error_on_every_rank() -> None:
     results, _ = together(3, body, timeout=patient(1))
     assert "cable is cut" in results[1]
     assert all("rank 1 " in results[rank] for rank in (0, 2))
+
+
+def test_no_rank_trains_before_all_are_connected() -> None:
+    channels, connected = ChannelWorld(2), threading.Event()
+
+    class WithChannel(LockstepTransport):
+        def channel(self) -> Any:
+            if self.rank == 1:
+                threading.Event().wait(0.3)
+                connected.set()
+            return channels.channels[self.rank]
+
+    def on_rank(lockstep: Any) -> None:
+        p = torch.nn.Parameter(torch.zeros(3))
+        inner, transport = torch.optim.SGD([p], lr=0.1), WithChannel(lockstep._world, lockstep.rank)
+        optimizer = GossipOptimizer(inner, [("p", p)], ADPSGD(timeout=patient(20)), transport=transport)
+        assert connected.is_set()
+        optimizer.close()
+
+    LockstepWorld(2).run(on_rank)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dgc.bucket import make_bucket
-from dgc.optim import DGCSGD
 from dgc.engine.buckets import SparseUpdate
+from dgc.optim import DGCSGD
 
 
 def random(*shape: Any, seed: int = 0) -> Any:
