@@ -40,6 +40,7 @@ class FlatState:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         own = {s.name: s.of(flat) for bucket, flat in self._flat.values() for s in bucket.segments}
+        check_mapping(self._what, state)
         if own.keys() != state.keys():
             missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
             raise ValueError(f"{self._what} of another model: missing {missing}, unknown {unknown}")
@@ -72,6 +73,11 @@ class StepCounts:
             raise ValueError(f"steps must have a number for each of {sorted(names)}, not {state!r}")
         for bucket, _ in list(self._counts.values()):
             self[bucket] = largest_count(state, bucket)
+
+
+def check_mapping(what: str, saved: Any) -> None:
+    """Raise ValueError if a part of a state is not a mapping. The message begins with `what`."""
+    require("a mapping", (Mapping,), **{what: saved})
 
 
 def check_count(what: str, saved: Any) -> None:
@@ -195,6 +201,7 @@ def parts_of(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
 
 def load_parts(parts: Mapping[str, FlatState], state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Load all states of a memory, by the names of its parts."""
+    check_mapping("state of a memory", state)
     if parts.keys() != state.keys():
         raise ValueError(f"state of another memory: it has {sorted(state)}, not {sorted(parts)}")
     for name, part in parts.items():

@@ -1,7 +1,7 @@
 """Arguments of a wrong type: one error that names the argument."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, PowerSGDCompressor, QSGDCompressor, Route, Rule
 from dgc.gossip import CHOCO, OSGP, SGP, FlatModel, TopK, from_weights, grid, ring
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DistributedOptimizer, GossipOptimizer
+from dgc.optim import DistributedOptimizer, GossipOptimizer, redistribute
 from dgc.outer import Nesterov, OuterSteps, ZeroOneAdam
 from dgc.selection import Sampled
 from dgc.wire import SparseFormat
@@ -53,7 +53,7 @@ def test_arguments_of_a_wrong_type_are_named(name: str, make: Make, arguments: d
 def wrapped(**options: Any) -> DistributedOptimizer:
     model = nn.Linear(4, 4)
     transport = options.pop("transport", LockstepWorld(1).transports[0])
-    compression = DGCCompressor(0.1, ResidualMemory(), warmup_epochs=3)
+    compression = options.pop("compression", DGCCompressor(0.1, ResidualMemory(), warmup_epochs=3))
     sgd = options.pop("optimizer", None) or SGD(model.parameters(), lr=0.1)
     named = options.pop("named_parameters", model.named_parameters())
     return DistributedOptimizer(sgd, named, compression, transport=transport, **options)
@@ -66,6 +66,7 @@ def wrapped(**options: Any) -> DistributedOptimizer:
         ("backward_passes_per_step", math.inf),
         ("transport", 0),
         ("grad_scaler", 1.0),
+        ("grad_scaler", torch.amp.GradScaler),
         ("optimizer", "sgd"),
         ("named_parameters", 3),
     ],
@@ -133,7 +134,69 @@ def test_damaged_states_of_methods_are_named() -> None:
     outer = with_gossip(OuterSteps(2, outer=Nesterov()))
     buffer = {name: {"momentum_buffer": "text"} for name in ("weight", "bias")}
     refused(outer, "^outer momentum_buffer of weight is text: 'text'", buffer, "outer")
+    refused(outer, "^outer state of weight must be a mapping, not 3", {"weight": 3, "bias": {}}, "outer")
+    refused(outer, "^dropped must be a whole number", None, "dropped")
+    for key in ("z0", "outer", "compression"):
+        refused(outer, f"^{key} must be a mapping, not ", [], key)
     LockstepWorld(2).run(on_rank)
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", [1], torch.ones(2)])
+def test_what_must_be_a_mapping_in_a_state(value: Any) -> None:
+    """In any place of a state, an error names the place."""
+
+    def places(state: Any) -> Iterator[list[str]]:
+        for key, part in state.items():
+            if isinstance(part, dict) and key != "identity":
+                yield [key]
+                yield from ([key, *place] for place in places(part))
+
+    def damaged(state: Any, key: str, *rest: str) -> Any:
+        return {**state, key: damaged(state[key], *rest) if rest else value}
+
+    for compression in (
+        DGCCompressor(0.1, ResidualMemory()),
+        PowerSGDCompressor(1, high_rank=2, min_compression_rate=0),
+        QSGDCompressor(),
+    ):
+        optimizer = wrapped(compression=compression)
+        state = optimizer.compression_state_dict()
+        for place in places(state):
+            if isinstance(value, int) and place[-1] in ("steps", "half_steps"):
+                continue  # older states have one number for all tensors
+            with pytest.raises(ValueError, match=rf"{place[-1]}|memory|must be a mapping|another memory"):
+                optimizer.load_compression_state_dict(damaged(state, *place))
+    optimizer = wrapped()
+    with pytest.raises(ValueError, match="^state of other compressors: it has"):
+        dense = wrapped(compression=None)
+        identity = dense.compression_state_dict()["identity"]
+        dense.load_compression_state_dict({"identity": identity, "weight": torch.ones(2)})
+    with pytest.raises(ValueError, match="^identity of the state is damaged"):
+        saved = optimizer.compression_state_dict()
+        settings = {"a": torch.ones(2)}
+        optimizer.load_compression_state_dict({**saved, "identity": {**saved["identity"], "settings": settings}})
+    with pytest.raises(ValueError, match="^state must be what compression_state_dict"):
+        redistribute([optimizer.compression_state_dict(), value], 1)
+
+
+def test_damaged_states_of_the_wrapped_optimizer_are_named() -> None:
+    model = nn.Linear(4, 4)
+    adam = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    adam.step()
+    state = adam.state_dict()
+    gossip = GossipOptimizer(adam, model.named_parameters(), SGP(), transport=LockstepWorld(1).transports[0])
+    whole = gossip.compression_state_dict()
+    for message, damage in (
+        ("state of the optimizer's state must have a mapping for each parameter", {"state": {0: None}}),
+        ("param_groups of the optimizer's state must be a list of mappings", {"param_groups": None}),
+        ("the state of the optimizer is damaged, .* refuses it with KeyError", {"state": {0: {"a": 1}}}),
+        ("the state of the optimizer is damaged, .* refuses it with ValueError", {"param_groups": []}),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            gossip.load_state_dict({**state, **damage})
+        with pytest.raises(ValueError, match=f"^{message}"):
+            gossip.load_compression_state_dict({**whole, "optimizer": {**state, **damage}})
 
 
 def test_gossip_needs_an_algorithm_a_topology_and_shares() -> None:

@@ -58,7 +58,9 @@ from jaxtyping import Bool, Float32, Float64, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
+from dgc.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.bucket import Bucket, Segment
+from dgc.state import check_mapping
 from dgc.wire.payload import read_scalars
 
 Orthogonalization = Literal["auto", "qr", "gram_schmidt", "cholesky_qr", "authors"]
@@ -234,6 +236,13 @@ class Accordion:
         return {"epoch": self.epoch, "norms": dict(self.norms), "ranks": dict(self.ranks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.keys() != self.state_dict().keys():
+            raise ValueError(f"accordion must have {sorted(self.state_dict())}, not {sorted(state)}")
+        require("a whole number or None", WHOLE + NOTHING, **{"epoch of accordion": state["epoch"]})
+        for part, expected, kinds in (("norms", "a number", NUMBER), ("ranks", "a whole number", WHOLE)):
+            check_mapping(f"{part} of accordion", state[part])
+            named = {f"{part} of accordion: {name}": value for name, value in state[part].items()}
+            require(expected, kinds, least=0, **named)
         self.epoch, self.norms, self.ranks = state["epoch"], dict(state["norms"]), dict(state["ranks"])
 
 

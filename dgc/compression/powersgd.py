@@ -64,7 +64,7 @@ from dgc.compression.matrices import (
 )
 from dgc.compression.protocol import Compressor, DenseResult, Result
 from dgc.memory import MomentumCorrection
-from dgc.state import FlatState, check_tensor, largest_count, parts_of
+from dgc.state import FlatState, check_mapping, check_tensor, largest_count, parts_of
 from dgc.wire import CastValues
 
 SIDES, COUNTS = ("P", "Q"), ("half_steps", "steps")
@@ -274,6 +274,8 @@ def load_errors(saved: Mapping[str, Any], buckets: Sequence[Bucket], error_feedb
     """
     if saved.keys() != empty_checkpoint().keys():
         raise ValueError(f"state of another compressor: {sorted(saved)}")
+    for key in (*SIDES, "sums", "accordion"):
+        check_mapping(key, saved[key])
     for side in SIDES:
         for name, factor in saved[side].items():
             check_tensor(f"{side} of {name}", factor)

@@ -64,7 +64,7 @@ from dgc.compression.warmup import RatioWarmup
 from dgc.kernels import PassInputs
 from dgc.memory import Clipping, Memory, MomentumCorrection
 from dgc.selection import Plan, Predicted, Selector, plan_selection
-from dgc.state import StepCounts
+from dgc.state import StepCounts, check_mapping
 from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
 from dgc.wire.payload import sealed_bytes
 
@@ -129,12 +129,16 @@ class Plans:
         """Load a history.
 
         Raises:
-            ValueError: It is not one, or has NaN.
+            ValueError: It is not one, or has NaN. The message names the tensor.
         """
         if not isinstance(state, dict) or state.keys() != {"ratio", "tensors"}:
             raise ValueError("history is not a mapping of ratio and tensors")
         require("a number or None", NUMBER + NOTHING, **{"ratio of the history": state["ratio"]})
+        check_mapping("tensors of the history", state["tensors"])
         for name, rows in state["tensors"].items():
+            what = f"history of {name}"
+            check_mapping(what, rows)
+            require("a tensor", (Tensor,), **{f"{what}: {key}": row for key, row in rows.items()})
             if bad := [key for key, row in rows.items() if bool(row.isnan().any())]:
                 raise ValueError(f"history of {name}: {bad[0]} has NaN")
         self._plans.clear()

@@ -167,7 +167,11 @@ def describe(planned: Sequence[PlannedBucket]) -> list[tuple[str, str, str, tupl
 
 def check_agreement(planned: Sequence[PlannedBucket], transport: Transport) -> None:
     """Raise ValueError on every rank if the ranks have planned different buckets. Collective."""
-    own = describe(planned)
+    check_equal_plans(describe(planned), transport)
+
+
+def check_equal_plans(own: Sequence[object], transport: Transport) -> None:
+    """Raise ValueError on every rank if the descriptions of the ranks' gradients differ. Collective."""
     for rank, other in enumerate(all_gather_object(transport, own, "plan")):
         if other != own:
             difference = first_difference(other, own, "gradients")

@@ -135,7 +135,8 @@ class LossScale:
 
     def check_before_step(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if a step would use scaled gradients."""
-        if self.enabled and not self._is_unscaled(optimizer):
+        steps_scaled = getattr(optimizer, "grad_scale", None) is not None  # a fused optimizer unscales in its step
+        if self.enabled and not steps_scaled and not self._is_unscaled(optimizer):
             raise RuntimeError("the gradients are scaled: call grad_scaler.step(optimizer), not optimizer.step()")
 
     def _is_unscaled(self, optimizer: Optimizer) -> bool:

@@ -38,7 +38,8 @@ def check_nonfinite(nonfinite: str, grad_scaler: Any) -> None:
     """Raise ValueError for an unknown response to NaN, or one that does not fit a GradScaler."""
     if nonfinite not in ("skip", "raise"):
         raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
-    if grad_scaler is not None and not callable(getattr(grad_scaler, "is_enabled", None)):
+    is_scaler = callable(getattr(grad_scaler, "is_enabled", None)) and not isinstance(grad_scaler, type)
+    if grad_scaler is not None and not is_scaler:
         raise ValueError(f"grad_scaler must be a torch.amp.GradScaler or None, not {grad_scaler!r}")
     if grad_scaler is not None and grad_scaler.is_enabled() and nonfinite == "raise":
         raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
@@ -73,6 +74,22 @@ def name_parameters(
     if unnamed:
         raise ValueError(f"named_parameters lacks {len(unnamed)} parameters of the optimizer: {unnamed[:5]}")
     return [(name, p) for name, p in named if p.requires_grad]
+
+
+def check_not_sharded(named_parameters: Iterable[tuple[str, Tensor]], wrapper: str, cure: str) -> None:
+    """Raise ValueError for a parameter of which each rank has another part, as of FSDP2.
+
+    Args:
+        named_parameters: (name, parameter) pairs.
+        wrapper: Name of the class that cannot exchange them.
+        cure: What to do.
+    """
+    for name, p in named_parameters:
+        if hasattr(p, "to_local"):
+            raise ValueError(
+                f"{name} is sharded: ranks have different parts of it, which {wrapper} would exchange as one and "
+                f"the same: {cure}"
+            )
 
 
 def check_transport(transport: Any) -> None:
@@ -128,6 +145,11 @@ def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
     """
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         raise ValueError(f"state_dict must be what state_dict() returned, not {state!r}")
+    groups, states = state["param_groups"], state["state"]
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError(f"param_groups of the optimizer's state must be a list of mappings, not {groups!r}")
+    if not isinstance(states, Mapping) or not all(isinstance(own, Mapping) for own in states.values()):
+        raise ValueError(f"state of the optimizer's state must have a mapping for each parameter, not {states!r}")
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         missing = sorted(optimizer.defaults.keys() - saved.keys())
         unknown = sorted(saved.keys() - own.keys() - OF_SCHEDULERS)
@@ -136,6 +158,22 @@ def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
                 f"the state is that of another optimizer than {type(optimizer).__name__}: it has {unknown} and "
                 f"lacks {missing}. Load it into an optimizer of the class that saved it"
             )
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Any) -> None:
+    """Load the state of an optimizer.
+
+    Raises:
+        ValueError: It is no state, that of another kind of optimizer, or damaged.
+    """
+    check_optimizer_state(optimizer, state)
+    try:
+        optimizer.load_state_dict(state)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the state of the optimizer is damaged, or that of other parameters: {type(optimizer).__name__} "
+            f"refuses it with {type(error).__name__}: {error}"
+        ) from error
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

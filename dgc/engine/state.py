@@ -12,15 +12,23 @@ identity under the key `identity`, and every loader verifies it.
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dgc.arguments import WHOLE, checked, require
+from dgc.arguments import FLAG, NUMBER, WHOLE, checked, require
 from dgc.comm.collectives import all_gather_object, all_reduce
 from dgc.comm.transport import Transport
+
+
+def check_steps_per_epoch(steps: Any) -> None:
+    """Raise ValueError for what is neither None nor a positive int."""
+    if steps is not None:
+        whole = isinstance(steps, int) and not isinstance(steps, bool)
+        if not whole or steps < 1:
+            raise ValueError(f"steps_per_epoch must be None or a positive int, not {steps!r}")
 
 
 class EpochCount:
@@ -37,10 +45,7 @@ class EpochCount:
     """
 
     def __init__(self, steps_per_epoch: int | None, begin_epoch: Callable[[int], Any]):
-        if steps_per_epoch is not None:
-            whole = isinstance(steps_per_epoch, int) and not isinstance(steps_per_epoch, bool)
-            if not whole or steps_per_epoch < 1:
-                raise ValueError(f"steps_per_epoch must be None or a positive int, not {steps_per_epoch!r}")
+        check_steps_per_epoch(steps_per_epoch)
         self.steps_per_epoch, self._begin_epoch = steps_per_epoch, begin_epoch
         self._steps, self._epoch = 0, -1
 
@@ -58,8 +63,12 @@ class EpochCount:
     def state_dict(self) -> dict[str, float]:
         return {} if self.steps_per_epoch is None else {"epochs": self._steps / self.steps_per_epoch}
 
-    def check(self, epochs: float | None) -> None:
-        """Raise ValueError if a saved position is needed and `epochs` is None."""
+    def check(self, epochs: Any) -> None:
+        """Raise ValueError if a saved position is needed and `epochs` is None, or if it is no position."""
+        if epochs is not None:
+            require("a number of 0 or more", NUMBER, least=0, **{"epochs of the state": epochs})
+            if epochs == inf:
+                raise ValueError("epochs of the state must be finite")
         if self.steps_per_epoch is not None and epochs is None:
             raise ValueError(
                 "this state was saved without steps_per_epoch, so it has no epoch: build the optimizer without "
@@ -128,11 +137,14 @@ def identity_of(state: Mapping[str, Any]) -> Identity | None:
     Raises:
         ValueError: It is damaged.
     """
+    check_is_state(state)
     saved = state.get(KEY)
     if saved is None:
         return None
     try:
         identity = Identity(**saved)
+        if any(isinstance(value, Tensor) for value in identity.settings.values()):
+            raise ValueError("a setting is a tensor")
         if identity.step is None or 0 <= identity.step < 2**63:
             return identity
     except (TypeError, ValueError):
@@ -314,6 +326,7 @@ class HasCompression:
         Raises:
             ValueError: The state is that of another rank, of another method or model, or of other settings.
         """
+        require("True or False", FLAG, allow_other_rank=allow_other_rank)
         state, step = verified(state, self._identity(), allow_other_rank)
         saved = state.pop("part", None)
         if _division(saved, allow_other_rank) != _division(self.part, allow_other_rank):
@@ -325,8 +338,11 @@ class HasCompression:
         methods = self._named_methods()
         # what keeps no state may be of another class: dense tensors in fp16 in place of fp32
         lacks_state = any(methods[name].state_dict() for name in methods.keys() - state.keys())
-        if lacks_state or any(state[name] for name in state.keys() - methods.keys()):
+        unknown = [state[name] for name in state.keys() - methods.keys()]
+        if lacks_state or any(not isinstance(part, Mapping) or part for part in unknown):
             raise ValueError(f"state of other compressors: it has {sorted(state)}, not {sorted(methods)}")
+        for name, part in state.items():
+            require("a mapping", (Mapping,), **{str(name): part})
         for name in (name for name in methods if name in state):
             methods[name].load_state_dict(state[name])
         self._steps, self._compares_steps = self._steps if step is None else step, True

@@ -19,16 +19,17 @@ from typing import Any
 
 from torch import nn
 
+from dgc.comm.collectives import barrier
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import HorovodCompression
-from dgc.compression.protocol import Compressor
+from dgc.compression.protocol import Compressor, ExchangesMomentum
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings
-from dgc.engine.buckets import check_agreement
-from dgc.engine.loop import is_used
+from dgc.engine.loop import LossScale, is_used
 from dgc.engine.options import as_route, check_nonfinite, register_compressors, unique_prefix
-from dgc.fsdp.exchange import FSDPExchange, plan_groups
-from dgc.fsdp.shards import machines, parameter_groups
+from dgc.engine.state import check_steps_per_epoch
+from dgc.fsdp.exchange import FSDPExchange, check_agreement, plan_groups
+from dgc.fsdp.shards import check_ranks, machines, parameter_groups
 
 
 def compress(
@@ -65,10 +66,18 @@ def compress(
 
     Raises:
         ValueError: An argument is invalid, a setting differs between ranks, machines have different numbers of
-            ranks, or the model is sharded in another way.
+            ranks, the model is sharded in another way, or its gradients are exchanged already.
     """
     check_nonfinite(nonfinite, grad_scaler)
+    check_steps_per_epoch(steps_per_epoch)
+    check_ranks(transport)
     route = as_route(compression)
+    for rule in route.rules:
+        if isinstance(rule.compressor, ExchangesMomentum):
+            raise ValueError(
+                f"{type(rule.compressor).__name__} exchanges the momentum of an optimizer, which dgc.fsdp does "
+                "not pass to it: use a compressor of gradients"
+            )
     check_settings(
         transport,
         "settings",
@@ -78,14 +87,18 @@ def compress(
         compression=route if isinstance(compression, Route) else route.rules[0].compressor,
     )
     groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
+    for group in groups:
+        group.check_no_hook()
     name = unique_prefix(transport)
     plans = plan_groups(groups, route, name)
     planned = [bucket for plan in plans for bucket in plan.buckets]
     cross = CrossMachineTransport(transport)
-    check_agreement(planned, cross)
+    barrier(cross, "groups")  # raises ValueError if the transport has none
+    loss_scale = LossScale(grad_scaler, planned)
+    check_agreement(plans, transport)
     # in model order: positions name the saved states
     compressors = list(dict.fromkeys(c for plan in reversed(plans) for c in plan.compressors))
     register_compressors(compressors, cross)
     for bucket in planned:
         bucket.compressor.plan(bucket.bucket, cross.size, cross.rank)
-    return FSDPExchange(plans, compressors, transport, name, nonfinite, grad_scaler, steps_per_epoch)
+    return FSDPExchange(model, plans, compressors, transport, name, nonfinite, loss_scale, steps_per_epoch)

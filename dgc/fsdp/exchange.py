@@ -20,14 +20,14 @@ Comparison of the machines' models before the first step: FSDP2 does not broadca
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -38,11 +38,11 @@ from dgc.comm.requests import AllReduce, as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result
 from dgc.compression.route import Route
-from dgc.engine.buckets import PlannedBucket
+from dgc.engine.buckets import PlannedBucket, check_equal_plans
 from dgc.engine.loop import Engine, LossScale, StartOrder, warn_of_drop
 from dgc.engine.momentum import MomentumCheck, observe_steps
 from dgc.engine.state import CountsEpochs, Method
-from dgc.fsdp.shards import ParameterGroup, Place, add_gradient, machines
+from dgc.fsdp.shards import ParameterGroup, Place, add_gradient, check_all_exchanged, machines, raise_not_exchanged
 
 
 @dataclass(eq=False)
@@ -119,6 +119,19 @@ def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> 
     return plans
 
 
+def check_agreement(plans: Sequence[GroupPlan], transport: Transport) -> None:
+    """Raise ValueError on every rank if the ranks train different parameters. Collective.
+
+    Whole parameters are compared. A difference in rows that only some ranks have is then seen by all of them.
+    """
+    own = [
+        (plan.group.label, name, str(p.dtype), tuple(p.shape), type(compressor).__name__)
+        for plan in plans
+        for name, p, compressor in zip(plan.group.names, plan.group.parameters, plan.compressors, strict=True)
+    ]
+    check_equal_plans(own, transport)
+
+
 def _whole(name: str, p: DTensor) -> Segment:
     check_real(name, p.dtype)
     return Segment(name, 0, p.numel(), tuple(p.shape), tuple(p.stride()))
@@ -161,12 +174,13 @@ class FSDPExchange(CountsEpochs):
     this rank's rows, under parameter names.
 
     Args:
-        plans: The parameter groups. There is at least one.
+        model: The model.
+        plans: Its parameter groups. There is at least one.
         methods: The compressors.
         transport: Connects all ranks.
         name: Prefix of lanes and messages, unique on the transport.
         nonfinite: "skip" or "raise".
-        grad_scaler: The scaler of the loss, or None.
+        loss_scale: Removes the loss scale before compression.
         steps_per_epoch: Steps in an epoch, to count epochs, or None.
 
     Attributes:
@@ -178,12 +192,13 @@ class FSDPExchange(CountsEpochs):
 
     def __init__(
         self,
+        model: nn.Module,
         plans: Sequence[GroupPlan],
         methods: Sequence[Method],
         transport: Transport,
         name: str,
         nonfinite: str,
-        grad_scaler: Any,
+        loss_scale: LossScale,
         steps_per_epoch: int | None,
     ):
         self._count_epochs(steps_per_epoch)
@@ -191,7 +206,9 @@ class FSDPExchange(CountsEpochs):
         self.meter, self.dropped_steps = TrafficMeter(), 0
         self._plans, self._transport, self._name = plans, transport, name
         self._planned = [bucket for plan in plans for bucket in plan.buckets]
-        self._nonfinite, self._loss_scale = nonfinite, LossScale(grad_scaler, self._planned)
+        self._parameters = {p for plan in plans for p in plan.group.parameters}
+        self._model = weakref.ref(model)
+        self._nonfinite, self._loss_scale = nonfinite, loss_scale
         self._machines = transport.group_size("cross")
         between = CrossMachineTransport(transport)
         self._engine = Engine(
@@ -206,6 +223,7 @@ class FSDPExchange(CountsEpochs):
         self._side = self._engine.streams[plans[0].group.device]
         for g, plan in enumerate(plans):
             plan.group.install(self._hook_of(g), self._side.stream)
+            plan.group.claim(self)
         self._epochs.begin()
 
     # --- one backward pass ------------------------------------------------------------------------
@@ -236,6 +254,7 @@ class FSDPExchange(CountsEpochs):
     def _begin(self) -> None:
         """Begin a backward pass."""
         self._check_ended()
+        check_all_exchanged([plan.group for plan in self._plans])
         if self._end is not None:  # an exception ended the pass before
             for plan in self._plans:
                 plan.has_gradients = False
@@ -333,20 +352,32 @@ class FSDPExchange(CountsEpochs):
         """Check that backward has ended and that momentum is applied once. Runs before each step of any optimizer.
 
         Raises:
-            RuntimeError: An exception has ended a backward pass, so that gradients are missing.
+            RuntimeError: An exception has ended a backward pass, so that gradients are missing. Or gradients are
+                scaled, or each machine would train a parameter alone.
             ValueError: The optimizer applies the momentum of the compressor's memory again.
         """
         if optimizer not in self._momentum:
-            own = {p for planned in self._planned for p in planned.parameters}
-            if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            steps = {p for group in optimizer.param_groups for p in group["params"]}
+            if self._parameters.isdisjoint(steps):
                 return
+            self._check_no_others(steps)
             self._momentum[optimizer] = MomentumCheck(optimizer, self._planned, self._transport)
         self._check_ended()
         self._plans[0].group.check_ended()
+        check_all_exchanged([plan.group for plan in self._plans])
+        self._loss_scale.check_before_step(optimizer)
         self._momentum[optimizer].check(optimizer)
+
+    def _check_no_others(self, parameters: Container[Tensor]) -> None:
+        """Raise RuntimeError if one of them is a trainable parameter of the model that was not there before."""
+        model = self._model()
+        for name, p in model.named_parameters() if model is not None else ():
+            if p in parameters and p.requires_grad and p not in self._parameters:
+                raise_not_exchanged(name)
 
     def close(self) -> None:
         """Remove the hooks. Gradients are then averaged inside machines only, until `compress` is called again."""
         self._handle.remove()
         for plan in self._plans:
-            plan.group.install(None, None)
+            plan.group.remove()
+            plan.group.release(self)

@@ -12,7 +12,7 @@ Local rank l of a machine has shard l of each parameter. It exchanges the pseudo
 rank l of the other machines. A machine is thus one worker of the outer steps. Its ranks send at the same time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,10 @@ from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.fsdp.shards import check_ended, machines, parameter_groups, sharded_like
+from dgc.fsdp.shards import check_ended, check_ranks, machines, parameter_groups, sharded_like
 from dgc.gossip.model import local
 from dgc.gossip.protocol import Gossip, UsesOptimizer
-from dgc.optim.gossip import GossipOptimizer
+from dgc.optim.gossip import GossipOptimizer, check_gossip
 
 
 class ShardedGossipOptimizer(GossipOptimizer):
@@ -65,15 +65,20 @@ class ShardedGossipOptimizer(GossipOptimizer):
         transport: Transport,
         nonfinite: str = "skip",
     ):
+        check_gossip(gossip)
+        check_ranks(transport)
         if not gossip.is_synchronous or gossip.needs_groups or isinstance(gossip, UsesOptimizer):
             raise ValueError(
                 f"{type(gossip).__name__} cannot exchange shards: use dgc.outer.OuterSteps or another synchronous "
                 "algorithm, without HierarchicalGossip"
             )
-        parameter_groups(model, machines(transport)[transport.group_rank("cross")])  # checks how it is sharded
+        self._groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
         self._every_rank, self._modules = transport, [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        _check_optimizer(optimizer, {p for _, p in named})
         super().__init__(optimizer, named, gossip, transport=CrossMachineTransport(transport), nonfinite=nonfinite)
+        for group in self._groups:
+            group.claim(self)
 
     @property
     def _all_ranks(self) -> Transport:
@@ -107,6 +112,8 @@ class ShardedGossipOptimizer(GossipOptimizer):
                 "in bf16, without a GradScaler"
             )
         check_ended(self._modules)
+        for group in self._groups:
+            group.check_not_replaced("ShardedGossipOptimizer")
         raised: NonFiniteGradientError | None = None
         try:
             is_finite = super()._has_finite_gradients()
@@ -121,6 +128,11 @@ class ShardedGossipOptimizer(GossipOptimizer):
             raise NonFiniteGradientError("a gradient on another rank of this machine has NaN or inf")
         self.dropped_steps += is_finite
         return False
+
+    def close(self) -> None:
+        super().close()
+        for group in self._groups:
+            group.release(self)
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -139,8 +151,25 @@ class ShardedGossipOptimizer(GossipOptimizer):
         self._forget_unsharded()
         for p, own in self.inner.state.items():
             for key, value in own.items():
-                if isinstance(value, Tensor) and value.shape == p.to_local().shape and value.dim():
+                if isinstance(value, Tensor) and value.dim():
+                    if value.shape != p.to_local().shape:
+                        raise ValueError(
+                            f"{key} of a parameter of shape {tuple(p.shape)} has shape {tuple(value.shape)}, and "
+                            f"this rank's rows of it {tuple(p.to_local().shape)}: load what this rank has saved"
+                        )
                     own[key] = sharded_like(p, value)
+
+
+def _check_optimizer(optimizer: Any, own: Container[Tensor]) -> None:
+    """Raise ValueError for what is no optimizer, or that of other parameters."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if others := sum(p not in own for p in stepped):
+        raise ValueError(
+            f"{others} of the optimizer's {len(stepped)} parameters are not those of the sharded model: create "
+            "the optimizer after fully_shard and before a forward pass, from model.parameters()"
+        )
 
 
 def _all_are(own: bool) -> Conversation[bool]:

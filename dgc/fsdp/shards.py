@@ -14,10 +14,12 @@ All attributes of FSDP2 that are not part of its interface are read in this file
 The mesh of the ranks of one machine.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dgc.comm.collectives import all_gather_object, find_machine_rank
 from dgc.comm.transport import Transport
+
+# of each parameter group of FSDP2, a weak reference to what exchanges it
+_owners: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class ParameterGroup:
                 "no all-reduce hook for them. Shard all modules with one mesh"
             )
         self._group = groups[0] if groups else None
+        self._hook: Callable[[Tensor], None] | None = None
         shards = [s for s in self._group.fsdp_params if s.sharded_param.requires_grad] if self._group else []
         self._shards = shards
         self.parameters: tuple[DTensor, ...] = tuple(shard.sharded_param for shard in shards)
@@ -101,13 +107,54 @@ class ParameterGroup:
         device: torch.device = self._group.device
         return device
 
-    def install(self, hook: Callable[[Tensor], None] | None, stream: torch.cuda.Stream | None) -> None:
+    def claim(self, owner: Any) -> None:
+        """Record that an object exchanges this group, so that `check_free` refuses others while it exists."""
+        _owners[self._group] = weakref.ref(owner)
+
+    def release(self, owner: Any) -> None:
+        """Forget the claim of an object."""
+        if self._owner is owner:
+            del _owners[self._group]
+
+    @property
+    def _owner(self) -> Any:
+        return _owners[self._group]() if self._group in _owners else None
+
+    def check_free(self) -> None:
+        """Raise ValueError if something else exchanges the group."""
+        if (owner := self._owner) is not None:
+            raise ValueError(
+                f"{self.label} has a {type(owner).__name__} already: close() it before another exchange takes its "
+                "place"
+            )
+
+    def check_no_hook(self) -> None:
+        """Raise ValueError if the group has a hook of the user."""
+        if self._group is not None and self._group._all_reduce_hook is not None:
+            raise ValueError(
+                f"{self.label} has a hook of set_all_reduce_hook already, whose place dgc.fsdp.compress would "
+                "take: leave that hook out"
+            )
+
+    def install(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
         """Set the hook that takes the result of each reduce-scatter, and its stream.
 
         Parameters that a backward pass does not use get zeros, so that the result always has all places.
         """
-        self._module.set_reduce_scatter_unused_params(hook is not None, recurse=False)
-        self._module.set_all_reduce_hook(hook, stream=stream)  # type: ignore[arg-type]
+        self._hook = hook
+        self._module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._module.set_all_reduce_hook(hook, stream=stream)
+
+    def remove(self) -> None:
+        """Remove the hook, unless another one has taken its place."""
+        if self._has_its_hook:
+            self._hook = None
+            self._module.set_reduce_scatter_unused_params(False, recurse=False)
+            self._module.set_all_reduce_hook(None)  # type: ignore[arg-type]
+
+    @property
+    def _has_its_hook(self) -> bool:
+        return self._hook is not None and self._group is not None and self._group._all_reduce_hook is self._hook
 
     def drop_gradients(self, keep_as_nan: bool) -> None:
         """Set every .grad to None, or fill it with NaN."""
@@ -130,11 +177,41 @@ class ParameterGroup:
         """
         check_ended([self._module])
 
-    def check(self, output: Tensor) -> None:
-        """Check that the group is still as it was when it was laid out.
+    def check_not_replaced(self, since: str) -> None:
+        """Raise RuntimeError if parameters were replaced. since: name in dgc.fsdp of what the user has called."""
+        if any(s.sharded_param is not p for s, p in zip(self._shards, self.parameters, strict=True)):
+            raise RuntimeError(
+                f"parameters of {self.label} were replaced after dgc.fsdp.{since}, for example by "
+                "load_state_dict(assign=True): replace them before"
+            )
+
+    def check_unchanged(self) -> None:
+        """Check that the hook is still there, and that the parameters are those of the group, and trainable.
 
         Raises:
-            RuntimeError: It is not, or a setting of FSDP2 does not fit. The message names it.
+            RuntimeError: They are not. The message says what has changed.
+        """
+        assert self._group is not None
+        self.check_not_replaced("compress")
+        trained = [shard for shard in self._group.fsdp_params if shard.sharded_param.requires_grad]
+        if trained != self._shards:
+            changed = [name for name, p in zip(self.names, self.parameters, strict=True) if not p.requires_grad]
+            changed += [shard._param_fqn for shard in trained if shard not in self._shards]
+            raise RuntimeError(
+                f"{changed[0]} of {self.label} was frozen or unfrozen after dgc.fsdp.compress: close() the "
+                "exchange and compress again"
+            )
+        if not self._has_its_hook:
+            raise RuntimeError(
+                f"the hook of {self.label} was replaced after dgc.fsdp.compress, so that machines would no longer "
+                "exchange its gradients: leave out set_all_reduce_hook, or close() the exchange"
+            )
+
+    def check(self, output: Tensor) -> None:
+        """Check the result of a reduce-scatter.
+
+        Raises:
+            RuntimeError: A setting of FSDP2, or a hook of a parameter, does not fit. The message names it.
         """
         assert self._group is not None
         if self._group.gradient_divide_factor is not None or self._group.force_sum_reduction_for_comms:
@@ -147,15 +224,10 @@ class ParameterGroup:
                 f"{self.label} reduces gradients in fp16, which FSDP2 divides only after its hook: pass "
                 "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
             )
-        if any(s.sharded_param is not p for s, p in zip(self._shards, self.parameters, strict=True)):
-            raise RuntimeError(
-                f"parameters of {self.label} were replaced after dgc.fsdp.compress, for example by "
-                "load_state_dict(assign=True): replace them before"
-            )
         if output.numel() != self.numel:
             raise RuntimeError(
-                f"{self.label} has {output.numel()} gradient elements on this rank, not {self.numel}: a parameter "
-                "was frozen or unfrozen after dgc.fsdp.compress. close() the exchange and compress again"
+                f"{self.label} has {output.numel()} gradient elements on this rank, not {self.numel}: leave "
+                "set_reduce_scatter_unused_params as dgc.fsdp.compress has set it"
             )
         hooked = [n for n, p in zip(self.names, self.parameters, strict=True) if p._post_accumulate_grad_hooks]
         if hooked:
@@ -172,6 +244,30 @@ def check_ended(modules: Iterable[FSDPModule]) -> None:
             "an exception has ended a backward pass, and FSDP2 has not been reset: call reset_iter_state() on the "
             "outermost model where you catch the exception, and begin the step again"
         )
+
+
+def check_all_exchanged(groups: Sequence[ParameterGroup]) -> None:
+    """Check that machines exchange all gradients of the model that these groups are of.
+
+    Raises:
+        RuntimeError: Each machine would train a parameter alone, or a group has changed. The message names it.
+    """
+    for group in groups:
+        group.check_unchanged()
+    for state in groups[0]._module._get_fsdp_state()._state_ctx.all_states:  # none before the first forward pass
+        for own in state._fsdp_param_groups:
+            trained = [shard._param_fqn for shard in own.fsdp_params if shard.sharded_param.requires_grad]
+            if trained and own._all_reduce_hook is None:
+                raise_not_exchanged(trained[0])
+
+
+def raise_not_exchanged(name: str | None) -> NoReturn:
+    """Raise the error for a parameter that no exchange averages."""
+    raise RuntimeError(
+        f"each machine would train {name} alone: it was unfrozen, sharded or added after dgc.fsdp.compress, or it "
+        "is not in the model that compress was called with. close() the exchange, and call compress with the "
+        "whole model"
+    )
 
 
 def add_gradient(p: Tensor, gradient: Tensor) -> None:
@@ -199,10 +295,18 @@ def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGr
         ranks: The ranks of this machine.
 
     Raises:
-        ValueError: A trainable parameter belongs to no group, or `fully_shard` was called in an unsupported way.
+        ValueError: `model` is no module, a trainable parameter belongs to no group or is exchanged already, or
+            `fully_shard` was called in an unsupported way.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module on which fully_shard was called, not {model!r}")
+    modules = list(_sharded_modules(model))
+    for _, module in modules:
+        module.reshard()  # after a forward pass the outermost module has gathered parameters in their place
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    groups = [ParameterGroup(label, module, names, ranks) for label, module in _sharded_modules(model)]
+    groups = [ParameterGroup(label, module, names, ranks) for label, module in modules]
+    for group in groups:
+        group.check_free()
     owned = {p for group in groups for p in group.parameters}
     missing = [name for p, name in names.items() if p.requires_grad and p not in owned]
     if missing:
@@ -263,6 +367,18 @@ def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local()
 
 
+def check_ranks(transport: Transport) -> None:
+    """Raise ValueError for what is no transport, or one of other ranks than those of torch.distributed."""
+    if isinstance(transport, type) or not isinstance(transport, Transport):
+        raise ValueError(f"transport must be what dgc.comm connects, with hierarchical=True, not {transport!r}")
+    ranks = dist.get_world_size() if dist.is_initialized() else 0
+    if transport.size != ranks:
+        raise ValueError(
+            f"transport has {transport.size} ranks, and torch.distributed has {ranks}: use "
+            "dgc.comm.torch_distributed.connect(hierarchical=True)"
+        )
+
+
 def machines(transport: Transport) -> list[list[int]]:
     """Return the ranks of each machine. Collective.
 
@@ -282,8 +398,18 @@ def local_mesh(transport: Transport, device_type: str | None = None) -> DeviceMe
         device_type: Device of the parameters. None: "cuda" if there is one, else "cpu".
 
     Raises:
-        ValueError: Machines have different numbers of ranks.
+        ValueError: An argument is invalid, or machines have different numbers of ranks.
     """
+    check_ranks(transport)
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not _is_device_type(device_type):
+        raise ValueError(f"device_type must be 'cpu', 'cuda' or another one without a number, not {device_type!r}")
     groups = [dist.new_group(ranks) for ranks in machines(transport)]  # every rank takes part in all of them
     return DeviceMesh.from_group(groups[transport.group_rank("cross")], device_type, mesh_dim_names=("local",))
+
+
+def _is_device_type(device_type: Any) -> bool:
+    try:
+        return isinstance(device_type, str) and torch.device(device_type).index is None
+    except RuntimeError:
+        return False

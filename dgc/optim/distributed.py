@@ -31,6 +31,7 @@ from dgc.engine.options import (
     check_arguments,
     check_no_unfrozen,
     check_nonfinite,
+    check_not_sharded,
     check_not_wrapped,
     check_transport,
     loss_of,
@@ -117,6 +118,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         self._parameter_names = {p: name for name, p in named}  # Horovod has it, and programs read it
         check_not_wrapped(named, "DistributedOptimizer")
         self.route = as_route(compression)
+        check_not_sharded(named, "DistributedOptimizer", "use dgc.fsdp.compress")
         self._count_epochs(steps_per_epoch)
         check_transport(transport)
         self.transport = transport or default_transport(point_to_point=self.route.point_to_point)

@@ -21,8 +21,10 @@ from dgc.compression.protocol import NonFiniteGradientError
 from dgc.engine.agreement import check_settings, first_difference
 from dgc.engine.options import (
     check_no_unfrozen,
+    check_not_sharded,
     check_optimizer_state,
     check_transport,
+    load_optimizer_state,
     loss_of,
     name_parameters,
     unique_prefix,
@@ -76,8 +78,7 @@ class GossipOptimizer(Wrapper):
     ):
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
-        if isinstance(gossip, type) or not isinstance(gossip, Gossip):
-            raise ValueError(f"gossip must be an algorithm such as dgc.gossip.SGP(), not {gossip!r}")
+        check_gossip(gossip)
         check_transport(transport)
         self.transport = transport or default_transport(point_to_point=True)
         super().__init__(optimizer, [gossip], self._all_ranks)
@@ -89,6 +90,8 @@ class GossipOptimizer(Wrapper):
         self._intact = Intact()
         self.consensus_distance = float("nan")
         named = name_parameters(optimizer, named_parameters)
+        if not self._is_sharded:
+            check_not_sharded(named, "GossipOptimizer", "use dgc.fsdp.ShardedGossipOptimizer")
         check_settings(self._all_ranks, "gossip.settings", nonfinite=nonfinite, gossip=gossip)
         _check_agreement(named, self._all_ranks)
         self.model, self._trained = FlatModel(named), {p for _, p in named}
@@ -252,10 +255,16 @@ class GossipOptimizer(Wrapper):
         check_optimizer_state(self.inner, optimizer)
         # before the optimizer, because it refuses other algorithms
         super().load_compression_state_dict(algorithm, allow_other_rank=allow_other_rank)
-        self.inner.load_state_dict(optimizer)
+        load_optimizer_state(self.inner, optimizer)
 
     def __repr__(self) -> str:
         return f"GossipOptimizer({self.inner!r}, {type(self.gossip).__name__}, size={self.transport.size})"
+
+
+def check_gossip(gossip: Any) -> None:
+    """Raise ValueError for what is no algorithm of gossip."""
+    if isinstance(gossip, type) or not isinstance(gossip, Gossip):
+        raise ValueError(f"gossip must be an algorithm such as dgc.gossip.SGP(), not {gossip!r}")
 
 
 def _no_step() -> None:

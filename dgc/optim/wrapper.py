@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import SparseOrDense
-from dgc.engine.options import check_optimizer_state
+from dgc.engine.options import load_optimizer_state
 from dgc.engine.state import HasCompression, Method
 
 
@@ -53,8 +53,7 @@ class Wrapper(HasCompression, Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_optimizer_state(self.inner, state_dict)
-        self.inner.load_state_dict(state_dict)
+        load_optimizer_state(self.inner, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ValueError(

@@ -23,7 +23,7 @@ from dgc.engine.loop import Engine, warn_of_drop
 from dgc.engine.options import register_compressors
 from dgc.gossip.model import FlatModel
 from dgc.outer.optimizers import OuterOptimizer
-from dgc.state import FlatState, check_tensor
+from dgc.state import FlatState, check_count, check_mapping, check_tensor
 
 
 def divide(segments: Sequence[Segment], fragment_mb: float | None) -> list[list[Segment]]:
@@ -146,6 +146,7 @@ class Fragment:
         return {segment.name: mean.clone() for segment, _, mean in self._tensors}
 
     def load_means(self, means: Mapping[str, Tensor]) -> None:
+        check_mapping("means", means)
         for segment, _, mean in self._tensors:
             check_tensor(f"mean of {segment.name}", means.get(segment.name), segment.shape)
             mean.copy_(means[segment.name])
@@ -158,11 +159,13 @@ class Fragment:
         """Load this fragment's part of a state of all fragments."""
         names = {s.name for s in self.segments}
         self._z0.load_state_dict({name: z0 for name, z0 in state["z0"].items() if name in names})
+        check_mapping("outer", state["outer"])
         missing = sorted(names - state["outer"].keys())
         if missing:
             raise ValueError(f"outer optimizer of another model: missing {missing}")
         for segment, z0, _ in self._tensors:
             loaded = state["outer"][segment.name]
+            check_mapping(f"outer state of {segment.name}", loaded)
             for key, value in loaded.items():
                 if isinstance(value, Tensor):
                     check_tensor(f"outer {key} of {segment.name}", value, None, value.dtype)
@@ -331,6 +334,8 @@ class OuterExchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         compressors, saved = dict(self._named()), state["compression"]
+        for part in ("compression", "z0"):
+            check_mapping(part, state[part])
         if compressors.keys() != saved.keys():
             raise ValueError(f"state of other compressors: {sorted(saved)}, not {sorted(compressors)}")
         names = {s.name for fragment in self.fragments for s in fragment.segments}
@@ -339,6 +344,9 @@ class OuterExchange:
         flight = None if (saved_flight := state["flight"]) is None else _flight_from(saved_flight)
         if flight is not None and not set(flight.fragments) <= set(range(len(self.fragments))):
             raise ValueError(f"an exchange of fragments {flight.fragments} is in flight: use the same fragment_mb")
+        for name, part in saved.items():
+            check_mapping(name, part)
+        check_count("dropped", state["dropped"])
         self.arrive()  # what is in flight ends here: its means and errors are replaced below
         for fragment in self.fragments:
             fragment.load_state_dict(state)

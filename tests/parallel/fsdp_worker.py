@@ -479,6 +479,7 @@ def outer_steps(transport: Any) -> Finding:
     found["raised"] = told(own.step, RuntimeError)
     own.grad_scale = torch.ones(())
     found["scaled"] = told(own.step, ValueError)
+    own.close()
     other = OuterSteps(2 + (transport.rank == 3))
     for algorithm in (HierarchicalGossip(SGP()), ZeroOneSteps(1), other):
         make = partial(ShardedGossipOptimizer, adam(model), model, algorithm, transport=transport)
@@ -562,7 +563,9 @@ def refused_models(transport: Any) -> Finding:
     def attempt(model: Any, compressor: Any = None, **options: Any) -> str:
         return told(lambda: compress(model, compressor, **{"transport": transport, **options}), ValueError)
 
-    half, with_complex = network(), network()
+    half, with_complex, other = network(), network(), network()
+    if transport.rank >= 2:
+        other.append(nn.Linear(1, 1))  # of one row: the second rank of each machine has none of it
     first: Any = with_complex[0]
     first.weight = nn.Parameter(first.weight.detach().to(torch.complex64))
     fully_shard(half[0], mesh=mesh)
@@ -580,6 +583,8 @@ def refused_models(transport: Any) -> Finding:
         "several groups": attempt(groups),
         "replicated": attempt(replicate(network(), mesh=mesh)),
         "all frozen": attempt(frozen),
+        "other model": attempt(shard(other, mesh)),
+        "compressed already": attempt(used),
         "complex": attempt(shard(with_complex, mesh)),
         "policy": attempt(shard(network(), mesh), nonfinite="ignore"),
         "compressor in use": attempt(shard(network(), mesh), dgc),

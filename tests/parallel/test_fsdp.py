@@ -111,6 +111,8 @@ MODELS = {
     "several groups": "module 0 has 2 parameter groups (shard_placement_fn with several meshes)",
     "replicated": "are replicated: call fully_shard",
     "all frozen": "the model has no trainable parameters",
+    "other model": "train different models or compress them differently: ",
+    "compressed already": "the model has a FSDPExchange already: close() it before another exchange",
     "complex": "is complex, which only DistributedOptimizer and dgc.ddp.compress exchange",
     "policy": "nonfinite must be 'skip' or 'raise', not 'ignore'",
     "compressor in use": "this DGCCompressor has the error state of another",
@@ -126,7 +128,7 @@ STEPS = {
     "step in backward": "an optimizer that steps during backward is not supported",
     "divide factor": "set_gradient_divide_factor and set_force_sum_reduction_for_comms are not supported",
     "force sum": "set_gradient_divide_factor and set_force_sum_reduction_for_comms are not supported",
-    "frozen later": "a parameter was frozen or unfrozen after dgc.fsdp.compress",
+    "frozen later": "4.weight of the model was frozen or unfrozen after dgc.fsdp.compress",
     "fp16": "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)",
     "more often": "module middle runs more often in this forward pass than in the first, 2 times",
 }
