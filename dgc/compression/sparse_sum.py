@@ -9,16 +9,16 @@ what it has sent of the elements of the result, and of a part of the sum that no
 
     mean over ranks of (gradient + old error) = result + mean over ranks of new error
 
-Each class below has its messages, its bytes per rank, and its differences from the paper. b =
-SparseFormat.nbytes(k) is the size of a payload of k elements. The first tensor with NaN or inf of each rank
-travels in the headers, so that every rank learns all flags.
+Each class describes its messages, its bytes per rank, and its differences from the paper. N is the number of
+ranks, k the number of elements that each has selected, and b = SparseFormat.nbytes(k) the bytes of their payload.
+Headers carry each rank's flag, its first tensor with NaN or inf, so that every rank learns all flags.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int64
@@ -105,14 +105,20 @@ class Chosen:
         )
 
     def decode(
-        self, payloads: Sequence[Tensor], budget: Budget, numel: int, **places: Any
+        self,
+        payloads: Sequence[Tensor],
+        budget: Budget,
+        numel: int,
+        bounds: Sequence[Tensor] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> Conversation[tuple[list[SparseVector], list[int]]]:
-        """Check and decode payloads of other ranks. Returns their elements, and the flag of each.
+        """Check and decode payloads. Returns the elements and the flag of each.
 
-        budget, numel: as in `encode`. places: `bounds` and `ranks` of `SparseFormat.decoding`.
+        budget, numel: as in `encode`. bounds: the bounds of the tensors in each payload, if not those of `budget`.
+        ranks: the senders, if not all ranks.
         """
-        settings = (budget, numel, self.plan.ratio, self.what)
-        decoding = self.form.decoding(self.kernels.codec, payloads, *settings, **places)
+        settings = (budget, numel, self.plan.ratio, self.what, bounds, ranks)
+        decoding = self.form.decoding(self.kernels.codec, payloads, *settings)
         return decoding.checked((yield from read(decoding.scalars)))
 
     def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> Conversation[SparseResult]:
@@ -192,7 +198,7 @@ def exchange_of(name: str) -> SparseExchange:
 
 
 class AllGatherExchange:
-    """Every rank receives the selection of every rank.
+    """Every rank receives the selection of every rank, and sums all.
 
     One round. Bytes per rank: b (N-1).
     """
@@ -373,7 +379,7 @@ class ReduceScatterExchange:
 
     After Ok-Topk (Li and Hoefler 2022, arXiv 2201.07598). The bytes per rank do not grow with the number of ranks.
 
-    Each of N ranks owns one region of the bucket (`Regions`). With x_r the k elements that rank r has selected:
+    Each rank owns one region of the bucket (`Regions`). With x_r the k elements that rank r has selected:
 
         round 1    rank r sends the part of x_r in each region to the region's owner           all-to-all
                    the owner adds:                s = sum over r of x_r, in rank order
