@@ -288,6 +288,18 @@ class Regions:
     numel: int
     bounds: Int64[Tensor, "regions bounds"]
 
+    @cached_property
+    def bounds_of_each(self) -> tuple[Tensor, ...]:
+        return self.bounds.unbind()
+
+    @cached_property
+    def numels_of_each(self) -> tuple[Tensor, ...]:
+        return self.bounds.diff().unbind()
+
+    def budget(self, region: int, capacity: int) -> Budget:
+        """The budget of a payload of this region. Every tensor may fill the whole payload."""
+        return Budget(self.bounds_of_each[region], self.numels_of_each[region], capacity)
+
     def index_of(self, place: Int64[Tensor, "..."], region: Int64[Tensor, "..."] | int) -> Int64[Tensor, "..."]:
         """The index within the bucket."""
         return place // BLOCK * (BLOCK * self.size) + region * BLOCK + place % BLOCK
@@ -350,30 +362,6 @@ def divide_into_regions(bounds: Int64[Tensor, "bounds"], numel: int, size: int) 
     return Regions(size, largest_region(numel, size), turns * BLOCK + (rest - first).clamp(0, BLOCK))
 
 
-@dataclass(frozen=True, eq=False)
-class Division:
-    """The regions of a bucket for one plan. send, keep: elements of a payload of round 1 and of round 2."""
-
-    plan: Plan
-    regions: Regions
-    send: int
-    keep: int
-
-    @cached_property
-    def bounds(self) -> tuple[Tensor, ...]:
-        """The bounds of the tensors in each region."""
-        return self.regions.bounds.unbind()
-
-    @cached_property
-    def numels(self) -> tuple[Tensor, ...]:
-        """The sizes of the tensors in each region."""
-        return self.regions.bounds.diff().unbind()
-
-    def budget(self, region: int, capacity: int) -> Budget:
-        """Every tensor may fill the whole payload."""
-        return Budget(self.bounds[region], self.numels[region], capacity)
-
-
 class ReduceScatterExchange:
     """Each rank sums what all ranks have selected in its region of the bucket, and selects again.
 
@@ -417,7 +405,7 @@ class ReduceScatterExchange:
     point_to_point = False
 
     def __init__(self) -> None:
-        self._divisions: dict[str, Division] = {}  # by bucket
+        self._regions: dict[str, tuple[Plan, Regions]] = {}  # by bucket
 
     def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
         region, whole = largest_region(numel, size), plan.per_tensor
@@ -425,23 +413,23 @@ class ReduceScatterExchange:
         return (size - 1) * sum(form.nbytes(budget, region) for budget in budgets)
 
     def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
-        division, rank = self._division(chosen), chosen.rank
-        regions, send, keep = division.regions, division.send, division.keep
+        regions, rank = self._regions_of(chosen), chosen.rank
+        send, keep = capacities(chosen.plan.capacity, chosen.bucket.numel, chosen.size)
 
         dealt = [
-            chosen.encode(part, division.budget(r, send), regions.numel)
+            chosen.encode(part, regions.budget(r, send), regions.numel)
             for r, part in enumerate(regions.deal(chosen.elements, send))
         ]
         sent = regions.join([encoded.sent for encoded in dealt])
         payloads = [encoded.payload for encoded in dealt]
         splits = tuple(payload.numel() for payload in payloads)
         (received,) = yield (AllToAll(torch.cat(payloads), splits),)
-        parts, nonfinite = yield from chosen.decode(received, division.budget(rank, send), regions.numel)
+        parts, nonfinite = yield from chosen.decode(received, regions.budget(rank, send), regions.numel)
 
-        total, budget = total_of(parts, regions.numel), division.budget(rank, keep)
+        total, budget = total_of(parts, regions.numel), regions.budget(rank, keep)
         encoded = chosen.encode(largest_of(total, keep), budget, regions.numel, flagged=False)
         (payloads,) = yield (AllGather(encoded.payload),)
-        parts, _ = yield from chosen.decode(payloads, budget, regions.numel, bounds=division.bounds)
+        parts, _ = yield from chosen.decode(payloads, budget, regions.numel, bounds=regions.bounds_of_each)
 
         result = regions.join(parts)
         rest = shared(subtract(total, encoded.sent), encoded.sent)
@@ -450,14 +438,13 @@ class ReduceScatterExchange:
         chosen.memory.returned_(chosen.bucket, SparseVector(indices, rest.values, rest.count))
         return (yield from chosen.mean([result], nonfinite))
 
-    def _division(self, chosen: Chosen) -> Division:
+    def _regions_of(self, chosen: Chosen) -> Regions:
         bucket, plan = chosen.bucket, chosen.plan
-        division = self._divisions.get(bucket.name)
-        if division is None or division.plan is not plan:
+        planned, regions = self._regions.get(bucket.name, (None, None))
+        if regions is None or planned is not plan:
             regions = divide_into_regions(plan.per_tensor.bounds, bucket.numel, chosen.size)
-            division = Division(plan, regions, *capacities(plan.capacity, bucket.numel, chosen.size))
-            self._divisions[bucket.name] = division
-        return division
+            self._regions[bucket.name] = plan, regions
+        return regions
 
 
 def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
