@@ -1,4 +1,4 @@
-"""Gradient compressors: one small file per algorithm. Each file begins with the reference of its paper."""
+"""Gradient compressors. The reference of the paper is in the docstring of each file or class."""
 
 from dgc.compression.adam import DGCAdamCompressor as DGCAdamCompressor
 from dgc.compression.adam import OneBitAdamCompressor as OneBitAdamCompressor

@@ -1,34 +1,7 @@
-"""The exchange of 1-bit Adam (Tang, Gan, Awan, Rajbhandari, Li, Lian, Liu, Zhang, He 2021, arXiv 2102.02888,
-Algorithm 1). The optimizer is `dgc.optim.OneBitAdam`, which owns the momentum m and says which stage it is in.
+"""The exchanges of 1-bit Adam and of DGC for Adam: gradients in a warm-up, then what the optimizer makes of them.
 
-    warm-up        result = mean over the ranks of g_i, not compressed
-    compression    m_i = beta1 m + (1 - beta1) g_i           m: the same on every rank
-                   result = DoubleSqueeze of m_i             the next m
-
-Payload of a bucket in bytes: warm-up the gradients in their own dtype, or that of `gradients`; compression that of
-DoubleSqueeze.
-
-Differences from the paper: those of DoubleSqueeze. A step that is dropped because of NaN or inf leaves the errors
-of both directions as they were: its gradient is lost, as with uncompressed Adam.
-
-Deep Gradient Compression with Adam: momentum correction of preconditioned gradients.
-
-The optimizer is `dgc.optim.DGCAdam`, which says which stage a step is in. In step t = 1, 2, ..:
-
-    t <= T_w     result = mean over the ranks of g_i, not compressed
-    t > T_w      h_i = g_i / (sqrt(v / c2) + eps)          v, c2: those of step T_w, the same on every rank
-                 result = DGC of h_i: momentum correction with beta1, error feedback, the largest elements
-
-Adam divides by the root of its second moment. Of an element that is sent once in 1/p steps, in one large sum, this
-root is about sqrt(p) times that sum: error feedback before Adam therefore moves it 1/sqrt(p) times as far as one
-gradient would, in place of 1/p times. With p = 1 % steps are ten times too short. Here the division comes before
-compression, by a second moment that no longer changes, so that all that follows is linear in the gradient, and
-what is sent late is not sent smaller.
-
-Sources: DGC is Lin et al. 2018 (arXiv 1712.01887), sections 3.1 to 3.3. The constant second moment after a dense
-warm-up is that of 1-bit Adam (Tang et al. 2021, arXiv 2102.02888, Algorithm 1). To combine them is this project's.
-
-Differences from DGC's paper: momentum is not masked where an element is sent. The warm-up is dense.
+The optimizers are `dgc.optim.OneBitAdam` and `dgc.optim.DGCAdam`. They own the moments, and say which
+stage a step is in. T_w is their `freeze_step`.
 """
 
 import warnings
@@ -53,8 +26,20 @@ HEAD = 16  # elements of each tensor that are compared
 
 
 class OneBitAdamCompressor(DoubleSqueezeCompressor):
-    """The exchange of 1-bit Adam: gradients at first, then Adam's momentum in 1 bit per element (Tang et al. 2021,
-    arXiv 2102.02888).
+    """The exchange of 1-bit Adam: gradients at first, then Adam's momentum in 1 bit per element (Tang, Gan, Awan,
+    Rajbhandari, Li, Lian, Liu, Zhang, He 2021, arXiv 2102.02888, Algorithm 1).
+
+    With Adam's momentum m, in step t = 1, 2, ..:
+
+        t <= T_w     result = mean over the ranks of g_i, not compressed
+        t > T_w      m_i = beta1 m + (1 - beta1) g_i           m: the same on every rank
+                     result = DoubleSqueeze of m_i             the next m
+
+    Payload of a bucket in bytes: in the warm-up the gradients in their own dtype, or that of `gradients`; then
+    that of DoubleSqueeze.
+
+    Differences from the paper: those of DoubleSqueeze. A step that is dropped because of NaN or inf leaves the
+    errors of both directions as they were: its gradient is lost, as with uncompressed Adam.
 
     It needs `dgc.optim.OneBitAdam` as the optimizer. From step `freeze_step` of that on, .grad is the momentum and
     no longer the gradient: do not clip it. If it was clipped, as by trainers that clip by default (Hugging Face:
@@ -161,7 +146,25 @@ def _heads(tensors: Sequence[Tensor]) -> Float32[Tensor, "heads"]:
 
 
 class DGCAdamCompressor(DGCCompressor):
-    """Gradients at first, then DGC of gradients that Adam's second moment has divided.
+    """Deep Gradient Compression with Adam: gradients at first, then DGC of gradients that Adam's second moment has
+    divided.
+
+    In step t = 1, 2, ..:
+
+        t <= T_w     result = mean over the ranks of g_i, not compressed
+        t > T_w      h_i = g_i / (sqrt(v / c2) + eps)          v, c2: those of step T_w, the same on every rank
+                     result = DGC of h_i: momentum correction with beta1, error feedback, the largest elements
+
+    Adam divides by the root of its second moment. Of an element that is sent once in 1/p steps, in one large sum,
+    this root is about sqrt(p) times that sum: error feedback before Adam therefore moves it 1/sqrt(p) times as far
+    as one gradient would, in place of 1/p times. With p = 1 % steps are ten times too short. Here the division
+    comes before compression, by a second moment that no longer changes, so that all that follows is linear in the
+    gradient, and what is sent late is not sent smaller.
+
+    Sources: DGC is Lin et al. 2018 (arXiv 1712.01887), sections 3.1 to 3.3. The constant second moment after a
+    dense warm-up is that of 1-bit Adam (arXiv 2102.02888, Algorithm 1). To combine them is this project's.
+
+    Differences from DGC's paper: momentum is not masked where an element is sent. The warm-up is dense.
 
     It needs `dgc.optim.DGCAdam` as the optimizer. From step `freeze_step` of that on, .grad is a mean of updates
     and no longer the gradient: do not clip it.

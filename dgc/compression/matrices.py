@@ -1,4 +1,4 @@
-"""The matrices of a bucket, and low-rank products.
+"""The matrices of a bucket, orthonormal bases for their factors, and the choice of their ranks.
 
 v [V] holds gradient + error of a bucket in fp32. The matrix M [n, m] of a tensor is shape[0] x rest. If dimension
 0 is outermost in memory, as in channels_last, the columns of M are in memory order and no data is moved. Matrices
@@ -6,44 +6,6 @@ of the same shape and rank are stored consecutively and multiplied together as a
 here called dense, follow.
 
 Factors are stored in rows, P [B, r, n] and Q [B, r, m]: in this order both products read M in memory order.
-
-Orthonormal bases for the factors of low-rank methods, in fp32 and for each matrix of a batch.
-
-Vectors are rows. For each of the B matrices in x [B, r, d] the result has r orthonormal rows of d elements with
-the same span; its first k rows span the same space as the first k rows of x. The `share` of a row is the part of
-its length that the rows before it do not explain. There are three methods, and a fourth that repeats other code:
-
-    qr             Householder reflections; orthonormal for any x
-    gram_schmidt   x_i = x_i / |x_i|;  x_j -= (x_j . x_i) x_i for j > i      (modified, Vogels et al. 2019)
-    cholesky_qr    L L^T = x x^T in fp64;  L^-1 x
-
-The last two lose orthogonality if rows are nearly dependent; then Householder replaces them. `auto` uses
-Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest of the three
-for ResNet-18's matrices at ranks 2, 4 and 7) and cholesky_qr on a GPU, which has no fast QR of many small
-matrices.
-
-`authors` repeats what the authors' package, epfml/powersgd, does: at rank 1 x / max(|x|, 1e-16) with one norm |x|
-of the whole batch, otherwise qr. The rows of B equal matrices of rank 1 then have a length of about 1 / sqrt(B),
-not 1, so a step sends only a part of what it should. The error feedback keeps the rest.
-
-A row that is zero, or has a share of at most epsilon, determines no direction and is replaced by a random row.
-Without this, a gradient that was zero once (an unused layer) would never be compressed again, because its factor
-would stay zero.
-
-Differences from the paper: It adds epsilon to the norm instead, so such a row stays zero.
-
-Accordion: the rank of each tensor, adapted during training (Agarwal, Wang, Lee, Venkataraman, Papailiopoulos
-2020, arXiv 2010.16248, Algorithm 1).
-
-While a tensor's gradients change fast, training is in a critical regime, and compression errors have lasting
-effects. With |d| the norm of the tensor's gradient in an interval of epochs:
-
-    high rank   while | |d_previous| - |d| | / |d_previous| >= change, and until two intervals are known
-    low rank    otherwise
-
-Differences from the paper: |d| is the root mean square, over the interval's steps, of the norm of the applied
-gradient, which the factors give at no cost. The paper sums all gradients. The learning rate is not used: the
-effect of its decay on the gradients appears in the next interval.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import isqrt, prod, sqrt
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float32, Float64, Int64
@@ -62,189 +24,6 @@ from dgc.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.bucket import Bucket, Segment
 from dgc.state import check_mapping
 from dgc.wire.payload import read_scalars
-
-Orthogonalization = Literal["auto", "qr", "gram_schmidt", "cholesky_qr", "authors"]
-SAFE = 1e-2  # smallest share of a row at which the last two methods are accurate
-
-
-def check_orthogonalization(name: str, epsilon: float) -> None:
-    """Raises ValueError unless orthonormalize accepts the arguments."""
-    if name not in get_args(Orthogonalization):
-        ways = ", ".join(get_args(Orthogonalization))
-        raise ValueError(f"orthogonalization must be one of {ways}, not {name!r}")
-    if not 0 < epsilon < 1:
-        raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
-
-
-def orthonormalize(
-    x: Float32[Tensor, "B r d"],
-    way: str = "auto",
-    epsilon: float = 1e-8,
-    noise: Callable[[], Tensor] | None = None,
-) -> Float32[Tensor, "B r d"]:
-    """An orthonormal basis for each matrix. x is finite and r <= d.
-
-    noise: returns [B, r, d] fp32, the source of rows that replace undetermined ones; it must be the same on all
-    ranks. None: random numbers from a fixed seed.
-    """
-    return orthonormalize_each([x], way, epsilon, [noise])[0]
-
-
-def orthonormalize_each(
-    xs: Sequence[Float32[Tensor, "_ _ _"]],
-    way: str,
-    epsilon: float,
-    noises: Sequence[Callable[[], Tensor] | None],
-) -> list[Float32[Tensor, "_ _ _"]]:
-    """Applies `orthonormalize` to each. If all rows determine a direction, the host waits for a GPU only once."""
-    tried = [attempt(x, way, epsilon) for x in xs]
-    accepted = read_scalars([valid for _, valid in tried])
-    return [
-        basis if accept else completed(x, epsilon, noise)
-        for x, (basis, _), accept, noise in zip(xs, tried, accepted, noises, strict=True)
-    ]
-
-
-def attempt(
-    x: Float32[Tensor, "B r d"], way: str, epsilon: float
-) -> tuple[Float32[Tensor, "B r d"], Bool[Tensor, ""]]:
-    """Returns (basis, whether it is valid): not if rows determine no direction or rounding has spoilt it."""
-    if way == "authors" and x.shape[1] == 1:
-        whole = torch.linalg.vector_norm(x)
-        return x / whole.clamp(min=1e-16), whole.isfinite()
-    if way == "authors":
-        way = "qr"
-    if way == "auto":
-        way = "gram_schmidt" if x.shape[1] == 1 else "cholesky_qr" if x.is_cuda else "qr"
-    if x.shape[1] == 1 and way == "gram_schmidt":  # the same result in fewer operations
-        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True)
-        least, largest = norm.aminmax()
-        return x / norm, (least > 0) & (largest < torch.inf)
-    basis, share = {"qr": qr, "gram_schmidt": gram_schmidt, "cholesky_qr": cholesky_qr}[way](x)
-    # the share of a zero row is NaN, and comparisons with NaN are false
-    return basis, (share > (epsilon if way == "qr" or x.shape[1] == 1 else SAFE)).all()
-
-
-def completed(
-    x: Float32[Tensor, "B r d"], epsilon: float, noise: Callable[[], Tensor] | None
-) -> Float32[Tensor, "B r d"]:
-    """The basis by Householder reflections, with noise for rows that determine no direction."""
-    basis, share = qr(x)
-    lost = ~(share > epsilon)
-    if bool(lost.any()):
-        basis, _ = qr(replaced(x, lost, noise() if noise is not None else _noise_like(x)))
-    return basis
-
-
-def qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
-    """Returns (basis, share), like the others. LAPACK expects columns: the transpose of x, which costs no copy."""
-    q, r = torch.linalg.qr(x.mT)
-    return q.mT, r.diagonal(dim1=1, dim2=2).abs() / torch.linalg.vector_norm(r, dim=1)
-
-
-def gram_schmidt(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
-    basis = x.clone()
-    before = torch.linalg.vector_norm(x, dim=2)
-    left = []
-    for i in range(x.shape[1]):
-        row, rest = basis[:, i : i + 1], basis[:, i + 1 :]
-        norm = torch.linalg.vector_norm(row, dim=2, keepdim=True)
-        left.append(norm.view(-1))
-        row.div_(norm)
-        if rest.shape[1]:
-            rest.baddbmm_(rest.bmm(row.mT), row, alpha=-1)
-    return basis, torch.stack(left, dim=1) / before
-
-
-def cholesky_qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
-    wide = x.double()
-    gram = wide.bmm(wide.mT)
-    L, info = torch.linalg.cholesky_ex(gram)
-    identity = torch.eye(x.shape[1], dtype=wide.dtype, device=x.device).expand_as(gram)
-    inverse = torch.linalg.solve_triangular(L, identity, upper=False)
-    share = (L / gram.diagonal(dim1=1, dim2=2).sqrt()[:, :, None]).diagonal(dim1=1, dim2=2)
-    return inverse.bmm(wide).float(), torch.where(info[:, None] == 0, share, 0.0).float()
-
-
-def replaced(
-    x: Float32[Tensor, "B r d"], lost: Bool[Tensor, "B r"], noise: Float32[Tensor, "B r d"]
-) -> Float32[Tensor, "B r d"]:
-    """x with the lost rows moved behind the others, which keep their span, and replaced by noise."""
-    order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
-    return torch.where(lost[:, :, None], noise, x).gather(1, order)
-
-
-def _noise_like(x: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.device)
-
-
-@dataclass
-class Accordion:
-    """State of the rank selection.
-
-    Args:
-        low (int): rank outside critical regimes.
-        high (int): rank in critical regimes, at least `low`.
-        change (float): relative change of the norm at which a regime is critical.
-        every (int): length of an interval in epochs.
-        epoch (int, optional): last epoch that began.
-        norms (dict): norm of each tensor in the last interval, by name.
-        ranks (dict): current rank of each tensor by name, once it is known.
-
-    Raises:
-        ValueError: if high < low, change is not positive or every is less than 1.
-    """
-
-    low: int
-    high: int
-    change: float = 0.5
-    every: int = 1
-    epoch: int | None = None
-    norms: dict[str, float] = field(default_factory=dict)
-    ranks: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.high < self.low:
-            raise ValueError(f"high_rank must be at least rank = {self.low}, not {self.high}")
-        if not self.change > 0 or self.every < 1:
-            raise ValueError(
-                f"rank_change must be positive, not {self.change}, and rank_every at least 1, not {self.every}"
-            )
-
-    def ends_interval(self, epoch: int) -> bool:
-        """Whether an interval ends before this epoch. After a resume the same epoch may begin again."""
-        last, self.epoch = self.epoch, epoch
-        return last is not None and epoch // self.every > last // self.every
-
-    def choose(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """Chooses the rank of each tensor.
-
-        sums: by name, the sum of squared norms over an interval, and the number of its steps.
-        """
-        for name, (squares, steps) in sums.items():
-            if steps:
-                norm, before = sqrt(squares / steps), self.norms.get(name)
-                critical = before is None or abs(before - norm) >= self.change * before
-                self.ranks[name] = self.high if critical else self.low
-                self.norms[name] = norm
-
-    def rank(self, name: str) -> int:
-        return self.ranks.get(name, self.high)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "norms": dict(self.norms), "ranks": dict(self.ranks)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.keys() != self.state_dict().keys():
-            raise ValueError(f"accordion must have {sorted(self.state_dict())}, not {sorted(state)}")
-        require("a whole number or None", WHOLE + NOTHING, **{"epoch of accordion": state["epoch"]})
-        for part, expected, kinds in (("norms", "a number", NUMBER), ("ranks", "a whole number", WHOLE)):
-            check_mapping(f"{part} of accordion", state[part])
-            named = {f"{part} of accordion: {name}": value for name, value in state[part].items()}
-            require(expected, kinds, least=0, **named)
-        self.epoch, self.norms, self.ranks = state["epoch"], dict(state["norms"]), dict(state["ranks"])
-
 
 Factor = tuple[Float32[Tensor, "_ _ _"], ...]  # P or Q, by batch
 Products = list[tuple[Float32[Tensor, "_ _ _"], Float32[Tensor, "_ _ _"]]]  # (U, W) of U^T W, by batch
@@ -396,6 +175,84 @@ class Layout:
             self.bucket.flat[s.offset : s.offset + s.numel].copy_(part)
 
 
+@dataclass
+class Accordion:
+    """Accordion: the rank of each tensor, adapted during training (Agarwal, Wang, Lee, Venkataraman,
+    Papailiopoulos 2020, arXiv 2010.16248, Algorithm 1).
+
+    While a tensor's gradients change fast, training is in a critical regime, and compression errors have lasting
+    effects. With |d| the norm of the tensor's gradient in an interval of epochs:
+
+        high rank   while | |d_previous| - |d| | / |d_previous| >= change, and until two intervals are known
+        low rank    otherwise
+
+    Differences from the paper: |d| is the root mean square, over the interval's steps, of the norm of the applied
+    gradient, which the factors give at no cost. The paper sums all gradients. The learning rate is not used: the
+    effect of its decay on the gradients appears in the next interval.
+
+    Args:
+        low (int): rank outside critical regimes.
+        high (int): rank in critical regimes, at least `low`.
+        change (float): relative change of the norm at which a regime is critical.
+        every (int): length of an interval in epochs.
+        epoch (int, optional): last epoch that began.
+        norms (dict): norm of each tensor in the last interval, by name.
+        ranks (dict): current rank of each tensor by name, once it is known.
+
+    Raises:
+        ValueError: if high < low, change is not positive or every is less than 1.
+    """
+
+    low: int
+    high: int
+    change: float = 0.5
+    every: int = 1
+    epoch: int | None = None
+    norms: dict[str, float] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.high < self.low:
+            raise ValueError(f"high_rank must be at least rank = {self.low}, not {self.high}")
+        if not self.change > 0 or self.every < 1:
+            raise ValueError(
+                f"rank_change must be positive, not {self.change}, and rank_every at least 1, not {self.every}"
+            )
+
+    def ends_interval(self, epoch: int) -> bool:
+        """Whether an interval ends before this epoch. After a resume the same epoch may begin again."""
+        last, self.epoch = self.epoch, epoch
+        return last is not None and epoch // self.every > last // self.every
+
+    def choose(self, sums: Mapping[str, tuple[float, float]]) -> None:
+        """Chooses the rank of each tensor.
+
+        sums: by name, the sum of squared norms over an interval, and the number of its steps.
+        """
+        for name, (squares, steps) in sums.items():
+            if steps:
+                norm, before = sqrt(squares / steps), self.norms.get(name)
+                critical = before is None or abs(before - norm) >= self.change * before
+                self.ranks[name] = self.high if critical else self.low
+                self.norms[name] = norm
+
+    def rank(self, name: str) -> int:
+        return self.ranks.get(name, self.high)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "norms": dict(self.norms), "ranks": dict(self.ranks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.keys() != self.state_dict().keys():
+            raise ValueError(f"accordion must have {sorted(self.state_dict())}, not {sorted(state)}")
+        require("a whole number or None", WHOLE + NOTHING, **{"epoch of accordion": state["epoch"]})
+        for part, expected, kinds in (("norms", "a number", NUMBER), ("ranks", "a whole number", WHOLE)):
+            check_mapping(f"{part} of accordion", state[part])
+            named = {f"{part} of accordion: {name}": value for name, value in state[part].items()}
+            require(expected, kinds, least=0, **named)
+        self.epoch, self.norms, self.ranks = state["epoch"], dict(state["norms"]), dict(state["ranks"])
+
+
 @dataclass(frozen=True)
 class CompressionRule:
     """Which tensors are compressed, and with which rank.
@@ -462,3 +319,144 @@ def square_norms(U: Float32[Tensor, "B R n"], W: Float32[Tensor, "B R m"]) -> Fl
     """The squared norm of each U^T W, computed from the factors, and 1 for the step."""
     squares = (U.bmm(U.mT) * W.bmm(W.mT)).sum(dim=(1, 2), dtype=torch.float64)
     return torch.stack([squares, torch.ones_like(squares)], dim=1)
+
+
+# --- orthonormal bases, in fp32 and for each matrix of a batch --------------------------------------
+
+WAYS = ("auto", "qr", "gram_schmidt", "cholesky_qr", "authors")
+SAFE = 1e-2  # smallest share of a row at which the last two methods are accurate
+
+
+def check_orthogonalization(name: str, epsilon: float) -> None:
+    """Raises ValueError unless orthonormalize accepts the arguments."""
+    if name not in WAYS:
+        raise ValueError(f"orthogonalization must be one of {', '.join(WAYS)}, not {name!r}")
+    if not 0 < epsilon < 1:
+        raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
+
+
+def orthonormalize(
+    x: Float32[Tensor, "B r d"],
+    way: str = "auto",
+    epsilon: float = 1e-8,
+    noise: Callable[[], Tensor] | None = None,
+) -> Float32[Tensor, "B r d"]:
+    """An orthonormal basis for the rows of each of the B matrices in x. x is finite and r <= d.
+
+    The result has r orthonormal rows of d elements with the same span as x; its first k rows span the same space
+    as the first k rows of x. The `share` of a row is the part of its length that the rows before it do not
+    explain. There are three methods, and a fourth that repeats other code:
+
+        qr             Householder reflections; orthonormal for any x
+        gram_schmidt   x_i = x_i / |x_i|;  x_j -= (x_j . x_i) x_i for j > i      (modified, Vogels et al. 2019)
+        cholesky_qr    L L^T = x x^T in fp64;  L^-1 x
+
+    The last two lose orthogonality if rows are nearly dependent; then Householder replaces them. `auto` uses
+    Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest of the
+    three for ResNet-18's matrices at ranks 2, 4 and 7) and cholesky_qr on a GPU, which has no fast QR of many
+    small matrices.
+
+    `authors` repeats what the authors' package, epfml/powersgd, does: at rank 1 x / max(|x|, 1e-16) with one norm
+    |x| of the whole batch, otherwise qr. The rows of B equal matrices of rank 1 then have a length of about
+    1 / sqrt(B), not 1, so a step sends only a part of what it should. The error feedback keeps the rest.
+
+    A row that is zero, or has a share of at most epsilon, determines no direction and is replaced by a random row.
+    Without this, a gradient that was zero once (an unused layer) would never be compressed again, because its
+    factor would stay zero. The paper adds epsilon to the norm instead, so such a row stays zero.
+
+    Args:
+        way: One of WAYS.
+        epsilon: Largest share of a row that determines no direction.
+        noise: Returns [B, r, d] fp32, the source of the random rows; it must be the same on all ranks. None:
+            random numbers from a fixed seed.
+    """
+    return orthonormalize_each([x], way, epsilon, [noise])[0]
+
+
+def orthonormalize_each(
+    xs: Sequence[Float32[Tensor, "_ _ _"]],
+    way: str,
+    epsilon: float,
+    noises: Sequence[Callable[[], Tensor] | None],
+) -> list[Float32[Tensor, "_ _ _"]]:
+    """Applies `orthonormalize` to each. If all rows determine a direction, the host waits for a GPU only once."""
+    tried = [attempt(x, way, epsilon) for x in xs]
+    accepted = read_scalars([valid for _, valid in tried])
+    return [
+        basis if accept else completed(x, epsilon, noise)
+        for x, (basis, _), accept, noise in zip(xs, tried, accepted, noises, strict=True)
+    ]
+
+
+def attempt(
+    x: Float32[Tensor, "B r d"], way: str, epsilon: float
+) -> tuple[Float32[Tensor, "B r d"], Bool[Tensor, ""]]:
+    """Returns (basis, whether it is valid): not if rows determine no direction or rounding has spoilt it."""
+    if way == "authors" and x.shape[1] == 1:
+        whole = torch.linalg.vector_norm(x)
+        return x / whole.clamp(min=1e-16), whole.isfinite()
+    if way == "authors":
+        way = "qr"
+    if way == "auto":
+        way = "gram_schmidt" if x.shape[1] == 1 else "cholesky_qr" if x.is_cuda else "qr"
+    if x.shape[1] == 1 and way == "gram_schmidt":  # the same result in fewer operations
+        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True)
+        least, largest = norm.aminmax()
+        return x / norm, (least > 0) & (largest < torch.inf)
+    basis, share = {"qr": qr, "gram_schmidt": gram_schmidt, "cholesky_qr": cholesky_qr}[way](x)
+    # the share of a zero row is NaN, and comparisons with NaN are false
+    return basis, (share > (epsilon if way == "qr" or x.shape[1] == 1 else SAFE)).all()
+
+
+def completed(
+    x: Float32[Tensor, "B r d"], epsilon: float, noise: Callable[[], Tensor] | None
+) -> Float32[Tensor, "B r d"]:
+    """The basis by Householder reflections, with noise for rows that determine no direction."""
+    basis, share = qr(x)
+    lost = ~(share > epsilon)
+    if bool(lost.any()):
+        basis, _ = qr(replaced(x, lost, noise() if noise is not None else _noise_like(x)))
+    return basis
+
+
+def qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+    """Returns (basis, share), as the next two. LAPACK expects columns: the transpose of x, which costs no copy."""
+    q, r = torch.linalg.qr(x.mT)
+    return q.mT, r.diagonal(dim1=1, dim2=2).abs() / torch.linalg.vector_norm(r, dim=1)
+
+
+def gram_schmidt(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+    basis = x.clone()
+    before = torch.linalg.vector_norm(x, dim=2)
+    left = []
+    for i in range(x.shape[1]):
+        row, rest = basis[:, i : i + 1], basis[:, i + 1 :]
+        norm = torch.linalg.vector_norm(row, dim=2, keepdim=True)
+        left.append(norm.view(-1))
+        row.div_(norm)
+        if rest.shape[1]:
+            rest.baddbmm_(rest.bmm(row.mT), row, alpha=-1)
+    return basis, torch.stack(left, dim=1) / before
+
+
+def cholesky_qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+    wide = x.double()
+    gram = wide.bmm(wide.mT)
+    L, info = torch.linalg.cholesky_ex(gram)
+    identity = torch.eye(x.shape[1], dtype=wide.dtype, device=x.device).expand_as(gram)
+    inverse = torch.linalg.solve_triangular(L, identity, upper=False)
+    share = (L / gram.diagonal(dim1=1, dim2=2).sqrt()[:, :, None]).diagonal(dim1=1, dim2=2)
+    return inverse.bmm(wide).float(), torch.where(info[:, None] == 0, share, 0.0).float()
+
+
+def replaced(
+    x: Float32[Tensor, "B r d"], lost: Bool[Tensor, "B r"], noise: Float32[Tensor, "B r d"]
+) -> Float32[Tensor, "B r d"]:
+    """x with the lost rows moved behind the others, which keep their span, and replaced by noise."""
+    order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
+    return torch.where(lost[:, :, None], noise, x).gather(1, order)
+
+
+def _noise_like(x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.device)

@@ -19,16 +19,6 @@ elements of the other tensors) and 24 for a header, w = 4, or 2 with wire="fp16"
 Differences from the paper: The error refers to this rank's own gradient. The paper has e = M - P Q^T, with the
 mean Q. Then only the mean of e over the ranks is bounded, and each e grows with the differences between the ranks'
 data. In both cases, updates plus errors equal the sum of all gradients. Undetermined directions are random.
-
-The state of PowerSGD for one bucket. Checkpoints hold it by tensor name, for any division into buckets.
-
-A checkpoint is a dict with these keys:
-
-    errors                 by name, in the shape of the tensor
-    P, Q                   by name, [n, r] and [m, r], with rows in the order of the shape
-    sums                   by name, [2]
-    half_steps, steps      by name, numbers; older ones have one number for all
-    accordion              state of `Accordion`, or empty
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +57,7 @@ from dgc.memory import MomentumCorrection
 from dgc.state import FlatState, check_mapping, check_tensor, largest_count, parts_of
 from dgc.wire import CastValues
 
+MODES = ("residual", "paper", "square")
 SIDES, COUNTS = ("P", "Q"), ("half_steps", "steps")
 
 
@@ -263,6 +254,16 @@ def resize(saved: Tensor | None, r: int, length: int, seed: int, key: str) -> Fl
 
 
 def empty_checkpoint() -> dict[str, Any]:
+    """A checkpoint without tensors. Checkpoints hold the state by tensor name, for any division into buckets.
+
+    They have these keys:
+
+        errors                 by name, in the shape of the tensor
+        P, Q                   by name, [n, r] and [m, r], with rows in the order of the shape
+        sums                   by name, [2]
+        half_steps, steps      by name, numbers; older ones have one number for all
+        accordion              state of `Accordion`, or empty
+    """
     return {"errors": {}, "P": {}, "Q": {}, "sums": {}, "half_steps": {}, "steps": {}, "accordion": {}}
 
 
@@ -294,9 +295,6 @@ def load_errors(saved: Mapping[str, Any], buckets: Sequence[Bucket], error_feedb
     return errors
 
 
-MODES = ("residual", "paper", "square")
-
-
 @dataclass(eq=False)
 class _Step:
     """Intermediate values of one step of a bucket.
@@ -320,10 +318,10 @@ class PowerSGDCompressor:
         min_compression_rate (float): send a tensor uncompressed unless compression saves more; 0: always compress.
         num_iters_per_step (int): half steps per step, K, in mode "residual". With 1 a step sends one of the two
             factors; with 2 both, as in the paper: errors wait less long, and momentum makes fewer runs unstable.
-        mode (str): "residual", "paper" or "square", as above.
+        mode (str): "residual", "paper" or "square", as in the module's description.
         warm_start (bool): begin with the factors of the last step. False: with random factors.
         error_feedback (bool): keep what a step does not send and add it to the next gradient.
-        epsilon (float), orthogonalization (str): see `dgc.compression.matrices`.
+        epsilon (float), orthogonalization (str): see `dgc.compression.matrices.orthonormalize`.
         start_compressing_after_num_steps (int): uncompressed steps at the start (100 in the reference code).
         wire (str): "fp32", or "fp16" to send all numbers in 2 bytes. The residual includes the rounding errors.
         high_rank (int, optional): adapt the rank from `rank` to this; see `Accordion`. Needs begin_epoch.

@@ -32,7 +32,7 @@ from dgc.wire import CastValues
 
 @checked
 class RandomKCompressor(ErrorFeedbackCompressor):
-    """Random-k sparsification with a shared seed (Stich et al. 2018, arXiv 1809.07599).
+    """Random k: one element from each of k stretches of a tensor (Stich et al. 2018, arXiv 1809.07599).
 
     Args:
         compress_ratio (float): fraction of elements sent, D; above 1 the factor saved.
@@ -50,7 +50,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
         if values not in ("fp32", "fp16"):
             raise ValueError(f"values must be fp32 or fp16, not {values!r}")
         super().__init__(error_feedback, seed)
-        self._ratio = compress_ratio if compress_ratio <= 1 else 1 / compress_ratio
+        self._ratio = min(compress_ratio, 1 / compress_ratio)
         self._cast = CastValues(values)
 
     @property
@@ -88,10 +88,9 @@ class RandomKCompressor(ErrorFeedbackCompressor):
 
 
 class RandomBlockCompressor(RandomKCompressor):
-    """Random-block sparsification: k consecutive elements from a random start (Vogels et al. 2019, arXiv
-    1905.13727).
+    """Random block: k consecutive elements from a random start (Vogels et al. 2019, arXiv 1905.13727).
 
-    Args and errors are those of RandomK.
+    Args and errors are those of `RandomKCompressor`.
     """
 
     def choose(

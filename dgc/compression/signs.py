@@ -1,41 +1,6 @@
-"""signSGD and Signum with majority vote (Bernstein, Wang, Azizzadenesheli, Anandkumar 2018, arXiv 1802.04434;
-Bernstein, Zhao, Azizzadenesheli, Anandkumar 2019, arXiv 1810.05291).
+"""Compressors that send the sign of every element, and one or two magnitudes of each tensor or row."""
 
-    signSGD   send sign(g);  result = sign(sum over ranks)
-    Signum    m = beta m + (1 - beta) g;  send sign(m)
-
-The stored state is e = beta v with v = g + e: v equals m / (1 - beta) and has the signs of m. The result is -1, 0
-(a tie) or 1 for every element. Learning rates must therefore be much smaller than for SGD: the papers use 1e-4.
-
-Codes: for each tensor of d elements 4 bytes, a 1 unless all elements are 0, and its signs, 4 ceil(d/32) bytes.
-
-Differences from the papers: An element of 0 votes as a negative one. If the whole tensor is 0 on a rank, that rank
-does not vote.
-
-EF-signSGD: scaled signs with error feedback (Karimireddy, Rebjock, Stich, Jaggi 2019, arXiv 1901.09847,
-Algorithm 1; Sign+Norm in Vogels et al. 2019).
-
-    p = g + e;  send (|p|_1 / d) sign(p) of each tensor of d elements;  e = p - what was sent
-
-Codes: 4 bytes of scale for each tensor, then its signs, 4 ceil(d/32) bytes.
-
-Differences from the paper: e has the unit of gradients and is not scaled by the learning rate. An element of 0 is
-sent as a negative one.
-
-1-bit SGD (Seide, Fu, Droppo, Li, Yu: Interspeech 2014).
-
-    v = g + e;  of each row of a tensor, the elements above 0 are sent as their mean, the others as their mean
-    e = v - what was sent
-
-These two means minimize the squared error. A row holds the weights of one output, that is, one index of the
-outermost dimension in memory. A vector is one row.
-
-Codes: 8 bytes of means for each row, then the signs of its d elements, 4 ceil(d/32) bytes.
-
-Differences from the paper: The paper uses columns, because its matrices are the transposes of PyTorch's. All ranks
-gather all codes, where the paper sums stripes and quantizes the sums again.
-"""
-
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -48,61 +13,24 @@ from dgc.bucket import Bucket, Segment
 from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
 
 
-@checked
-class SignSGDCompressor(AllGatherCompressor):
-    """signSGD and Signum with majority vote (Bernstein et al. 2018, arXiv 1802.04434; 2019, arXiv 1810.05291).
+class SignCompressor(AllGatherCompressor):
+    """Base class of compressors that send the signs and one scale of each tensor.
 
-    Args:
-        momentum (float): beta of Signum, in [0, 1); 0 is signSGD, which keeps no state.
-
-    Raises:
-        ValueError: if momentum is out of range.
+    Codes: 4 bytes of scale for each tensor of d elements, then its signs, 4 ceil(d/32) bytes.
     """
 
     bits = 1
 
-    def __init__(self, momentum: float = 0.0):
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is from 0 to below 1, not {momentum}")
-        super().__init__(error_feedback=momentum > 0)
-        self.momentum = momentum
+    @abstractmethod
+    def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]: ...
 
     def nbytes(self, bucket: Bucket) -> int:
         return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
 
     def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
         bounds = self.bounds(bucket)
-        one = (kernels.of(v).selection.moments(v, bounds).largest > 0).float()
-        codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(one), -one, one)
-        return join(one, codes), v * self.momentum
-
-    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
-        """Writes the majority, the sign of the sum."""
-        ones, signs = split_all(codes, len(bucket.segments))
-        lows = [-own for own in ones]
-        kernels.of(mean).quantize.sign_mean_(signs, self.bounds(bucket), lows, ones, None, 1, mean)
-        mean.sign_()
-
-
-class ScaledSignCompressor(AllGatherCompressor):
-    """Signs scaled by the mean magnitude, with error feedback (Karimireddy et al. 2019, arXiv 1901.09847,
-    Algorithm 1).
-
-    Args:
-        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
-        seed (int): not used.
-    """
-
-    bits = 1
-
-    def nbytes(self, bucket: Bucket) -> int:
-        return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
-
-    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
-        bounds = self.bounds(bucket)
-        scales = (kernels.of(v).selection.moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
-        cuts = scales.new_zeros(scales.shape)
-        codes, kept = kernels.of(v).quantize.sign_encode(v, bounds, cuts, -scales, scales)
+        scales = self.scales(v, bounds)
+        codes, kept = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(scales), -scales, scales)
         return join(scales, codes), kept
 
     def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
@@ -112,8 +40,80 @@ class ScaledSignCompressor(AllGatherCompressor):
 
 
 @checked
+class SignSGDCompressor(SignCompressor):
+    """signSGD and Signum with majority vote (Bernstein, Wang, Azizzadenesheli, Anandkumar 2018, arXiv 1802.04434;
+    Bernstein, Zhao, Azizzadenesheli, Anandkumar 2019, arXiv 1810.05291).
+
+        signSGD   send sign(g);  result = sign(sum over ranks)
+        Signum    m = beta m + (1 - beta) g;  send sign(m)
+
+    The stored state is e = beta v with v = g + e: v equals m / (1 - beta) and has the signs of m. The result is
+    -1, 0 (a tie) or 1 for every element. Learning rates must therefore be much smaller than for SGD: the papers
+    use 1e-4.
+
+    The scale of a tensor is 1, or 0 if all its elements are 0.
+
+    Differences from the papers: An element of 0 votes as a negative one. If the whole tensor is 0 on a rank, that
+    rank does not vote.
+
+    Args:
+        momentum (float): beta of Signum, in [0, 1); 0 is signSGD, which keeps no state.
+
+    Raises:
+        ValueError: if momentum is out of range.
+    """
+
+    def __init__(self, momentum: float = 0.0):
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is from 0 to below 1, not {momentum}")
+        super().__init__(error_feedback=momentum > 0)
+        self.momentum = momentum
+
+    def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
+        return (kernels.of(v).selection.moments(v, bounds).largest > 0).float()
+
+    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+        codes, _ = super().encode(v, bucket)
+        return codes, v * self.momentum
+
+    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+        """Writes the majority, the sign of the sum."""
+        super().mean_(codes, bucket, mean)
+        mean.sign_()
+
+
+class ScaledSignCompressor(SignCompressor):
+    """EF-signSGD: scaled signs with error feedback (Karimireddy, Rebjock, Stich, Jaggi 2019, arXiv 1901.09847,
+    Algorithm 1; Sign+Norm in Vogels et al. 2019).
+
+        p = g + e;  send (|p|_1 / d) sign(p) of each tensor of d elements;  e = p - what was sent
+
+    Differences from the paper: e has the unit of gradients and is not scaled by the learning rate. An element of 0
+    is sent as a negative one.
+
+    Args:
+        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
+        seed (int): not used.
+    """
+
+    def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
+        return (kernels.of(v).selection.moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
+
+
+@checked
 class OneBitCompressor(AllGatherCompressor):
-    """1-bit SGD: each row is quantized to two means (Seide et al., Interspeech 2014).
+    """1-bit SGD (Seide, Fu, Droppo, Li, Yu: Interspeech 2014).
+
+        v = g + e;  of each row of a tensor, the elements above 0 are sent as their mean, the others as their mean
+        e = v - what was sent
+
+    These two means minimize the squared error. A row holds the weights of one output, that is, one index of the
+    outermost dimension in memory. A vector is one row.
+
+    Codes: 8 bytes of means for each row, then the signs of its d elements, 4 ceil(d/32) bytes.
+
+    Differences from the paper: The paper uses columns, because its matrices are the transposes of PyTorch's. All
+    ranks gather all codes, where the paper sums stripes and quantizes the sums again.
 
     Args:
         error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.

@@ -1,114 +1,17 @@
-"""The interface between the sparse compressor and an exchange.
+"""How the ranks sum the elements that each of them has selected: `SparseCompressor(exchange=)`.
 
-The exchange of a name.
+An exchange takes what a rank has selected of one bucket, as `Chosen`, and returns
 
-All-gather: every rank receives the selection of every rank.
+    result = 1/N * sum over the N ranks, in rank order, or the largest elements of that sum
 
-    result = 1/N * sum over ranks          in rank order, so that replicas stay equal bit for bit
-
-One round. Bytes per rank: b (N-1) for a payload of b bytes.
-
-The exchange that sends fewer bytes: all-gather, or reduce-scatter.
-
-The choice follows from the number of ranks and the planned sizes of payloads, so it is the same on every rank.
-With fp32 values and int32 indices the reduce-scatter sends fewer bytes from 4 ranks on. It has a second round, and
-a step changes fewer elements. gTop-k is not considered: it needs messages from rank to rank, and in these formats
-it sends no fewer bytes than the better of the two.
-
-Bytes per rank: the smaller of those of the two.
-
-A sparse all-reduce whose bytes per rank do not grow with the number of ranks (after Ok-Topk: Li and Hoefler
-2022, arXiv 2201.07598).
-
-Each of N ranks owns one region of the bucket (`regions`). With x_r the k elements that rank r has selected:
-
-    round 1    rank r sends the part of x_r in each region to the region's owner           all-to-all
-               the owner adds:                s = sum over r of x_r, in rank order
-               the owner selects again:       t = the c_2 largest |s_i|, of equal ones the first
-    round 2    every rank receives the t of all regions                                    all-gather
-               result = t / N
-
-Nothing is lost. Each rank removes from its error state only what it has sent of the elements of the result. All
-others wait there, whether they did not fit into a payload of round 1 or were not selected again. The owner keeps
-what the format rounds in round 2, s_i - t_i, as the whole sum. Therefore
+The result is the same on every rank, bit for bit. Nothing is lost: each rank removes from its error state only
+what it has sent of the elements of the result, and of a part of the sum that no rank receives, one rank keeps all:
 
     mean over ranks of (gradient + old error) = result + mean over ranks of new error
 
-Capacity of round 1. Blocks are dealt to regions without regard to the data, so each selected element falls into a
-region with probability 1/N. The number in one region has the mean m = k/N and the standard deviation
-d = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d elements, and then holds all of them with a probability
-of 0.84 (normal approximation). On average 0.083 d elements per region wait for another step, the smallest ones:
-1.7 % of m = 25, less of larger m. For N = 1, d = 0.
-
-Capacity of round 2. The N ranks together select up to N k different elements. Those that the result does not have
-wait on all ranks that selected them. With m elements per region they wait long, and a short training is less
-accurate. So c_2 is 2 m where both rounds then cost at most six words of 4 bytes per selected element (in fp32 and
-int32), and what fits into six words where they cost more, but at least 1.5 m:
-
-    c_2 = min(2 m, max(1.5 m, 3 k / (N-1) - c_1 - 6))              6 elements have the bytes of two headers
-
-Bytes per rank: (N-1) (SparseFormat.nbytes(c_1) + SparseFormat.nbytes(c_2)). In fp32 and int32 that is
-
-    (N-1) (8 (m + d) + 8 c_2 + 48)        at most 24 k, where 1.5 m do not cost more
-
-int8 and sign values have 4 bytes more per payload for each tensor of the bucket.
-
-The first tensor with NaN or inf of each rank is in the header of every payload of round 1. Every rank thus learns
-all flags.
-
-Differences from the paper: Thresholds are not reused from earlier steps: both selections are exact in every step,
-and payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data. The result has up to 2 k
-elements; in the paper it has about k.
-
-The division of a bucket into regions, one per rank, of equal size whatever the tensors look like.
-
-Blocks of B elements are dealt to the N ranks in turn. Element i belongs to the region
-
-    r = (i // B) mod N      at the place      p = (i // (B N)) B + i mod B
-
-B is a prime number that divides the dimensions of few layers. If B N divided the length of a tensor's rows, a
-region would hold the same columns of every row, and columns differ in their magnitudes. B is small, because large
-elements are close together, in filters and rows: of 149 elements selected from 14,664 on 16 ranks, 21 % find their
-region's payload full with B = 61 and 5 % with B = 13. The map keeps the order of elements within a region, and so
-the tensors of a bucket are adjacent in each region.
-
-gTop-k (Shi et al. 2019, arXiv 1901.04359) by recursive doubling, for any number of ranks.
-
-With x the k elements that a rank has selected, and P the largest power of two up to the number of ranks N:
-
-    first            rank P + p sends its x to rank p:               x_p = top_2k(x_p + x_{P+p})
-    j = 0, 1, ..     ranks r and r xor 2**j exchange their x:        x = top_2k(x of one + x of the other)
-    last             rank p sends x to rank P + p
-    result           x / N
-
-After round j, each group of 2**(j+1) ranks holds the same x, bit for bit. top_2k keeps the 2 k largest magnitudes,
-of equal ones the first.
-
-Nothing is lost. Each rank removes from its error state only the elements that the result has. Of an element of the
-result, a part of the sum may have been dropped by another group, or rounded by the format. All ranks of that group
-see this part. One of them keeps it: for element i the member number (i // B) mod (size of the group), so that each
-keeps its share. Therefore
-
-    mean over ranks of (gradient + old error) = result + mean over ranks of new error
-
-Before the first round an all-gather of headers brings each rank's first tensor with NaN or inf, and its settings,
-to every rank.
-
-Bytes of a rank: 24 (N-1) for the header, and for its messages b = SparseFormat.nbytes(k) for x as selected, and
-B = SparseFormat.nbytes(2 k) for a sum:
-
-    p < N - P         B (log2 P + 1)
-    N - P <= p < P    b + B (log2 P - 1), or nothing for P = 1
-    p >= P            b
-
-Messages go from rank to rank.
-
-Differences from the paper: The paper keeps k elements of each sum. The N ranks together select up to N k different
-ones, and those that the result does not have wait on all ranks that selected them. With k they wait long, and a
-short training is less accurate. The paper reduces along a tree to one rank and broadcasts, 2 b log2 P bytes, and
-needs a power of two. There the parts that are dropped of elements of the result are lost.
-
-Operations on sparse vectors of a few elements. None waits for the device.
+Each class describes its messages, its bytes per rank, and its differences from the paper. N is the number of
+ranks, k the number of elements that each has selected, and b = SparseFormat.nbytes(k) the bytes of their payload.
+Headers carry each rank's flag, its first tensor with NaN or inf, so that every rank learns all flags.
 """
 
 from collections.abc import Sequence
@@ -118,7 +21,7 @@ from math import isqrt
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -133,7 +36,7 @@ from dgc.compression.envelope import (
     sparse_overflow_message,
 )
 from dgc.compression.protocol import DenseResult, Result, SparseResult
-from dgc.kernels import Budget, Merged, SelectionKernels, SparseVector
+from dgc.kernels import Budget, Merged, SparseVector
 from dgc.memory import Memory
 from dgc.selection import Plan
 from dgc.wire import Encoded, SparseFormat
@@ -176,14 +79,47 @@ class Chosen:
     def encode(
         self,
         elements: SparseVector | None = None,
-        first_nonfinite: Tensor | None = None,
         budget: Budget | None = None,
+        numel: int | None = None,
+        flagged: bool = True,
     ) -> Encoded:
-        """Encode the selection, or other elements with the capacity of `budget`, as one payload."""
+        """Encode elements as one payload, by default the selection.
+
+        Args:
+            elements: The elements, with the capacity of `budget`.
+            budget: Number of elements per tensor; default the plan's.
+            numel: Number of elements of the part of the bucket that they are from; default all.
+            flagged: Whether the header names the first tensor with NaN or inf.
+        """
         plan, bucket = self.plan, self.bucket
-        first = self.first_nonfinite if first_nonfinite is None else first_nonfinite
-        how = (budget or plan.per_tensor, bucket.numel, first, bucket.dtype, plan.ratio)
-        return self.form.encode(self.kernels.codec, self.elements if elements is None else elements, *how)
+        first = self.first_nonfinite if flagged else torch.full_like(self.first_nonfinite, bucket.numel)
+        return self.form.encode(
+            self.kernels.codec,
+            self.elements if elements is None else elements,
+            budget or plan.per_tensor,
+            bucket.numel if numel is None else numel,
+            first,
+            bucket.dtype,
+            plan.ratio,
+            tensors=plan.per_tensor.bounds,
+        )
+
+    def decode(
+        self,
+        payloads: Sequence[Tensor],
+        budget: Budget,
+        numel: int,
+        bounds: Sequence[Tensor] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> Conversation[tuple[list[SparseVector], list[int]]]:
+        """Check and decode payloads. Returns the elements and the flag of each.
+
+        budget, numel: as in `encode`. bounds: the bounds of the tensors in each payload, if not those of `budget`.
+        ranks: the senders, if not all ranks.
+        """
+        settings = (budget, numel, self.plan.ratio, self.what, bounds, ranks)
+        decoding = self.form.decoding(self.kernels.codec, payloads, *settings)
+        return decoding.checked((yield from read(decoding.scalars)))
 
     def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> Conversation[SparseResult]:
         """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
@@ -199,8 +135,7 @@ class Chosen:
         bucket, planned = self.bucket, (self.plan.per_tensor, self.bucket.numel)
         decoder, sections = self.kernels.decoder, sections_of(self.form, *planned)
         if decoder is None or sections is None:
-            decoding = self.form.decoding(self.kernels.codec, payloads, *planned, self.plan.ratio, self.what)
-            return (yield from self.mean(*decoding.checked((yield from read(decoding.scalars)))))
+            return (yield from self.mean(*(yield from self.decode(payloads, *planned))))
         settings = (self.plan.per_tensor, self.size, self.plan.ratio, self.what)
         gathered = Gathered(payloads, self.form, sections, *settings)
         if self.memory.correction is not None or bucket.dtype != torch.float32:
@@ -241,8 +176,32 @@ class SparseExchange(Protocol):
         ...
 
 
+def exchange_of(name: str) -> SparseExchange:
+    """The exchange that the option `exchange` of a compressor names.
+
+    Raises:
+        ValueError: There is no exchange of this name.
+    """
+    match name:
+        case "all_gather":
+            return AllGatherExchange()
+        case "reduce_scatter":
+            return ReduceScatterExchange()
+        case "gtopk":
+            return GTopKExchange()
+        case "auto":
+            return AutoExchange()
+    raise ValueError(f"exchange must be 'all_gather', 'reduce_scatter', 'gtopk' or 'auto', not {name!r}")
+
+
+# --- all-gather ------------------------------------------------------------------------------------
+
+
 class AllGatherExchange:
-    """Every rank sends its whole selection to every rank."""
+    """Every rank receives the selection of every rank, and sums all.
+
+    One round. Bytes per rank: b (N-1).
+    """
 
     point_to_point = False
 
@@ -256,13 +215,9 @@ class AllGatherExchange:
         return (yield from chosen.mean_of(payloads))
 
 
+# --- sparse vectors of a few elements, without waiting for the device ------------------------------
+
 BEYOND = 2**31 - 1  # larger than any index
-
-
-def vector(indices: Int64[Tensor, "count"], values: Float32[Tensor, "count"]) -> SparseVector:
-    """A sparse vector without room for more elements."""
-    count = torch.full((), indices.numel(), dtype=torch.int32, device=indices.device)
-    return SparseVector(indices.to(torch.int32), values, count)
 
 
 def live(x: SparseVector) -> Bool[Tensor, "capacity"]:
@@ -270,13 +225,19 @@ def live(x: SparseVector) -> Bool[Tensor, "capacity"]:
     return torch.arange(x.indices.numel(), dtype=torch.int64, device=x.indices.device) < x.count
 
 
-def largest_of(kernel: SelectionKernels, x: SparseVector, k: int) -> SparseVector:
+def total_of(parts: Sequence[SparseVector], numel: int) -> SparseVector:
+    """The sum of sparse vectors of `numel` elements, in the order given."""
+    kernel = kernels.of(parts[0].values).selection
+    return kernel.merge_mean(parts, 1, numel).vector  # a mean over one rank is the sum
+
+
+def largest_of(x: SparseVector, k: int) -> SparseVector:
     """The k elements of largest magnitude, of equal ones the first. Zeros are left out."""
     # never fewer elements than slots
     values = torch.nn.functional.pad(torch.where(live(x), x.values, 0.0), (0, k))
     ends = torch.tensor([0, values.numel()], dtype=torch.int64, device=values.device)
     budget = Budget(ends, torch.full((1,), k, dtype=torch.int64, device=values.device), k)
-    chosen = kernel.select(values, budget).elements
+    chosen = kernels.of(values).selection.select(values, budget).elements
     indices = torch.nn.functional.pad(x.indices, (0, k))[chosen.indices.long()]
     return SparseVector(torch.where(live(chosen), indices, 0), chosen.values, chosen.count)
 
@@ -290,20 +251,32 @@ def shared(x: SparseVector, other: SparseVector) -> SparseVector:
     return SparseVector(indices, x.values[order], found.sum(dtype=torch.int32))
 
 
-def subtract(kernel: SelectionKernels, x: SparseVector, part: SparseVector) -> SparseVector:
+def subtract(x: SparseVector, part: SparseVector) -> SparseVector:
     """x - part, at the indices of x. Those of `part` must be among them."""
     at = torch.searchsorted(torch.where(live(x), x.indices, BEYOND), part.indices).to(torch.int32)
     rest = x.values.clone()
-    kernel.remove_sent_(SparseVector(at, part.values, part.count), None, rest)
+    kernels.of(rest).selection.remove_sent_(SparseVector(at, part.values, part.count), None, rest)
     return SparseVector(x.indices, rest, x.count)
 
 
-BLOCK = 13
+# --- reduce-scatter --------------------------------------------------------------------------------
+
+BLOCK = 13  # B of `Regions`
 
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """Regions of a bucket.
+    """The division of a bucket into regions, one per rank, of equal size whatever the tensors look like.
+
+    Blocks of B elements are dealt to the N ranks in turn. Element i belongs to the region
+
+        r = (i // B) mod N      at the place      p = (i // (B N)) B + i mod B
+
+    B is a prime number that divides the dimensions of few layers. If B N divided the length of a tensor's rows, a
+    region would hold the same columns of every row, and columns differ in their magnitudes. B is small, because
+    large elements are close together, in filters and rows: of 149 elements selected from 14,664 on 16 ranks, 21 %
+    find their region's payload full with B = 61 and 5 % with B = 13. The map keeps the order of elements within a
+    region, and so the tensors of a bucket are adjacent in each region.
 
     Attributes:
         size: Number of regions.
@@ -314,6 +287,18 @@ class Regions:
     size: int
     numel: int
     bounds: Int64[Tensor, "regions bounds"]
+
+    @cached_property
+    def bounds_of_each(self) -> tuple[Tensor, ...]:
+        return self.bounds.unbind()
+
+    @cached_property
+    def numels_of_each(self) -> tuple[Tensor, ...]:
+        return self.bounds.diff().unbind()
+
+    def budget(self, region: int, capacity: int) -> Budget:
+        """The budget of a payload of this region. Every tensor may fill the whole payload."""
+        return Budget(self.bounds_of_each[region], self.numels_of_each[region], capacity)
 
     def index_of(self, place: Int64[Tensor, "..."], region: Int64[Tensor, "..."] | int) -> Int64[Tensor, "..."]:
         """The index within the bucket."""
@@ -344,22 +329,15 @@ class Regions:
         return [SparseVector(*part) for part in zip(*rows, counts, strict=True)]
 
     def join(self, parts: Sequence[SparseVector]) -> SparseVector:
-        """One vector of the bucket from one of each region. It does not wait for the device."""
-        index, values = self._of_bucket(parts)
-        index, order = index.view(-1).sort()
-        indices = torch.where(index < BEYOND, index, 0).to(torch.int32)
-        count = torch.stack([p.count for p in parts]).sum(dtype=torch.int32)
-        return SparseVector(indices, values.view(-1)[order], count)
-
-    def _of_bucket(
-        self, parts: Sequence[SparseVector]
-    ) -> tuple[Int64[Tensor, "regions capacity"], Float32[Tensor, "regions capacity"]]:
-        """(indices within the bucket, values) of each region's vector; BEYOND and 0 past its end."""
+        """One vector of the bucket from one of each region."""
         places, counts = torch.stack([p.indices for p in parts]).long(), torch.stack([p.count for p in parts])
         region = torch.arange(self.size, dtype=torch.int64, device=places.device).unsqueeze(1)
         numbers = torch.arange(places.shape[1], dtype=torch.int64, device=places.device)
-        valid, values = numbers < counts.unsqueeze(1), torch.stack([p.values for p in parts])
-        return torch.where(valid, self.index_of(places, region), BEYOND), torch.where(valid, values, 0.0)
+        valid = numbers < counts.unsqueeze(1)
+        index, order = torch.where(valid, self.index_of(places, region), BEYOND).view(-1).sort()
+        values = torch.where(valid, torch.stack([p.values for p in parts]), 0.0).view(-1)[order]
+        indices = torch.where(index < BEYOND, index, 0).to(torch.int32)
+        return SparseVector(indices, values, counts.sum(dtype=torch.int32))
 
     def _counts(self, region: Int64[Tensor, "k"]) -> Int64[Tensor, "regions"]:
         """Number of elements of each region, and of those that are left out."""
@@ -384,37 +362,50 @@ def divide_into_regions(bounds: Int64[Tensor, "bounds"], numel: int, size: int) 
     return Regions(size, largest_region(numel, size), turns * BLOCK + (rest - first).clamp(0, BLOCK))
 
 
-@dataclass(frozen=True, eq=False)
-class Division:
-    """The regions of a bucket for one plan. send, keep: elements of a payload of round 1 and of round 2."""
-
-    plan: Plan
-    regions: Regions
-    send: int
-    keep: int
-
-    @cached_property
-    def bounds(self) -> tuple[Tensor, ...]:
-        """The bounds of the tensors in each region."""
-        return self.regions.bounds.unbind()
-
-    @cached_property
-    def numels(self) -> tuple[Tensor, ...]:
-        """The sizes of the tensors in each region."""
-        return self.regions.bounds.diff().unbind()
-
-    def budget(self, region: int, capacity: int) -> Budget:
-        """Every tensor may fill the whole payload."""
-        return Budget(self.bounds[region], self.numels[region], capacity)
-
-
 class ReduceScatterExchange:
-    """Each rank sums and selects again what all ranks have selected in its region of the bucket."""
+    """Each rank sums what all ranks have selected in its region of the bucket, and selects again.
+
+    After Ok-Topk (Li and Hoefler 2022, arXiv 2201.07598). The bytes per rank do not grow with the number of ranks.
+
+    Each rank owns one region of the bucket (`Regions`). With x_r the k elements that rank r has selected:
+
+        round 1    rank r sends the part of x_r in each region to the region's owner           all-to-all
+                   the owner adds:                s = sum over r of x_r, in rank order
+                   the owner selects again:       t = the c_2 largest |s_i|, of equal ones the first
+        round 2    every rank receives the t of all regions                                    all-gather
+                   result = t / N
+
+    Elements that are not in the result wait in the error states, whether they did not fit into a payload of round
+    1 or were not selected again. The owner keeps what the format rounds in round 2, s_i - t_i, as the whole sum.
+
+    Capacity of round 1. Blocks are dealt to regions without regard to the data, so each selected element falls
+    into a region with probability 1/N. The number in one region has the mean m = k/N and the standard deviation d
+    = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d elements, and then holds all of them with a probability
+    of 0.84 (normal approximation). On average 0.083 d elements per region wait for another step, the smallest
+    ones: 1.7 % of m = 25, less of larger m. For N = 1, d = 0.
+
+    Capacity of round 2. The N ranks together select up to N k different elements. Those that the result does not
+    have wait on all ranks that selected them. With m elements per region they wait long, and a short training is
+    less accurate. So c_2 is 2 m where both rounds then cost at most six words of 4 bytes per selected element (in
+    fp32 and int32), and what fits into six words where they cost more, but at least 1.5 m:
+
+        c_2 = min(2 m, max(1.5 m, 3 k / (N-1) - c_1 - 6))          6 elements have the bytes of two headers
+
+    Bytes per rank: (N-1) (SparseFormat.nbytes(c_1) + SparseFormat.nbytes(c_2)). In fp32 and int32 that is
+
+        (N-1) (8 (m + d) + 8 c_2 + 48)        at most 24 k, where 1.5 m do not cost more
+
+    int8 and sign values have 4 bytes more per payload for each tensor of the bucket.
+
+    Differences from the paper: Thresholds are not reused from earlier steps: both selections are exact in every
+    step, and payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data. The result has
+    up to 2 k elements; in the paper it has about k.
+    """
 
     point_to_point = False
 
     def __init__(self) -> None:
-        self._divisions: dict[str, Division] = {}  # by bucket
+        self._regions: dict[str, tuple[Plan, Regions]] = {}  # by bucket
 
     def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
         region, whole = largest_region(numel, size), plan.per_tensor
@@ -422,57 +413,42 @@ class ReduceScatterExchange:
         return (size - 1) * sum(form.nbytes(budget, region) for budget in budgets)
 
     def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
-        division, bucket, form = self._division(chosen), chosen.bucket, chosen.form
-        regions, codec = division.regions, chosen.kernels.codec
-        settings = (regions.numel, chosen.plan.ratio, chosen.what)
+        regions, rank = self._regions_of(chosen), chosen.rank
+        send, keep = capacities(chosen.plan.capacity, chosen.bucket.numel, chosen.size)
 
         dealt = [
-            self._encode(chosen, division, r, division.send, part, chosen.first_nonfinite)
-            for r, part in enumerate(regions.deal(chosen.elements, division.send))
+            chosen.encode(part, regions.budget(r, send), regions.numel)
+            for r, part in enumerate(regions.deal(chosen.elements, send))
         ]
         sent = regions.join([encoded.sent for encoded in dealt])
         payloads = [encoded.payload for encoded in dealt]
         splits = tuple(payload.numel() for payload in payloads)
         (received,) = yield (AllToAll(torch.cat(payloads), splits),)
-        budget = division.budget(chosen.rank, division.send)
-        decoding = form.decoding(codec, received, budget, *settings)
-        parts, nonfinite = decoding.checked((yield from read(decoding.scalars)))
+        parts, nonfinite = yield from chosen.decode(received, regions.budget(rank, send), regions.numel)
 
-        kernel = chosen.kernels.selection
-        total = kernel.merge_mean(parts, 1, regions.numel).vector  # a mean over one rank is the sum
-        again = largest_of(kernel, total, division.keep)
-        finite = torch.full_like(chosen.first_nonfinite, bucket.numel)
-        encoded = self._encode(chosen, division, chosen.rank, division.keep, again, finite)
+        total, budget = total_of(parts, regions.numel), regions.budget(rank, keep)
+        encoded = chosen.encode(largest_of(total, keep), budget, regions.numel, flagged=False)
         (payloads,) = yield (AllGather(encoded.payload),)
-        budget = division.budget(chosen.rank, division.keep)
-        decoding = form.decoding(codec, payloads, budget, *settings, bounds=division.bounds)
-        parts, _ = decoding.checked((yield from read(decoding.scalars)))
+        parts, _ = yield from chosen.decode(payloads, budget, regions.numel, bounds=regions.bounds_of_each)
+
         result = regions.join(parts)
-        rest = shared(subtract(kernel, total, encoded.sent), encoded.sent)
-        indices = regions.index_of(rest.indices.long(), chosen.rank).to(torch.int32)
-        chosen.memory.sent_(bucket, shared(sent, result))
-        chosen.memory.returned_(bucket, SparseVector(indices, rest.values, rest.count))
+        rest = shared(subtract(total, encoded.sent), encoded.sent)
+        indices = regions.index_of(rest.indices.long(), rank).to(torch.int32)
+        chosen.memory.sent_(chosen.bucket, shared(sent, result))
+        chosen.memory.returned_(chosen.bucket, SparseVector(indices, rest.values, rest.count))
         return (yield from chosen.mean([result], nonfinite))
 
-    def _division(self, chosen: Chosen) -> Division:
+    def _regions_of(self, chosen: Chosen) -> Regions:
         bucket, plan = chosen.bucket, chosen.plan
-        division = self._divisions.get(bucket.name)
-        if division is None or division.plan is not plan:
+        planned, regions = self._regions.get(bucket.name, (None, None))
+        if regions is None or planned is not plan:
             regions = divide_into_regions(plan.per_tensor.bounds, bucket.numel, chosen.size)
-            division = Division(plan, regions, *capacities(plan.capacity, bucket.numel, chosen.size))
-            self._divisions[bucket.name] = division
-        return division
-
-    def _encode(
-        self, chosen: Chosen, division: Division, region: int, capacity: int, part: SparseVector, first: Tensor
-    ) -> Encoded:
-        plan = chosen.plan
-        how = (division.budget(region, capacity), division.regions.numel, first, chosen.bucket.dtype, plan.ratio)
-        return chosen.form.encode(chosen.kernels.codec, part, *how, tensors=plan.per_tensor.bounds)
+            self._regions[bucket.name] = plan, regions
+        return regions
 
 
 def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
-    """Elements of a payload of round 1 and of round 2, for k of `numel` elements on `size` ranks.
+    """c_1 and c_2 for k of `numel` elements on `size` ranks.
 
     In whole numbers, because all ranks must compute the same.
     """
@@ -483,8 +459,17 @@ def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
     return send, min(region, size * send, keep)
 
 
+# --- auto ------------------------------------------------------------------------------------------
+
+
 class AutoExchange:
-    """For each bucket, the all-gather unless the reduce-scatter sends fewer bytes."""
+    """For each bucket, the all-gather unless the reduce-scatter sends fewer bytes.
+
+    The choice follows from the number of ranks and the planned sizes of payloads, so it is the same on every rank.
+    With fp32 values and int32 indices the reduce-scatter sends fewer bytes from 4 ranks on. It has a second round,
+    and a step changes fewer elements. gTop-k is not considered: it needs messages from rank to rank, and in these
+    formats it sends no fewer bytes than the better of the two.
+    """
 
     point_to_point = False
 
@@ -504,8 +489,41 @@ class AutoExchange:
         return self._scatter if scattered < gathered else self._gather
 
 
+# --- gTop-k ----------------------------------------------------------------------------------------
+
+
 class GTopKExchange:
-    """Pairs of ranks add and select again what their groups have selected."""
+    """Pairs of ranks add and select again what their groups have selected, for any number of ranks.
+
+    gTop-k (Shi et al. 2019, arXiv 1901.04359) by recursive doubling, with messages from rank to rank. With x the k
+    elements that a rank has selected, and P the largest power of two up to the number of ranks N:
+
+        first            rank P + p sends its x to rank p:               x_p = top_2k(x_p + x_{P+p})
+        j = 0, 1, ..     ranks r and r xor 2**j exchange their x:        x = top_2k(x of one + x of the other)
+        last             rank p sends x to rank P + p
+        result           x / N
+
+    After round j, each group of 2**(j+1) ranks holds the same x, bit for bit. top_2k keeps the 2 k largest
+    magnitudes, of equal ones the first.
+
+    Of an element of the result, a part of the sum may have been dropped by another group, or rounded by the
+    format. All ranks of that group see this part. One of them keeps it: for element i the member number (i // B)
+    mod (size of the group), with B of `Regions`, so that each keeps its share.
+
+    Before the first round an all-gather of headers brings each rank's flag, and its settings, to every rank.
+
+    Bytes of a rank: 24 (N-1) for the header, and for its messages b for x as selected, and
+    b_2 = SparseFormat.nbytes(2 k) for a sum:
+
+        p < N - P         b_2 (log2 P + 1)
+        N - P <= p < P    b + b_2 (log2 P - 1), or nothing for P = 1
+        p >= P            b
+
+    Differences from the paper: The paper keeps k elements of each sum. The N ranks together select up to N k
+    different ones, and those that the result does not have wait on all ranks that selected them. With k they wait
+    long, and a short training is less accurate. The paper reduces along a tree to one rank and broadcasts, 2 b
+    log2 P bytes, and needs a power of two. There the parts that are dropped of elements of the result are lost.
+    """
 
     point_to_point = True
 
@@ -566,19 +584,17 @@ class _Held:
         """The payload of x, for one rank. x is then what it receives, and a member keeps the rounding."""
         chosen, payload = self._chosen, self._payload
         if payload is None:
-            finite = torch.full_like(chosen.first_nonfinite, chosen.bucket.numel)
-            encoded = chosen.encode(self.x, finite, self._budget(sums=True))
-            self._keep(subtract(chosen.kernels.selection, self.x, encoded.sent), members)
+            encoded = chosen.encode(self.x, self._budget(sums=True), flagged=False)
+            self._keep(subtract(self.x, encoded.sent), members)
             self.x, payload = encoded.sent, encoded.payload
         self._payload = None
         return payload
 
     def add(self, lower: SparseVector, upper: SparseVector, members: int) -> None:
         """Set x to the largest elements of the sum of two groups. `members`: of both together."""
-        chosen, kernel = self._chosen, self._chosen.kernels.selection
-        total = kernel.merge_mean([lower, upper], 1, chosen.bucket.numel).vector  # over one rank: the sum
-        self.x, self._payload = largest_of(kernel, total, self._budget(sums=True).capacity), None
-        self._keep(subtract(kernel, total, self.x), members)
+        total = total_of([lower, upper], self._chosen.bucket.numel)
+        self.x, self._payload = largest_of(total, self._budget(sums=True).capacity), None
+        self._keep(subtract(total, self.x), members)
 
     def swap(
         self, sends: dict[int, Tensor], sources: Sequence[int] = (), sums: bool = False
@@ -588,17 +604,15 @@ class _Held:
         nbytes = chosen.form.nbytes(budget, bucket.numel)
         receives = {r: torch.empty(nbytes, dtype=torch.uint8, device=bucket.device) for r in sources}
         (received,) = yield (Exchange(sends, receives),)
-        planned = (budget, bucket.numel, chosen.plan.ratio, chosen.what)
-        payloads = [received[r] for r in sources]
-        decoding = chosen.form.decoding(chosen.kernels.codec, payloads, *planned, ranks=sources)
-        return decoding.checked((yield from read(decoding.scalars)))[0]
+        parts, _ = yield from chosen.decode([received[r] for r in sources], budget, bucket.numel, ranks=sources)
+        return parts
 
     def tell_memory(self) -> None:
         """Tell the memory what of this rank's elements is in x, the result, and what this rank keeps of them."""
         bucket, memory = self._chosen.bucket, self._chosen.memory
         memory.sent_(bucket, shared(self._own, self.x))
         if self._kept:
-            rest = self._chosen.kernels.selection.merge_mean(self._kept, 1, bucket.numel).vector
+            rest = total_of(self._kept, bucket.numel)
             memory.returned_(bucket, shared(rest, self.x))
 
     def _budget(self, sums: bool) -> Budget:
@@ -627,21 +641,3 @@ def _all_flags(chosen: Chosen) -> Conversation[list[int]]:
     envelope = Envelope(chosen.what, chosen.plan.per_tensor.bounds, chosen.form.terms(chosen.plan.ratio))
     _, nonfinite = yield from envelope.gather(nothing, chosen.first_nonfinite)
     return nonfinite
-
-
-def exchange_of(name: str) -> SparseExchange:
-    """The exchange that the option `exchange` of a compressor names.
-
-    Raises:
-        ValueError: There is no exchange of this name.
-    """
-    match name:
-        case "all_gather":
-            return AllGatherExchange()
-        case "reduce_scatter":
-            return ReduceScatterExchange()
-        case "gtopk":
-            return GTopKExchange()
-        case "auto":
-            return AutoExchange()
-    raise ValueError(f"exchange must be 'all_gather', 'reduce_scatter', 'gtopk' or 'auto', not {name!r}")

@@ -1,18 +1,8 @@
 """Low-rank gradients by singular value decomposition: the best approximation, and an unbiased one.
 
-For each matrix M [n, m], a tensor's shape[0] x rest, with M = sum of s_i a_i b_i^T:
-
-    SVD     the r largest: sum over i <= r, with error feedback (Vogels et al. 2019, arXiv 1905.13727, as an upper
-            bound for the quality of PowerSGD)
-    Atomo   r of all, at random: i is chosen with probability p_i = min(1, c s_i), sum p_i = r, and s_i / p_i is
-            sent: unbiased (Wang, Sievert, Charles, Liu, Wright, Papailiopoulos 2018,
-            arXiv 1806.04090, Algorithm 1 with spectral atoms)
-
-All ranks gather the factors of each rank. Payload of a bucket in bytes: 4 r (n + m) for each matrix (s_i is part
-of a_i or b_i), 16 in all, rounded up to 8.
-
-Differences from Atomo's paper: Exactly r are chosen, one in each unit of the running sum of p_i (systematic
-sampling). The paper repeats independent draws until r are chosen, which is no longer unbiased.
+The matrix M [n, m] of a tensor is shape[0] x rest, with M = sum of s_i a_i b_i^T. All ranks gather the factors of
+each rank. Payload of a bucket in bytes: 4 r (n + m) for each matrix (s_i is part of a_i or b_i), 16 in all,
+rounded up to 8.
 """
 
 from collections.abc import Sequence
@@ -28,9 +18,10 @@ from dgc.compression.all_gather import AllGatherCompressor, Codes
 
 @checked
 class SVDCompressor(AllGatherCompressor):
-    """The best approximation of rank r, by singular value decomposition (Vogels et al. 2019, arXiv 1905.13727).
+    """The best approximation of rank r: the r largest of s_i a_i b_i^T, with error feedback.
 
-    It compresses tensors of two or more dimensions. Others are sent uncompressed.
+    Vogels et al. 2019 (arXiv 1905.13727) have it as an upper bound for the quality of PowerSGD. It compresses
+    tensors of two or more dimensions. Others are sent uncompressed.
 
     Args:
         rank (int): r, limited to min(n, m) for each matrix.
@@ -107,11 +98,16 @@ class SVDCompressor(AllGatherCompressor):
 
 @checked
 class AtomoCompressor(SVDCompressor):
-    """Unbiased low-rank gradients by random choice of singular vectors (Wang et al. 2018, arXiv 1806.04090,
-    Algorithm 1).
+    """Atomo (Wang, Sievert, Charles, Liu, Wright, Papailiopoulos 2018, arXiv 1806.04090, Algorithm 1 with spectral
+    atoms): r of all s_i a_i b_i^T, at random and unbiased.
+
+    i is chosen with probability p_i = min(1, c s_i), sum p_i = r, and s_i / p_i is sent.
+
+    Differences from the paper: Exactly r are chosen, one in each unit of the running sum of p_i (systematic
+    sampling). The paper repeats independent draws until r are chosen, which is no longer unbiased.
 
     Args:
-        rank (int): number of singular vectors sent, r; exact, not only on average.
+        rank (int): number of singular vectors sent, r.
         seed (int): seed of the choice.
 
     Raises:

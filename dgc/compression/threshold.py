@@ -102,8 +102,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         t = yield from self._thresholds(v, bounds)
         codes, kept = self._encode(v, bounds, t)
         unit = t.nan_to_num(0.0, posinf=0.0) if self.bits == 2 else torch.ones_like(t)
-        gather = self.wire == "gather" or (self.wire == "auto" and self.size <= 2)
-        if gather:
+        if self.wire == "gather" or (self.wire == "auto" and self.size <= 2):
             parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)
             self._mean_of_codes_(parts, bounds, unit, self.size, mean)

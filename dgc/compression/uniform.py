@@ -1,50 +1,4 @@
-"""Base class of compressors that round to evenly spaced levels.
-
-    level = floor(L |v| / s + r),  value = sign(v) s level / L
-
-s is a scale of each block. r is random in [0, 1), which makes the expected value v, or 1/2, which rounds to
-nearest.
-
-Codes: 4 bytes of scale for each block of d elements, then ceil(bits d / 8) bytes, bits = 2, 4 or 8 with the sign.
-
-QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic 2017, arXiv 1610.02132, section 3.1).
-
-    Q(v_i) = |v|_2 sign(v_i) xi_i / L,  xi_i = floor(L |v_i| / |v|_2 + r_i),  r_i uniform in [0, 1)
-
-Each block has its own norm. The result is unbiased, with a variance of at most min(d / L**2, sqrt(d) / L) |v|_2**2
-for blocks of d elements.
-
-Differences from the paper: Codes have a fixed number of bits, with L = 2 ** (bits - 1) - 1 levels besides 0. The
-paper uses Elias codes, which change in length from step to step. norm = "max" scales by the largest magnitude, as
-in the paper's experiments.
-
-TernGrad (Wen, Xu, Yan, Wu, Wang, Chen, Li 2017, arXiv 1705.07878, Algorithm 1 and section 3.3).
-
-    s = max |g|;  send s sign(g_i) b_i,  b_i = 1 with probability |g_i| / s, else 0
-
-for each tensor. The result is unbiased. Gradients are first clipped to `clip` standard deviations, which lowers s.
-
-Differences from the paper: Ranks gather all codes, and s of each tensor differs between ranks. In the paper a
-parameter server lets the ranks share the largest s. Error feedback is not in the paper; with it, the clipped part
-is kept as well.
-
-Natural compression (Horvath, Ho, Horvath, Sahu, Canini, Richtarik 2019, arXiv 1905.10988, section 2).
-
-    2**e <= |v| < 2**(e + 1):  send sign(v) 2**(e + 1) with probability |v| / 2**e - 1, else sign(v) 2**e
-
-The result is unbiased, with a variance of at most |v|**2 / 8. Each element takes one byte: its sign, and its
-exponent relative to the bucket's largest. The largest exponent takes 4 bytes per bucket.
-
-Differences from the paper: Exponents have 7 bits in place of 8. Magnitudes at or below 2**-126 times the bucket's
-largest are lost.
-
-Quantization to 8 bits by blocks: the nearest of 255 levels, with each block scaled by its largest magnitude, as
-in block-wise quantization of optimizer states (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, arXiv 2110.02861,
-section 2.1).
-
-Differences from the paper: Levels are evenly spaced. The paper's dynamic data type has finer levels near 0. Error
-feedback compensates for the difference.
-"""
+"""Compressors that round every element, to evenly spaced levels or to powers of two."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -59,9 +13,19 @@ from dgc.bucket import Bucket
 from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
 from dgc.kernels import Moments
 
+NORMS = ("l2", "max")
+
 
 class UniformCompressor(AllGatherCompressor):
     """Base class of compressors that round to evenly spaced levels.
+
+        level = floor(L |v| / s + r),  value = sign(v) s level / L
+
+    s is a scale of each block. r is random in [0, 1), which makes the expected value v, or 1/2, which rounds to
+    nearest.
+
+    Codes: 4 bytes of scale for each block of d elements, then ceil(bits d / 8) bytes, bits = 2, 4 or 8 with the
+    sign.
 
     Args:
         bits (int): bits per element with the sign: 2, 4 or 8.
@@ -122,17 +86,23 @@ class UniformCompressor(AllGatherCompressor):
         quantizers.uniform_mean_(fields, blocks, scales, self.levels, self.bits, self.size, mean)
 
 
-NORMS = ("l2", "max")
-
-
 @checked
 class QSGDCompressor(UniformCompressor):
-    """Stochastic quantization (Alistarh et al. 2017, arXiv 1610.02132, section 3.1).
+    """QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic 2017, arXiv 1610.02132, section 3.1): stochastic rounding.
+
+        Q(v_i) = |v|_2 sign(v_i) xi_i / L,  xi_i = floor(L |v_i| / |v|_2 + r_i),  r_i uniform in [0, 1)
+
+    Each block has its own norm. The result is unbiased, with a variance of at most
+    min(d / L**2, sqrt(d) / L) |v|_2**2 for blocks of d elements.
+
+    Differences from the paper: Codes have a fixed number of bits, with L = 2 ** (bits - 1) - 1 levels besides 0.
+    The paper uses Elias codes, which change in length from step to step. norm = "max" scales by the largest
+    magnitude, as in the paper's experiments.
 
     Args:
         bits (int): bits per element with the sign: 2, 4 or 8.
         block (int, optional): elements that share a norm; None for one norm per tensor.
-        norm (str): "max" as in the paper's experiments, or "l2" as in its analysis.
+        norm (str): "max", or "l2" as in the paper's analysis.
         error_feedback (bool): not in the paper; it may diverge with norm "l2" and few levels.
         seed (int): seed of the rounding.
 
@@ -162,11 +132,20 @@ class QSGDCompressor(UniformCompressor):
 
 @checked
 class TernGradCompressor(UniformCompressor):
-    """Ternary gradients (Wen et al. 2017, arXiv 1705.07878, Algorithm 1 and section 3.3).
+    """TernGrad (Wen, Xu, Yan, Wu, Wang, Chen, Li 2017, arXiv 1705.07878, Algorithm 1 and section 3.3).
+
+        s = max |g|;  send s sign(g_i) b_i,  b_i = 1 with probability |g_i| / s, else 0
+
+    for each tensor. The result is unbiased. Gradients are first clipped to `clip` standard deviations, which
+    lowers s.
+
+    Differences from the paper: Ranks gather all codes, and s of each tensor differs between ranks. In the paper a
+    parameter server lets the ranks share the largest s. Error feedback is not in the paper; with it, the clipped
+    part is kept as well.
 
     Args:
         clip (float, optional): clipping limit in standard deviations, 2.5 in the paper; None for no clipping.
-        error_feedback (bool): keep what a step does not send, including the clipped part; not in the paper.
+        error_feedback (bool): keep what a step does not send and add it to the next gradient.
         seed (int): seed of the random choice.
 
     Raises:
@@ -190,8 +169,42 @@ class TernGradCompressor(UniformCompressor):
 
 
 @checked
+class BlockwiseCompressor(UniformCompressor):
+    """The nearest of 255 levels, with each block scaled by its largest magnitude.
+
+    As in block-wise quantization of optimizer states (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, arXiv
+    2110.02861, section 2.1).
+
+    Differences from the paper: Levels are evenly spaced. The paper's dynamic data type has finer levels near 0.
+    Error feedback compensates for the difference.
+
+    Args:
+        bits (int): 8 for 255 levels, 4 for 15, or 2 for 3.
+        block (int, optional): elements that share a scale; None for one scale per tensor.
+        error_feedback (bool): keep what a step does not send and add it to the next gradient.
+
+    Raises:
+        ValueError: if bits or block is out of range.
+    """
+
+    def __init__(self, bits: int = 8, block: int | None = 2048, error_feedback: bool = True):
+        super().__init__(bits, 2 ** (bits - 1) - 1, block, False, error_feedback, 0)
+
+    def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
+        return moments.largest
+
+
+@checked
 class NaturalCompressor(AllGatherCompressor):
-    """Natural compression: rounding to powers of two (Horvath et al. 2019, arXiv 1905.10988, section 2).
+    """Natural compression (Horvath, Ho, Horvath, Sahu, Canini, Richtarik 2019, arXiv 1905.10988, section 2).
+
+        2**e <= |v| < 2**(e + 1):  send sign(v) 2**(e + 1) with probability |v| / 2**e - 1, else sign(v) 2**e
+
+    The result is unbiased, with a variance of at most |v|**2 / 8. Each element takes one byte: its sign, and its
+    exponent relative to the bucket's largest. The largest exponent takes 4 bytes per bucket.
+
+    Differences from the paper: Exponents have 7 bits in place of 8. Magnitudes at or below 2**-126 times the
+    bucket's largest are lost.
 
     Args:
         random (bool): stochastic rounding, as in the paper; False rounds to the nearest power of two.
@@ -213,23 +226,3 @@ class NaturalCompressor(AllGatherCompressor):
 
     def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
         kernels.of(mean).quantize.natural_mean_(codes, self.size, mean)
-
-
-@checked
-class BlockwiseCompressor(UniformCompressor):
-    """Block-wise quantization (Dettmers et al. 2022, arXiv 2110.02861, section 2.1).
-
-    Args:
-        bits (int): 8 for 255 levels, 4 for 15, or 2 for 3.
-        block (int, optional): elements that share a scale; None for one scale per tensor.
-        error_feedback (bool): keep what a step does not send and add it to the next gradient.
-
-    Raises:
-        ValueError: if bits or block is out of range.
-    """
-
-    def __init__(self, bits: int = 8, block: int | None = 2048, error_feedback: bool = True):
-        super().__init__(bits, 2 ** (bits - 1) - 1, block, False, error_feedback, 0)
-
-    def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
-        return moments.largest

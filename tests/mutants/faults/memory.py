@@ -13,8 +13,8 @@ MEMORY = [
     Fault(
         "masking-forgotten-in-saved-states",
         "dgc/memory.py",
-        "self._deferred, self._snapshots = DeferredUpdate(momentum_masking), Snapshots()",
-        "self._deferred, self._snapshots = DeferredUpdate(), Snapshots()",
+        'super().__init__("velocity", momentum_masking)',
+        'super().__init__("velocity")',
         ["tests/memory/test_memory.py"],
     ),
     Fault(
@@ -37,8 +37,8 @@ MEMORY = [
     Fault(
         "rounding-of-a-dense-step-lost",
         "dgc/memory.py",
-        "self._snapshots.subtract(self._residual, bucket, values)",
-        "self._snapshots.subtract(self._residual, bucket, self._residual[bucket])",
+        "self._snapshots.subtract(self._v, bucket, values)",
+        "self._snapshots.subtract(self._v, bucket, self._v[bucket])",
         ["tests/memory/test_memory.py"],
     ),
     Fault(
