@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -42,7 +43,7 @@ from dgc_training.random_state import seed_everything
 from dgc_training.schedule import Schedule, is_due, scale_learning_rate
 from dgc_training.startup.agreement import check_agreement
 from dgc_training.startup.arguments import parse_arguments
-from dgc_training.startup.build import build, config_errors, open_transport, wrap_optimizer
+from dgc_training.startup.build import build, build_method, config_errors, open_transport, wrap_optimizer
 from dgc_training.startup.parameters import parameter_groups
 from dgc_training.startup.run_directory import check_run_directory, open_run_directory
 from dgc_training.startup.run_name import run_name, warn_of_other_run
@@ -82,19 +83,28 @@ def main(
         return 0
     status = 0
     with ending_all_ranks(leave):
-        transport = WatchedTransport(open_transport(tree.train, partial(connect, transport=choice.transport)))
+        method = build_method(tree.train)
+        opened = open_transport(tree.train, method, partial(connect, transport=choice.transport))
+        transport = WatchedTransport(opened)
         with watching(transport, tree.train.timeout, leave):
-            status = run(args, tree, transport, str(choice))
+            status = run(args, tree, transport, method, str(choice))
     return status
 
 
-def run(args: Namespace, tree: DictConfig, transport: Transport, description: str = "given by the caller") -> int:
+def run(
+    args: Namespace,
+    tree: DictConfig,
+    transport: Transport,
+    method: Any = None,
+    description: str = "given by the caller",
+) -> int:
     """Runs one rank, from building to the summary. Returns 0, or EXIT_SAVED if a signal stopped the run.
 
     Args:
         args: the options of the command line.
         tree: the complete config.
         transport: connects the ranks.
+        method: the compressor or gossip algorithm of the config. None: it is built here.
         description: the transport and why it was chosen, for the log.
     """
     rank, size, settings = transport.rank, transport.size, tree.train
@@ -111,7 +121,7 @@ def run(args: Namespace, tree: DictConfig, transport: Transport, description: st
         task: Task = build(tree.task, Setup(tree, dataset, model, transport, device))
         inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
         scaler = make_scaler(settings, device)
-        optimizer = wrap_optimizer(inner, model, settings, transport, scaler)
+        optimizer = wrap_optimizer(inner, model, settings, transport, scaler, method)
         scale_learning_rate(optimizer, settings.num_batches_per_step * size)
         schedule = Schedule(
             optimizer,

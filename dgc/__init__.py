@@ -1,15 +1,76 @@
 """Gradient compression and gossip for distributed training over slow networks.
 
-The rooms, from the ground up (an import only ever points down): `kernels`, `comm`, `wire`, `selection`,
-`memory`, `compression`, `optim`.
+    from dgc import DGCCompressor, compress
+
+    model = DistributedDataParallel(net)
+    optimizer = DGCSGD(net.parameters(), lr=0.1, momentum=0.9)
+    compress(model, DGCCompressor(0.001, warmup_epochs=5), optimizer)
+
+The names of the list below are loaded when they are first used. All others are imported from the packages, which
+are, from the ground up (an import only ever points down): `kernels`, `comm`, `wire`, `selection`, `memory`,
+`compression`, `engine`, and the adapters `ddp`, `fsdp`, `aggregate`, `optim`, `outer`.
 """
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dgc.comm.transport import Transport
+    from dgc.compression import BF16Compressor as BF16Compressor
+    from dgc.compression import DenseCompressor as DenseCompressor
+    from dgc.compression import DGCCompressor as DGCCompressor
+    from dgc.compression import DoubleSqueezeCompressor as DoubleSqueezeCompressor
+    from dgc.compression import FP16Compressor as FP16Compressor
+    from dgc.compression import PowerSGDCompressor as PowerSGDCompressor
+    from dgc.compression import QSGDCompressor as QSGDCompressor
+    from dgc.compression import Route as Route
+    from dgc.compression import Rule as Rule
+    from dgc.compression import ScaledSignCompressor as ScaledSignCompressor
+    from dgc.compression import SparseCompressor as SparseCompressor
+    from dgc.compression import ThresholdCompressor as ThresholdCompressor
+    from dgc.ddp import compress as compress
+    from dgc.gossip import ADPSGD as ADPSGD
+    from dgc.gossip import OSGP as OSGP
+    from dgc.gossip import SGP as SGP
+    from dgc.memory import DGCSGDMemory as DGCSGDMemory
+    from dgc.memory import ResidualMemory as ResidualMemory
+    from dgc.optim import DGCSGD as DGCSGD
+    from dgc.optim import DistributedOptimizer as DistributedOptimizer
+    from dgc.optim import GossipOptimizer as GossipOptimizer
+    from dgc.optim import OneBitAdam as OneBitAdam
+    from dgc.optim import broadcast_optimizer_state as broadcast_optimizer_state
+    from dgc.optim import broadcast_parameters as broadcast_parameters
+    from dgc.optim import redistribute as redistribute
+    from dgc.outer import Nesterov as Nesterov
+    from dgc.outer import OuterSteps as OuterSteps
 
 __version__ = "0.1.0"
+
+_PACKAGES = {
+    "dgc.compression": (
+        "BF16Compressor DenseCompressor DGCCompressor DoubleSqueezeCompressor FP16Compressor PowerSGDCompressor "
+        "QSGDCompressor Route Rule ScaledSignCompressor SparseCompressor ThresholdCompressor"
+    ),
+    "dgc.ddp": "compress",
+    "dgc.gossip": "ADPSGD OSGP SGP",
+    "dgc.memory": "DGCSGDMemory ResidualMemory",
+    "dgc.optim": (
+        "DGCSGD DistributedOptimizer GossipOptimizer OneBitAdam broadcast_optimizer_state broadcast_parameters "
+        "redistribute"
+    ),
+    "dgc.outer": "Nesterov OuterSteps",
+}
+_PACKAGE_OF = {name: package for package, names in _PACKAGES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PACKAGE_OF:
+        raise AttributeError(f"module 'dgc' has no attribute {name!r}")
+    return getattr(import_module(_PACKAGE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGE_OF})
 
 
 def init(transport: str = "auto") -> "Transport":

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dgc.arguments import FLAG, NUMBER, checked, require
+from dgc.arguments import FLAG, NOTHING, NUMBER, checked, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.kernels import PassInputs, SparseVector
@@ -50,12 +50,21 @@ class Clipping(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class MomentumCorrection:
-    """Momentum that a memory applies before compression. The optimizer must then not apply it."""
+    """Momentum that a memory applies before compression. The optimizer must then not apply it.
 
-    momentum: float
-    nesterov: bool
+    None stands for that of the optimizer, until `take`.
+    """
+
+    momentum: float | None
+    nesterov: bool | None
+
+    def take(self, momentum: float, nesterov: bool) -> None:
+        """Use the optimizer's momentum where none was given."""
+        if self.momentum is None:
+            self.momentum = momentum
+            self.nesterov = nesterov if self.nesterov is None else self.nesterov
 
 
 @runtime_checkable
@@ -271,8 +280,8 @@ class DGCSGDMemory(DeferringMemory):
     momentum.
 
     Args:
-        momentum: Momentum coefficient in [0, 1). It must equal the optimizer's.
-        nesterov: Use Nesterov momentum. It must equal the optimizer's.
+        momentum: Momentum coefficient in [0, 1). None: that of the optimizer, which any other must equal.
+        nesterov: Use Nesterov momentum. None: as the optimizer does, or False if `momentum` is given.
         gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm, ClipValueByGlobalNorm, or None. Each
             tensor's local gradient is clipped before momentum, in dense warm-up steps as well. Tensors that the
             compressor's fallback sends dense (usually vectors) are clipped after averaging, with the same limit.
@@ -283,20 +292,21 @@ class DGCSGDMemory(DeferringMemory):
         ValueError: `momentum` is outside [0, 1), or `gradient_clipping` is not a clipping object.
 
     Example:
-        memory = DGCSGDMemory(momentum=0.9, gradient_clipping=ClipByNorm(1.0))
+        memory = DGCSGDMemory(gradient_clipping=ClipByNorm(1.0))
         compression = DGCCompressor(0.001, memory=memory)
     """
 
     def __init__(
         self,
-        momentum: float = 0.9,
-        nesterov: bool = False,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
         gradient_clipping: Clipping | None = None,
         momentum_masking: bool = True,
     ):
-        require("a number", NUMBER, momentum=momentum)
-        require("True or False", FLAG, nesterov=nesterov, momentum_masking=momentum_masking)
-        if not 0 <= momentum < 1:
+        require("a number or None", NUMBER + NOTHING, momentum=momentum)
+        require("True, False or None", FLAG + NOTHING, nesterov=nesterov)
+        require("True or False", FLAG, momentum_masking=momentum_masking)
+        if momentum is not None and not 0 <= momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
         if not isinstance(gradient_clipping, Clipping | None) or isinstance(gradient_clipping, type):
             raise ValueError(
@@ -304,15 +314,24 @@ class DGCSGDMemory(DeferringMemory):
                 f"ClipByGlobalNorm(...) and ClipValueByGlobalNorm(), not {gradient_clipping!r}"
             )
         super().__init__("velocity", momentum_masking)
-        self.momentum, self.nesterov = momentum, nesterov
+        self.correction = MomentumCorrection(momentum, nesterov if momentum is None else bool(nesterov))
         self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
         self._momentums = FlatState("momentum")
 
     @property
-    def correction(self) -> MomentumCorrection | None:
-        return MomentumCorrection(self.momentum, self.nesterov)
+    def momentum(self) -> float | None:
+        return self.correction.momentum
+
+    @property
+    def nesterov(self) -> bool | None:
+        return self.correction.nesterov
 
     def plan(self, bucket: Bucket) -> None:
+        if self.momentum is None:
+            raise ValueError(
+                "DGCSGDMemory() takes the momentum of an optimizer, and is used without one here: pass it, as in "
+                "DGCSGDMemory(momentum=0.9)"
+            )
         super().plan(bucket)
         self._momentums.add(bucket)
 
@@ -320,7 +339,8 @@ class DGCSGDMemory(DeferringMemory):
         self._snapshots.forget(bucket)
         u, v = self._momentums[bucket], self._v[bucket]
         sent = self._deferred.begin_pass_(bucket, u, v)
-        return PassInputs(bucket.gradients, u, v, self.momentum, self.nesterov, sent, self.momentum_masking)
+        momentum, nesterov = float(self.momentum or 0), bool(self.nesterov)
+        return PassInputs(bucket.gradients, u, v, momentum, nesterov, sent, self.momentum_masking)
 
     def state_dict(self) -> dict[str, Any]:
         momentums: dict[str, Tensor] = {}

@@ -25,12 +25,18 @@ def import_path(target: Any) -> str:
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     parts = module.split(".") if module not in ("", "__main__") else []
     for prefix in (".".join(parts[:n]) for n in range(1, len(parts) + 1)):
-        if reduce(lambda at, part: getattr(at, part, None), name.split("."), sys.modules.get(prefix)) is target:
+        # not getattr(module, ...): names that a package loads when they are used have the path of their module
+        first, *rest = name.split(".")
+        if reduce(lambda at, part: getattr(at, part, None), rest, _globals(prefix).get(first)) is target:
             return f"{prefix}.{name}"
     raise ValueError(
         f"Config takes a class or a function, or its import path, but {short(repr(target))} cannot be imported by "
         "that path; define it at the top of a module of its own"
     )
+
+
+def _globals(module: str) -> dict[str, Any]:
+    return vars(sys.modules[module]) if module in sys.modules else {}
 
 
 def import_target(path: str) -> Any:

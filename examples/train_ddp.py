@@ -10,10 +10,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.compression import DGCCompressor
-from dgc.ddp import compress
-from dgc.memory import DGCSGDMemory
-from dgc.optim import DGCSGD
+from dgc import DGCSGD, DGCCompressor, compress
 from digits import Digits, network
 
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
@@ -21,11 +18,9 @@ dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 data, model = Digits(rank, size), DistributedDataParallel(network())
 
-# 1 % of the elements of each matrix is sent, from the third epoch on. The memory applies the momentum, before
+# 1 % of the elements of each matrix is sent, from the third epoch on. DGC applies the optimizer's momentum before
 # compression, so DGCSGD leaves it out for the compressed parameters.
-compression = DGCCompressor(
-    0.01, memory=DGCSGDMemory(momentum=0.9), fp16_values=True, int32_indices=True, warmup_epochs=3
-)
+compression = DGCCompressor(0.01, values="fp16", indices="int32", warmup_epochs=3)
 optimizer = DGCSGD(model.parameters(), lr=0.05, momentum=0.9)
 exchange = compress(model, compression, optimizer)
 

@@ -32,7 +32,7 @@ fully_shard(model, mesh=mesh)
 # 1 % of the elements of each matrix is sent to the other machines, from the third epoch on. The memory applies the
 # momentum, before compression, so DGCSGD leaves it out for the compressed parameters.
 compression = DGCCompressor(
-    0.01, memory=DGCSGDMemory(momentum=0.9), fp16_values=True, int32_indices=True, warmup_epochs=3
+    0.01, memory=DGCSGDMemory(momentum=0.9), values="fp16", indices="int32", warmup_epochs=3
 )
 exchange = compress(model, compression, transport=transport)
 optimizer = DGCSGD(model.parameters(), lr=0.05, momentum=0.9)

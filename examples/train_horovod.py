@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 
 import dgc
 from dgc.compression import Compressor, DGCCompressor, PowerSGDCompressor, ThresholdCompressor
-from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from digits import BATCH_SIZE, Digits, network
 
@@ -26,8 +25,8 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 compression: Compressor
 sgd: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 if arguments.method == "dgc":  # sends 1 % of the elements of each matrix, from the third epoch on
-    memory = DGCSGDMemory(momentum=0.9)  # applies momentum before compression, so DGCSGD leaves it out
-    compression = DGCCompressor(0.01, memory, fp16_values=True, int32_indices=True, warmup_epochs=3)
+    compression = DGCCompressor(0.01, values="fp16", indices="int32", warmup_epochs=3)
+    # DGC applies its momentum before compression, so it leaves it out
     sgd = DGCSGD(model.parameters(), lr=0.05, momentum=0.9)
 elif arguments.method == "powersgd":  # sends each matrix as two factors of rank 2. Any torch optimizer fits
     # with 1, the default, a step sends only one of the two: here, with momentum 0.9, training becomes unstable

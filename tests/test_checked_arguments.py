@@ -28,7 +28,7 @@ WRONG: list[tuple[str, Make, dict[str, Any]]] = [
     ("block", QSGDCompressor, {"block": 512.5}),
     ("compressor", Rule, {"compressor": QSGDCompressor}),
     ("rules", Route, {"rules": [QSGDCompressor()]}),
-    ("nesterov", DGCSGDMemory, {"nesterov": None}),
+    ("nesterov", DGCSGDMemory, {"nesterov": "no"}),
     ("sample_ratio", Sampled, {"sample_ratio": "0.1"}),
     ("values", SparseFormat, {"values": "fp16"}),
     ("synch_freq", OSGP, {"synch_freq": 2.5}),

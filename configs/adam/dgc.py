@@ -9,7 +9,7 @@ from dgc_training.config import Config, configs
 
 configs.train.compression = Config(DGCCompressor)
 configs.train.compression.compress_ratio = 0.01  # share of a tensor's elements that is sent
-configs.train.compression.int32_indices = True
+configs.train.compression.indices = "int32"
 configs.train.compression.warmup_epochs = 5
 configs.train.compression.memory = Config(ResidualMemory)
 

@@ -12,7 +12,7 @@ configs.train.optimizer.freeze_step = 100  # steps of the warm-up, at least all 
 
 configs.train.compression = Config(DGCAdamCompressor)
 configs.train.compression.compress_ratio = 0.01  # share of a tensor's elements that is sent
-configs.train.compression.int32_indices = True
+configs.train.compression.indices = "int32"
 configs.train.compression.gradients = None  # fp32; configs/adam/fp16 halves it
 
 configs.requires["train.optimizer._target_"] = configs.train.optimizer._target_

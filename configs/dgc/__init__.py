@@ -18,9 +18,10 @@ optimizer.setdefault("nesterov", False)
 
 configs.train.compression = Config(DGCCompressor)
 configs.train.compression.compress_ratio = 0.001  # share of a tensor's elements that is sent
-configs.train.compression.selector = None  # which elements: a constructor of dgc.selection; None: exact top-k
-configs.train.compression["values"] = None  # format of the values: a constructor of dgc.wire; None: fp32
-configs.train.compression.indices = None  # format of the indices, likewise; None: int64
+# Each of these is a name or a constructor of dgc.selection or dgc.wire.
+configs.train.compression.selector = None  # which elements; None: exact top-k
+configs.train.compression.values = None  # fp32, fp16, bf16, int8, sign or 2bit; None: fp32
+configs.train.compression.indices = None  # int64, int32, packed or rice; None: int64
 configs.train.compression.exchange = "all_gather"  # how selections are summed: also reduce_scatter, gtopk, auto
 # values of vectors, which are not compressed: fp32, fp16, bf16 or int8 (dense_int8.py); None: what fits the values
 configs.train.compression.dense_values = None
@@ -35,8 +36,8 @@ configs.train.compression.compress_lower_bound = 0.8  # below 0.8 times the targ
 configs.train.compression.max_adaptation_iters = 10  # maximum number of adaptations
 configs.train.compression.resample = True  # if still too many elements pass: exact top-k among them
 
-configs.train.compression.fp16_values = False  # True (fp16.py): 2 bytes per value instead of 4
-configs.train.compression.int32_indices = False  # True (int32.py): 4 bytes per index instead of 8
+configs.train.compression.fp16_values = False  # the original's key for values = "fp16"
+configs.train.compression.int32_indices = False  # the original's key for indices = "int32"
 configs.train.compression.warmup_epochs = -1  # epochs of ratio warm-up (wm5.py); -1 or 0: none
 configs.train.compression.warmup_coeff = None  # None: exponential; a list (wm5o.py): the ratio per epoch
 configs.train.compression.seed = derived("seed")  # of the samples

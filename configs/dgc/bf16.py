@@ -1,7 +1,5 @@
 """Values are sent as bf16: 2 bytes instead of 4."""
 
-from dgc.wire import CastValues
-from dgc_training.config import Config, configs
+from dgc_training.config import configs
 
-configs.train.compression["values"] = Config(CastValues, dtype="bf16")
-configs.train.compression.fp16_values = False
+configs.train.compression.values = "bf16"

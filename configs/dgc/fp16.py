@@ -2,5 +2,4 @@
 
 from dgc_training.config import configs
 
-configs.train.compression.fp16_values = True
-configs.train.compression["values"] = None
+configs.train.compression.values = "fp16"

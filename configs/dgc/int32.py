@@ -2,5 +2,4 @@
 
 from dgc_training.config import configs
 
-configs.train.compression.int32_indices = True
-configs.train.compression.indices = None
+configs.train.compression.indices = "int32"

@@ -3,7 +3,5 @@
 from dgc.wire import TwoBitValues
 from dgc_training.config import Config, configs
 
-configs.train.compression["values"] = Config(TwoBitValues)
 # width of the 4 bins in standard deviations: 4 for values above one threshold per tensor, 6 for several
-configs.train.compression["values"].range_in_sigmas = 4.0
-configs.train.compression.fp16_values = False
+configs.train.compression.values = Config(TwoBitValues, range_in_sigmas=4.0)

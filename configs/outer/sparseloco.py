@@ -15,7 +15,7 @@ gossip.compression = Config(SparseCompressor)
 gossip.compression.compress_ratio = 64 / 4096  # share of a chunk's elements that is sent
 gossip.compression.memory = Config(ResidualMemory, decay=0.95)  # what is left of the unsent rest at each exchange
 gossip.compression.selector = Config(TopKPerChunk, chunk_size=4096)
-gossip.compression["values"] = Config(TwoBitValues, range_in_sigmas=6.0)
+gossip.compression.values = Config(TwoBitValues, range_in_sigmas=6.0)
 gossip.compression.indices = Config(RiceIndices)  # or dgc.wire.ChunkIndices, the paper's 12 bits per index
 gossip.compression.vectors = "sparse"
 gossip.compression.seed = derived("seed")

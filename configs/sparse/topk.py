@@ -8,7 +8,7 @@ configs.train.compression = Config(SparseCompressor)
 configs.train.compression.compress_ratio = 0.01  # share of a tensor's elements that is sent
 configs.train.compression.memory = Config(ResidualMemory)
 configs.train.compression.selector = None  # as in configs/selection
-configs.train.compression["values"] = None  # as in configs/dgc
+configs.train.compression.values = None  # as in configs/dgc
 configs.train.compression.indices = None
 configs.train.compression.dense_values = None
 

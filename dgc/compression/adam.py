@@ -203,7 +203,8 @@ class DGCAdamCompressor(DGCCompressor):
         betas = sorted({beta1 for beta1, _ in owner.momentum_of(list(parameters.values()))})
         if len(betas) != 1:
             raise ValueError(f"DGCAdamCompressor applies one beta1 to all parameters, not {betas}: use one")
-        self._owner, self._parameters, self._memory.momentum = owner, dict(parameters), betas[0]
+        self._owner, self._parameters = owner, dict(parameters)
+        self._memory.correction.take(betas[0], nesterov=False)
 
     @property
     def correction(self) -> MomentumCorrection | None:

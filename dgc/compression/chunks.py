@@ -99,7 +99,7 @@ class ChunkCompressor(SparseCompressor):
     def __init__(
         self,
         compress_ratio: float,
-        memory: Memory,
+        memory: Memory | str,
         chunk_size: int = 32768,
         dtype: str = "fp16",
         *,

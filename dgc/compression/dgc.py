@@ -20,7 +20,7 @@ from dgc.arguments import FLAG, NOTHING, NUMBER, WHOLE, require
 from dgc.compression.sparse import SparseCompressor
 from dgc.memory import Memory
 from dgc.selection import Exact, Sampled, Selector
-from dgc.wire import CastValues, IndexFormat, PlainIndices, ValueFormat
+from dgc.wire import IndexFormat, ValueFormat
 
 
 class DGCCompressor(SparseCompressor):
@@ -29,8 +29,9 @@ class DGCCompressor(SparseCompressor):
 
     Args:
         compress_ratio (float): fraction of elements sent; above 1 the factor saved (1000 means 0.001).
-        memory (Memory): treatment of unsent elements: DGCSGDMemory(momentum) as in the paper, ResidualMemory() to
-            add them to the next gradient, or NoMemory() to discard them.
+        memory (Memory or str): treatment of unsent elements: "dgc" as in the paper, with the momentum of the
+            optimizer, "residual" to add them to the next gradient, "none" to discard them, or an object of
+            dgc.memory.
         sample_ratio (float, optional), strided_sample, compress_upper_bound, compress_lower_bound,
             max_adaptation_iters, resample: the original's sampled threshold, see `Sampled`. None: exact top-k.
         fp16_values (bool): send values as fp16 instead of fp32.
@@ -44,14 +45,14 @@ class DGCCompressor(SparseCompressor):
         ValueError: if an argument has a wrong type or is out of range; the message names it.
 
     Example:
-        >>> compression = DGCCompressor(0.001, memory=DGCSGDMemory(momentum=0.9), warmup_epochs=5)
+        >>> compression = DGCCompressor(0.001, values="sign", indices="rice", warmup_epochs=5)
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 
     def __init__(
         self,
         compress_ratio: float,
-        memory: Memory,
+        memory: Memory | str = "dgc",
         sample_ratio: float | None = None,
         strided_sample: bool = True,
         compress_upper_bound: float = 1.3,
@@ -64,9 +65,9 @@ class DGCCompressor(SparseCompressor):
         warmup_coeff: float | Sequence[float] | None = None,
         seed: int = 0,
         *,
-        selector: Selector | None = None,
-        values: ValueFormat | None = None,
-        indices: IndexFormat | None = None,
+        selector: Selector | str | None = None,
+        values: ValueFormat | str | None = None,
+        indices: IndexFormat | str | None = None,
         dense_values: str | None = None,
         vectors: str = "dense",
         vector_ratio: float | None = None,
@@ -89,16 +90,12 @@ class DGCCompressor(SparseCompressor):
             bounds = (compress_upper_bound, compress_lower_bound)
             sampled = Sampled(sample_ratio, strided_sample, *bounds, max_adaptation_iters, resample)
             selector = Exact() if sample_ratio == 1 else sampled
-        if values is None:
-            values = CastValues("fp16" if fp16_values else "fp32")
-        if indices is None:
-            indices = PlainIndices("int32" if int32_indices else "int64")
         super().__init__(
             compress_ratio,
             memory,
             selector,
-            values,
-            indices,
+            values or ("fp16" if fp16_values else "fp32"),
+            indices or ("int32" if int32_indices else "int64"),
             warmup_epochs=warmup_epochs,
             warmup_coeff=warmup_coeff,
             seed=seed,

@@ -20,9 +20,10 @@ costs more than a dense all-reduce, or D = 1: all of v, 4 bytes per element (2 f
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -42,19 +43,89 @@ from dgc.compression.sparse_sum import Chosen, exchange_of
 from dgc.compression.uniform import BlockwiseCompressor
 from dgc.compression.warmup import RatioWarmup
 from dgc.kernels import PassInputs
-from dgc.memory import Clipping, Memory, MomentumCorrection
-from dgc.selection import Plan, Predicted, Selector, plan_selection
+from dgc.memory import Clipping, DGCSGDMemory, Memory, MomentumCorrection, NoMemory, ResidualMemory
+from dgc.selection import (
+    Bisection,
+    Exact,
+    Exponential,
+    Gaussian,
+    Histogram,
+    Laplace,
+    MSTopk,
+    Plan,
+    Predicted,
+    Radix,
+    Sampled,
+    Selector,
+    Trimmed,
+    plan_selection,
+)
 from dgc.state import StepCounts, check_mapping
-from dgc.wire import CastValues, IndexFormat, PlainIndices, SparseFormat, ValueFormat
+from dgc.wire import (
+    CastValues,
+    IndexFormat,
+    Int8Values,
+    PackedIndices,
+    PlainIndices,
+    RiceIndices,
+    SignValues,
+    SparseFormat,
+    TwoBitValues,
+    ValueFormat,
+)
 from dgc.wire.payload import sealed_bytes
 
 VECTORS = ("dense", "sparse")
 DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
 BLOCK = 1024  # elements of a block of int8 dense values
-MEMORIES = (
-    "a dgc.memory.Memory: DGCSGDMemory(momentum), which is the paper's algorithm, ResidualMemory(), or NoMemory(),"
-    " which keeps nothing back, so that what is not sent is lost"
-)
+MEMORIES: dict[str, Callable[[], Memory]] = {"dgc": DGCSGDMemory, "residual": ResidualMemory, "none": NoMemory}
+SELECTORS: dict[str, Callable[[], Selector]] = {
+    "predicted": Predicted,
+    "exact": Exact,
+    "histogram": Histogram,
+    "radix": Radix,
+    "sampled": Sampled,
+    "laplace": Laplace,
+    "exponential": Exponential,
+    "gaussian": Gaussian,
+    "trimmed": Trimmed,
+    "bisection": Bisection,
+    "mstopk": MSTopk,
+}
+VALUES: dict[str, Callable[[], ValueFormat]] = {
+    "fp32": partial(CastValues, "fp32"),
+    "fp16": partial(CastValues, "fp16"),
+    "bf16": partial(CastValues, "bf16"),
+    "int8": Int8Values,
+    "sign": SignValues,
+    "2bit": TwoBitValues,
+}
+INDICES: dict[str, Callable[[], IndexFormat]] = {
+    "int64": partial(PlainIndices, "int64"),
+    "int32": partial(PlainIndices, "int32"),
+    "packed": PackedIndices,
+    "rice": RiceIndices,
+}
+P = TypeVar("P")
+
+
+def named(what: str, given: Any, choices: Mapping[str, Callable[[], P]], kind: Any, home: str) -> P:
+    """Return the part that is given, or make the one of that name, with its defaults.
+
+    Args:
+        what: Name of the argument.
+        given: A part, or a name.
+        choices: What makes the part of each name.
+        kind: The interface of the parts.
+        home: Where their classes are, for the error.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(given, str) and given in choices:
+        return choices[given]()
+    require(f"one of {', '.join(map(repr, choices))}, or an object of {home}", (kind,), **{what: given})
+    return cast(P, given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,11 +231,15 @@ class SparseCompressor:
     Args:
         compress_ratio (float): fraction of each tensor's elements to send; above 1 the factor saved (1000 means
             0.001).
-        memory (Memory): treatment of unsent elements: ResidualMemory() adds them to the next gradient,
-            DGCSGDMemory(momentum) also corrects momentum as DGC does, NoMemory() discards them.
-        selector (Selector, optional): which elements; default `Predicted`, the exact top-k of every tensor.
-        values (ValueFormat, optional): format of the values; default fp32.
-        indices (IndexFormat, optional): format of the indices; default int64.
+        memory (Memory or str): treatment of unsent elements: "residual" adds them to the next gradient, "dgc" also
+            corrects momentum as DGC does, with that of the optimizer, and "none" discards them. Or an object of
+            dgc.memory, such as DGCSGDMemory(momentum_masking=False).
+        selector (Selector or str): which elements: "predicted", the exact top-k of every tensor, another one of
+            SELECTORS, or an object of dgc.selection.
+        values (ValueFormat or str): format of the values: "fp32", "fp16", "bf16", "int8", "sign", "2bit", or an
+            object of dgc.wire.
+        indices (IndexFormat or str): format of the indices: "int64", "int32", "packed", "rice", or an object of
+            dgc.wire.
         exchange (str): how the ranks sum what they send. "all_gather": every rank receives all of it.
             "reduce_scatter": each rank sums a part of the bucket and selects again; all results together have up
             to twice as many elements as one rank selects, and the bytes per rank do not grow with the number of
@@ -183,17 +258,17 @@ class SparseCompressor:
         ValueError: if an argument has a wrong type or is out of range; the message names it.
 
     Example:
-        >>> compression = SparseCompressor(0.01, ResidualMemory(), values=Int8Values(), indices=RiceIndices())
+        >>> compression = SparseCompressor(0.01, "residual", "sampled", values="int8", indices="rice")
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 
     def __init__(
         self,
         compress_ratio: float,
-        memory: Memory,
-        selector: Selector | None = None,
-        values: ValueFormat | None = None,
-        indices: IndexFormat | None = None,
+        memory: Memory | str,
+        selector: Selector | str | None = None,
+        values: ValueFormat | str | None = None,
+        indices: IndexFormat | str | None = None,
         *,
         warmup_epochs: int = -1,
         warmup_coeff: float | Sequence[float] | None = None,
@@ -204,20 +279,21 @@ class SparseCompressor:
         exchange: str = "all_gather",
     ):
         require("a number", NUMBER, compress_ratio=compress_ratio)
-        require(MEMORIES, (Memory,), memory=memory)
-        require("None or a selector of dgc.selection", (Selector, *NOTHING), selector=selector)
-        require("None or a format of dgc.wire", (ValueFormat, *NOTHING), values=values)
-        require("None or a format of dgc.wire", (IndexFormat, *NOTHING), indices=indices)
         require("a whole number", WHOLE, seed=seed)
         if not 0 < compress_ratio < math.inf:
             raise ValueError(f"compress_ratio must be positive and finite, not {compress_ratio}")
         self.compress_ratio = min(compress_ratio, 1 / compress_ratio)
-        self.memory, self.selector = memory, selector or Predicted()
-        self.format = SparseFormat(values or CastValues("fp32"), indices or PlainIndices("int64"))
+        self.memory = named("memory", memory, MEMORIES, Memory, "dgc.memory")
+        chosen = "predicted" if selector is None else selector
+        self.selector = named("selector", chosen, SELECTORS, Selector, "dgc.selection")
+        self.format = SparseFormat(
+            named("values", "fp32" if values is None else values, VALUES, ValueFormat, "dgc.wire"),
+            named("indices", "int64" if indices is None else indices, INDICES, IndexFormat, "dgc.wire"),
+        )
         self.warmup = RatioWarmup(self.compress_ratio, warmup_epochs, warmup_coeff)
         self.compress_ratio = self.warmup.at(0)
         self.seed, self.dense_values = seed, dense_values
-        self._fallback = make_fallback(dense_values, self.format.values, memory.gradient_clipping)
+        self._fallback = make_fallback(dense_values, self.format.values, self.memory.gradient_clipping)
         self.exchange, self._exchange = exchange, exchange_of(exchange)
         self._names: set[str] | None = None
         self._steps = StepCounts()

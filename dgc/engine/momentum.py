@@ -65,6 +65,8 @@ class MomentumCheck:
 def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> None:
     """Decide whether the memory or the optimizer applies momentum to each parameter.
 
+    A memory without a momentum of its own takes that of the first group with a parameter of it.
+
     Raises:
         ValueError: Both would apply it, or their settings differ. The message names the cure.
     """
@@ -78,12 +80,14 @@ def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> N
         return
     kind = type(optimizer).__name__
     for group in optimizer.param_groups:
-        for correction in {corrected[p] for p in group["params"] if p in corrected}:
+        of_group = [corrected[p] for p in group["params"] if p in corrected]
+        for correction in {id(c): c for c in of_group}.values():
+            correction.take(group.get("momentum", 0.0), bool(group.get("nesterov")))
             if not isinstance(optimizer, SupportsCorrectedGradients):
                 if group.get("momentum", 0) or "betas" in group:
                     raise ValueError(
-                        f"the compression's memory applies momentum {correction.momentum}, and {kind} would apply "
-                        "it again: use dgc.optim.DGCSGD, or a memory without momentum (ResidualMemory)"
+                        f"the compression's memory applies momentum, and {kind} would apply it again: use "
+                        "dgc.optim.DGCSGD, or a memory without momentum (ResidualMemory)"
                     )
             elif (group["momentum"], group["nesterov"]) != (correction.momentum, correction.nesterov):
                 raise ValueError(

@@ -52,6 +52,7 @@ class Key:
 
 
 ANYTHING = Key(Any)
+VALUES = "values"  # a keyword of compressors, and a method of mappings
 
 
 def key_of(kinds: set[str], default: Any = None) -> Key:
@@ -86,9 +87,9 @@ def keywords(target: Any) -> dict[str, Key] | None:
 class Config(dict[str, Any]):
     """A node of the tree: `Config(Target, key=value, ...)` describes a later call; Config() is a mapping.
 
-    Keys are also attributes. A derived value reads as its formula, so a copy of it stays derived. items(), keys()
-    and values() leave out `_target_` and `_partial_`, so that a loop over them copies the keywords into a node of
-    another constructor.
+    Keys are also attributes, `values` as well where it is a key. A derived value reads as its formula, so a copy
+    of it stays derived. items(), keys() and values() leave out `_target_` and `_partial_`, so that a loop over
+    them copies the keywords into a node of another constructor.
 
     Args:
         target: an importable class or function, or its import path. It is stored as the path.
@@ -110,8 +111,13 @@ class Config(dict[str, Any]):
         is_object = key == "_target_" and not isinstance(value, str)
         super().__setitem__(key, import_path(value) if is_object else checked(value, key))
 
+    def __getattribute__(self, key: str) -> Any:
+        if key == VALUES and dict.__contains__(self, key):
+            return self[key]
+        return super().__getattribute__(key)
+
     def __setattr__(self, key: str, value: Any) -> None:
-        if hasattr(dict, key):
+        if hasattr(dict, key) and key != VALUES:
             raise ValueError(f"{key!r} is also a method of a mapping: write configs[...][{key!r}]")
         self[key] = value
 

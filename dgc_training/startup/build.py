@@ -45,16 +45,20 @@ def build(node: Any, *args: Any) -> Any:
         raise ConfigError(f"{node._get_full_key(None)} ({node._target_}): {_cause(error)}") from error
 
 
-def open_transport(settings: DictConfig, connect: Callable[..., Transport]) -> Transport:
-    """Calls `connect` with what the algorithm of the config's `train` needs."""
+def build_method(settings: DictConfig) -> Any:
+    """The gossip algorithm of the config's `train`, or its compressor."""
+    return build(settings.compression if settings.gossip is None else settings.gossip)
+
+
+def open_transport(settings: DictConfig, method: Any, connect: Callable[..., Transport]) -> Transport:
+    """Calls `connect` with what the method of `build_method` needs."""
     with config_errors():
-        gossip = build(settings.gossip)
-        direct = gossip is not None or uses_point_to_point(build(settings.compression))
         levels = {"on": True, "off": False}.get(settings.hierarchical, settings.hierarchical)
+        is_gossip = settings.gossip is not None
         return connect(
-            hierarchical=levels if gossip is None else gossip.needs_groups,
+            hierarchical=method.needs_groups if is_gossip else levels,
             timeout=settings.timeout,
-            point_to_point=direct,
+            point_to_point=is_gossip or uses_point_to_point(method),
         )
 
 
@@ -64,26 +68,29 @@ def wrap_optimizer(
     settings: DictConfig,
     transport: Transport,
     scaler: GradScaler | None = None,
+    method: Any = None,
 ) -> Wrapper:
     """The distributed optimizer. It averages gradients over all ranks or, with gossip, models over a few ranks.
 
-    scaler: scales the loss, if any. Gossip has none.
+    Args:
+        scaler: scales the loss, if any. Gossip has none.
+        method: that of `build_method`. None: it is built here.
     """
+    method = build_method(settings) if method is None else method
     if settings.gossip is not None:
-        gossip = build(settings.gossip)
         in_steps = not settings.schedule_lr_per_epoch or settings.checkpoint_every is not None
-        if in_steps and not gossip.is_synchronous:
+        if in_steps and not method.is_synchronous:
             raise ValueError(
-                f"with {type(gossip).__name__} ranks have no steps in common, only epochs: "
+                f"with {type(method).__name__} ranks have no steps in common, only epochs: "
                 "train.schedule_lr_per_epoch must be True and train.checkpoint_every null"
             )
         return GossipOptimizer(
-            optimizer, model.named_parameters(), gossip, transport=transport, nonfinite=settings.nonfinite
+            optimizer, model.named_parameters(), method, transport=transport, nonfinite=settings.nonfinite
         )
     return DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=build(settings.compression),
+        compression=method,
         backward_passes_per_step=settings.num_batches_per_step,
         op="average",
         bucket_mb=settings.bucket_mb,

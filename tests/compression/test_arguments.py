@@ -4,21 +4,34 @@ from typing import Any
 
 import pytest
 
-from dgc.compression import DGCCompressor
+from dgc.compression import DGCCompressor, SparseCompressor
+from dgc.compression.sparse import INDICES, MEMORIES, SELECTORS, VALUES
+from dgc.engine.agreement import describe
 from dgc.memory import DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.selection import Exact
-from dgc.wire import CastValues, PlainIndices
+from dgc.wire import CastValues, PlainIndices, RiceIndices, SignValues
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 def test_what_is_not_sent_is_lost_only_where_asked_for() -> None:
-    for nothing in (None, DGCSGDMemory, "residual"):
-        with pytest.raises(ValueError, match=r"memory must be .*DGCSGDMemory.*ResidualMemory\(\).*NoMemory\(\)"):
+    for nothing in (None, DGCSGDMemory, "nothing"):
+        message = "^memory must be one of 'dgc', 'residual', 'none', or an object of dgc.memory, not "
+        with pytest.raises(ValueError, match=message):
             DGCCompressor(0.001, nothing)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="memory"):
-        DGCCompressor(0.001)  # type: ignore[call-arg]
     assert isinstance(DGCCompressor(0.001, NoMemory()).memory, NoMemory)
+    assert isinstance(DGCCompressor(0.001).memory, DGCSGDMemory)
+
+
+def test_a_name_stands_for_the_object_with_its_defaults() -> None:
+    parts: dict[str, Any] = {"memory": MEMORIES, "selector": SELECTORS, "values": VALUES, "indices": INDICES}
+    for argument, choices in parts.items():
+        for name, make in choices.items():
+            options: Any = {"compress_ratio": 0.01, "memory": "residual", argument: name}
+            given, built = SparseCompressor(**options), SparseCompressor(**{**options, argument: make()})
+            assert describe(made=given) == describe(made=built), (argument, name)
+    named = DGCCompressor(0.001, values="sign", indices="rice")
+    assert isinstance(named.format.values, SignValues) and isinstance(named.format.indices, RiceIndices)
 
 
 def test_arguments_of_a_wrong_type_are_named() -> None:
@@ -35,9 +48,9 @@ def test_arguments_of_a_wrong_type_are_named() -> None:
         "warmup_epochs": ["five", 2.5, True, None],
         "warmup_coeff": ["0.25", [0.5, "0.1"], True],
         "seed": [None, 1.5],
-        "selector": ["exact", Exact],
-        "values": ["fp16", CastValues],
-        "indices": ["int32", PlainIndices],
+        "selector": ["exactly", Exact],
+        "values": ["fp17", CastValues],
+        "indices": ["int31", PlainIndices],
     }
     for name, values in wrong.items():
         for value in values:

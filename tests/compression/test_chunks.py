@@ -1,5 +1,6 @@
 """ChunkCompressor against its algorithm written with lists, and its own laws."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -163,7 +164,7 @@ def test_the_cheaper_way_is_taken() -> None:
 
 
 def test_warm_up_sends_more_and_then_the_planned_number() -> None:
-    ranks = ranks_of(2, 0.05, DGCSGDMemory, warmup_epochs=2, warmup_coeff=[1, 0.3])
+    ranks = ranks_of(2, 0.05, partial(DGCSGDMemory, 0.9), warmup_epochs=2, warmup_coeff=[1, 0.3])
     for epoch, numbers in ((0, NUMEL), (1, 6 * SIZE), (2, SIZE)):
         for compressor in ranks.compressors:
             compressor.begin_epoch(epoch)
@@ -216,7 +217,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chunk_size": 1.5}, "chunk_size must be a whole number of elements, not 1.5"),
     ({"dtype": "bf16"}, "dtype must be fp16 or fp32, .* not 'bf16'"),
     ({"compress_ratio": 0}, "compress_ratio must be positive and finite"),
-    ({"memory": None}, "memory must be a dgc.memory.Memory"),
+    ({"memory": None}, "memory must be one of 'dgc', 'residual', 'none', or an object of dgc.memory"),
     ({"warmup_epochs": 3, "warmup_coeff": [1]}, "warmup_coeff lists 1 ratios for 3"),
 ]
 

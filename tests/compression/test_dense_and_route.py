@@ -176,7 +176,7 @@ def test_equal_compressors_without_state_are_one() -> None:
         """May have settings."""
 
     def clipped(norm: float, **options: Any) -> DGCCompressor:
-        return DGCCompressor(0.01, DGCSGDMemory(gradient_clipping=ClipByNorm(norm)), **options)
+        return DGCCompressor(0.01, DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(norm)), **options)
 
     def chosen(*compressors: Any) -> list[Any]:
         route = Route([Rule(compressor, name=f"{i}.*") for i, compressor in enumerate(compressors)])

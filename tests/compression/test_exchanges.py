@@ -20,7 +20,7 @@ from dgc.optim import DistributedOptimizer
 from dgc.selection import plan_selection
 from dgc.wire import CastValues, PayloadError, PlainIndices, SparseFormat
 from dgc_training.config import load
-from dgc_training.startup.build import open_transport
+from dgc_training.startup.build import build_method, open_transport
 
 INT32 = SparseFormat(CastValues(), PlainIndices("int32"))
 RESNET50 = 25_557_032  # parameters
@@ -380,5 +380,7 @@ def test_the_trainer_asks_for_messages_between_ranks() -> None:
     asked = []
     for files in ([], ["configs/dgc/wm0"], ["configs/dgc/wm0", "configs/dgc/gtopk"], ["configs/gossip/sgp"]):
         settings = load(["configs/digits/cnn", *files]).train
-        open_transport(settings, lambda **options: asked.append(options["point_to_point"]))  # type: ignore[arg-type]
+        method = build_method(settings)
+        connect: Any = lambda **options: asked.append(options["point_to_point"])  # noqa: E731
+        open_transport(settings, method, connect)
     assert asked == [False, False, True, True]

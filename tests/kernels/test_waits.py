@@ -176,7 +176,7 @@ def test_factors_of_all_shapes_are_checked_in_one_read(monkeypatch: pytest.Monke
 
 OTHERS = [
     (DenseCompressor(), READ),
-    (DGCCompressor(1.0, DGCSGDMemory()), READ),
+    (DGCCompressor(1.0, DGCSGDMemory(0.9)), READ),
     *(
         (method(), READ)
         for method in (
@@ -191,7 +191,7 @@ OTHERS = [
     ),
     (ThresholdCompressor(wire="scatter"), READ),
     (
-        ChunkCompressor(0.1, DGCSGDMemory(), 32),
+        ChunkCompressor(0.1, DGCSGDMemory(0.9), 32),
         {"compression/chunks.py reduce", *READ},
     ),
     (

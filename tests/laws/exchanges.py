@@ -1,6 +1,7 @@
 """Rows of the exchanges of sparse payloads other than the all-gather."""
 
 from collections.abc import Callable
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -106,7 +107,7 @@ EXCHANGES += [
         ("residual", ResidualMemory, INT32),
         ("residual-int8-rice", ResidualMemory, SMALLEST),
         ("dgc-zero-momentum-fp16-packed", no_momentum, SMALL),
-        ("dgc", DGCSGDMemory, INT32, 0.9, 0.4),
-        ("dgc-int8-rice", DGCSGDMemory, SMALLEST, 0.9, 0.4),
+        ("dgc", partial(DGCSGDMemory, 0.9), INT32, 0.9, 0.4),
+        ("dgc-int8-rice", partial(DGCSGDMemory, 0.9), SMALLEST, 0.9, 0.4),
     )
 ]

@@ -208,10 +208,17 @@ QUANTIZED = [
         dense_limit=chunks(ratio=1.0, dtype="fp32"),
     ),
     # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
-    Row("chunks-dgc", chunks(DGCSGDMemory), chunk_bytes(2), conserves=False, momentum=0.9, left=0.75),
+    Row(
+        "chunks-dgc",
+        chunks(partial(DGCSGDMemory, 0.9)),
+        chunk_bytes(2),
+        conserves=False,
+        momentum=0.9,
+        left=0.75,
+    ),
     Row(
         "chunks-dgc-clipped",
-        chunks(lambda: DGCSGDMemory(gradient_clipping=ClipByGlobalNorm(50.0)), dtype="fp32"),
+        chunks(lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(50.0)), dtype="fp32"),
         lambda bucket: chunk_bytes(4)(bucket) + 4 * len(bucket.segments),
         conserves=False,
         momentum=0.9,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -266,14 +267,14 @@ TABLE = [
     ),
     Row(
         "dgc-2-bit-values-packed",
-        dgc(DGCSGDMemory, values=TwoBitValues(4.0), indices=PackedIndices()),
+        dgc(partial(DGCSGDMemory, 0.9), values=TwoBitValues(4.0), indices=PackedIndices()),
         planned_bytes(0.05, SparseFormat(TwoBitValues(4.0), PackedIndices())),
         conserves=False,
         momentum=0.9,
     ),
     Row(
         "dgc-sign-rice",
-        dgc(DGCSGDMemory, values=SignValues(), indices=RiceIndices()),
+        dgc(partial(DGCSGDMemory, 0.9), values=SignValues(), indices=RiceIndices()),
         planned_bytes(0.05, SparseFormat(SignValues(), RiceIndices())),
         conserves=False,
         momentum=0.9,
@@ -286,15 +287,15 @@ TABLE = [
     ),
     Row(
         "dgc-laplace",
-        dgc(DGCSGDMemory, selector=Laplace()),
+        dgc(partial(DGCSGDMemory, 0.9), selector=Laplace()),
         sparse_bytes(0.05, 4, 8),
         conserves=False,
         momentum=0.9,
     ),
-    Row("dgc", dgc(DGCSGDMemory), sparse_bytes(0.05, 4, 8), conserves=False, momentum=0.9),
+    Row("dgc", dgc(partial(DGCSGDMemory, 0.9)), sparse_bytes(0.05, 4, 8), conserves=False, momentum=0.9),
     Row(
         "dgc-nesterov",
-        dgc(lambda: DGCSGDMemory(nesterov=True), int32_indices=True),
+        dgc(lambda: DGCSGDMemory(0.9, nesterov=True), int32_indices=True),
         sparse_bytes(0.05, 4, 4),
         conserves=False,
         momentum=0.9,
@@ -302,21 +303,21 @@ TABLE = [
     ),
     Row(
         "dgc-no-masking-fp16",
-        dgc(lambda: DGCSGDMemory(momentum_masking=False), fp16_values=True, int32_indices=True),
+        dgc(lambda: DGCSGDMemory(0.9, momentum_masking=False), fp16_values=True, int32_indices=True),
         sparse_bytes(0.05, 2, 4),
         conserves=False,
         momentum=0.9,
     ),
     Row(
         "dgc-clipped",
-        dgc(lambda: DGCSGDMemory(gradient_clipping=ClipByGlobalNorm(50.0))),
+        dgc(lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(50.0))),
         lambda bucket: sparse_bytes(0.05, 4, 8)(bucket) + 4 * len(bucket.segments),
         conserves=False,
         momentum=0.9,
     ),
     Row(
         "dgc-warm-up",
-        dgc(DGCSGDMemory, warmup_epochs=1, warmup_coeff=[1.0]),
+        dgc(partial(DGCSGDMemory, 0.9), warmup_epochs=1, warmup_coeff=[1.0]),
         lambda bucket: own_bytes(bucket) + 24,
         conserves=False,
         momentum=0.9,

@@ -73,4 +73,4 @@ def test_bad_limits() -> None:
                 kind(limit)
     for clipping in (ClipByNorm, 1.0):
         with pytest.raises(ValueError, match="gradient_clipping must be None or one of"):
-            DGCSGDMemory(gradient_clipping=clipping)  # type: ignore[arg-type]
+            DGCSGDMemory(0.9, gradient_clipping=clipping)  # type: ignore[arg-type]

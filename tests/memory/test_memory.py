@@ -1,5 +1,6 @@
 """Error state: what enters it, what leaves it, how it is clipped, saved and loaded."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dgc.memory import (
     ResidualMemory,
 )
 
+DGC = partial(DGCSGDMemory, 0.9)
 REFERENCE = Reference()
 
 
@@ -142,7 +144,7 @@ def test_masking_by_hand(masking: Any, nesterov: Any) -> None:
         assert state["momentums"]["a"].tolist() == u and state["velocities"]["a"].tolist() == v
 
 
-@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+@pytest.mark.parametrize("make", [DGC, ResidualMemory])
 def test_what_the_wire_rounds_stays(make: Any) -> None:
     memory, bucket = make(), bucket_of(a=(4,))
     memory.plan(bucket)
@@ -158,7 +160,7 @@ def test_what_the_wire_rounds_stays(make: Any) -> None:
     assert error[0] != 0 and error[1] == 1e6 - 65504 and error[2] == 0 and error[3] == 5
 
 
-@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+@pytest.mark.parametrize("make", [DGC, ResidualMemory])
 def test_sending_all_leaves_the_rounding_and_the_momentum(make: Any) -> None:
     memory, bucket = make(), bucket_of()
     memory.plan(bucket)
@@ -166,13 +168,13 @@ def test_sending_all_leaves_the_rounding_and_the_momentum(make: Any) -> None:
     memory.sent_all_(bucket, v.half().float())
     (error,) = memory.errors()
     torch.testing.assert_close(error, v - v.half().float(), rtol=0, atol=0)
-    if make is DGCSGDMemory:
+    if make is DGC:
         u = memory.state_dict()["momentums"]
         torch.testing.assert_close(u["b"], bucket.segments[1].of(bucket.flat))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+@pytest.mark.parametrize("make", [DGC, ResidualMemory])
 def test_state_is_fp32_whatever_the_gradients_are(make: Any, dtype: Any) -> None:
     memory, bucket = make(), bucket_of(dtype=dtype)
     memory.plan(bucket)
@@ -182,9 +184,9 @@ def test_state_is_fp32_whatever_the_gradients_are(make: Any, dtype: Any) -> None
 
 MEMORIES = {
     "residual": ResidualMemory,
-    "dgc": DGCSGDMemory,
-    "nesterov": lambda: DGCSGDMemory(nesterov=True),
-    "no masking": lambda: DGCSGDMemory(momentum_masking=False),
+    "dgc": DGC,
+    "nesterov": lambda: DGCSGDMemory(0.9, nesterov=True),
+    "no masking": lambda: DGCSGDMemory(0.9, momentum_masking=False),
 }
 
 
@@ -359,7 +361,7 @@ def leaves(state: Any) -> Any:
     return {f"{kind}.{name}": tensor for kind, part in state.items() for name, tensor in part.items()}
 
 
-@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+@pytest.mark.parametrize("make", [DGC, ResidualMemory])
 def test_state_survives_other_buckets_and_strides(make: Any, tmp_path: Path) -> None:
     saved = filled(make, bucket_of("b0", **SHAPES)).state_dict()
     torch.save(saved, tmp_path / "state.pt")
@@ -374,11 +376,11 @@ def test_state_survives_other_buckets_and_strides(make: Any, tmp_path: Path) -> 
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     (flat, _) = other.errors()
-    error = got["velocities.c" if make is DGCSGDMemory else "residuals.c"]
+    error = got["velocities.c" if make is DGC else "residuals.c"]
     assert torch.equal(flat.view(2, 2, 2, 3).permute(0, 3, 1, 2), error)
 
 
-@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+@pytest.mark.parametrize("make", [DGC, ResidualMemory])
 def test_a_saved_state_is_a_copy(make: Any) -> None:
     bucket = bucket_of(**SHAPES)
     memory = filled(make, bucket)
@@ -388,7 +390,7 @@ def test_a_saved_state_is_a_copy(make: Any) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in leaves(saved).items())
 
 
-@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory])
+@pytest.mark.parametrize("make", [DGC, ResidualMemory])
 @pytest.mark.parametrize(
     "shapes",
     [
@@ -404,8 +406,8 @@ def test_another_models_state_names_the_parameter(make: Any, shapes: Any) -> Non
         filled(make, bucket_of(**shapes)).load_state_dict(saved)
 
 
-@pytest.mark.parametrize("make", [DGCSGDMemory, ResidualMemory, NoMemory])
-@pytest.mark.parametrize("other", [DGCSGDMemory, ResidualMemory, NoMemory])
+@pytest.mark.parametrize("make", [DGC, ResidualMemory, NoMemory])
+@pytest.mark.parametrize("other", [DGC, ResidualMemory, NoMemory])
 def test_another_memorys_state_is_a_value_error(make: Any, other: Any) -> None:
     if make is not other:
         saved = filled(other, bucket_of(**SHAPES)).state_dict()
@@ -417,4 +419,4 @@ def test_another_memorys_state_is_a_value_error(make: Any, other: Any) -> None:
 def test_clipping_that_cannot_clip_is_refused_at_once() -> None:
     """Without the checked annotations, which would answer first."""
     with pytest.raises(ValueError, match="^gradient_clipping must be None or one of"):
-        DGCSGDMemory(gradient_clipping=True)  # type: ignore[arg-type]
+        DGCSGDMemory(0.9, gradient_clipping=True)  # type: ignore[arg-type]

@@ -28,9 +28,9 @@ from dgc.optim import DGCSGD, DistributedOptimizer
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 METHODS: dict[str, Callable[[], Any]] = {
-    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory()),
+    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9)),
     "residual": lambda: DGCCompressor(0.05, ResidualMemory()),  # momentum is the optimizer's
-    "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(), dense_values="int8"),
+    "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8"),
     "powersgd": lambda: PowerSGDCompressor(2),
     "2bit": lambda: ThresholdCompressor(threshold=0.01),
     "dense": DenseCompressor,

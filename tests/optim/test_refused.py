@@ -15,13 +15,14 @@ from optim.nets import (
     run,
     wrap,
 )
-from torch import nn
+from torch import Tensor, nn
 
+from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
 from dgc.compression import DenseCompressor, DenseResult, DGCCompressor
 from dgc.compression.protocol import StatelessCompressor
-from dgc.memory import ResidualMemory
+from dgc.memory import DGCSGDMemory, MomentumCorrection, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 
@@ -223,3 +224,34 @@ def test_groups_warn_that_they_have_no_effect() -> None:
 def test_no_new_groups() -> None:
     with pytest.raises(ValueError, match=r"cannot be added here: close\(\)"):
         wrap(net(), alone()).add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_memory_without_a_momentum_of_its_own_takes_that_of_the_optimizer(nesterov: bool) -> None:
+    def trained(memory: DGCSGDMemory | str) -> tuple[Tensor, DGCCompressor]:
+        model, compression = net(), DGCCompressor(0.1, memory)
+        inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.8, nesterov=nesterov)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=alone())
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), compression
+
+    taken, compression = trained("dgc")
+    assert compression.correction == MomentumCorrection(0.8, nesterov)
+    assert torch.equal(taken, trained(DGCSGDMemory(0.8, nesterov))[0])
+
+
+def test_a_momentum_to_take_must_be_one_and_must_exist() -> None:
+    model = net()
+    groups = [{"params": [p], "momentum": 0.9 - 0.1 * i} for i, p in enumerate(model.parameters())]
+    with pytest.raises(ValueError, match=r"memory has momentum=0.9.*optimizer momentum=0\.[78].*must agree"):
+        DistributedOptimizer(DGCSGD(groups, lr=0.1), None, DGCCompressor(0.1), transport=alone())
+    with pytest.raises(ValueError, match=r"nesterov=True, the optimizer momentum=0.9, nesterov=False"):
+        memory = DGCSGDMemory(nesterov=True)
+        DistributedOptimizer(dgc_sgd(model), None, DGCCompressor(0.1, memory), transport=alone())
+    with pytest.raises(ValueError, match=r"SGD would apply it again: use dgc.optim.DGCSGD"):
+        DistributedOptimizer(momentum_sgd(model), None, DGCCompressor(0.1), transport=alone())
+    with pytest.raises(ValueError, match=r"^DGCSGDMemory\(\) takes the momentum of an optimizer"):
+        DGCCompressor(0.1).plan(make_bucket("b", [("w", torch.zeros(4, 4))]), 1, 0)

@@ -60,7 +60,7 @@ CASES = [
     ("compression._seed", 0, 1, lambda s: {"compression": QSGDCompressor(seed=s)}),
     ("compression._seed", 3, 4, lambda s: {"compression": OfAUser(s)}),
     ("compression.compress_ratio", 0.1, 0.2, lambda r: {"compression": dgc(r)}),
-    ("compression.memory.momentum", 0.9, 0.8, lambda m: {"compression": dgc(momentum=m)}),
+    ("compression.memory.correction.momentum", 0.9, 0.8, lambda m: {"compression": dgc(momentum=m)}),
     (
         "compression.memory.gradient_clipping.max_norm",
         1.0,

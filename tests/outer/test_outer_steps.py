@@ -408,7 +408,7 @@ def test_islands_average_gradients_inside_and_exchange_between() -> None:
         (lambda: OuterSteps(2, compression=by_dimension(), alpha=0.5), "PowerSGDCompressor sends later what it"),
         (lambda: OuterSteps(2, warmup_steps=-1), "warmup_steps must be a whole number of 0 steps or more"),
         (lambda: OuterSteps(2, OSGP(), delay=1), "OSGP mixes whole models"),
-        (lambda: OuterSteps(2, compression=DGCCompressor(0.1, DGCSGDMemory())), r"memory=ResidualMemory\(\)"),
+        (lambda: OuterSteps(2, compression=DGCCompressor(0.1, DGCSGDMemory(0.9))), r"memory=ResidualMemory\(\)"),
         (lambda: OuterSteps(1, **IN_TWO_PARTS), "2 fragments, but average_every=1"),
         (lambda: OuterSteps(6, **IN_TWO_PARTS, delay=4), "an exchange begins 3 steps after"),
         (lambda: OuterSteps(2, compression=top_k), "compression must be a compressor"),  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from optim.nets import alone, net
 
 from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
 from dgc.engine.redistribute import redistribute
-from dgc.memory import DGCSGDMemory
 from dgc.optim import DistributedOptimizer, GossipOptimizer
 from dgc.outer import OuterSteps, ZeroOneAdam, ZeroOneSteps
 from dgc.outer.zero_one_steps import ZeroOneSchedule
@@ -277,7 +276,7 @@ HALF: Any = 1.5
 REFUSED = {
     "another optimizer": (lambda: wrapped(torch.optim.AdamW, ZeroOneSteps(1)), "AdamW does not share its own"),
     "as a base": (lambda: wrapped(adam, OuterSteps(2, ZeroOneSteps(1))), "ZeroOneSteps needs a ZeroOneAdam"),
-    "momentum twice": (lambda: ZeroOneSteps(1, compression=DGCCompressor(0.1, DGCSGDMemory())), "ResidualMemory"),
+    "momentum twice": (lambda: ZeroOneSteps(1, compression=DGCCompressor(0.1)), "ResidualMemory"),
     "no first steps": (lambda: ZeroOneSteps(0), "var_freeze_step must be a whole number of at least 1, not 0"),
     "half a step": (lambda: ZeroOneSteps(1, local_step_clipper=HALF), "local_step_clipper must be a whole number"),
     "rate": (lambda: adam(net().parameters(), lr=-1.0), "lr must be 0 or more, not -1.0"),

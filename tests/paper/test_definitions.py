@@ -114,7 +114,7 @@ def test_dgc_with_equal_magnitudes() -> None:
 
 
 def test_dgc_sends_vectors_dense() -> None:
-    fast, definition = DGCCompressor(0.05, DGCSGDMemory()), paper.DGC(0.05)
+    fast, definition = DGCCompressor(0.05, DGCSGDMemory(0.9)), paper.DGC(0.05)
     segments = make_bucket("b", [(str(shape), torch.zeros(shape)) for shape in [*SHAPES, (7,), ()]]).segments
     assert [fast.accepts(s) for s in segments] == [definition.accepts(s) for s in segments]
     assert [definition.accepts(s) for s in segments] == [True] * len(SHAPES) + [False] * 2

@@ -22,7 +22,9 @@ from dgc.memory import ClipByGlobalNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 METHODS: dict[str, Any] = {
-    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(gradient_clipping=ClipByGlobalNorm(5.0)), int32_indices=True),
+    "dgc": lambda: DGCCompressor(
+        0.05, DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(5.0)), int32_indices=True
+    ),
     "powersgd": lambda: PowerSGDCompressor(1, num_iters_per_step=4),
     "2bit": lambda: ThresholdCompressor(threshold=0.01),
 }

@@ -82,25 +82,25 @@ def requests(transport: Any) -> Finding:
 
 def compressors(point_to_point: bool = False) -> dict[str, Callable[[], Any]]:
     messages: dict[str, Callable[[], Any]] = {
-        "gtopk": lambda: DGCCompressor(0.01, DGCSGDMemory(), exchange="gtopk", dense_values="int8"),
+        "gtopk": lambda: DGCCompressor(0.01, DGCSGDMemory(0.9), exchange="gtopk", dense_values="int8"),
     }
     return {
         "dense": DenseCompressor,
         "fp16": FP16Compressor,
         "bf16": BF16Compressor,
         "residual": lambda: DGCCompressor(0.01, ResidualMemory()),
-        "dgc": lambda: DGCCompressor(0.01, DGCSGDMemory()),
+        "dgc": lambda: DGCCompressor(0.01, DGCSGDMemory(0.9)),
         "dgc-wire": lambda: DGCCompressor(
             0.001,
-            DGCSGDMemory(nesterov=True, gradient_clipping=ClipByGlobalNorm(5.0)),
+            DGCSGDMemory(0.9, nesterov=True, gradient_clipping=ClipByGlobalNorm(5.0)),
             fp16_values=True,
             int32_indices=True,
             warmup_epochs=2,
         ),
         "reduce-scatter": lambda: DGCCompressor(
-            0.01, DGCSGDMemory(), exchange="reduce_scatter", values=Int8Values(), indices=RiceIndices()
+            0.01, DGCSGDMemory(0.9), exchange="reduce_scatter", values=Int8Values(), indices=RiceIndices()
         ),
-        "chunks": lambda: ChunkCompressor(0.01, DGCSGDMemory()),
+        "chunks": lambda: ChunkCompressor(0.01, DGCSGDMemory(0.9)),
         "paper-dgc": lambda: paper.DGC(0.01),
         "paper-2bit": lambda: paper.Threshold(2, 0.01),
         **(messages if point_to_point else {}),
@@ -177,7 +177,7 @@ def on_tiers(transport: Any, steps: int, hidden: int, *modes: str) -> Finding:
         used = kernels.describe(torch.device("cpu"))
         compression = DGCCompressor(
             0.01,
-            DGCSGDMemory(nesterov=True, gradient_clipping=ClipByGlobalNorm(5.0)),
+            DGCSGDMemory(0.9, nesterov=True, gradient_clipping=ClipByGlobalNorm(5.0)),
             values=CastValues("fp16"),
             indices=RiceIndices(),
             warmup_epochs=3,
@@ -237,7 +237,7 @@ def ratios_of_a_step(transport: Any) -> Finding:
         "dense": (1000, [1.0, 0.125, 0.125]),  # ends Horovod: the last
     }.items():
         model = torch.nn.Linear(numel, 1, bias=False)
-        dgc = DGCCompressor(ratios[-1], DGCSGDMemory(), warmup_epochs=2, warmup_coeff=ratios)
+        dgc = DGCCompressor(ratios[-1], DGCSGDMemory(0.9), warmup_epochs=2, warmup_coeff=ratios)
         optimizer = DistributedOptimizer(
             DGCSGD(model.parameters(), lr=0.1, momentum=0.9),
             model.named_parameters(),
@@ -258,7 +258,7 @@ def clipped_in_flight(transport: Any) -> Finding:
     optimizer = DistributedOptimizer(
         DGCSGD(model.parameters(), lr=0.1, momentum=0.9),
         model.named_parameters(),
-        DGCCompressor(0.5, DGCSGDMemory()),
+        DGCCompressor(0.5, DGCSGDMemory(0.9)),
         bucket_mb=1e-4,
         transport=transport,
     )
@@ -300,7 +300,7 @@ def state_initialisation(transport: Any) -> Finding:
     before = model.weight.detach().clone()
     inner = DGCSGD(model.parameters(), lr=0.8, momentum=0.9, weight_decay=0.01)
     optimizer = DistributedOptimizer(
-        inner, model.named_parameters(), DGCCompressor(0.5, DGCSGDMemory()), op=hvd.Average
+        inner, model.named_parameters(), DGCCompressor(0.5, DGCSGDMemory(0.9)), op=hvd.Average
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -313,7 +313,7 @@ def unused_on_one_rank(transport: Any) -> Finding:
     model = torch.nn.ModuleList([torch.nn.Linear(4, 8), torch.nn.Linear(4, 8)])
     inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = DistributedOptimizer(
-        inner, model.named_parameters(), DGCCompressor(0.3, DGCSGDMemory()), transport=transport
+        inner, model.named_parameters(), DGCCompressor(0.3, DGCSGDMemory(0.9)), transport=transport
     )
     for step in range(4):
         optimizer.zero_grad()
@@ -377,7 +377,7 @@ def loss_scaling(transport: Any) -> Finding:
         optimizer = DistributedOptimizer(
             inner,
             model.named_parameters(),
-            DGCCompressor(0.1, DGCSGDMemory()),
+            DGCCompressor(0.1, DGCSGDMemory(0.9)),
             transport=transport,
             grad_scaler=scaler,
         )

@@ -137,7 +137,7 @@ def test_dgc_keeps_the_experiments_optimizer_keys() -> None:
 def test_dgc_files_set_what_they_say() -> None:
     tree = load([CNN, "configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py", "configs/dgc/nm.py"])
     c = tree.train.compression
-    assert (c.warmup_epochs, c.warmup_coeff, c.fp16_values, c.int32_indices) == (5, None, True, True)
+    assert (c.warmup_epochs, c.warmup_coeff, c["values"], c.indices) == (5, None, "fp16", "int32")
     assert c.memory.momentum_masking is False
     assert load([CNN, "configs/dgc/wm0.py"]).train.compression.warmup_epochs == 0
     assert list(load([CNN, "configs/dgc/wm5o"]).train.compression.warmup_coeff) == [1, 1, 1, 1, 1]
@@ -152,7 +152,7 @@ def test_dgc_files_set_what_they_say() -> None:
 def test_a_bases_settings_do_not_undo_an_earlier_file_of_the_folder() -> None:
     """A base applies once per load, before the first file of its folder."""
     tree = load([CNN, "configs/dgc/wm5.py", "configs/digits/resnet20.py", "configs/dgc/fp16.py"])
-    assert tree.train.compression.warmup_epochs == 5 and tree.train.compression.fp16_values is True
+    assert tree.train.compression.warmup_epochs == 5 and tree.train.compression["values"] == "fp16"
     assert tree.model._target_ == "dgc_models.resnet20"
 
 

@@ -14,7 +14,7 @@ from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.arguments import parse_arguments
-from dgc_training.startup.build import open_transport
+from dgc_training.startup.build import build_method, open_transport
 from dgc_training.startup.setup import require_complete
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -112,7 +112,7 @@ def test_settings_of_the_levels() -> None:
     for word in ("auto", "on", "off"):
         _, tree = settings(f"--configs.train.hierarchical={word}")
         require_complete(tree, "cpu")
-        open_transport(tree.train, connect)
+        open_transport(tree.train, build_method(tree.train), connect)
     assert asked == ["auto", True, False]
     _, tree = settings("--configs.train.hierarchical=maybe")
     with pytest.raises(ConfigError, match="train.hierarchical is 'maybe', not auto, on or off"):

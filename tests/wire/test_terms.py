@@ -98,7 +98,7 @@ def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent() -> None
 
         def body(transport: Any, ratios: Any = ratios) -> None:
             model = torch.nn.Linear(1000, 1, bias=False)
-            dgc = DGCCompressor(ratios[1], DGCSGDMemory(), warmup_epochs=2, warmup_coeff=ratios)
+            dgc = DGCCompressor(ratios[1], DGCSGDMemory(0.9), warmup_epochs=2, warmup_coeff=ratios)
             inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
             optimizer = DistributedOptimizer(inner, model.named_parameters(), dgc, transport=transport)
             optimizer.begin_epoch(transport.rank)

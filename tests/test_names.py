@@ -1,0 +1,33 @@
+"""The names of the package itself, which are loaded when they are used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dgc
+
+
+def test_every_name_is_loaded_and_is_that_of_its_package() -> None:
+    assert 20 <= len(dgc._PACKAGE_OF) <= 30
+    for name, package in dgc._PACKAGE_OF.items():
+        assert getattr(dgc, name) is getattr(sys.modules[package], name)
+        assert name in dir(dgc)
+    with pytest.raises(AttributeError, match="module 'dgc' has no attribute 'DGCCompresor'"):
+        _ = dgc.DGCCompresor
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(dgc.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    assert seen == {**dgc._PACKAGE_OF, "Transport": "dgc.comm.transport"}
+
+
+def test_the_package_loads_nothing_until_a_name_is_used() -> None:
+    code = "import sys, dgc; print(sorted(m for m in sys.modules if m.startswith('dgc.') or m == 'torch'))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
