@@ -7,7 +7,7 @@ MEMORY = [
         "momentum-factor-masking-forgotten",
         "dgc/memory.py",
         "return PassInputs(bucket.gradients, u, v, momentum, nesterov, sent, self.momentum_masking)",
-        "return PassInputs(bucket.gradients, u, v, self.momentum, self.nesterov, sent)",
+        "return PassInputs(bucket.gradients, u, v, momentum, nesterov, sent)",
         ["tests/memory/test_memory.py"],
     ),
     Fault(
