@@ -9,6 +9,15 @@ steps. An adapter fills the buckets, says when a gradient is complete, and puts 
     engine.advance()                             any number of times
     outcome = engine.finish()                    results, or the reason why every rank drops the step
 
+Which replies arrive first depends on timing. The order of launches on one lane must not depend on it:
+
+- The caller starts groups, and so launches round 0 of their conversations, in the same order on every rank.
+- Round r of a conversation is launched after round r of all conversations that started before it.
+- Each round r < LANES has a lane of its own. The order between round 0 of one conversation and round 1 of another
+  therefore does not matter.
+- Later rounds are launched by `finish` alone, on the lane of round 0: for each r, round r of all conversations.
+  Whether a conversation ends after LANES rounds is known only when it is continued, so that is left to `finish`.
+
 Loss scaling (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2): with scale s the loss is multiplied by s,
 so backward computes s g. A bucket is divided by s before compression and multiplied by s after it. The error state
 therefore does not depend on s, which may change from step to step, and GradScaler.unscale_ works as usual. If any
@@ -17,21 +26,24 @@ factor.
 """
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.comm.collectives import broadcast_object
-from dgc.comm.conversation import Intact, OrderedConversations
+from dgc.comm.conversation import Intact, RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, Result, conversation_of
 from dgc.engine.buckets import PlannedBucket
+
+LANES = 3  # few methods have more rounds. A lane of torch.distributed is a process group, with its connections.
 
 
 class StartOrder:
@@ -177,6 +189,15 @@ class SideStream:
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
+class Running(NamedTuple):
+    """A bucket whose exchange has started."""
+
+    plan: PlannedBucket
+    method: Compressor
+    conversation: RunningConversation[Result]
+    side: SideStream
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of a step.
@@ -226,13 +247,12 @@ class Engine:
         self.streams = {device: SideStream(device) for device in dict.fromkeys(p.bucket.device for p in planned)}
         self._transport, self._begin_step, self._counts_dense = transport, begin_step, counts_dense
         self._position = {plan.bucket.name: i for i, plan in enumerate(planned)}
-        self._conversations: OrderedConversations[Result] = OrderedConversations(name, transport, meter)
-        self._started: list[tuple[PlannedBucket, Compressor]] = []
-
-    @property
-    def intact(self) -> Intact:
-        """Guards the engine, and what must happen after it on every rank."""
-        return self._conversations.intact
+        self._lanes = [f"{name}.round{r}" for r in range(LANES)]
+        for lane in self._lanes:
+            transport.open_lane(lane)
+        self.intact = Intact()
+        self._started: list[Running] = []
+        self._waiting: deque[Running] = deque()  # the last ones of them, not all of which are done
 
     @property
     def in_flight(self) -> bool:
@@ -248,8 +268,8 @@ class Engine:
     def reset(self) -> None:
         """Begin a step: no bucket has gradients or has started."""
         self.order.reset()
-        self._conversations.clear()
         self._started.clear()
+        self._waiting.clear()
 
     def start(self, g: int, compressor: Compressor | None = None, suffix: str = "") -> None:
         """Start the buckets of a group.
@@ -265,17 +285,33 @@ class Engine:
             if self._counts_dense:
                 self.meter.count_dense(plan.bucket.numel, self._transport.size)
             side, method = self.streams[plan.bucket.device], compressor or plan.compressor
-            with torch.no_grad(), side.after_caller():
+            with torch.no_grad(), side.after_caller(), self.intact:
                 if self.loss_scale.enabled:
                     self.loss_scale.divide_(plan.bucket.flat)
-                conversation = conversation_of(method, plan.bucket)
-                self._conversations.start(plan.bucket.name + suffix, conversation, side.concurrently)
-            self._started.append((plan, method))
+                conversation = RunningConversation(
+                    plan.bucket.name + suffix,
+                    conversation_of(method, plan.bucket),
+                    self._transport,
+                    self.meter,
+                    self._lanes,
+                )
+            running = Running(plan, method, conversation, side)
+            self._started.append(running)
+            self._waiting.append(running)
 
     def advance(self) -> None:
         """Continue what has arrived, without waiting."""
-        with torch.no_grad():
-            self._conversations.advance()
+        while self._waiting and self._waiting[0].conversation.done:
+            self._waiting.popleft()
+        limit = LANES
+        for running in self._waiting:
+            conversation = running.conversation
+            if not conversation.done:
+                with torch.no_grad(), self.intact, running.side.concurrently():
+                    done = conversation.advance(limit)
+                limit = limit if done else min(limit, conversation.rounds)
+                if limit == 1:  # all others wait in their first round, and may not begin another one
+                    break
 
     def finish(self, learn: bool = False, judge: Callable[[str | None], str | None] | None = None) -> Outcome:
         """Wait for the buckets that have started, and end the step.
@@ -285,21 +321,31 @@ class Engine:
             judge: Given why the results of this rank cannot be used, or None, returns why those of all cannot.
         """
         with torch.no_grad(), self.intact:
-            results = self._conversations.finish()
-            started, self._started = self._started, []
+            self._wait()
+            started = sorted(self._started, key=lambda running: self._position[running.plan.bucket.name])
             if learn:
                 self.order.learn()
+            self.reset()
             for side in self.streams.values():
                 side.join()
-            both = zip(started, results, strict=True)
-            ended = sorted(both, key=lambda pair: self._position[pair[0][0].bucket.name])
-            reason = next((result.nonfinite for _, result in ended if result.nonfinite), None)
+            results = [(running.plan, running.conversation.result) for running in started]
+            reason = next((result.nonfinite for _, result in results if result.nonfinite), None)
             reason = reason if judge is None else judge(reason)
             if reason is not None:
-                for plan, method in started:
-                    method.rollback(plan.bucket)
-            self.order.reset()
-            return Outcome([(plan, result) for (plan, _), result in ended], reason)
+                for running in started:
+                    running.method.rollback(running.plan.bucket)
+            return Outcome(results, reason)
+
+    def _wait(self) -> None:
+        """Wait for all rounds of all conversations."""
+        rounds, remaining = 1, list(self._waiting)
+        while remaining:
+            for running in remaining:
+                if running.conversation.rounds == rounds:
+                    with running.side.concurrently():
+                        running.conversation.finish_round()
+            rounds += 1
+            remaining = [running for running in remaining if not running.conversation.done]
 
 
 def warn_of_drop(reason: str, effect: str, counter: str = "dropped_steps", stacklevel: int = 3) -> None:

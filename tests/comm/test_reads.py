@@ -5,11 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from dgc.bucket import make_bucket
 from dgc.comm import AllReduce, TrafficMeter
-from dgc.comm.conversation import OrderedConversations
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.comm.requests import Read, next_requests, read
 from dgc.comm.staging import HostCopy
+from dgc.compression import DenseResult, StatelessCompressor
+from dgc.engine.buckets import PlannedBucket
+from dgc.engine.loop import Engine
 
 
 class SlowCopy(HostCopy):
@@ -44,18 +47,36 @@ def reading(rank: int) -> Any:
     return (yield Read(total.int()))
 
 
+class Reading(StatelessCompressor):
+    result: Any = None
+
+    def reduce(self, bucket: Any) -> Any:
+        self.result = yield from reading(self.rank)
+        return DenseResult()
+
+    def plan(self, bucket: Any, size: int, rank: int) -> None:
+        self.rank = rank
+
+
 def test_finish_waits_for_what_is_read_and_advance_does_not() -> None:
     meter = TrafficMeter()
 
     def body(transport: LockstepTransport) -> Any:
-        conversations: Any = OrderedConversations("test", transport, meter)
-        for name in "ab":
-            conversations.start(name, reading(transport.rank))
+        methods = [Reading(), Reading()]
+        groups = []
+        for name, method in zip("ab", methods, strict=True):
+            bucket = make_bucket(name, [(name, torch.zeros(1))])
+            method.plan(bucket, transport.size, transport.rank)
+            groups.append([PlannedBucket(bucket, method, (torch.zeros(1),))])
+        engine = Engine(groups, transport, meter, "test")
+        for g in range(2):
+            engine.start(g)
         for _ in range(3):
-            conversations.advance()
+            engine.advance()
         if transport.size == 1:
             assert [copy.waited for copy in SlowCopy.made] == [0]  # b launches its round 1 after a
-        return conversations.finish()
+        engine.finish()
+        return [method.result for method in methods]
 
     assert LockstepWorld(1).run(body) == [[[3, 3]] * 2]
     assert [copy.waited for copy in SlowCopy.made] == [1] * 4

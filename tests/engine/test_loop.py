@@ -8,11 +8,19 @@ import torch
 from cases import case
 from torch import Tensor
 
-from dgc.comm import TrafficMeter
+from dgc.bucket import make_bucket
+from dgc.comm import AllReduce, TrafficMeter
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
-from dgc.compression import Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor
-from dgc.engine.buckets import plan_buckets
-from dgc.engine.loop import Engine, StartOrder
+from dgc.compression import (
+    Compressor,
+    DenseCompressor,
+    DenseResult,
+    DGCCompressor,
+    PowerSGDCompressor,
+    StatelessCompressor,
+)
+from dgc.engine.buckets import PlannedBucket, plan_buckets
+from dgc.engine.loop import LANES, Engine, StartOrder
 from dgc.memory import DGCSGDMemory
 
 SHAPES = [(8, 6), (5,), (4, 4, 3), (12, 2), (1, 7), (9, 3)]
@@ -133,6 +141,50 @@ class Run:
 
     def states(self) -> list[Any]:
         return [method.state_dict() for method in self.methods]
+
+
+class Rounds(StatelessCompressor):
+    """Adds a number in each of some rounds, and leaves the sum of all replies in the bucket."""
+
+    def __init__(self, number: int, rank: int):
+        self.number, self.rank = number, rank
+
+    def reduce(self, bucket: Any) -> Any:
+        total = 0.0
+        for r in range(self.number):
+            (reply,) = yield (AllReduce(torch.tensor([float(self.rank + r)]), "sum"),)
+            total += reply.item()
+        bucket.flat.fill_(total)
+        return DenseResult()
+
+
+def sums(transport: LockstepTransport, numbers: tuple[int, ...], seed: int) -> list[float]:
+    """The sums of conversations of these numbers of rounds, which are advanced a random number of times."""
+    late = Late(transport._world, transport.rank)
+    late.random = random.Random(7 * seed + transport.rank)
+    groups = []
+    for i, number in enumerate(numbers):
+        bucket = make_bucket(f"bucket{i}", [(f"p{i}", torch.zeros(1))])
+        groups.append([PlannedBucket(bucket, Rounds(number, transport.rank), (torch.zeros(1),))])
+    engine = Engine(groups, late, TrafficMeter(), "test")
+    for _ in range(3):
+        for g in range(len(groups)):
+            engine.start(g)
+            for _ in range(late.random.randrange(4)):
+                engine.advance()
+        outcome = engine.finish()
+        assert not engine.in_flight
+    return [float(plan.bucket.flat) for plan, _ in outcome.results]
+
+
+def test_rounds_are_launched_in_one_order_whatever_arrives_first() -> None:
+    for size in (2, 3):
+        for numbers in ((1, 1, 1), (2, 2, 2), (1, 3, 2, 1), (LANES + 3, 2, LANES + 2, 1)):
+            for seed in range(8):
+                with case(size, numbers, seed):
+                    expected = [sum(sum(range(size)) + size * r for r in range(n)) for n in numbers]
+                    body = lambda transport, numbers=numbers, seed=seed: sums(transport, numbers, seed)  # noqa: E731
+                    assert LockstepWorld(size).run(body) == [expected] * size
 
 
 def test_results_and_states_do_not_depend_on_what_arrives_first() -> None:

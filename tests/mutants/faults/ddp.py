@@ -2,7 +2,7 @@
 
 from ..fault import Fault
 
-ORDERED, START_ORDER = ["tests/comm/test_ordered.py"], ["tests/engine/test_loop.py"]
+LOOP = ["tests/engine/test_loop.py"]
 PARALLEL, ONE_PROCESS = ["tests/parallel/test_ddp.py"], ["tests/ddp/test_exceptions.py"]
 
 DDP = [
@@ -11,35 +11,35 @@ DDP = [
         "dgc/comm/conversation.py",
         "lane = self._lanes[self.rounds if self.rounds < len(self._lanes) else 0]",
         "lane = self._lanes[0]",
-        ORDERED,
+        LOOP,
     ),
     Fault(
         "a-conversation-overtakes-those-that-started-before",
         "dgc/comm/conversation.py",
         "running.advance(limit)",
         "running.advance(LANES)",
-        ORDERED,
+        LOOP,
     ),
     Fault(
         "rounds-without-a-lane-launched-as-replies-arrive",
         "dgc/comm/conversation.py",
         "limit = LANES\n",
         "limit = 99\n",
-        ORDERED,
+        LOOP,
     ),
     Fault(
         "a-bucket-starts-before-its-last-gradient",
         "dgc/engine/loop.py",
         "if only_full and self._missing[bucket]:",
         "if only_full and self._missing[bucket] > 1:",
-        START_ORDER,
+        LOOP,
     ),
     Fault(
         "each-rank-starts-buckets-in-its-own-order",
         "dgc/engine/loop.py",
         'filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")',
         "filled = list(self._filled)",
-        START_ORDER,
+        LOOP,
     ),
     Fault(
         "gradients-by-place-in-ddps-buckets",
