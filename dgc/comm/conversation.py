@@ -89,7 +89,7 @@ class RunningConversation(Generic[T]):
 
     def _resume(self, replies: Any) -> None:
         start = perf_counter()
-        if replies is not None and self._copy is None:
+        if self._meter.trace is not None and replies is not None and self._copy is None:
             self._meter.trace_message(self.name, self._launched, start)
         self._copy = None
         try:
@@ -138,7 +138,8 @@ class Intact:
             )
 
     def __enter__(self) -> None:
-        self.check()
+        if self._reason:
+            self.check()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

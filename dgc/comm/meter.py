@@ -23,6 +23,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
@@ -156,15 +157,27 @@ class TrafficMeter:
     rounds: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     trace: Trace | None = None
+    _costs: dict[Any, tuple[int, float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def count(self, request: Request, rank: int, size: int) -> None:
-        self.payload_bytes += payload_bytes(request, rank)
-        self.wire_bytes += wire_bytes(request, rank, size)
-        self.cross_wire_bytes += cross_wire_bytes(request, rank, size, self.local_size)
+        """Count the bytes that this rank sends for a request among `size` ranks."""
+        alike: Any = None  # messages of one size cost the same in every step
+        if type(request) in (AllReduce, AllGather):
+            tensor = request.tensor  # type: ignore[union-attr]
+            alike = type(request), request.group, tensor.numel(), tensor.dtype, rank, size
+        costs = self._costs.get(alike)
+        if costs is None:
+            cross = cross_wire_bytes(request, rank, size, self.local_size)
+            costs = payload_bytes(request, rank), wire_bytes(request, rank, size), cross
+            if alike is not None:
+                self._costs[alike] = costs
+        self.payload_bytes += costs[0]
+        self.wire_bytes += costs[1]
+        self.cross_wire_bytes += costs[2]
 
     def count_dense(self, numel: int, size: int) -> None:
         """Count the dense equivalent of `numel` gradient elements, exchanged among `size` ranks."""
-        dense = all_reduce_wire_bytes(4 * numel, size)
+        dense = 2 * (4 * numel) * (size - 1) / size  # of an all-reduce
         self.dense_wire_bytes += dense
         self.dense_cross_wire_bytes += dense / self.local_size if size > self.local_size else 0
 

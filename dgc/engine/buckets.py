@@ -1,4 +1,4 @@
-"""Assignment of gradients to buckets."""
+"""Assignment of gradients to buckets, each with its compressor and its parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,10 +59,11 @@ class PlannedBucket:
     def collect(self, i: int) -> None:
         """Use parameter i's .grad as its gradient, without a copy if the layout allows it. None means zero."""
         p, segment = self.parameters[i], self.bucket.segments[i]
+        gradient = as_real(p.grad) if p.grad is not None and p.grad.is_complex() else p.grad
         if self.is_view(i, p.grad):
             self.bucket.use_flat(i)
-        elif p.grad is not None and not p.grad.is_sparse and segment.is_laid_out_as(as_real(p.grad)):
-            self.bucket.use_gradient(i, as_real(p.grad.detach()))
+        elif gradient is not None and not gradient.is_sparse and segment.is_laid_out_as(gradient):
+            self.bucket.use_gradient(i, gradient.detach())
         else:
             self.bucket.use_flat(i)
             if p.grad is None:

@@ -20,7 +20,7 @@ round 1, this rank's share and 40 for the last round.
 
 Differences from the original code: Deep Gradient Compression lists this on its roadmap.
 
-One level or two: all ranks alike, or dense inside a machine and compressed between machines.
+`choose_place` decides between one level, on which all ranks are treated alike, and two.
 """
 
 import warnings

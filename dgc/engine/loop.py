@@ -59,21 +59,16 @@ class StartOrder:
     """
 
     def __init__(self, sizes: Sequence[int], transport: Transport, name: str):
-        self.buckets = list(range(len(sizes)))  # in the order in which they start
+        self.groups = list(range(len(sizes)))  # in the order in which they start
         self._sizes, self._transport, self._name = sizes, transport, name
         self._is_learned = False
         self.reset()
 
     def reset(self) -> None:
-        """Begin a step: no bucket has gradients or has started."""
+        """Begin a step: no group has gradients or has started."""
         self._missing = list(self._sizes)
         self._filled: list[int] = []
         self._started = 0
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a bucket of this step has started."""
-        return self._started > 0
 
     def add(self, group: int) -> bool:
         """Count one more complete gradient of a group. Return whether the group is full now."""
@@ -83,19 +78,19 @@ class StartOrder:
         return self._missing[group] == 0
 
     def start(self, only_full: bool = True) -> Iterator[int]:
-        """Yield the buckets to start now, in order. With only_full=False these are all that have not started."""
-        while self._started < len(self.buckets):
-            bucket = self.buckets[self._started]
-            if only_full and self._missing[bucket]:
+        """Yield the groups to start now, in order. With only_full=False these are all that have not started."""
+        while self._started < len(self.groups):
+            group = self.groups[self._started]
+            if only_full and self._missing[group]:
                 return
-            yield bucket
+            yield group
             self._started += 1  # unless the caller has failed to start it
 
     def learn(self) -> None:
-        """Take over the order in which rank 0 filled its buckets, if that has not been done. Collective."""
+        """Take over the order in which rank 0 has filled its groups, if that has not been done. Collective."""
         if not self._is_learned:
             filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")
-            self.buckets = list(dict.fromkeys([*filled, *self.buckets]))
+            self.groups = list(dict.fromkeys([*filled, *self.groups]))
             self._is_learned = bool(filled)
 
 
@@ -189,9 +184,11 @@ class SideStream:
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
-class Running(NamedTuple):
-    """A bucket whose exchange has started."""
 
+class Running(NamedTuple):
+    """A bucket whose exchange has started. position: its number in the plan."""
+
+    position: int
     plan: PlannedBucket
     method: Compressor
     conversation: RunningConversation[Result]
@@ -279,7 +276,7 @@ class Engine:
             compressor: In place of those of the plan.
             suffix: Added to the names of messages. Messages of one name must always have the same size.
         """
-        if not self.in_flight:
+        if not self._started:
             self._begin_step()
         for plan in self.groups[g]:
             if self._counts_dense:
@@ -295,7 +292,7 @@ class Engine:
                     self.meter,
                     self._lanes,
                 )
-            running = Running(plan, method, conversation, side)
+            running = Running(self._position[plan.bucket.name], plan, method, conversation, side)
             self._started.append(running)
             self._waiting.append(running)
 
@@ -322,14 +319,17 @@ class Engine:
         """
         with torch.no_grad(), self.intact:
             self._wait()
-            started = sorted(self._started, key=lambda running: self._position[running.plan.bucket.name])
+            started = sorted(self._started)  # by position
             if learn:
                 self.order.learn()
             self.reset()
             for side in self.streams.values():
                 side.join()
-            results = [(running.plan, running.conversation.result) for running in started]
-            reason = next((result.nonfinite for _, result in results if result.nonfinite), None)
+            results, reason = [], None
+            for running in started:
+                result = running.conversation.result
+                results.append((running.plan, result))
+                reason = reason or result.nonfinite
             reason = reason if judge is None else judge(reason)
             if reason is not None:
                 for running in started:

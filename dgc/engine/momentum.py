@@ -46,14 +46,14 @@ class MomentumCheck:
         assign_momentum(optimizer, planned)
         share_momentum(optimizer, planned, transport, factor)
         corrected = {p for plan in planned if plan.compressor.correction is not None for p in plan.parameters}
-        self._momentum = [
+        self.watched = [
             (g, group.get("momentum", 0.0))
             for g, group in enumerate(optimizer.param_groups)
             if not corrected.isdisjoint(group["params"])
         ]
 
     def check(self, optimizer: Optimizer) -> None:
-        for g, momentum in self._momentum:
+        for g, momentum in self.watched:
             # some broadcasts of optimizer state round to fp32
             if abs((now := optimizer.param_groups[g].get("momentum", 0.0)) - momentum) > 1e-6:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks and conversions of DistributedOptimizer's arguments."""
+"""Checks and conversions of the arguments of all adapters."""
 
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence

@@ -1,12 +1,10 @@
-"""The compression methods of an optimizer or a wrapped model: their epochs, ratio and error state.
-
-Epochs counted by steps, for compressors that warm up.
-
-The identity of a rank's state: whose it is, of which step, and of which settings.
+"""The saved state of the compression methods of an optimizer or a wrapped model: whose it is, of which step and
+epoch, and its checks.
 
 Error state differs between ranks, but that of another rank has the same names and shapes. Loaded here, it would
 replace what this rank has not sent, which is then lost, by what the other rank sends as well. States carry their
-identity under the key `identity`, and every loader verifies it.
+identity under the key `identity`: rank, step, and the settings that their meaning depends on. Every loader
+verifies it.
 """
 
 import warnings
@@ -381,7 +379,8 @@ class CountsEpochs(HasCompression):
 
     def _begin_step(self) -> None:
         super()._begin_step()
-        self._epochs.begin_step()
+        if self._epochs.steps_per_epoch is not None:
+            self._epochs.begin_step()
 
     def compression_state_dict(self) -> dict[str, Any]:
         return {**super().compression_state_dict(), **self._epochs.state_dict()}

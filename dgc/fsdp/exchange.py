@@ -14,9 +14,7 @@ An exception may end a backward pass. The next one then begins again, without th
 the last exchange, if no group of that pass has started. Otherwise it raises RuntimeError, because ranks may have
 started different groups. FSDP2 itself continues only after `reset_iter_state()`.
 
-The buckets of FSDP2's parameter groups.
-
-Comparison of the machines' models before the first step: FSDP2 does not broadcast parameters.
+The models of all machines are compared before the first step, because FSDP2 does not broadcast parameters.
 """
 
 import weakref

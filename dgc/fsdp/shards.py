@@ -9,9 +9,8 @@ each. The last ranks may have fewer rows, or none. The rest of the place is padd
 
 A parameter that is sharded along another dimension has no padding, because FSDP2 requires a multiple of n there.
 
-All attributes of FSDP2 that are not part of its interface are read in this file.
-
-The mesh of the ranks of one machine.
+All attributes of FSDP2 that are not part of its interface are read in this file. `local_mesh` makes the mesh of
+the ranks of one machine, on which a model is sharded.
 """
 
 import weakref

@@ -154,6 +154,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         self._should_synchronize, self._averaged_for_scaler = True, False
         self._dropped = False  # whether the last averaged gradients were not finite
         self._is_first_step, self._created_state = True, None
+        self._takes_sparse = isinstance(optimizer, SupportsCorrectedGradients) and self._factor == 1
         self.exchange.zero(set_to_none=True)
 
     # --- one step ---------------------------------------------------------------------------------
@@ -171,7 +172,8 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
                 plan.make_dense(result)
             if self._factor != 1:
                 flat.mul_(self._factor)
-            self._loss_scale.multiply_(flat)
+            if self._loss_scale.enabled:
+                self._loss_scale.multiply_(flat)
         for plan in self.exchange.planned:
             plan.attach()
         self._make_sparse()
@@ -232,16 +234,18 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         afterwards. Call synchronize() first if you need the average.
         """
         self._engine.intact.check()
-        check_no_unfrozen(self.param_groups, self.exchange, "DistributedOptimizer")
-        self._momentum.check(self.inner)
-        loss = loss_of(closure)
+        check_no_unfrozen(self.inner.param_groups, self.exchange.slots, "DistributedOptimizer")
+        if self._momentum.watched:
+            self._momentum.check(self.inner)
+        loss = None if closure is None else loss_of(closure)
         if self.exchange.is_state_initialisation():
             if not self.inner.state:
                 self._make_sparse()
                 create_state(self.inner, self.exchange)
                 self._created_state = self.inner.state
             return loss
-        self._loss_scale.check_before_step(self)
+        if self._loss_scale.enabled:
+            self._loss_scale.check_before_step(self)
         sparse: list[SparseUpdate] = []
         if self._should_synchronize and self.exchange.averaged:
             if not self._averaged_for_scaler:
@@ -250,7 +254,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
                     "optimizer.synchronize(): the gradients are not exchanged again",
                     stacklevel=2,
                 )
-        elif self._should_synchronize and isinstance(self.inner, SupportsCorrectedGradients) and self._factor == 1:
+        elif self._should_synchronize and self._takes_sparse:
             sparse = self._synchronize_sparse()
         elif self._should_synchronize:
             self.synchronize()
@@ -262,8 +266,9 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
 
     def _step_inner(self, sparse: Sequence[SparseUpdate]) -> None:
         start = perf_counter()
-        for p in (p for plan in self.exchange.planned for p in plan.parameters if not p.requires_grad):
-            p.grad = None  # frozen after construction: momentum and weight decay must not change it
+        for p in self.exchange.slots:
+            if not p.requires_grad:  # frozen after construction: momentum and weight decay must not change it
+                p.grad = None
         self.inner.step(**({"sparse": sparse} if sparse else {}))
         self.meter.add_time("step", "optimizer", start, perf_counter())
 
@@ -281,8 +286,10 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. With set_to_none=False they become zero views into the buckets."""
         self.exchange.zero(set_to_none)
-        for p in (p for group in self.param_groups for p in group["params"] if p not in self.exchange):
-            p.grad = None  # always: a zero gradient would decay frozen parameters
+        for group in self.inner.param_groups:
+            for p in group["params"]:
+                if p not in self.exchange.slots:
+                    p.grad = None  # always: a zero gradient would decay frozen parameters
 
     def compression_state_dict(self) -> dict[str, Any]:
         self._engine.intact.check()

@@ -40,26 +40,26 @@ class GradientExchange:
         self.had_backward = False
         self.averaged = False  # whether .grad holds the results of `finish`, with nothing added since
         self._lock = threading.RLock()
-        self._slots = {p: (b, i) for b, plan in enumerate(self.planned) for i, p in enumerate(plan.parameters)}
-        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self._slots]
-        claim(self._slots, self, "DistributedOptimizer")
+        self.slots = {p: (b, i) for b, plan in enumerate(self.planned) for i, p in enumerate(plan.parameters)}
+        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._hook) for p in self.slots]
+        claim(self.slots, self, "DistributedOptimizer")
         self._reset()
 
     def _reset(self) -> None:
-        self._passes_left = dict.fromkeys(self._slots, self.passes)
+        self._passes_left = dict.fromkeys(self.slots, self.passes)
         self._final_gradients: dict[Tensor, tuple[Tensor, int]] = {}  # complete gradients and their versions
         self.engine.reset()
 
     def __contains__(self, p: object) -> bool:
-        return p in self._slots
+        return p in self.slots
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._slots)
+        return iter(self.slots)
 
     def _hook(self, p: Tensor) -> None:
         with self._lock:
             self.had_backward, self.averaged = True, False
-            b, i = self._slots[p]
+            b, i = self.slots[p]
             if self._passes_left[p] == 0:
                 raise RuntimeError(
                     f"{self.planned[b].bucket.segments[i].name} received more gradients than "
@@ -148,7 +148,7 @@ class GradientExchange:
         """
         if self.had_backward:
             return False
-        gradients = [p.grad for p in self._slots]
+        gradients = [p.grad for p in self.slots]
         foreign = [
             p.grad
             for plan in self.planned
@@ -163,4 +163,4 @@ class GradientExchange:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        release(self._slots)
+        release(self.slots)

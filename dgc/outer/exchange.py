@@ -1,6 +1,6 @@
 """The exchange of fragments: it begins, arrives while training goes on, and is then used.
 
-Fragments: parts of a model that are exchanged together, each with buckets and an outer optimizer of its own.
+A fragment is a part of a model that is exchanged together, with buckets and an outer optimizer of its own.
 """
 
 from collections.abc import Mapping, Sequence

@@ -24,8 +24,6 @@ compressor, if it has one, and is sent later.
 
 Payload in bytes: that of the compressors every H steps, and that of the base. Dense: 4 n.
 
-Checks of the arguments of `OuterSteps`.
-
 Schedules of the outer learning rate: factors by the number of inner steps, as SparseLoCo's alpha from 0.4 to 1
 (Sarfi et al. 2025, arXiv 2508.15706).
 

@@ -22,9 +22,7 @@ gradients before local steps begin. Here it is u in every step of T_u, and the e
 If a mean gradient of T_v is not finite, no rank changes anything in this step. If a rank's u is not, all return to
 x', with m = 0. A rank whose gradient is not finite leaves out a step of its own.
 
-The messages of 0/1 Adam: buffers with one part for each tensor, averaged as gradients or compressed.
-
-The steps in which 0/1 Adam communicates (Lu et al. 2022, arXiv 2202.06009), as DeepSpeed's options choose them.
+The steps in which ranks communicate, as DeepSpeed's options choose them:
 
 T_v     F = var_freeze_step, kappa = var_update_scaler:
         k_0 = 0,  k_(j+1) = k_j + 2**(j // kappa),  all k_j < F

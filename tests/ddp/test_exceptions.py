@@ -101,7 +101,7 @@ def test_after_an_exception_the_exchange_is_clean_or_refuses(mode: str, at: int)
             for _ in range(2):
                 gradients(model), gradients(other)
         fail_at(model, at)
-        has_sent = exchange._engine.order.has_started
+        has_sent = exchange._engine.in_flight
         if at < LAYERS - 1:
             with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
                 gradients(model)
@@ -145,7 +145,7 @@ def test_exchanges_start_in_the_order_of_backward() -> None:
     model, exchange = build(dgc())
     for _ in range(3):
         gradients(model)
-    names = [exchange._planned[b].bucket.segments[0].name for b in exchange._engine.order.buckets]
+    names = [exchange._planned[b].bucket.segments[0].name for b in exchange._engine.order.groups]
     weights = [name for name in names if name.endswith("weight")]
     assert weights == [f"layers.{i}.weight" for i in reversed(range(LAYERS))]
 

@@ -55,7 +55,7 @@ def test_every_rank_takes_over_the_order_of_rank_0() -> None:
             order.reset()
             started = step(order, arrivals)
             order.learn()
-        return [order.buckets, *started]
+        return [order.groups, *started]
 
     first, second = LockstepWorld(2).run(body)
     assert first == [[2, 1, 0], [2], [1], [0], []]
@@ -70,7 +70,7 @@ def test_the_order_is_learned_in_a_step_in_which_rank_0_fills_buckets() -> None:
             order.reset()
             step(order, arrivals)
             order.learn()
-            seen.append(order.buckets)
+            seen.append(order.groups)
         return seen
 
     expected = [[0, 1, 2], [2, 0, 1], [2, 0, 1]]

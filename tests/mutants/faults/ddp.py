@@ -15,14 +15,14 @@ DDP = [
     ),
     Fault(
         "a-conversation-overtakes-those-that-started-before",
-        "dgc/comm/conversation.py",
-        "running.advance(limit)",
-        "running.advance(LANES)",
+        "dgc/engine/loop.py",
+        "conversation.advance(limit)",
+        "conversation.advance(LANES)",
         LOOP,
     ),
     Fault(
         "rounds-without-a-lane-launched-as-replies-arrive",
-        "dgc/comm/conversation.py",
+        "dgc/engine/loop.py",
         "limit = LANES\n",
         "limit = 99\n",
         LOOP,
@@ -30,8 +30,8 @@ DDP = [
     Fault(
         "a-bucket-starts-before-its-last-gradient",
         "dgc/engine/loop.py",
-        "if only_full and self._missing[bucket]:",
-        "if only_full and self._missing[bucket] > 1:",
+        "if only_full and self._missing[group]:",
+        "if only_full and self._missing[group] > 1:",
         LOOP,
     ),
     Fault(

@@ -176,15 +176,15 @@ OPTIM = [
     Fault(
         "no-rollback-in-a-dropped-step",
         "dgc/engine/loop.py",
-        "method.rollback(plan.bucket)",
-        "plan.bucket.release()",
+        "running.method.rollback(running.plan.bucket)",
+        "running.plan.bucket.release()",
         ["tests/optim/test_nonfinite.py::test_what_was_sent_in_any_bucket_returns"],
     ),
     Fault(
         "flag-of-the-first-bucket-only",
         "dgc/engine/loop.py",
-        "reason = next((result.nonfinite for _, result in ended if result.nonfinite), None)",
-        "reason = ended[0][1].nonfinite",
+        "reason = reason or result.nonfinite",
+        "reason = results[0][1].nonfinite",
         [
             "tests/optim/test_nonfinite.py::test_a_step_is_dropped_on_every_rank",
             "tests/optim/test_nonfinite.py::test_what_was_sent_in_any_bucket_returns",

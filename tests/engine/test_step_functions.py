@@ -1,0 +1,70 @@
+"""How much of the library one step runs: files and functions of `dgc`, without the simulator."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import dgc
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor
+from dgc.optim import DGCSGD, DistributedOptimizer
+
+ROOT = Path(dgc.__file__).parent
+SIMULATOR = "comm/lockstep.py"
+
+
+def run_by_one_step(make: Callable[[], Compressor], sgd: Callable[[Any], Any]) -> set[tuple[str, str]]:
+    """(file, function) of all functions that the fourth step of a small network calls."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    transport = LockstepWorld(1).transports[0]
+    inner = sgd(model.parameters())
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), make(), transport=transport)
+    seen: set[tuple[str, str]] = set()
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and ROOT in file.parents:
+            seen.add((file.relative_to(ROOT).as_posix(), frame.f_code.co_qualname))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    step()
+    sys.setprofile(before)
+    return {(file, function) for file, function in seen if file != SIMULATOR}
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def corrected(parameters: Any) -> torch.optim.Optimizer:
+    return DGCSGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(
+    ("make", "sgd", "files", "functions"),
+    [
+        (DenseCompressor, plain, 13, 60),
+        (lambda: DGCCompressor(0.01), corrected, 28, 150),
+        (lambda: PowerSGDCompressor(2), plain, 22, 132),
+    ],
+    ids=["dense", "dgc", "powersgd"],
+)
+def test_a_step_runs_few_files_and_functions(make: Any, sgd: Any, files: int, functions: int) -> None:
+    seen = run_by_one_step(make, sgd)
+    found = sorted({file for file, _ in seen})
+    assert len(found) <= files, found
+    assert len(seen) <= functions, sorted(seen)
