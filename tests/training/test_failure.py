@@ -307,9 +307,10 @@ def test_a_launcher_that_the_transport_does_not_understand_gives_one_error(tmp_p
     result = launch([BIN / words[0], *words[1:], "--configs.train.transport", "horovod"], tmp_path)
     assert result.returncode != 0 and list(tmp_path.iterdir()) == []
     said = [line for line in result.stderr.splitlines() if "WORLD_SIZE is 2, but Horovod sees 1 rank" in line]
-    # by rank 0, and at the end of torchrun's report, which has no other failure
+    # by rank 0, and at the end of torchrun's report
     assert len(said) == 2 and said[1].startswith("  traceback : WORLD_SIZE is 2")
-    assert "<NO_OTHER_FAILURES>" in result.stderr
+    # no other failure, unless torchrun has ended rank 1 by SIGTERM before that had read its config
+    assert "<NO_OTHER_FAILURES>" in result.stderr or "exitcode  : -15" in result.stderr
     assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr
 
 
