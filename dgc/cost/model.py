@@ -321,7 +321,7 @@ def overlapped(backward: float, buckets: Sequence[BucketWork]) -> float:
                      in the time between
         network      messages in the order in which they were handed over
 
-    Differences from the exchange in dgc/optim/exchange: There, replies are used when the next hook of backward
+    Differences from the loop in dgc/engine/loop.py: There, replies are used when the next hook of backward
     runs, and messages after the third round of a conversation wait for the end of backward. On a GPU, encoding may
     overlap with backward. The network needs no processor here; MPI and Gloo use one.
 
